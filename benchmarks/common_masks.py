@@ -2,9 +2,10 @@
 
     python -m benchmarks.common_masks MODEL STORIES.txt --choices piqa.jsonl
 
-A causal model is converted first. The choices are continuations of held-out stories that differ in one word, drawn from the stories,
-which may have another number of tokens; and the first two choices of multiple-choice questions (`query`, `choices`), which may have no word
-in common. Every choice is estimated with many seeds, and variances are added over the pairs.
+A causal model is converted first. The choices are continuations of held-out stories that differ in one word,
+drawn from the stories, which may have another number of tokens; and the first two choices of multiple-choice
+questions (`query`, `choices`), which may have no word in common. Every choice is estimated with many seeds,
+and variances are added over the pairs.
 """
 
 from __future__ import annotations
@@ -41,14 +42,25 @@ def one_word_apart(lm: unmask.DiffusionLM, stories: Sequence[str], count: int) -
         choice = story[CONTEXT : CONTEXT + CONTINUATION]
         other, place = list(choice), rng.randrange(CONTINUATION)
         other[place] = rng.choice([word for word in words if word != choice[place]])
-        pairs.append((lm.tokenizer(" ".join(story[:CONTEXT])).input_ids, *(tokens(lm, " ".join(text)) for text in (choice, other))))
+        pairs.append(
+            (
+                lm.tokenizer(" ".join(story[:CONTEXT])).input_ids,
+                *(tokens(lm, " ".join(text)) for text in (choice, other)),
+            )
+        )
     return pairs
 
 
 def questions(lm: unmask.DiffusionLM, path: str, count: int) -> list[Pair]:
     """The first two choices of each question of a file."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    pairs = [(lm.tokenizer(row["query"]).input_ids[-LONGEST:], *(tokens(lm, choice) for choice in row["choices"][:2])) for row in rows]
+    pairs = [
+        (
+            lm.tokenizer(row["query"]).input_ids[-LONGEST:],
+            *(tokens(lm, choice) for choice in row["choices"][:2]),
+        )
+        for row in rows
+    ]
     return [pair for pair in pairs if max(map(len, pair[1:])) <= LONGEST][:count]
 
 
@@ -57,11 +69,16 @@ def tokens(lm: unmask.DiffusionLM, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def estimates(lm: unmask.DiffusionLM, context: list[int], choice: list[int], shared: int, samples: int, seeds: int) -> Tensor:
-    """Estimates of a choice's bound, one for each key of the masks; `shared`: its first tokens that the other choice has too."""
+def estimates(
+    lm: unmask.DiffusionLM, context: list[int], choice: list[int], shared: int, samples: int, seeds: int
+) -> Tensor:
+    """Estimates of a choice's bound, one for each key of the masks; `shared`: its first tokens that the other
+    choice has too."""
     ids_BT = torch.tensor([*context, *choice]).expand(seeds, -1)
     maskable_BT = (torch.arange(ids_BT.shape[1]) >= len(context)).expand(seeds, -1)
-    return elbo(lm, ids_BT, None, maskable_BT, Draw(0, torch.arange(seeds)), samples=samples, chunk=256, shared=shared).value_B.double()
+    return elbo(
+        lm, ids_BT, None, maskable_BT, Draw(0, torch.arange(seeds)), samples=samples, chunk=256, shared=shared
+    ).value_B.double()
 
 
 def main() -> None:
@@ -88,10 +105,15 @@ def main() -> None:
             common = independent = 0.0
             for context, *choices in pairs:
                 shared = common_length(choices)
-                one_B, other_B = (estimates(lm, context, choice, shared, samples, options.seeds) for choice in choices)
+                one_B, other_B = (
+                    estimates(lm, context, choice, shared, samples, options.seeds) for choice in choices
+                )
                 common += float((one_B - other_B).var()) / len(pairs)
                 independent += float(one_B.var() + other_B.var()) / len(pairs)
-            figures = f"{common:.3f} with common masks, {independent:.3f} with independent ones: {common / independent:.2f}"
+            figures = (
+                f"{common:.3f} with common masks, {independent:.3f} with independent ones: "
+                f"{common / independent:.2f}"
+            )
             print(f"{samples} samples, {len(pairs)} pairs, {name}: variance {figures}", flush=True)
 
 

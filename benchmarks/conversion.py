@@ -1,4 +1,5 @@
-"""Cost of conversion compared with plain causal training of the same model: time of a step, memory of the loss, packing.
+"""Cost of conversion compared with plain causal training of the same model: time of a step, memory of the
+loss, packing.
 
     python -m benchmarks.conversion [--threads 1] [--rounds 7]
 
@@ -35,8 +36,15 @@ def llama(vocabulary: int = VOCABULARY, hidden: int = 384, layers: int = 6) -> L
     """About 25M parameters by default."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=LENGTH, tie_word_embeddings=True)).train()
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, **heads, max_position_embeddings=LENGTH, tie_word_embeddings=True)
+    ).train()
 
 
 class Causal:
@@ -58,7 +66,9 @@ class Causal:
 class Diffusion:
     """A training step of Unmask."""
 
-    def __init__(self, lm: DiffusionLM, batch: dict[str, Tensor], *, pair: bool = False, lm_loss: float = 0.0):
+    def __init__(
+        self, lm: DiffusionLM, batch: dict[str, Tensor], *, pair: bool = False, lm_loss: float = 0.0
+    ):
         self.lm, self.batch, self.pair, self.lm_loss = lm, batch, pair, lm_loss
         self.optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-4, fused=True)
         self.steps = 0
@@ -84,7 +94,8 @@ class Diffusion:
 
 
 class Plain(Diffusion):
-    """The same step of a bidirectional model, without optimisations: transformers' own attention under a mask, logits of all rows."""
+    """The same step of a bidirectional model, without optimisations: transformers' own attention under a
+    mask, logits of all rows."""
 
     def __init__(self, lm: DiffusionLM, batch: dict[str, Tensor]):
         super().__init__(lm, batch)
@@ -93,13 +104,18 @@ class Plain(Diffusion):
     def loss(self) -> Tensor:
         views, ids_BT, document_BT = self.views(), self.batch["input_ids"], self.batch["documents"]
         noised_BT = torch.where(views.hidden_BMT[:, 0], self.lm.mask_token_id, ids_BT)
-        real_B1QK = (document_BT[:, None, :, None] == document_BT[:, None, None, :]) & (document_BT[:, None, None, :] > 0)
-        seen_B1QK = real_B1QK | torch.eye(ids_BT.shape[1], dtype=torch.bool)  # padding itself: a softmax over nothing is not a number
+        real_B1QK = (document_BT[:, None, :, None] == document_BT[:, None, None, :]) & (
+            document_BT[:, None, None, :] > 0
+        )
+        # padding itself: a softmax over nothing is not a number
+        seen_B1QK = real_B1QK | torch.eye(ids_BT.shape[1], dtype=torch.bool)
         logits_BTV = self.lm.model(input_ids=noised_BT, attention_mask=seen_B1QK, use_cache=False).logits
         logits_BTV[..., self.lm.mask_token_id] = -torch.inf
         cross_entropy_BT = F.cross_entropy(logits_BTV.transpose(1, 2), ids_BT, reduction="none")
         weight_BT = views.weight_BMT[:, 0]
-        return torch.where(weight_BT > 0, cross_entropy_BT * weight_BT, 0.0).sum() / self.batch["maskable"].sum()
+        return (
+            torch.where(weight_BT > 0, cross_entropy_BT * weight_BT, 0.0).sum() / self.batch["maskable"].sum()
+        )
 
 
 def diffusion_lm(attention: AttentionName, vocabulary: int = VOCABULARY, **more: Any) -> DiffusionLM:
@@ -112,7 +128,12 @@ def whole_rows() -> dict[str, Tensor]:
     ids_BT = torch.randint(10, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     ones_BT = torch.ones_like(ids_BT)
     maskable_BT = torch.arange(LENGTH).expand_as(ids_BT) > 0
-    return {"input_ids": ids_BT, "documents": ones_BT, "maskable": maskable_BT, "sample_id": torch.arange(BATCH)}
+    return {
+        "input_ids": ids_BT,
+        "documents": ones_BT,
+        "maskable": maskable_BT,
+        "sample_id": torch.arange(BATCH),
+    }
 
 
 def steps(rounds: int) -> None:
@@ -134,12 +155,26 @@ def steps(rounds: int) -> None:
     rows = [("a plain causal step", f"{one:.2f} s", "")]
     rows += [
         ("block, one noised copy / 2 causal steps", f"{seconds['block'] / one / 2:.3f}", "at most 1.15"),
-        ("block, complementary pair / 4 causal steps", f"{seconds['pair'] / one / 4:.3f}", "at most 1.15 (two copies)"),
+        (
+            "block, complementary pair / 4 causal steps",
+            f"{seconds['pair'] / one / 4:.3f}",
+            "at most 1.15 (two copies)",
+        ),
         ("the same / 3 causal steps", f"{seconds['pair'] / one / 3:.3f}", ""),
-        ("block, causal context, AR loss / 2 causal steps", f"{seconds['block with AR loss'] / one / 2:.3f}", ""),
+        (
+            "block, causal context, AR loss / 2 causal steps",
+            f"{seconds['block with AR loss'] / one / 2:.3f}",
+            "",
+        ),
         ("bidirectional / 1 causal step", f"{seconds['bidirectional'] / one:.3f}", "at most 1.05"),
     ]
-    report(f"A training step: {BATCH} x {LENGTH} tokens, {sum(w.numel() for w in causal.model.parameters()) / 1e6:.1f}M parameters", rows)
+    report(
+        (
+            f"A training step: {BATCH} x {LENGTH} tokens, "
+            f"{sum(w.numel() for w in causal.model.parameters()) / 1e6:.1f}M parameters"
+        ),
+        rows,
+    )
 
 
 def memory() -> None:
@@ -152,12 +187,21 @@ def memory() -> None:
         targets_N = batch["input_ids"].flatten()
         table = lm.model.get_input_embeddings().weight
         log_prob_N = lm.log_probs(lm.noised_inputs(batch["input_ids"], target_BT=rows_BT), targets_N)
-        plain_N = lm.logits(batch["input_ids"]).log_softmax(-1).flatten(0, 1).gather(1, targets_N[:, None]).squeeze(1)
+        plain_N = (
+            lm.logits(batch["input_ids"])
+            .log_softmax(-1)
+            .flatten(0, 1)
+            .gather(1, targets_N[:, None])
+            .squeeze(1)
+        )
         torch.testing.assert_close(log_prob_N, plain_N, rtol=1e-4, atol=1e-4)
         del log_prob_N, plain_N
 
         def step(
-            lm: DiffusionLM = lm, ids_BT: Tensor = batch["input_ids"], rows_BT: Tensor = rows_BT, targets_N: Tensor = targets_N
+            lm: DiffusionLM = lm,
+            ids_BT: Tensor = batch["input_ids"],
+            rows_BT: Tensor = rows_BT,
+            targets_N: Tensor = targets_N,
         ) -> None:
             lm.log_probs(lm.noised_inputs(ids_BT, target_BT=rows_BT), targets_N).sum().backward()
             lm.model.zero_grad()
@@ -165,14 +209,18 @@ def memory() -> None:
         peaks[vocabulary] = peak_bytes(step) - table.nbytes  # the gradient of the embeddings
     rows = [(f"vocabulary {vocabulary:,}", f"{peak / 1e6:,.0f} MB", "") for vocabulary, peak in peaks.items()]
     rows.append(("128k / 8k", f"{peaks[128_000] / peaks[8_000]:.3f}", "at most 1.3"))
-    report(f"Peak memory of forward and backward pass, embeddings aside, {BATCH * LENGTH} rows of logits", rows)
+    report(
+        f"Peak memory of forward and backward pass, embeddings aside, {BATCH * LENGTH} rows of logits", rows
+    )
 
 
 def packing(rounds: int) -> None:
-    """Throughput of real tokens, packed compared with padded, on two mixes of documents of 32 to 512 tokens."""
+    """Throughput of real tokens, packed compared with padded, on two mixes of documents of 32 to 512
+    tokens."""
     generator = torch.Generator().manual_seed(0)
     share_N = torch.rand(DOCUMENTS, generator=generator)
-    by_octave = (32 * (LENGTH / 32) ** share_N).long().tolist()  # as in text collections, most documents are short
+    # as in text collections, most documents are short
+    by_octave = (32 * (LENGTH / 32) ** share_N).long().tolist()
     pack("as many from 32 to 64 as from 256 to 512", by_octave, rounds)
     pack("all lengths as often", (32 + (LENGTH - 32) * share_N).long().tolist(), rounds)
 
@@ -184,19 +232,28 @@ def pack(mix: str, lengths: list[int], rounds: int) -> None:
 
     def row(ids: list[int], numbers: list[int], sample: int) -> dict:
         starts = [i == 0 or numbers[i] != numbers[i - 1] for i in range(len(ids))]
-        return {"input_ids": ids, "documents": numbers, "maskable": [not start for start in starts], "sample_id": sample}
+        return {
+            "input_ids": ids,
+            "documents": numbers,
+            "maskable": [not start for start in starts],
+            "sample_id": sample,
+        }
 
     padded = [row(ids, [1] * len(ids), number) for number, ids in enumerate(documents)]
     ids = [token for document in documents for token in document]
     numbers = [number for number, document in enumerate(documents, 1) for _ in document]
-    packed = [row(ids[at : at + LENGTH], numbers[at : at + LENGTH], at // LENGTH) for at in range(0, len(ids), LENGTH)]
+    packed = [
+        row(ids[at : at + LENGTH], numbers[at : at + LENGTH], at // LENGTH)
+        for at in range(0, len(ids), LENGTH)
+    ]
     collate = Collator(0)
     batches = {
         name: [collate(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH)]
         for name, rows in (("padded", padded), ("packed", packed))
     }
     both = [Kind(diffusion_lm("bidirectional"), batches["padded"][0]) for Kind in (Plain, Diffusion)]
-    torch.testing.assert_close(both[0].loss(), both[1].loss(), rtol=1e-4, atol=0)  # the same model, data and loss
+    # the same model, data and loss
+    torch.testing.assert_close(both[0].loss(), both[1].loss(), rtol=1e-4, atol=0)
     block = {"block_size": 4, "logit_shift": True}
     contenders = {
         "plainly padded": epoch(Plain(diffusion_lm("bidirectional"), {}), batches["padded"]),
@@ -207,12 +264,23 @@ def pack(mix: str, lengths: list[int], rounds: int) -> None:
     }
     seconds = timed(contenders, rounds)
     results = [
-        ("bidirectional: packed / padded as transformers has it", f"{seconds['plainly padded'] / seconds['packed']:.3f}", "at least 1.5"),
+        (
+            "bidirectional: packed / padded as transformers has it",
+            f"{seconds['plainly padded'] / seconds['packed']:.3f}",
+            "at least 1.5",
+        ),
         ("bidirectional: packed / padded, both Unmask's", f"{seconds['padded'] / seconds['packed']:.3f}", ""),
-        ("block of 4: packed / padded, both Unmask's", f"{seconds['block padded'] / seconds['block packed']:.3f}", ""),
+        (
+            "block of 4: packed / padded, both Unmask's",
+            f"{seconds['block padded'] / seconds['block packed']:.3f}",
+            "",
+        ),
     ]
     held = sum(batch["input_ids"].numel() for batch in batches["padded"])
-    title = f"Packing: {len(lengths)} documents of 32 to {LENGTH} tokens, {mix}, {sum(lengths)} in all; padded rows hold {held}"
+    title = (
+        f"Packing: {len(lengths)} documents of 32 to {LENGTH} tokens, {mix}, {sum(lengths)} in all; padded "
+        f"rows hold {held}"
+    )
     report(title, results)
 
 

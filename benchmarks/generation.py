@@ -2,11 +2,12 @@
 
     python -m benchmarks.generation [--threads 1] [--rounds 2] [--steps 16] [--only small]
 
-Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 equal sequences are counted first
-(near-ties may differ in float32); at other temperatures the distributions are the same (`tests/generation/test_parity.py`).
-Block-causal: compared with a sampler that computes the whole sequence at every step, with the same tokens. Group: completions of one
-prompt, compared with an engine that computes the prompt for each of them, with the same tokens. One: a sequence of a model so small that
-nearly all time is that of the host, plain and compiled, with the same tokens.
+Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 equal
+sequences are counted first (near-ties may differ in float32); at other temperatures the distributions are the
+same (`tests/generation/test_parity.py`). Block-causal: compared with a sampler that computes the whole
+sequence at every step, with the same tokens. Group: completions of one prompt, compared with an engine that
+computes the prompt for each of them, with the same tokens. One: a sequence of a model so small that nearly
+all time is that of the host, plain and compiled, with the same tokens.
 
 Shapes: B batch, P prompt, T positions.
 """
@@ -38,7 +39,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
 BATCH, PROMPT, LENGTH, BLOCK = 8, 128, 128, 32
-SHAPES = {  # hidden width, layers, vocabulary; the bars at temperature 0, at 0.9, and with lengths of 15 to 100% of the canvas
+# hidden width, layers, vocabulary; the bars at temperature 0, at 0.9, and with lengths of 15 to 100% of the
+# canvas
+SHAPES = {
     "small": (256, 32, 7_900, (1.25, 1.84, 1.65)),
     "middle": (512, 8, 32_000, (1.8, 4.2, 2.5)),
     "wide": (512, 8, 126_464, (3.1, 14.0, 4.4)),
@@ -46,11 +49,20 @@ SHAPES = {  # hidden width, layers, vocabulary; the bars at temperature 0, at 0.
 PARTS = [*SHAPES, "block", "group", "one"]
 
 
-def random_model(hidden: int, layers: int, vocabulary: int, attention: AttentionName, block_size: int | None = None) -> DiffusionLM:
+def random_model(
+    hidden: int, layers: int, vocabulary: int, attention: AttentionName, block_size: int | None = None
+) -> DiffusionLM:
     torch.manual_seed(0)
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
-    sizes = {"hidden_size": hidden, "intermediate_size": 7 * hidden // 2, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=1024, initializer_range=0.1)).eval()
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 7 * hidden // 2,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, **heads, max_position_embeddings=1024, initializer_range=0.1)
+    ).eval()
     return make_diffusion(model, character_tokenizer("abcdef"), attention=attention, block_size=block_size)
 
 
@@ -61,7 +73,13 @@ def random_prompts(lm: DiffusionLM, length: int) -> Tensor:
 class Ours:
     """A run of the engine."""
 
-    def __init__(self, lm: DiffusionLM, prompt_BP: Tensor, config: unmask.SamplerConfig, make: Callable[[DiffusionLM], Engine] = Engine):
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        prompt_BP: Tensor,
+        config: unmask.SamplerConfig,
+        make: Callable[[DiffusionLM], Engine] = Engine,
+    ):
         self.lm, self.config, self.make = lm, config, make
         self.requests = make_requests(lm, prompt_BP.tolist(), config)
         self.engine = make(lm)
@@ -71,7 +89,9 @@ class Ours:
         for request in self.requests:
             self.engine.submit(request, self.config)
         traces = dict(self.engine.run())
-        return torch.tensor([self.requests[ticket].prompt + traces[ticket].canvas for ticket in sorted(traces)])
+        return torch.tensor(
+            [self.requests[ticket].prompt + traces[ticket].canvas for ticket in sorted(traces)]
+        )
 
 
 class Planted(Engine):
@@ -82,7 +102,11 @@ class Planted(Engine):
         self.lengths = lengths
 
     def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
-        return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
+        return {
+            s
+            for s in sequences
+            if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]
+        }
 
 
 class Apart(Engine):
@@ -91,7 +115,11 @@ class Apart(Engine):
     def _prefill(self, entering: set[SequenceState]) -> None:
         for sequence in entering:
             sequence.num_cached = block_start(sequence.request.start, self.lm.block_size)
-        entries = [BatchEntry(s.slots[0], s.num_cached, s.num_cached, s.num_cached) for s in self.running if s in entering]
+        entries = [
+            BatchEntry(s.slots[0], s.num_cached, s.num_cached, s.num_cached)
+            for s in self.running
+            if s in entering
+        ]
         cache_clean_tokens(self.lm, self.slots, entries)
 
 
@@ -107,7 +135,12 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     prompt_BP = random_prompts(lm, PROMPT)
     lengths = torch.linspace(0.15 * LENGTH, LENGTH, BATCH).round().long().tolist()
     rows = []
-    shared: dict[str, Any] = {"max_new_tokens": LENGTH, "block_size": BLOCK, "steps": steps, "stop_at_eos": False}
+    shared: dict[str, Any] = {
+        "max_new_tokens": LENGTH,
+        "block_size": BLOCK,
+        "steps": steps,
+        "stop_at_eos": False,
+    }
     greedy, drawn = (unmask.SamplerConfig(temperature=temperature, **shared) for temperature in (0.0, 0.9))
     equal = agree(Ours(lm, prompt_BP, greedy)(), published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0))
     contenders: dict[str, Callable[[], Tensor | None]] = {
@@ -120,17 +153,30 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     }
     seconds = timed(contenders, rounds)
     size = f"{hidden} wide, {layers} layers, vocabulary {vocabulary}"
-    rows.append((f"{size}: T=0", f"{seconds['published, T=0'] / seconds['T=0']:.3f}", f"at least {bars[0]}; {equal}"))
-    rows.append((f"{size}: T=0.9", f"{seconds['published, T=0.9'] / seconds['T=0.9']:.3f}", f"at least {bars[1]}"))
+    rows.append(
+        (f"{size}: T=0", f"{seconds['published, T=0'] / seconds['T=0']:.3f}", f"at least {bars[0]}; {equal}")
+    )
+    rows.append(
+        (f"{size}: T=0.9", f"{seconds['published, T=0.9'] / seconds['T=0.9']:.3f}", f"at least {bars[1]}")
+    )
     most = (f"{seconds[f'published, {at}'] / seconds['passes']:.3f}" for at in ("T=0", "T=0.9"))
-    rows.append((f"{size}: published / the passes alone", " and ".join(most), "upper limit of an exact sampler"))
-    rows.append((f"{size}: lengths 15 to 100%", f"{seconds['published, T=0'] / seconds['T=0, lengths']:.3f}", f"at least {bars[2]}"))
+    rows.append(
+        (f"{size}: published / the passes alone", " and ".join(most), "upper limit of an exact sampler")
+    )
+    rows.append(
+        (
+            f"{size}: lengths 15 to 100%",
+            f"{seconds['published, T=0'] / seconds['T=0, lengths']:.3f}",
+            f"at least {bars[2]}",
+        )
+    )
     return rows
 
 
 @torch.no_grad()
 def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
-    """The forward passes of a sampler without drawing: whole canvases, with logits at the hidden positions of a block."""
+    """The forward passes of a sampler without drawing: whole canvases, with logits at the hidden positions of
+    a block."""
     inputs = lm.noised_inputs(torch.nn.functional.pad(prompt_BP, (0, LENGTH), value=lm.mask_token_id))
     first_B1 = torch.arange(BATCH)[:, None] * (PROMPT + LENGTH) + PROMPT
     per_block = steps * BLOCK // LENGTH
@@ -141,7 +187,8 @@ def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def recomputed(lm: DiffusionLM, requests: list[Request], config: unmask.SamplerConfig) -> Tensor:
-    """Decode by blocks without a cache: every step computes all tokens before the end of the block. Logits and drawing are Unmask's."""
+    """Decode by blocks without a cache: every step computes all tokens before the end of the block. Logits
+    and drawing are Unmask's."""
     ids_BT = torch.tensor([request.ids for request in requests])
     hidden_BT = torch.tensor([request.hidden for request in requests])
     key_B = torch.tensor([request.key for request in requests])
@@ -162,7 +209,9 @@ def recomputed(lm: DiffusionLM, requests: list[Request], config: unmask.SamplerC
     return ids_BT
 
 
-def block_causal(block: int, prompt: int, tokens: int, bars: tuple[float, float], rounds: int) -> list[tuple[str, str, str]]:
+def block_causal(
+    block: int, prompt: int, tokens: int, bars: tuple[float, float], rounds: int
+) -> list[tuple[str, str, str]]:
     hidden, layers, vocabulary, _ = SHAPES["middle"]
     lm = random_model(hidden, layers, vocabulary, "block_causal", block)
     rows = []
@@ -175,22 +224,34 @@ def block_causal(block: int, prompt: int, tokens: int, bars: tuple[float, float]
         equal = agree(ours(), theirs())
         seconds = timed({"ours": ours, "recomputed": theirs}, rounds, warm=True)
         passes = ours.engine.num_forward_passes / sum(map(len, ours.requests[0].counts or []))
-        name = f"block {block}, prompt {prompt}{', one for all' if group else ''}, generation 64, {tokens} a step"
+        name = (
+            f"block {block}, prompt {prompt}{', one for all' if group else ''}, generation 64, {tokens} a "
+            "step"
+        )
         figure = f"{seconds['recomputed'] / seconds['ours']:.3f}"
         rows.append((name, figure, f"at least {bar}; {equal}; {passes:.3f} passes a step (bar: 1.1)"))
     return rows
 
 
-def group(attention: AttentionName, block: int | None, tokens: int, rounds: int) -> list[tuple[str, str, str]]:
+def group(
+    attention: AttentionName, block: int | None, tokens: int, rounds: int
+) -> list[tuple[str, str, str]]:
     hidden, layers, vocabulary, _ = SHAPES["middle"]
     lm = random_model(hidden, layers, vocabulary, attention, block)
     prompt_BP = random_prompts(lm, 512)[:1].expand(BATCH, -1)
-    config = unmask.SamplerConfig(max_new_tokens=64, tokens_per_step=tokens, temperature=1.0, stop_at_eos=False)
+    config = unmask.SamplerConfig(
+        max_new_tokens=64, tokens_per_step=tokens, temperature=1.0, stop_at_eos=False
+    )
     shared, apart = Ours(lm, prompt_BP, config), Ours(lm, prompt_BP, config, Apart)
     equal = agree(shared(), apart())
     seconds = timed({"shared": shared, "apart": apart}, rounds, warm=True)
-    name = f"{f'block {block}' if block else attention}, prompt 512, group of {BATCH}, generation 64, {tokens} a step"
-    figure = f"{seconds['apart']:.2f} s / {seconds['shared']:.2f} s = {seconds['apart'] / seconds['shared']:.3f}"
+    name = (
+        f"{f'block {block}' if block else attention}, prompt 512, group of {BATCH}, generation 64, "
+        f"{tokens} a step"
+    )
+    figure = (
+        f"{seconds['apart']:.2f} s / {seconds['shared']:.2f} s = {seconds['apart'] / seconds['shared']:.3f}"
+    )
     return [(name, figure, f"{equal}; {shared.engine.prompt_reuse:.1%} of the prompts' tokens are reused")]
 
 
@@ -198,11 +259,16 @@ def one(temperature: float, rounds: int) -> list[tuple[str, str, str]]:
     plain, compiled = (random_model(64, 4, 7_900, "block_causal", 4) for _ in range(2))
     compiled.compile()
     prompt_BP = random_prompts(plain, 16)[:1]
-    config = unmask.SamplerConfig(max_new_tokens=64, tokens_per_step=1, temperature=temperature, stop_at_eos=False)
+    config = unmask.SamplerConfig(
+        max_new_tokens=64, tokens_per_step=1, temperature=temperature, stop_at_eos=False
+    )
     contenders = {"plain": Ours(plain, prompt_BP, config), "compiled": Ours(compiled, prompt_BP, config)}
     equal = agree(*(run() for run in contenders.values()))
     seconds = timed(contenders, 10 * rounds, warm=True)
-    figure = f"{1000 * seconds['plain'] / 64:.2f} / {1000 * seconds['compiled'] / 64:.2f} = {seconds['plain'] / seconds['compiled']:.2f}"
+    figure = (
+        f"{1000 * seconds['plain'] / 64:.2f} / {1000 * seconds['compiled'] / 64:.2f} = "
+        f"{seconds['plain'] / seconds['compiled']:.2f}"
+    )
     return [(f"hidden 64, 4 layers, block 4, T={temperature}, ms a step", figure, equal)]
 
 

@@ -19,15 +19,20 @@ import unmask
 def heading() -> str:
     """Machine and versions."""
     threads = torch.get_num_threads()
-    versions = f"unmask {unmask.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    versions = (
+        f"unmask {unmask.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
     return (
-        f"{platform.machine()} {platform.system()}, {threads} thread{'s' * (threads > 1)}; Python {platform.python_version()}, {versions}"
+        f"{platform.machine()} {platform.system()}, {threads} thread{'s' * (threads > 1)}; Python "
+        f"{platform.python_version()}, {versions}"
     )
 
 
-def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, called in turns so that a busy moment of the machine affects all. The first round is not
-    counted, except with `warm` (the contenders have run before)."""
+def turns(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, called in turns so that a busy moment of the machine affects
+    all. The first round is not counted, except with `warm` (the contenders have run before)."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(int(warm), rounds + 1):
         for name, call in contenders.items():

@@ -1,11 +1,12 @@
 """Reinforcement learning from one start: each method compared with the same number of supervised updates.
 
-    python -m benchmarks.methods starts/            # makes the starts where they are missing, then every method and seed; resumes
-    python -m benchmarks.methods starts/ --compare temperature      # settings of one method: see COMPARISONS
+    python -m benchmarks.methods starts/            # makes the starts where they are missing, then every
+    method and seed; resumes python -m benchmarks.methods starts/ --compare temperature      # settings of one
+    method: see COMPARISONS
 
-The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations with mistakes. All
-runs make the same number of updates on the same number of completions (supervised training: rows). The figure is the fraction of
-held-out puzzles that are solved greedily.
+The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on
+demonstrations with mistakes. All runs make the same number of updates on the same number of completions
+(supervised training: rows). The figure is the fraction of held-out puzzles that are solved greedily.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class ShortSudoku(Sudoku):
         return "".join(digit for clue, digit in zip(puzzle, grid, strict=True) if clue == "0")
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        return self.of_empty(row["puzzle"], super().demonstrate({**row, "completion": row["solution"]}, rng, mistake_rate))
+        return self.of_empty(
+            row["puzzle"], super().demonstrate({**row, "completion": row["solution"]}, rng, mistake_rate)
+        )
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         if len(completion) != row["puzzle"].count("0"):
@@ -70,7 +73,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """With what differs from a method's own settings."""
 SCORED = {
-    f"{method}, T 0.3, scored at {scored:g}": {"method": method, **METHODS[method], "temperature": 0.3, "score_temperature": scored}
+    f"{method}, T 0.3, scored at {scored:g}": {
+        "method": method,
+        **METHODS[method],
+        "temperature": 0.3,
+        "score_temperature": scored,
+    }
     for method in ("diffu-grpo", "cj-grpo")
     for scored in (0.3, 1.0)
 }
@@ -84,13 +92,25 @@ BEYOND = {
     for end in ends
 }
 COMPARISONS: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
-    "methods": {"sudoku": METHODS, "countdown": {name: METHODS[name] for name in ("sft", "diffu-grpo", "cj-grpo")}},
+    "methods": {
+        "sudoku": METHODS,
+        "countdown": {name: METHODS[name] for name in ("sft", "diffu-grpo", "cj-grpo")},
+    },
     "temperature": {"sudoku": SCORED, "short-sudoku": SCORED},
-    "ratio": {"sudoku": {f"gdpo, {ratio}": {"method": "gdpo", "ratio": ratio, "num_iterations": 4} for ratio in ("sequence", "product")}},
+    "ratio": {
+        "sudoku": {
+            f"gdpo, {ratio}": {"method": "gdpo", "ratio": ratio, "num_iterations": 4}
+            for ratio in ("sequence", "product")
+        }
+    },
     "beyond": {"short-sudoku": BEYOND, "countdown": BEYOND},
 }
 """What is compared, by task: contenders with their settings, `method` where it is not their name."""
-TASKS: dict[str, Puzzle] = {"sudoku": Sudoku(), "short-sudoku": ShortSudoku(), "countdown": Countdown(max_number=12, max_target=50)}
+TASKS: dict[str, Puzzle] = {
+    "sudoku": Sudoku(),
+    "short-sudoku": ShortSudoku(),
+    "countdown": Countdown(max_number=12, max_target=50),
+}
 """Countdown with numbers that so small a model can learn to reckon with."""
 START = DemoSettings(text_mistakes=0.4, mistakes=0.46, pretrain=400, convert=900)
 """The demo's, trained for longer, on text with fewer mistakes."""
@@ -143,7 +163,9 @@ def train(
     return trainer.state.log_history
 
 
-def run(task: str, name: str, settings: dict[str, Any], seed: int, start: Path, updates: int, rate: float) -> dict[str, Any]:
+def run(
+    task: str, name: str, settings: dict[str, Any], seed: int, start: Path, updates: int, rate: float
+) -> dict[str, Any]:
     """Train a contender from the start, and measure; `start` itself is only measured."""
     demo = Demo(TASKS[task], start, 0, STARTS[task])
     lm = load(start / "model")
@@ -172,11 +194,14 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
 def interval(values: list[float]) -> str:
     """The mean, with the half width of its 95% interval (Student's t)."""
     runs = len(values)
-    return f"{statistics.fmean(values):.1f}" + (f" ± {STUDENT[runs] * statistics.stdev(values) / runs**0.5:.1f}" if runs in STUDENT else "")
+    return f"{statistics.fmean(values):.1f}" + (
+        f" ± {STUDENT[runs] * statistics.stdev(values) / runs**0.5:.1f}" if runs in STUDENT else ""
+    )
 
 
 def show(lines: list[dict[str, Any]]) -> None:
-    """Print a table of means over seeds, and of paired differences to supervised training with the same seed."""
+    """Print a table of means over seeds, and of paired differences to supervised training with the same
+    seed."""
     for task in dict.fromkeys(line["task"] for line in lines):
         solved: dict[str, dict[int, float]] = {}
         for line in lines:
@@ -187,7 +212,10 @@ def show(lines: list[dict[str, Any]]) -> None:
         for method, by_seed in solved.items():
             ahead = [value - supervised[seed] for seed, value in by_seed.items() if seed in supervised]
             each = ", ".join(f"{value:.1f}" for value in by_seed.values())
-            print(f"  {method:32} {interval([*by_seed.values()]):12} {each:18} {interval(ahead) if ahead else ''}")
+            print(
+                f"  {method:32} {interval([*by_seed.values()]):12} {each:18} "
+                f"{interval(ahead) if ahead else ''}"
+            )
 
 
 def main() -> None:
@@ -202,7 +230,9 @@ def main() -> None:
     parser.add_argument("--starts", action="store_true", help="make the starts alone")
     options = parser.parse_args()
     results = options.folder / "results.jsonl"
-    contenders = {task: COMPARISONS[options.compare][task] for task in options.tasks or COMPARISONS[options.compare]}
+    contenders = {
+        task: COMPARISONS[options.compare][task] for task in options.tasks or COMPARISONS[options.compare]
+    }
     for task in contenders:
         if not (options.folder / task / "model").exists():
             make_start(task, options.folder / task)
@@ -212,7 +242,13 @@ def main() -> None:
     for seed in range(options.seeds):
         for task, settings in contenders.items():
             for name in ["start", *(options.methods or settings)]:
-                key = {"task": task, "method": name, "seed": seed, "updates": options.updates, "rate": options.rate}
+                key = {
+                    "task": task,
+                    "method": name,
+                    "seed": seed,
+                    "updates": options.updates,
+                    "rate": options.rate,
+                }
                 if any(key.items() <= line.items() for line in done) or (name == "start" and seed > 0):
                     continue
                 own = settings.get(name, {})

@@ -1,12 +1,14 @@
-"""How far each method's gradient is from that of the expected reward, on models whose samples can all be listed.
+"""How far each method's gradient is from that of the expected reward, on models whose samples can all be
+listed.
 
     python -m benchmarks.policy_gradient            # prints the table of docs/rl.md
 
-A model of six tokens completes a prompt by three. Every path of the sampler (what is drawn at every hidden position,
-and which of it is kept) is listed with its probability, so that the expected reward and its gradient are exact. A
-method's gradient is the expected one of its own loss and views, in the first update on a rollout, over groups so large
-that their mean is the expected reward. Each text has a random reward. A difference is relative to the exact gradient,
-after the method's own is scaled to be as near as possible, which a learning rate would do.
+A model of six tokens completes a prompt by three. Every path of the sampler (what is drawn at every hidden
+position, and which of it is kept) is listed with its probability, so that the expected reward and its
+gradient are exact. A method's gradient is the expected one of its own loss and views, in the first update on
+a rollout, over groups so large that their mean is the expected reward. Each text has a random reward. A
+difference is relative to the exact gradient, after the method's own is scaled to be as near as possible,
+which a learning rate would do.
 
 Shapes: S states, H hidden positions of a block, D draws of them, V vocabulary, B paths, M views, T positions.
 """
@@ -69,7 +71,8 @@ DRAWS = 16  # of the views of each text, for methods that draw them
 
 
 def toy(seed: int, attention: str = "bidirectional", block_size: int | None = None) -> DiffusionLM:
-    """A model in float64 of six tokens, one of them the end. Its predictions depend strongly on what they see."""
+    """A model in float64 of six tokens, one of them the end. Its predictions depend strongly on what they
+    see."""
     tokenizer = character_tokenizer("ab")
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=16, initializer_range=0.7, **ids)
@@ -90,7 +93,9 @@ class Paths:
         """A random number [B] for each text, which ends with the first end token."""
         ids_BT = torch.where(self.rollout.completion_BT, self.rollout.ids_BT, -1)
         _, text_B = ids_BT.unique(dim=0, return_inverse=True)
-        return torch.randn(int(text_B.max()) + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)[text_B]
+        return torch.randn(
+            int(text_B.max()) + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )[text_B]
 
     def advantage(self, reward_B: Tensor, kind: str) -> Tensor:
         """Of each path [B], in an infinite group. Standard deviations and constant factors are left out."""
@@ -102,7 +107,9 @@ class Paths:
         return up_B / (probability_B * up_B).sum() - down_B / (probability_B * down_B).sum()
 
 
-def enumerate_paths(lm: DiffusionLM, config: SamplerConfig, prompt: Sequence[int] = PROMPT, length: int = LENGTH) -> Paths:
+def enumerate_paths(
+    lm: DiffusionLM, config: SamplerConfig, prompt: Sequence[int] = PROMPT, length: int = LENGTH
+) -> Paths:
     """All paths of `unmask.generate`. Of the settings `temperature` (above 0), `policy`, `tokens_per_step`,
     `block_size` and `stop_at_eos` are read."""
     start, count = len(prompt), config.tokens_per_step or 1
@@ -113,7 +120,9 @@ def enumerate_paths(lm: DiffusionLM, config: SamplerConfig, prompt: Sequence[int
     for first in range(start, start + length, size):
         block = slice(first, min(first + size, start + length))
         while hidden := int((ids_ST[0, block] == lm.mask_token_id).sum()):
-            ids_ST, step_ST, probability_S = _step(lm, config, (ids_ST, step_ST, probability_S), block, hidden, count, step)
+            ids_ST, step_ST, probability_S = _step(
+                lm, config, (ids_ST, step_ST, probability_S), block, hidden, count, step
+            )
             step += 1
         if config.stop_at_eos:
             ended_S = (ids_ST[:, start:] == lm.eos_token_ids[0]).any(1)
@@ -121,14 +130,20 @@ def enumerate_paths(lm: DiffusionLM, config: SamplerConfig, prompt: Sequence[int
             ids_ST, step_ST, probability_S = ids_ST[~ended_S], step_ST[~ended_S], probability_S[~ended_S]
         if not len(ids_ST):
             break
-    ids_BT, step_BT, probability_B = (torch.cat(parts) for parts in zip(*finished, (ids_ST, step_ST, probability_S), strict=True))
+    ids_BT, step_BT, probability_B = (
+        torch.cat(parts) for parts in zip(*finished, (ids_ST, step_ST, probability_S), strict=True)
+    )
     canvas_BT = (torch.arange(start + length) >= start).expand_as(ids_BT)
     end_BT = canvas_BT & (ids_BT == lm.eos_token_ids[0])
-    completion_BT = canvas_BT & ((end_BT.cumsum(1) == 0) | ((end_BT.cumsum(1) == 1) & end_BT)) & (step_BT >= 0)
+    completion_BT = (
+        canvas_BT & ((end_BT.cumsum(1) == 0) | ((end_BT.cumsum(1) == 1) & end_BT)) & (step_BT >= 0)
+    )
     document_BT = torch.ones_like(ids_BT)
     group_BT = noise_groups(lm, canvas_BT, document_BT)
     block_BT = decoding_blocks(lm, canvas_BT, group_BT, config.block_size)
-    return Paths(Rollout(ids_BT, document_BT, ~canvas_BT, completion_BT, step_BT, group_BT, block_BT), probability_B)
+    return Paths(
+        Rollout(ids_BT, document_BT, ~canvas_BT, completion_BT, step_BT, group_BT, block_BT), probability_B
+    )
 
 
 def _step(
@@ -140,7 +155,8 @@ def _step(
     count: int,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every state that can follow some (tokens, steps, probabilities) that hide equally many positions of the block."""
+    """Every state that can follow some (tokens, steps, probabilities) that hide equally many positions of the
+    block."""
     ids_ST, step_ST, probability_S = states
     is_hidden_ST = ids_ST == lm.mask_token_id
     visible = ids_ST.shape[1] if lm.attention == "bidirectional" else block.stop
@@ -165,13 +181,23 @@ def _step(
     follow, reached = [], []
     for keep_SDH, share in kept:
         new_SDH = torch.where(keep_SDH, draw_DH, lm.mask_token_id)
-        follow.append(torch.cat([torch.arange(len(ids_ST))[:, None, None].expand(-1, len(draw_DH), 1), new_SDH], 2).flatten(0, 1))
+        follow.append(
+            torch.cat(
+                [torch.arange(len(ids_ST))[:, None, None].expand(-1, len(draw_DH), 1), new_SDH], 2
+            ).flatten(0, 1)
+        )
         reached.append((share * reached_SD).flatten())
     unique_NK, index = torch.cat(follow).unique(dim=0, return_inverse=True)
     parent_N, new_NH = unique_NK[:, 0], unique_NK[:, 1:]
     next_ids_NT = ids_ST[parent_N].scatter(1, position_SH[parent_N], new_NH)
-    next_step_NT = torch.where(is_hidden_ST[parent_N] & (next_ids_NT != lm.mask_token_id), step, step_ST[parent_N])
-    return next_ids_NT, next_step_NT, torch.zeros(len(unique_NK), dtype=torch.float64).index_add(0, index, torch.cat(reached))
+    next_step_NT = torch.where(
+        is_hidden_ST[parent_N] & (next_ids_NT != lm.mask_token_id), step, step_ST[parent_N]
+    )
+    return (
+        next_ids_NT,
+        next_step_NT,
+        torch.zeros(len(unique_NK), dtype=torch.float64).index_add(0, index, torch.cat(reached)),
+    )
 
 
 def exact_gradient(lm: DiffusionLM, paths: Paths, reward_B: Tensor) -> Tensor:
@@ -180,26 +206,42 @@ def exact_gradient(lm: DiffusionLM, paths: Paths, reward_B: Tensor) -> Tensor:
 
 
 def expected_gradient(lm: DiffusionLM, method: Method, paths: Paths, reward_B: Tensor) -> Tensor:
-    """Minus the expected gradient of the method's loss, as one vector; drawn views are drawn `DRAWS` times for each text."""
-    rollout, weight_B = paths.rollout, paths.probability_B.detach() * paths.advantage(reward_B, method.advantage)
+    """Minus the expected gradient of the method's loss, as one vector; drawn views are drawn `DRAWS` times
+    for each text."""
+    rollout, weight_B = (
+        paths.rollout,
+        paths.probability_B.detach() * paths.advantage(reward_B, method.advantage),
+    )
     if not isinstance(method, ReplayMethod | OnPolicyReplayMethod):  # the views depend on the text alone
         _, first_B = rollout.ids_BT.unique(dim=0, return_inverse=True)
-        weight_B = torch.zeros(int(first_B.max()) + 1, dtype=torch.float64).index_add(0, first_B, weight_B).repeat(DRAWS)
-        index_B = torch.zeros(int(first_B.max()) + 1, dtype=torch.long).scatter(0, first_B, torch.arange(len(first_B))).repeat(DRAWS)
+        weight_B = (
+            torch.zeros(int(first_B.max()) + 1, dtype=torch.float64)
+            .index_add(0, first_B, weight_B)
+            .repeat(DRAWS)
+        )
+        index_B = (
+            torch.zeros(int(first_B.max()) + 1, dtype=torch.long)
+            .scatter(0, first_B, torch.arange(len(first_B)))
+            .repeat(DRAWS)
+        )
         rollout = rollout.select(index_B)  # type: ignore[arg-type]
     rollout = rollout.whole() if method.beyond_eos == "learnt" else rollout
     draw = Draw(0, torch.arange(len(weight_B)), 0)
     views = plan_views(lambda rollout: policy_views(lm, method, rollout, draw), rollout, method.beyond_eos)
     log_prob_BMT = view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views).double()
     settings = {} if not getattr(method, "beta", 0) else {"reference_BMT": log_prob_BMT.detach()}
-    loss = policy_loss(method, rollout, views, log_prob_BMT, weight_B, max_completion_length=LENGTH, **settings)
+    loss = policy_loss(
+        method, rollout, views, log_prob_BMT, weight_B, max_completion_length=LENGTH, **settings
+    )
     return -_gradient(lm, loss.total)
 
 
 def _gradient(lm: DiffusionLM, value: Tensor) -> Tensor:
     parameters = list(lm.model.parameters())
     parts = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, parts, strict=True)])
+    return torch.cat(
+        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, parts, strict=True)]
+    )
 
 
 def difference(exact: Tensor, other: Tensor) -> float:
@@ -208,7 +250,9 @@ def difference(exact: Tensor, other: Tensor) -> float:
     return ((exact - scale * other).norm() / exact.norm()).item()
 
 
-def differences(methods: dict[str, Method], sampler: dict[str, Any], seeds: Sequence[int]) -> dict[str, list[float]]:
+def differences(
+    methods: dict[str, Method], sampler: dict[str, Any], seeds: Sequence[int]
+) -> dict[str, list[float]]:
     """The difference of each method's gradient for models and rewards of these seeds."""
     found: dict[str, list[float]] = {name: [] for name in methods}
     for seed in seeds:
@@ -232,7 +276,8 @@ def methods() -> dict[str, Method]:
 
 
 def table(methods: dict[str, Method], seeds: Sequence[int]) -> list[str]:
-    """The median and the largest difference of each method by sampler, in Markdown; 0 below the rounding of float64."""
+    """The median and the largest difference of each method by sampler, in Markdown; 0 below the rounding of
+    float64."""
     columns = [differences(methods, sampler, seeds) for sampler in SAMPLERS.values()]
     lines = [f"| method | {' | '.join(SAMPLERS)} |", "|---|" + "---|" * len(SAMPLERS)]
     for name in methods:

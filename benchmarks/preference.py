@@ -1,12 +1,13 @@
 """Preference optimisation: variance of the margin, memory of a step, and accuracy after training.
 
-    python -m benchmarks.preference runs/preference --stories260k MODEL --stories STORIES.txt --pairs llamafactory_dpo_en_demo.json
-        [--only variance|memory|sudoku|file] [--threads 1]
+    python -m benchmarks.preference runs/preference --stories260k MODEL --stories STORIES.txt --pairs
+        llamafactory_dpo_en_demo.json [--only variance|memory|sudoku|file] [--threads 1]
 
-variance: stories260K converted, then 200 steps of DPO on continuations of stories against the same words in random order; the variance of
-the margin over redraws on held-out pairs. memory: a step of DPO with a stored reference, compared with one of SFT on the same rows.
-sudoku: the demo's model after SFT, correct solutions against corrupted ones. file: a real file of conversations, a small model with random
-weights; stopped in the middle and resumed. The starting models are kept in the folder.
+variance: stories260K converted, then 200 steps of DPO on continuations of stories against the same words in
+random order; the variance of the margin over redraws on held-out pairs. memory: a step of DPO with a stored
+reference, compared with one of SFT on the same rows. sudoku: the demo's model after SFT, correct solutions
+against corrupted ones. file: a real file of conversations, a small model with random weights; stopped in the
+middle and resumed. The starting models are kept in the folder.
 """
 
 from __future__ import annotations
@@ -44,8 +45,18 @@ SHAPE = (512, 8, 32_000)
 
 def arguments(folder: Path, steps: int, batch: int, rate: float, **more: Any) -> dict[str, Any]:
     """The arguments of every run."""
-    shape = {"max_steps": steps, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "learning_rate": rate}
-    quiet = {"save_strategy": "no", "logging_steps": max(1, steps // 10), "disable_tqdm": True, "use_cpu": True}
+    shape = {
+        "max_steps": steps,
+        "per_device_train_batch_size": batch,
+        "per_device_eval_batch_size": batch,
+        "learning_rate": rate,
+    }
+    quiet = {
+        "save_strategy": "no",
+        "logging_steps": max(1, steps // 10),
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
     schedule = {"lr_scheduler_type": "cosine", "warmup_steps": min(10, steps // 4), "max_length": 1024}
     return {"output_dir": str(folder), **shape, **quiet, **schedule, **more}
 
@@ -78,20 +89,34 @@ def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
         lm, _ = stories.train(model, texts=learnt, **CONVERSION)
         lm.save(folder / "converted")
     policy = unmask.load(folder / "converted")
-    trainer = unmask.DPOTrainer(policy, unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)), story_pairs(learnt))
+    trainer = unmask.DPOTrainer(
+        policy, unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)), story_pairs(learnt)
+    )
     trainer.train()
     log = [line for line in trainer.state.log_history if "margin" in line]
     along = {"reference": "frozen", "reference_model": str(folder / "converted")}
     args = unmask.DPOConfig(**arguments(folder / "measured", 1, 16, 0.0, **along))
     measured = unmask.DPOTrainer(policy, args, story_pairs(held_out)[:32])
     found, margin = variances(measured, budgets=(1, 8), redraws=16)
-    rows = [("margin in training, first and last tenth, nats", f"{log[0]['margin']:.2f}, {log[-1]['margin']:.2f}", "")]
+    rows = [
+        (
+            "margin in training, first and last tenth, nats",
+            f"{log[0]['margin']:.2f}, {log[-1]['margin']:.2f}",
+            "",
+        )
+    ]
     rows += [("margin of 32 held-out pairs, nats", f"{margin:.2f}", "")]
     for name in ESTIMATORS:
         bar = "at least 6" if name in (DEFAULT, COMPLEMENTARY) else ""
         less = found[INDEPENDENT][8] / found[name][8]
         rows.append((name, f"{found[name][1]:.3g}, {found[name][8]:.3g}; {less:.1f} x less", bar))
-    report(f"variance of the margin in nats squared after {steps} steps of DPO, at 1 and 8 passes for each response", rows)
+    report(
+        (
+            f"variance of the margin in nats squared after {steps} steps of DPO, at 1 and 8 passes for "
+            "each response"
+        ),
+        rows,
+    )
 
 
 # Memory.
@@ -117,19 +142,29 @@ def peak_of_step(trainer: DiffusionTrainer, *, micro_batches: int = 1) -> tuple[
 
 def measure_memory(folder: Path, pairs: int, length: int) -> None:
     rng = random.Random(0)
-    rows = [{name: "".join(rng.choices("abcdef", k=length)) for name in ("prompt", "chosen", "rejected")} for _ in range(pairs)]
-    single = [{"prompt": row["prompt"], "completion": row[side]} for side in ("chosen", "rejected") for row in rows]
+    rows = [
+        {name: "".join(rng.choices("abcdef", k=length)) for name in ("prompt", "chosen", "rejected")}
+        for _ in range(pairs)
+    ]
+    single = [
+        {"prompt": row["prompt"], "completion": row[side]} for side in ("chosen", "rejected") for row in rows
+    ]
 
     def sft() -> DiffusionTrainer:
         lm = random_model(*SHAPE, "bidirectional")
-        return unmask.SFTTrainer(lm, unmask.SFTConfig(**arguments(fresh(folder / "memory"), 2, 2 * pairs, 1e-6)), single)
+        return unmask.SFTTrainer(
+            lm, unmask.SFTConfig(**arguments(fresh(folder / "memory"), 2, 2 * pairs, 1e-6)), single
+        )
 
     sft_peak, held = peak_of_step(sft())
     accumulating, _ = peak_of_step(sft(), micro_batches=2)
     args = unmask.DPOConfig(**arguments(fresh(folder / "memory"), 2, pairs, 1e-6))
     dpo, _ = peak_of_step(unmask.DPOTrainer(random_model(*SHAPE, "bidirectional"), args, rows))
     report(
-        f"a step on {2 * pairs} rows of {2 * length + 2} tokens: hidden {SHAPE[0]}, {SHAPE[1]} layers, vocabulary {SHAPE[2]:,}",
+        (
+            f"a step on {2 * pairs} rows of {2 * length + 2} tokens: hidden {SHAPE[0]}, {SHAPE[1]} layers, "
+            f"vocabulary {SHAPE[2]:,}"
+        ),
         [
             ("weights and optimizer states, MB", f"{held / 1e6:,.0f}", ""),
             ("beside these: SFT, one view, MB", f"{sft_peak / 1e6:,.0f}", ""),
@@ -152,10 +187,15 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
     lm, rng = unmask.load(start / "model"), random.Random(3)
 
     def corrupted(rows: Sequence[Mapping[str, Any]]) -> Pairs:
-        return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": demo.task.corrupt(row, rng)} for row in rows]
+        return [
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": demo.task.corrupt(row, rng)}
+            for row in rows
+        ]
 
     before = evaluate_task(lm, demo.task, demo.test)
-    shape = arguments(fresh(folder / "sudoku-dpo"), steps, batch, rate, canvas_length=demo.task.max_completion)
+    shape = arguments(
+        fresh(folder / "sudoku-dpo"), steps, batch, rate, canvas_length=demo.task.max_completion
+    )
     args = unmask.DPOConfig(**shape | {"per_device_eval_batch_size": 100})
     trainer = unmask.DPOTrainer(lm, args, corrupted(demo.train[: steps * batch]), corrupted(demo.test[:400]))
     trainer.train()
@@ -169,7 +209,11 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
             ("their margin, nats", f"{metrics['eval_margin']:.2f}", ""),
             ("solved of 800, before", f"{before.metrics['solved'].mean:.1%}", ""),
             ("solved of 800, after", f"{after.metrics['solved'].mean:.1%}", "not less"),
-            ("gain, paired, with its 95% interval", f"{gain.mean:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})", ""),
+            (
+                "gain, paired, with its 95% interval",
+                f"{gain.mean:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})",
+                "",
+            ),
         ],
     )
 
@@ -180,7 +224,9 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
 def byte_pair_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     """Learnt from the texts."""
     learner = ByteLevelBPETokenizer()
-    learner.train_from_iterator(texts, vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
+    learner.train_from_iterator(
+        texts, vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False
+    )
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=learner._tokenizer, **special)
     tokenizer.chat_template = read_template("simple")
@@ -190,16 +236,31 @@ def byte_pair_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerF
 def small_random_model(tokenizer: PreTrainedTokenizerFast) -> DiffusionLM:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 1024}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 1024,
+    }
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     return make_diffusion(
-        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **heads, **sizes, **ids)), tokenizer, attention="bidirectional"
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **heads, **sizes, **ids)),
+        tokenizer,
+        attention="bidirectional",
     )
 
 
 def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
     read: Any = load_examples(path)
-    texts = [message["value"] for row in read for message in (*row["conversations"], row["chosen"], row["rejected"])]
+    texts = [
+        message["value"]
+        for row in read
+        for message in (*row["conversations"], row["chosen"], row["rejected"])
+    ]
     tokenizer = byte_pair_tokenizer(texts, 4000)
     train, held_out = read[: -len(read) // 8], read[-len(read) // 8 :]
     common = {
@@ -227,24 +288,39 @@ def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
     weights = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
     trained, told = (rows.report.kept for rows in (straight.train_dataset, straight.eval_dataset))
     report(
-        f"{Path(path).name}: {len(read)} conversations, {trained} and {told} of at most {longest} tokens; {steps} steps of 4 pairs",
+        (
+            f"{Path(path).name}: {len(read)} conversations, {trained} and {told} of at most {longest} "
+            f"tokens; {steps} steps of 4 pairs"
+        ),
         [
-            (f"margin of the {told} held-out pairs", f"{before['eval_margin']:.3f} to {after['eval_margin']:.3f}", "rises"),
+            (
+                f"margin of the {told} held-out pairs",
+                f"{before['eval_margin']:.3f} to {after['eval_margin']:.3f}",
+                "rises",
+            ),
             ("their reward accuracy", f"{after['eval_accuracy']:.1%}", ""),
-            (f"resumed at step {steps // 2}: the same weights, bit for bit", str(all(torch.equal(*pair) for pair in weights)), "True"),
+            (
+                f"resumed at step {steps // 2}: the same weights, bit for bit",
+                str(all(torch.equal(*pair) for pair in weights)),
+                "True",
+            ),
         ],
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--stories260k")
     parser.add_argument("--stories")
     parser.add_argument("--pairs")
     parser.add_argument("--only", choices=["variance", "memory", "sudoku", "file"])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="of DPO; unset: 200, 80 and 60 of variance, sudoku and file")
+    parser.add_argument(
+        "--steps", type=int, help="of DPO; unset: 200, 80 and 60 of variance, sudoku and file"
+    )
     parser.add_argument("--rate", type=float, default=1e-5, help="of sudoku")
     parser.add_argument("--longest", type=int, default=512, help="tokens of a row of the file")
     options = parser.parse_args()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.pretraining [--steps 30]
 
-One thread on a CPU. Both train the same model on the same packed rows with the same optimizer, clipping and schedule. They take turns
-step by step, so that a busy moment of the machine affects both, and the losses of all steps are checked equal. The trainer's time is all
-that passes between two steps of the others, with loading, metrics, logging (at every step) and callbacks.
+One thread on a CPU. Both train the same model on the same packed rows with the same optimizer, clipping and
+schedule. They take turns step by step, so that a busy moment of the machine affects both, and the losses of
+all steps are checked equal. The trainer's time is all that passes between two steps of the others, with
+loading, metrics, logging (at every step) and callbacks.
 
 - bare: transformers' model under a mask made in each step, the logits of all rows, `cross_entropy`.
 - lean: the same loop with Unmask's attention and loss, so that only the trainer's own work is compared.
@@ -44,7 +45,14 @@ def texts(count: int, length: int) -> list[dict[str, str]]:
     """Random documents of up to this many characters."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(length // 8, length, (count,), generator=generator).tolist()
-    return [{"text": "".join(ALPHABET[i] for i in torch.randint(len(ALPHABET), (size,), generator=generator).tolist())} for size in sizes]
+    return [
+        {
+            "text": "".join(
+                ALPHABET[i] for i in torch.randint(len(ALPHABET), (size,), generator=generator).tolist()
+            )
+        }
+        for size in sizes
+    ]
 
 
 class Loop:
@@ -52,8 +60,14 @@ class Loop:
 
     def __init__(self, lm: DiffusionLM, args: PretrainConfig):
         self.lm, self.model = lm, lm.model.train()
-        options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, weight_decay=args.weight_decay, fused=True)
+        options = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+        }
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), **options, weight_decay=args.weight_decay, fused=True
+        )
         self.schedule = get_linear_schedule_with_warmup(self.optimizer, 0, args.max_steps)
         self.norm, self.losses, self.seconds = args.max_grad_norm, list[float](), list[float]()
 
@@ -127,13 +141,30 @@ class Turns(TrainerCallback):
 def run(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     heads = {"num_attention_heads": options.hidden // 64, "num_key_value_heads": options.hidden // 64}
-    sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "num_hidden_layers": options.layers}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=options.vocabulary, max_position_embeddings=options.length))
+    sizes = {
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, **heads, vocab_size=options.vocabulary, max_position_embeddings=options.length)
+    )
     models = [model, copy.deepcopy(model), copy.deepcopy(model)]
     lm, *others = (make_diffusion(each, character_tokenizer(ALPHABET), attention="causal") for each in models)
     with tempfile.TemporaryDirectory() as folder:
-        common = {"output_dir": folder, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none"}
-        steps = {"max_steps": options.steps, "logging_steps": 1, "max_length": options.length, "per_device_train_batch_size": options.batch}
+        common = {
+            "output_dir": folder,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "report_to": "none",
+        }
+        steps = {
+            "max_steps": options.steps,
+            "logging_steps": 1,
+            "max_length": options.length,
+            "per_device_train_batch_size": options.batch,
+        }
         args = PretrainConfig(**common, **steps)
         loops = {"bare": Bare(others[0], args), "lean": Lean(others[1], args)}
         turns = Turns(list(loops.values()))
@@ -143,26 +174,47 @@ def run(options: argparse.Namespace) -> None:
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     for name, loop in loops.items():
         torch.testing.assert_close(
-            torch.tensor(loop.losses), torch.tensor(losses), rtol=1e-4, atol=1e-4, msg=f"{name}: {loop.losses} {losses}"
+            torch.tensor(loop.losses),
+            torch.tensor(losses),
+            rtol=1e-4,
+            atol=1e-4,
+            msg=f"{name}: {loop.losses} {losses}",
         )
     seconds = {"trainer": turns.seconds[WARM:]} | {name: loop.seconds[WARM:] for name, loop in loops.items()}
-    ratios = {name: statistics.median(a / b for a, b in zip(seconds["trainer"], seconds[name], strict=True)) for name in loops}
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(seconds["trainer"], seconds[name], strict=True))
+        for name in loops
+    }
     title = (
-        f"pre-training, {options.layers} layers of {options.hidden}, vocabulary {options.vocabulary:,}, {options.batch} x {options.length}"
+        f"pre-training, {options.layers} layers of {options.hidden}, vocabulary {options.vocabulary:,}, "
+        f"{options.batch} x {options.length}"
     )
     report(
         f"{title}; losses of {options.steps} steps equal",
         [
             ("a step of the trainer", f"{statistics.median(seconds['trainer']) * 1e3:.0f} ms", ""),
             ("  trainer / bare loop", f"{ratios['bare']:.3f} x", f"bar: {BAR}"),
-            ("  trainer / the loop with Unmask's attention and loss", f"{ratios['lean']:.3f} x", f"bar: {BAR}"),
+            (
+                "  trainer / the loop with Unmask's attention and loss",
+                f"{ratios['lean']:.3f} x",
+                f"bar: {BAR}",
+            ),
         ],
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"steps": 30, "hidden": 256, "layers": 4, "batch": 4, "length": 256, "vocabulary": 8000}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in {
+        "steps": 30,
+        "hidden": 256,
+        "layers": 4,
+        "batch": 4,
+        "length": 256,
+        "vocabulary": 8000,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     torch.set_num_threads(1)
     run(parser.parse_args())

@@ -1,7 +1,8 @@
 """The samplers of published diffusion language models: the baseline of the benchmarks.
 
-Every step computes the logits of all positions, one noise value per vocabulary entry (where the temperature is not 0), a softmax in
-float64, and chooses what to reveal row by row (Nie et al. 2025, "Large Language Diffusion Models", algorithm 5, and its code).
+Every step computes the logits of all positions, one noise value per vocabulary entry (where the temperature
+is not 0), a softmax in float64, and chooses what to reveal row by row (Nie et al. 2025, "Large Language
+Diffusion Models", algorithm 5, and its code).
 
 Shapes: B batch, T positions, V vocabulary.
 """
@@ -15,8 +16,11 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 
 @torch.no_grad()
-def generate(lm: DiffusionLM, prompt_BP: Tensor, length: int, block: int, steps: int, temperature: float) -> Tensor:
-    """Prompt and completion [B, P + length], on the CPU; each of `length / block` blocks takes `steps * block / length` steps."""
+def generate(
+    lm: DiffusionLM, prompt_BP: Tensor, length: int, block: int, steps: int, temperature: float
+) -> Tensor:
+    """Prompt and completion [B, P + length], on the CPU; each of `length / block` blocks takes `steps * block
+    / length` steps."""
     batch, start = prompt_BP.shape
     ids_BT = torch.full((batch, start + length), lm.mask_token_id, device=prompt_BP.device)
     ids_BT[:, :start] = prompt_BP

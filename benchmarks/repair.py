@@ -1,10 +1,11 @@
-"""Solved 4x4 Sudoku at 4 tokens a step, with and without revising, at equal forward passes; and how well planted errors are found.
+"""Solved 4x4 Sudoku at 4 tokens a step, with and without revising, at equal forward passes; and how well
+planted errors are found.
 
     python -m benchmarks.repair --seeds 3
 
-Per seed the demo's model is pretrained and converted, then a quality head is trained on the frozen model, or jointly with the model. All
-samplers make the same number of forward passes over the same held-out puzzles; differences are paired by puzzle, with intervals
-over solutions.
+Per seed the demo's model is pretrained and converted, then a quality head is trained on the frozen model, or
+jointly with the model. All samplers make the same number of forward passes over the same held-out puzzles;
+differences are paired by puzzle, with intervals over solutions.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 def fine_tuned(lm: DiffusionLM, rows: Rows, steps: int, seed: int, **settings: Any) -> DiffusionLM:
     """The model after more steps of SFT."""
     with tempfile.TemporaryDirectory() as folder:
-        shared = {"per_device_train_batch_size": 128, "lr_scheduler_type": "cosine", "warmup_steps": 20, "seed": seed, "use_cpu": True}
+        shared = {
+            "per_device_train_batch_size": 128,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 20,
+            "seed": seed,
+            "use_cpu": True,
+        }
         quiet = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
         args = unmask.SFTConfig(output_dir=folder, max_steps=steps, **shared | quiet | settings)
         trainer = unmask.SFTTrainer(lm, args, rows)
@@ -63,9 +70,12 @@ def demo_model(task: Puzzle, seed: int) -> DiffusionLM:
     return demo.lm
 
 
-def with_planted_errors(lm: DiffusionLM, rows: Rows, seed: int, fraction: float = 0.5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prompts with partly hidden solutions [B, T], one of whose visible cells holds another digit; which tokens are hidden; and the
-    visible cells of the solution, with 1 at right ones and 0 at the wrong one (-1 elsewhere)."""
+def with_planted_errors(
+    lm: DiffusionLM, rows: Rows, seed: int, fraction: float = 0.5
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prompts with partly hidden solutions [B, T], one of whose visible cells holds another digit; which
+    tokens are hidden; and the visible cells of the solution, with 1 at right ones and 0 at the wrong one (-1
+    elsewhere)."""
     rng, bos = random.Random(seed), lm.tokenizer.bos_token_id
     ids, hidden, right = [], [], []
     for row in rows:
@@ -74,10 +84,18 @@ def with_planted_errors(lm: DiffusionLM, rows: Rows, seed: int, fraction: float 
         cells = list(range(first, len(tokens)))
         gone = set(rng.sample(cells, int(fraction * len(cells))))
         wrong = rng.choice([cell for cell in cells if cell not in gone])
-        tokens[wrong] = rng.choice([token for token in lm.tokenizer("1234", add_special_tokens=False).input_ids if token != tokens[wrong]])
+        tokens[wrong] = rng.choice(
+            [
+                token
+                for token in lm.tokenizer("1234", add_special_tokens=False).input_ids
+                if token != tokens[wrong]
+            ]
+        )
         ids.append([bos, *tokens])
         hidden.append([False, *(cell in gone for cell in range(len(tokens)))])
-        right.append([-1, *(-1 if cell < first or cell in gone else int(cell != wrong) for cell in range(len(tokens)))])
+        right.append(
+            [-1, *(-1 if cell < first or cell in gone else int(cell != wrong) for cell in range(len(tokens)))]
+        )
     return torch.tensor(ids), torch.tensor(hidden), torch.tensor(right)
 
 
@@ -89,7 +107,8 @@ def auroc(value_N: torch.Tensor, right_N: torch.Tensor) -> float:
 
 @torch.no_grad()
 def found_errors(lm: DiffusionLM, rows: Rows, seed: int) -> dict[str, float]:
-    """The AUROC of finding planted errors by the present probability and, if the model has one, by its quality head."""
+    """The AUROC of finding planted errors by the present probability and, if the model has one, by its
+    quality head."""
     ids_BT, hidden_BT, right_BT = with_planted_errors(lm, rows, seed)
     noisy_BT = torch.where(hidden_BT, lm.mask_token_id, ids_BT)
     judged_BT = right_BT >= 0
@@ -106,7 +125,9 @@ def compare(task: Puzzle, lm: DiffusionLM, test: Rows, names: Sequence[str]) -> 
     """The result of each sampler."""
     results = {}
     for name in names:
-        sampler = unmask.SamplerConfig(max_new_tokens=task.max_completion, tokens_per_step=TOKENS, batch_size=256, **SAMPLERS[name])
+        sampler = unmask.SamplerConfig(
+            max_new_tokens=task.max_completion, tokens_per_step=TOKENS, batch_size=256, **SAMPLERS[name]
+        )
         results[name] = evaluate_task(lm, task, test, sampler=sampler)
     return results
 
@@ -121,11 +142,23 @@ def main() -> None:
     print(heading())
     task, pooled = as_puzzle(get_task("sudoku")), dict[str, list[Any]]()
     for seed in range(options.seeds):
-        train, test = task.generate("train", options.rows, seed), task.generate("test", options.test_rows, seed + 1)
+        train, test = (
+            task.generate("train", options.rows, seed),
+            task.generate("test", options.test_rows, seed + 1),
+        )
         more = {"canvas_length": task.max_completion, "quality_tokens": TOKENS}
         plain = demo_model(task, seed)
         state = {name: weight.clone() for name, weight in plain.model.state_dict().items()}
-        head = fine_tuned(plain, train, options.steps, seed, quality_head="alone", learning_rate=1e-2, weight_decay=0.0, **more)
+        head = fine_tuned(
+            plain,
+            train,
+            options.steps,
+            seed,
+            quality_head="alone",
+            learning_rate=1e-2,
+            weight_decay=0.0,
+            **more,
+        )
         print(f"seed {seed}, head alone: AUROC of planted errors", found_errors(head, test, seed))
         pooled.setdefault("head alone", []).append(compare(task, head, test, list(SAMPLERS)))
         head.model.load_state_dict(state, strict=False)  # and the head as it begins
@@ -136,11 +169,18 @@ def main() -> None:
         pooled.setdefault("joint", []).append(compare(task, joint, test, list(SAMPLERS)))
     for kind, results in pooled.items():
         for name in SAMPLERS:
-            print(f"{kind}, {name}: solved", *(f"{sum(each[name].solved) / len(each[name].solved):.1%}" for each in results))
+            print(
+                f"{kind}, {name}: solved",
+                *(f"{sum(each[name].solved) / len(each[name].solved):.1%}" for each in results),
+            )
         for name in list(SAMPLERS)[1:]:
-            before, after = ([value for each in results for value in each[sampler].solved] for sampler in ("plain", name))
+            before, after = (
+                [value for each in results for value in each[sampler].solved] for sampler in ("plain", name)
+            )
             groups = [group for each in results for group in each[name].groups]
-            print(f"{kind}, {name} - plain, paired, all seeds: {paired_difference(before, after, groups):.1%}")
+            print(
+                f"{kind}, {name} - plain, paired, all seeds: {paired_difference(before, after, groups):.1%}"
+            )
 
 
 if __name__ == "__main__":

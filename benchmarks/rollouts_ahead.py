@@ -1,12 +1,14 @@
-"""Time of a run whose server samples the next rollout while the trainer trains (`max_staleness`), against taking turns.
+"""Time of a run whose server samples the next rollout while the trainer trains (`max_staleness`), against
+taking turns.
 
     python -m benchmarks.rollouts_ahead [--steps 32] [--updates 4] [--rollouts 12] [--rounds 3]
 
-Float32, --hidden 256, --layers 4, vocabulary 8k, bidirectional; diffu-GRPO with a reference; one group of 8 completions of 64 tokens after
-prompts of 64. One server process and one trainer process (this one), of one thread each. Both ways train equally often on equally many
-completions; the server, the model and the prompts are the same. The time is that of a whole run, with the first rollout, for which either
-waits. Running ahead can save most where the server needs as long as the trainer: --steps sets that. Processor seconds of both processes are
-reported too: where other programs take the cores, the times of the runs say little.
+Float32, --hidden 256, --layers 4, vocabulary 8k, bidirectional; diffu-GRPO with a reference; one group of 8
+completions of 64 tokens after prompts of 64. One server process and one trainer process (this one), of one
+thread each. Both ways train equally often on equally many completions; the server, the model and the prompts
+are the same. The time is that of a whole run, with the first rollout, for which either waits. Running ahead
+can save most where the server needs as long as the trainer: --steps sets that. Processor seconds of both
+processes are reported too: where other programs take the cores, the times of the runs say little.
 """
 
 from __future__ import annotations
@@ -40,11 +42,28 @@ BAR = 0.65
 @contextmanager
 def serving(model: Path, weights: Path) -> Iterator[tuple[str, psutil.Process]]:
     """The address of a server in a process of its own, of one thread, and the process."""
-    words = [sys.executable, "-m", "unmask", "serve", str(model), "--port", "0", "--batch-size", str(GROUP), "--weights-from", str(weights)]
-    process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "unmask",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--batch-size",
+        str(GROUP),
+        "--weights-from",
+        str(weights),
+    ]
+    process = subprocess.Popen(
+        words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
-        yield next(line for line in process.stdout if "is served as" in line).split()[-1], psutil.Process(process.pid)
+        yield (
+            next(line for line in process.stdout if "is served as" in line).split()[-1],
+            psutil.Process(process.pid),
+        )
     finally:
         process.terminate()
         process.wait()
@@ -56,7 +75,9 @@ def processor_seconds(server: psutil.Process) -> tuple[float, float]:
     return time.process_time(), spent.user + spent.system
 
 
-def trainer_of(model: Path, folder: Path, url: str, options: argparse.Namespace, max_staleness: int) -> GRPOTrainer:
+def trainer_of(
+    model: Path, folder: Path, url: str, options: argparse.Namespace, max_staleness: int
+) -> GRPOTrainer:
     """A trainer of a run of `--rollouts` rollouts."""
     args = GRPOConfig(
         output_dir=str(folder),
@@ -83,7 +104,14 @@ def trainer_of(model: Path, folder: Path, url: str, options: argparse.Namespace,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"hidden": 256, "layers": 4, "steps": 32, "updates": 4, "rollouts": 12, "rounds": 3}.items():
+    for name, value in {
+        "hidden": 256,
+        "layers": 4,
+        "steps": 32,
+        "updates": 4,
+        "rollouts": 12,
+        "rounds": 3,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -96,19 +124,29 @@ def main() -> None:
 
             def run(max_staleness: int) -> None:
                 started = processor_seconds(server)
-                trainer = trainer_of(folder / "model", folder / str(next(numbers)), url, options, max_staleness)
+                trainer = trainer_of(
+                    folder / "model", folder / str(next(numbers)), url, options, max_staleness
+                )
                 trainer.train()
                 trainer.collector.backend.close()
-                busy[max_staleness] = tuple(after - before for before, after in zip(started, processor_seconds(server), strict=True))  # type: ignore[assignment]
+                busy[max_staleness] = tuple(
+                    after - before for before, after in zip(started, processor_seconds(server), strict=True)
+                )  # type: ignore[assignment]
 
             ways = {"turns": 0, "ahead": options.updates}
             seconds = timed({way: lambda most=most: run(most) for way, most in ways.items()}, options.rounds)  # type: ignore[misc]
     rows = [
-        (f"{way}, seconds", f"{seconds[way]:.1f}", "processor: trainer {:.1f}, server {:.1f} (last round)".format(*busy[most]))
+        (
+            f"{way}, seconds",
+            f"{seconds[way]:.1f}",
+            "processor: trainer {:.1f}, server {:.1f} (last round)".format(*busy[most]),
+        )
         for way, most in ways.items()
     ]
     rows.append(("ahead / turns", f"{seconds['ahead'] / seconds['turns']:.3f}", f"at most {BAR}"))
-    title = f"{options.rollouts} rollouts of {options.steps} denoising steps, {options.updates} updates on each"
+    title = (
+        f"{options.rollouts} rollouts of {options.steps} denoising steps, {options.updates} updates on each"
+    )
     report(title, rows)
 
 

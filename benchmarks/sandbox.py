@@ -2,9 +2,9 @@
 
     python -m benchmarks.sandbox HumanEval.jsonl.gz
 
-Ours: two fresh sandboxes per problem, with the tests outside the candidate's process. Bare: one `python -I -S` per problem that runs
-candidate and tests together without isolation, on one thread per processor. Both test every canonical solution, in turns, and all
-verdicts must be right.
+Ours: two fresh sandboxes per problem, with the tests outside the candidate's process. Bare: one `python -I
+-S` per problem that runs candidate and tests together without isolation, on one thread per processor. Both
+test every canonical solution, in turns, and all verdicts must be right.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ def bare(rows: Sequence[Mapping[str, Any]], python: str) -> int:
 
     def passes(row: Mapping[str, Any]) -> bool:
         program = f"{row['stub']}{row['completion']}\n{row['test']}\ncheck({row['entry_point']})\n"
-        return subprocess.run([python, "-I", "-S", "-"], input=program.encode(), capture_output=True, timeout=60).returncode == 0
+        return (
+            subprocess.run(
+                [python, "-I", "-S", "-"], input=program.encode(), capture_output=True, timeout=60
+            ).returncode
+            == 0
+        )
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return sum(threads.map(passes, rows))
@@ -46,7 +51,9 @@ def main() -> None:
     rows = read_problems(task, options.humaneval, None, split="test")
     host = shared_pool().host
     ways: dict[str, Callable[[], int]] = {
-        "sandboxed": lambda: sum(verdict.solved for verdict in task.verify_all([row["completion"] for row in rows], rows)),
+        "sandboxed": lambda: sum(
+            verdict.solved for verdict in task.verify_all([row["completion"] for row in rows], rows)
+        ),
         "bare": lambda: bare(rows, host.python),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -57,8 +64,14 @@ def main() -> None:
             rates[name].append(len(rows) / (time.perf_counter() - started))
     ours, theirs = (statistics.median(rates[name]) for name in ways)
     print(heading())
-    print(f"layers missing: {dict(host.missing) or 'none'}; {os.cpu_count()} processors; all {len(rows)} canonical solutions pass")
-    print(f"{ours:.1f} programs a second in sandboxes (at least {BAR}); {theirs:.1f} bare; {theirs / ours:.2f} x the time")
+    print(
+        f"layers missing: {dict(host.missing) or 'none'}; {os.cpu_count()} processors; all {len(rows)} "
+        "canonical solutions pass"
+    )
+    print(
+        f"{ours:.1f} programs a second in sandboxes (at least {BAR}); {theirs:.1f} bare; "
+        f"{theirs / ours:.2f} x the time"
+    )
 
 
 if __name__ == "__main__":

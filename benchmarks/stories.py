@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.stories MODEL STORIES.txt --recipes block-sdar --steps 2000
 
-Two processes of one thread each train half of every batch: faster than one process of two threads (plain `python -m`), at the same steps.
-The figure is the ratio of two averages over the same held-out stories: the converted model's bound on the negative
-log-likelihood (an ELBO of 32 passes a story) and the causal model's exact negative log-likelihood before conversion.
+Two processes of one thread each train half of every batch: faster than one process of two threads (plain
+`python -m`), at the same steps. The figure is the ratio of two averages over the same held-out stories: the
+converted model's bound on the negative log-likelihood (an ELBO of 32 passes a story) and the causal model's
+exact negative log-likelihood before conversion.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ SETTINGS = {
 
 
 def nats_per_token(lm: unmask.DiffusionLM, stories: Sequence[str]) -> float:
-    """Negative log-likelihood per token, without the first of each story: exact for a causal model, else an upper bound."""
+    """Negative log-likelihood per token, without the first of each story: exact for a causal model, else an
+    upper bound."""
     documents = [ids[: lm.context_length] for ids in lm.tokenizer(list(stories)).input_ids]
     prompts, completions = [ids[:1] for ids in documents], [ids[1:] for ids in documents]
-    log_probs = unmask.log_likelihood(lm, prompts, completions, estimator="exact" if lm.autoregressive else "elbo", samples=SAMPLES)
+    log_probs = unmask.log_likelihood(
+        lm, prompts, completions, estimator="exact" if lm.autoregressive else "elbo", samples=SAMPLES
+    )
     return -float(log_probs.sum()) / sum(map(len, completions))
 
 
@@ -62,9 +66,14 @@ class Clock(TrainerCallback):
         self.seconds += time.perf_counter() - self.started
 
 
-def train(model: str, recipe: str, texts: Sequence[str], steps: int, batch: int, rate: float) -> tuple[unmask.DiffusionLM, float]:
+def train(
+    model: str, recipe: str, texts: Sequence[str], steps: int, batch: int, rate: float
+) -> tuple[unmask.DiffusionLM, float]:
     """The model after `steps` steps of a recipe, and their seconds (on this rank)."""
-    clock, sizes = Clock(), {"max_steps": steps, "per_device_train_batch_size": batch // WORLD, "learning_rate": rate}
+    clock, sizes = (
+        Clock(),
+        {"max_steps": steps, "per_device_train_batch_size": batch // WORLD, "learning_rate": rate},
+    )
     with tempfile.TemporaryDirectory() as folder:
         args = unmask.ConvertConfig.for_recipe(recipe, output_dir=folder, **SETTINGS | sizes)
         trainer = unmask.ConvertTrainer(model, args, [{"text": text} for text in texts], callbacks=[clock])
@@ -76,8 +85,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("stories", help="a text file; blank lines separate its documents")
-    parser.add_argument("--recipes", nargs="+", default=["block-sdar", "block", "full", "growing", "distilled"])
-    parser.add_argument("--steps", type=int, nargs="+", default=[2000], help="of a run each; what they take in minutes is printed")
+    parser.add_argument(
+        "--recipes", nargs="+", default=["block-sdar", "block", "full", "growing", "distilled"]
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[2000],
+        help="of a run each; what they take in minutes is printed",
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=max(1, 2 // WORLD))
@@ -89,7 +106,10 @@ def main() -> None:
     causal = unmask.load(options.model)
     exact = nats_per_token(causal, held_out) if RANK == 0 else 0.0
     if RANK == 0:
-        print(f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {HELD_OUT} held-out documents", flush=True)
+        print(
+            f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {HELD_OUT} held-out documents",
+            flush=True,
+        )
         shifted = with_pattern(unmask.load(options.model), "block_causal", 1, True)
         ids_BT = torch.tensor([causal.tokenizer(held_out[0]).input_ids])
         same = torch.equal(shifted.logits(ids_BT), causal.logits(ids_BT))
@@ -102,7 +122,10 @@ def main() -> None:
                     lm.save(Path(options.save) / f"{recipe}-{steps}")
                 bound = nats_per_token(lm, held_out)
                 now = nats_per_token(lm.as_causal(), held_out)
-                figures = f"at most {bound:.4f} nats per token, {bound / exact:.3f} x the causal model; read as causal {now / exact:.3f} x"
+                figures = (
+                    f"at most {bound:.4f} nats per token, {bound / exact:.3f} x the causal model; read as "
+                    f"causal {now / exact:.3f} x"
+                )
                 print(f"{recipe:>10}: {steps:>6} steps, {seconds / 60:5.1f} minutes: {figures}", flush=True)
 
 

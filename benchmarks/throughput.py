@@ -1,10 +1,12 @@
 """Tokens per second of generation on one device, compared with the limit of its arithmetic and memory.
 
-    python -m benchmarks.throughput --hardware h200-141gb [--compile reduce-overhead]
-    python -m benchmarks.throughput --hardware cpu --layers 2 --hidden 128 --vocabulary 1000 --batch 4 --prompt 32 --length 32
+    python -m benchmarks.throughput --hardware h200-141gb [--compile reduce-overhead] python -m
+    benchmarks.throughput --hardware cpu --layers 2 --hidden 128 --vocabulary 1000 --batch 4 --prompt 32
+    --length 32
 
-Random weights in the proportions of an 8B model by default (bfloat16 on a GPU). The limit is the larger of the time that the products
-of our passes take at the card's dense bfloat16 figure, and that of reading weights and cached keys once per pass at its bandwidth.
+Random weights in the proportions of an 8B model by default (bfloat16 on a GPU). The limit is the larger of
+the time that the products of our passes take at the card's dense bfloat16 figure, and that of reading weights
+and cached keys once per pass at its bandwidth.
 
 Shapes: B batch, P prompt.
 """
@@ -30,7 +32,9 @@ from unmask.models.load import make_diffusion
 from unmask.planning.hardware import HardwareRecipe
 
 
-def random_model(options: argparse.Namespace, device: str, attention: AttentionName, block_size: int | None = None) -> DiffusionLM:
+def random_model(
+    options: argparse.Namespace, device: str, attention: AttentionName, block_size: int | None = None
+) -> DiffusionLM:
     heads = max(1, options.hidden // 128)
     config = LlamaConfig(
         hidden_size=options.hidden,
@@ -52,9 +56,16 @@ def random_model(options: argparse.Namespace, device: str, attention: AttentionN
 
 
 def of_limit(
-    seconds: float, lm: DiffusionLM, options: argparse.Namespace, machine: DeviceConfig, passes: int, queries: int, rows: float
+    seconds: float,
+    lm: DiffusionLM,
+    options: argparse.Namespace,
+    machine: DeviceConfig,
+    passes: int,
+    queries: int,
+    rows: float,
 ) -> str:
-    """Fraction of the limit that a run reaches, with `passes` passes of `queries` positions and `rows` logits rows per sequence."""
+    """Fraction of the limit that a run reaches, with `passes` passes of `queries` positions and `rows` logits
+    rows per sequence."""
     if machine.tflops is None or machine.bandwidth_gb_s is None:
         return "no limit known"
     weights = sum(p.numel() for p in lm.model.model.layers.parameters())
@@ -62,14 +73,27 @@ def of_limit(
     attention = 4 * queries * tokens * options.hidden * options.layers
     flops = batch * (2 * weights * queries + attention + 2 * head * rows)
     cached = 0 if queries == tokens else 2 * batch * tokens * options.hidden * options.layers
-    least = passes * max(flops / (machine.tflops * 1e12), 2 * (weights + head + cached) / (machine.bandwidth_gb_s * 1e9))
+    least = passes * max(
+        flops / (machine.tflops * 1e12), 2 * (weights + head + cached) / (machine.bandwidth_gb_s * 1e9)
+    )
     return f"{least / seconds:.1%} of the limit"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hardware", default="h200-141gb", help="a hardware recipe")
-    sizes = {"hidden": 4096, "layers": 32, "vocabulary": 126_464, "batch": 16, "prompt": 256, "length": 256, "steps": 128, "block": 32}
+    sizes = {
+        "hidden": 4096,
+        "layers": 32,
+        "vocabulary": 126_464,
+        "batch": 16,
+        "prompt": 256,
+        "length": 256,
+        "steps": 128,
+        "block": 32,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--compile", help="a mode of torch.compile, such as reduce-overhead (CUDA graphs)")
@@ -79,33 +103,56 @@ def main() -> None:
     if preset.device is None:
         parser.error(f"this machine has no {preset.name}")
     machine = preset.hardware.devices[0]
-    prompt_BP = torch.randint(20, min(7_000, options.vocabulary - 1), (options.batch, options.prompt), device=preset.device)
-    rows = bidirectional(options, preset.device, machine, prompt_BP) + blocks(options, preset.device, machine, prompt_BP)
-    report(f"Tokens per second, {options.layers} layers of {options.hidden}, vocabulary {options.vocabulary}", rows)
+    prompt_BP = torch.randint(
+        20, min(7_000, options.vocabulary - 1), (options.batch, options.prompt), device=preset.device
+    )
+    rows = bidirectional(options, preset.device, machine, prompt_BP) + blocks(
+        options, preset.device, machine, prompt_BP
+    )
+    report(
+        f"Tokens per second, {options.layers} layers of {options.hidden}, vocabulary {options.vocabulary}",
+        rows,
+    )
 
 
-def bidirectional(options: argparse.Namespace, device: str, machine: DeviceConfig, prompt_BP: Tensor) -> list[tuple[str, str, str]]:
+def bidirectional(
+    options: argparse.Namespace, device: str, machine: DeviceConfig, prompt_BP: Tensor
+) -> list[tuple[str, str, str]]:
     lm = random_model(options, device, "bidirectional")
-    settings = {"max_new_tokens": options.length, "block_size": options.block, "steps": options.steps, "stop_at_eos": False}
+    settings = {
+        "max_new_tokens": options.length,
+        "block_size": options.block,
+        "steps": options.steps,
+        "stop_at_eos": False,
+    }
     contenders: dict[str, Callable[[], Tensor]] = {}
     for temperature in (0.0, 0.9):
         contenders[f"published, T={temperature}"] = partial(
             published.generate, lm, prompt_BP, options.length, options.block, options.steps, temperature
         )
-        contenders[f"ours, T={temperature}"] = Ours(lm, prompt_BP, unmask.SamplerConfig(temperature=temperature, **settings))
+        contenders[f"ours, T={temperature}"] = Ours(
+            lm, prompt_BP, unmask.SamplerConfig(temperature=temperature, **settings)
+        )
     equal = agree(contenders["ours, T=0.0"](), contenders["published, T=0.0"]())
     seconds = timed(contenders, rounds=2)
-    tokens, rows = options.batch * options.length, (options.block + options.length / options.steps) / 2  # on average
+    # on average
+    tokens, rows = options.batch * options.length, (options.block + options.length / options.steps) / 2
     work = (lm, options, machine, options.steps, options.prompt + options.length, rows)
     return [
-        (name, f"{tokens / time:.1f}", of_limit(time, *work) + f"; {equal}" * (name == "ours, T=0.0")) for name, time in seconds.items()
+        (name, f"{tokens / time:.1f}", of_limit(time, *work) + f"; {equal}" * (name == "ours, T=0.0"))
+        for name, time in seconds.items()
     ]
 
 
-def blocks(options: argparse.Namespace, device: str, machine: DeviceConfig, prompt_BP: Tensor) -> list[tuple[str, str, str]]:
+def blocks(
+    options: argparse.Namespace, device: str, machine: DeviceConfig, prompt_BP: Tensor
+) -> list[tuple[str, str, str]]:
     lm = random_model(options, device, "block_causal", options.block)
     settings = {"max_new_tokens": options.length, "steps": options.steps, "stop_at_eos": False}
-    contenders = {drafts: Ours(lm, prompt_BP, unmask.SamplerConfig(drafts=drafts, **settings)) for drafts in options.drafts}
+    contenders = {
+        drafts: Ours(lm, prompt_BP, unmask.SamplerConfig(drafts=drafts, **settings))
+        for drafts in options.drafts
+    }
     first = contenders[options.drafts[0]]()
     equal = {drafts: agree(first, ours()) for drafts, ours in contenders.items()}
     seconds = timed({str(drafts): ours for drafts, ours in contenders.items()}, rounds=2, warm=True)
@@ -114,7 +161,9 @@ def blocks(options: argparse.Namespace, device: str, machine: DeviceConfig, prom
         time, passes = seconds[str(drafts)], ours.engine.num_forward_passes
         limit = of_limit(time, lm, options, machine, passes, options.block * (1 + drafts), options.block / 2)
         figure = f"{options.batch * options.length / time:.1f}"
-        rows.append((f"block {options.block}, {drafts} guesses", figure, f"{limit}; {passes} passes; {equal[drafts]}"))
+        rows.append(
+            (f"block {options.block}, {drafts} guesses", figure, f"{limit}; {passes} passes; {equal[drafts]}")
+        )
     return rows
 
 

@@ -1,9 +1,11 @@
-"""Speed-up by each training optimisation (cached masks, mixed precision, loading), and by all of them beside a plain loop.
+"""Speed-up by each training optimisation (cached masks, mixed precision, loading), and by all of them beside
+a plain loop.
 
     python -m benchmarks.training [--rounds 5] [--only masks steps packed loading]
 
-One thread on a CPU. Each step is forward pass, loss, backward pass and a fused AdamW; contenders take turns, and their losses and gradients
-are checked equal first (in bfloat16: to 2%). The plain loop (`Plain`) trains transformers' own model on the same batches and noise.
+One thread on a CPU. Each step is forward pass, loss, backward pass and a fused AdamW; contenders take turns,
+and their losses and gradients are checked equal first (in bfloat16: to 2%). The plain loop (`Plain`) trains
+transformers' own model on the same batches and noise.
 
 Shapes: B batch, M views, T tokens, V vocabulary, D width, N positions with a loss.
 """
@@ -63,14 +65,30 @@ class Step:
         bf16: whether products are computed in bfloat16.
     """
 
-    def __init__(self, options: argparse.Namespace, pattern: str, batches: Iterator[dict[str, Any]], *, kept: bool, bf16: bool):
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        pattern: str,
+        batches: Iterator[dict[str, Any]],
+        *,
+        kept: bool,
+        bf16: bool,
+    ):
         torch.manual_seed(0)
         heads = {"num_attention_heads": options.hidden // 64, "num_key_value_heads": options.hidden // 64}
-        sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "num_hidden_layers": options.layers}
-        config = LlamaConfig(**sizes, **heads, vocab_size=VOCABULARY, max_position_embeddings=4096, tie_word_embeddings=True)
+        sizes = {
+            "hidden_size": options.hidden,
+            "intermediate_size": 3 * options.hidden,
+            "num_hidden_layers": options.layers,
+        }
+        config = LlamaConfig(
+            **sizes, **heads, vocab_size=VOCABULARY, max_position_embeddings=4096, tie_word_embeddings=True
+        )
         with torch.device(options.device):
             model = LlamaForCausalLM(config).train()
-        self.lm: DiffusionLM = with_pattern(make_diffusion(model, character_tokenizer("ab")), **PATTERNS[pattern])
+        self.lm: DiffusionLM = with_pattern(
+            make_diffusion(model, character_tokenizer("ab")), **PATTERNS[pattern]
+        )
         self.optimizer = torch.optim.AdamW(self.lm.model.parameters(), lr=1e-4, fused=True)
         self.device, self.batches, self.kept, self.bf16, self.steps = options.device, batches, kept, bf16, 0
 
@@ -102,8 +120,8 @@ class Step:
 
 
 class Plain(Step):
-    """The same step of a causal or bidirectional model as a user of transformers would write it for rows of one document without padding:
-    SDPA without a mask, and logits only of the positions with a loss."""
+    """The same step of a causal or bidirectional model as a user of transformers would write it for rows of
+    one document without padding: SDPA without a mask, and logits only of the positions with a loss."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -118,7 +136,8 @@ class Plain(Step):
         else:
             state_ND, target_N = state_BTD[views.hidden_BMT[:, 0]], ids_BT[views.hidden_BMT[:, 0]]
         logits_NV = model.lm_head(state_ND).float()
-        logits_NV.detach()[:, self.lm.mask_token_id] = -torch.inf  # it has no gradient, and autograd would copy that of all logits
+        # it has no gradient, and autograd would copy that of all logits
+        logits_NV.detach()[:, self.lm.mask_token_id] = -torch.inf
         if causal:
             return F.cross_entropy(logits_NV, target_N, reduction="sum")
         return F.cross_entropy(logits_NV, target_N, reduction="none") @ views.weight_BMT[views.hidden_BMT]
@@ -137,7 +156,9 @@ def check_equal(contenders: dict[str, Step]) -> None:
     for name, values in found.items():
         for what, value, of_first in zip(("loss", "gradient"), values, first, strict=True):
             difference = float((value - of_first).norm() / of_first.norm())
-            assert difference <= (0.02 if contenders[name].bf16 else 1e-4), f"{name}: the {what} differs by {difference:.2g}"
+            assert difference <= (0.02 if contenders[name].bf16 else 1e-4), (
+                f"{name}: the {what} differs by {difference:.2g}"
+            )
 
 
 def collated(rows: list[dict[str, Any]], batch: int) -> Iterator[dict[str, Any]]:
@@ -164,8 +185,16 @@ def steps(options: argparse.Namespace) -> Table:
             name = f"{pattern}, {batch} x {length}"
             table += [
                 (f"{name}: masks made in each step", f"{seconds['made'] * 1e3:.0f} ms", ""),
-                ("  masks kept", f"{seconds['made'] / seconds['kept']:.3f} x", f"hit rate {rate:.2f}; commonly claimed: 1.05 to 1.15"),
-                ("  and bfloat16", f"{seconds['kept'] / seconds['kept, bf16']:.3f} x", "commonly claimed: 1.5 to 2 on a GPU"),
+                (
+                    "  masks kept",
+                    f"{seconds['made'] / seconds['kept']:.3f} x",
+                    f"hit rate {rate:.2f}; commonly claimed: 1.05 to 1.15",
+                ),
+                (
+                    "  and bfloat16",
+                    f"{seconds['kept'] / seconds['kept, bf16']:.3f} x",
+                    "commonly claimed: 1.5 to 2 on a GPU",
+                ),
             ]
     return table
 
@@ -178,19 +207,28 @@ def masks(options: argparse.Namespace) -> Table:
         for pattern, settings in PATTERNS.items():
             copies = int(settings["attention"] == "block_causal")
 
-            def make(settings: dict[str, Any] = settings, copies: int = copies, document_BT: Tensor = document_BT) -> None:
+            def make(
+                settings: dict[str, Any] = settings, copies: int = copies, document_BT: Tensor = document_BT
+            ) -> None:
                 layout = Layout.of(document_BT)
                 layout = layout.with_noised_copies(copies) if copies else layout
                 mask = make_mask(settings["attention"], settings.get("block_size"), layout, layout)
                 if mask.coarse_tiles is None:
                     mask.additive(torch.float32)
 
-            table.append((f"{pattern}, {batch} x {length}", f"{timed({'': make}, options.rounds)[''] * 1e3:.1f} ms", "one mask"))
+            table.append(
+                (
+                    f"{pattern}, {batch} x {length}",
+                    f"{timed({'': make}, options.rounds)[''] * 1e3:.1f} ms",
+                    "one mask",
+                )
+            )
     return table
 
 
 def packed(options: argparse.Namespace) -> Table:
-    """How often batches of packed rows have documents of the same lengths: what a cache by lengths could find."""
+    """How often batches of packed rows have documents of the same lengths: what a cache by lengths could
+    find."""
     table: Table = []
     for documents in (2, 4, 8):
         rows = rows_of(512, 2_000, documents)
@@ -200,18 +238,29 @@ def packed(options: argparse.Namespace) -> Table:
             found += key in seen
             seen.add(key)
         asked = len(range(0, len(rows), options.batch))
-        table.append((f"{documents} documents in a row of 512, batches of {options.batch}", f"{found} of {asked}", "masks found again"))
+        table.append(
+            (
+                f"{documents} documents in a row of 512, batches of {options.batch}",
+                f"{found} of {asked}",
+                "masks found again",
+            )
+        )
     return table
 
 
 def loading(options: argparse.Namespace) -> Table:
-    """Batches made in the step, or by a worker beside it (pinned on a GPU), alone and with all else, compared with the plain loop."""
+    """Batches made in the step, or by a worker beside it (pinned on a GPU), alone and with all else, compared
+    with the plain loop."""
     table: Table = []
     rows = rows_of(512, 512)
     cuda = options.device == "cuda"
 
     def loader(workers: int) -> Iterator[dict[str, Any]]:
-        more: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "pin_memory": cuda and workers > 0}
+        more: dict[str, Any] = {
+            "num_workers": workers,
+            "persistent_workers": workers > 0,
+            "pin_memory": cuda and workers > 0,
+        }
         made: DataLoader[Any] = DataLoader(rows, options.batch, collate_fn=Collator(0), **more)  # type: ignore[arg-type]
         return (batch for _ in cycle([None]) for batch in made)
 
@@ -220,7 +269,11 @@ def loading(options: argparse.Namespace) -> Table:
     seconds = timed(contenders, 10 * options.rounds)
     table += [
         ("a batch collated in the step", f"{seconds['here'] * 1e3:.2f} ms", f"{options.batch} x 512"),
-        ("  the same from a worker", f"{seconds['here'] / seconds['beside']:.2f} x", "commonly claimed: 1.1 to 1.2"),
+        (
+            "  the same from a worker",
+            f"{seconds['here'] / seconds['beside']:.2f} x",
+            "commonly claimed: 1.1 to 1.2",
+        ),
     ]
     for pattern in ("causal", "bidirectional"):
         loops: dict[str, Step] = {}
@@ -233,23 +286,52 @@ def loading(options: argparse.Namespace) -> Table:
         for precision in ("float32", "bfloat16"):
             plain, step, worker = (f"{name}, {precision}" for name in ("plain", "step", "worker"))
             table += [
-                (f"{pattern}: the plain loop, {precision}", f"{median(rounds[plain]) * 1e3:.0f} ms", "SDPA without a mask"),
-                ("  plain / Unmask's step", f"{ratio(rounds, plain, step):.3f} x", "the same precision, batches and logits; kept mask"),
-                ("  plain / Unmask's step with a worker", f"{ratio(rounds, plain, worker):.3f} x", "likewise"),
+                (
+                    f"{pattern}: the plain loop, {precision}",
+                    f"{median(rounds[plain]) * 1e3:.0f} ms",
+                    "SDPA without a mask",
+                ),
+                (
+                    "  plain / Unmask's step",
+                    f"{ratio(rounds, plain, step):.3f} x",
+                    "the same precision, batches and logits; kept mask",
+                ),
+                (
+                    "  plain / Unmask's step with a worker",
+                    f"{ratio(rounds, plain, worker):.3f} x",
+                    "likewise",
+                ),
             ]
-        alone, everything = (ratio(rounds, "plain, float32", name) for name in ("plain, bfloat16", "worker, bfloat16"))
+        alone, everything = (
+            ratio(rounds, "plain, float32", name) for name in ("plain, bfloat16", "worker, bfloat16")
+        )
         table += [
-            ("  plain in float32 / in bfloat16", f"{alone:.3f} x", "nothing of Unmask; commonly claimed: 1.5 to 2 on a GPU"),
-            ("  plain in float32 / all of it", f"{everything:.3f} x", "with bfloat16; commonly claimed: 2 to 3 on a GPU"),
+            (
+                "  plain in float32 / in bfloat16",
+                f"{alone:.3f} x",
+                "nothing of Unmask; commonly claimed: 1.5 to 2 on a GPU",
+            ),
+            (
+                "  plain in float32 / all of it",
+                f"{everything:.3f} x",
+                "with bfloat16; commonly claimed: 2 to 3 on a GPU",
+            ),
         ]
     return table
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Table]] = {"masks": masks, "packed": packed, "steps": steps, "loading": loading}
+PARTS: dict[str, Callable[[argparse.Namespace], Table]] = {
+    "masks": masks,
+    "packed": packed,
+    "steps": steps,
+    "loading": loading,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -258,7 +340,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.only:
-        size = "" if name == "packed" else f", {options.layers} layers of {options.hidden}, vocabulary {VOCABULARY:,}, {options.device}"
+        size = (
+            ""
+            if name == "packed"
+            else f", {options.layers} layers of {options.hidden}, vocabulary {VOCABULARY:,}, {options.device}"
+        )
         report(f"{name}{size}", PARTS[name](options))
 
 

@@ -1,4 +1,5 @@
-"""Draw docs/attention.svg: which tokens each token sees under every attention pattern, from the masks that models use.
+"""Draw docs/attention.svg: which tokens each token sees under every attention pattern, from the masks that
+models use.
 
 python scripts/attention_figure.py
 """
@@ -26,7 +27,10 @@ FIGURE = Path(__file__).resolve().parent.parent / "docs" / "attention.svg"
 
 def panel(x: float, title: str, says: str, seen_QK: torch.Tensor) -> list[str]:
     """The cells of a mask, with its title above."""
-    lines = [f'<text x="{x}" y="16" class="title">{title}</text>', f'<text x="{x}" y="32" class="says">{says}</text>']
+    lines = [
+        f'<text x="{x}" y="16" class="title">{title}</text>',
+        f'<text x="{x}" y="32" class="says">{says}</text>',
+    ]
     for query, row in enumerate(seen_QK.tolist()):
         for key, seen in enumerate(row):
             at = f'x="{x + key * CELL:g}" y="{TOP + query * CELL:g}"'
@@ -45,9 +49,22 @@ def figure() -> str:
         lines += panel(x, title, says, seen_QK)
         x += max(len(seen_QK) * CELL, 216) + GAP
         height = max(height, TOP + len(seen_QK) * CELL)
-    style = "text{font-family:sans-serif;fill:#222}.title{font-size:13px;font-weight:600}.says{font-size:11px}"
+    style = (
+        "text{font-family:sans-serif;fill:#222}.title{font-size:13px;font-weight:600}.says{font-size:11px}"
+    )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {x - GAP:g} {height}" role="img">'
-    return "\n".join([head, f"<style>{style}</style>", '<rect width="100%" height="100%" fill="white"/>', *lines, "</svg>"]) + "\n"
+    return (
+        "\n".join(
+            [
+                head,
+                f"<style>{style}</style>",
+                '<rect width="100%" height="100%" fill="white"/>',
+                *lines,
+                "</svg>",
+            ]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Write the list of the settings under `training`, which the command line could not read from the configs without importing torch.
+"""Write the list of the settings under `training`, which the command line could not read from the configs
+without importing torch.
 
 python scripts/list_settings.py
 """

@@ -17,7 +17,8 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
 
 
 def run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The notebook with its outputs, and the variables that its cells leave. Files go to the current folder."""
+    """The notebook with its outputs, and the variables that its cells leave. Files go to the current
+    folder."""
     notebook, names = json.loads(path.read_text(encoding="utf-8")), {"__name__": "__main__"}
     for number, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "code":

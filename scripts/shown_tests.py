@@ -41,18 +41,26 @@ def page(problems: Iterable[Mapping[str, Any]]) -> str:
     numbers = defaultdict(list)
     for problem in problems:
         numbers[not_shown(problem)].append(problem["task_id"].rpartition("/")[2])
-    return HEAD + "".join(f"| {count} | {len(ids)} | {', '.join(ids)} |\n" for count, ids in sorted(numbers.items()))
+    return HEAD + "".join(
+        f"| {count} | {len(ids)} | {', '.join(ids)} |\n" for count, ids in sorted(numbers.items())
+    )
 
 
 def _calls(test: ast.expr, names: set[str]) -> list[ast.Call]:
-    return [node for node in ast.walk(test) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+    return [
+        node
+        for node in ast.walk(test)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
 
 
 def _occurs(call: ast.Call, entry_point: str, prompt: str) -> bool:
     arguments = _bare(", ".join(map(ast.unparse, (*call.args, *call.keywords))))
     if f"{entry_point}({arguments})" in prompt:
         return True
-    return len(arguments) > 3 and re.search(rf"(?<![\w.\-]){re.escape(arguments)}(?![\w.])", prompt) is not None
+    return (
+        len(arguments) > 3 and re.search(rf"(?<![\w.\-]){re.escape(arguments)}(?![\w.])", prompt) is not None
+    )
 
 
 def _bare(text: str) -> str:

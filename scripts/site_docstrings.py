@@ -1,4 +1,5 @@
-"""An extension of griffe, which reads docstrings for the API reference: settings are listed with their descriptions and defaults."""
+"""An extension of griffe, which reads docstrings for the API reference: settings are listed with their
+descriptions and defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def singly(entry: re.Match[str]) -> str:
 
 
 class Settings(griffe.Extension):
-    """Writes the settings of a config into the docstring of its class, from what it says of itself when it is imported."""
+    """Writes the settings of a config into the docstring of its class, from what it says of itself when it is
+    imported."""
 
     def on_module_instance(self, *, mod: griffe.Module, **_: Any) -> None:
         """Let folders without an __init__.py be packages too, as they are for Python."""
@@ -30,7 +32,8 @@ class Settings(griffe.Extension):
             add_packages(mod, folder.parent)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Give each name of an entry such as "low, high: bounds" an entry of its own, which the format needs."""
+        """Give each name of an entry such as "low, high: bounds" an entry of its own, which the format
+        needs."""
         if obj.docstring:
             obj.docstring.value = SHARED.sub(singly, obj.docstring.value)
 
@@ -50,7 +53,9 @@ def add_packages(parent: griffe.Module, folder: Path) -> None:
     """Add the folders of a folder that hold modules but no __init__.py."""
     for inner in sorted(folder.iterdir()):
         if any(inner.glob("*.py")) and not (inner / "__init__.py").exists():
-            package = griffe.Module(inner.name, filepath=[inner], modules_collection=parent.modules_collection)
+            package = griffe.Module(
+                inner.name, filepath=[inner], modules_collection=parent.modules_collection
+            )
             parent.set_member(inner.name, package)
             add_packages(package, inner)
 

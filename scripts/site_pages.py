@@ -1,4 +1,5 @@
-"""A hook of mkdocs: the texts of the root and the notebooks become pages; links that leave docs/ become links within the site, or text."""
+"""A hook of mkdocs: the texts of the root and the notebooks become pages; links that leave docs/ become links
+within the site, or text."""
 
 from __future__ import annotations
 
@@ -36,7 +37,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(REPOSITORY / source).read_text(encoding="utf-8")))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         page = file.src_uri.removesuffix(".ipynb") + ".md"
-        files.append(File.generated(config, page, content=notebook_page(json.loads(file.content_string), posixpath.basename(file.src_uri))))
+        files.append(
+            File.generated(
+                config,
+                page,
+                content=notebook_page(json.loads(file.content_string), posixpath.basename(file.src_uri)),
+            )
+        )
     return files
 
 
@@ -58,7 +65,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     def link(match: re.Match[str]) -> str:
         text, target, anchor = match.groups(default="")
         moved = moved_link(uri, target)
-        return match[0] if moved is None else f"[{text}]({moved}{anchor})" if moved else f"{text} (`{from_root(uri, target)}`)"
+        return (
+            match[0]
+            if moved is None
+            else f"[{text}]({moved}{anchor})"
+            if moved
+            else f"{text} (`{from_root(uri, target)}`)"
+        )
 
     markdown = IMAGE.sub(lambda match: f"{match[1]}({moved_link(uri, match[2]) or match[2]})", markdown)
     return LINK.sub(link, markdown)
@@ -71,7 +84,8 @@ def from_root(page: str, target: str) -> str:
 
 
 def moved_link(page: str, target: str) -> str | None:
-    """The link from a page to a file of the repository: None if it stays as it is, "" if the site does not have the file."""
+    """The link from a page to a file of the repository: None if it stays as it is, "" if the site does not
+    have the file."""
     path = from_root(page, target)
     if "://" in target or not (REPOSITORY / path).exists():
         return None  # mkdocs warns if it leads nowhere

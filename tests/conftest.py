@@ -1,4 +1,5 @@
-"""Every test runs offline, ignores the user's environment variables, and draws the same examples each time."""
+"""Every test runs offline, ignores the user's environment variables, and draws the same examples each
+time."""
 
 from __future__ import annotations
 
@@ -20,16 +21,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that only hands out tests (`-n`) need not import what they do, before which no worker would start."""
+    """The process that only hands out tests (`-n`) need not import what they do, before which no worker would
+    start."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.fixtures")
 
 
-hypothesis.settings.register_profile("thorough", max_examples=50, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "thorough", max_examples=50, derandomize=True, deadline=None, database=None
+)
 hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("thorough"), max_examples=15)
 hypothesis.settings.load_profile("fast")  # `make test-nightly` takes the other one
 
-LONG = {"test_other_device.py", "test_readme.py", "test_release.py", "test_sharding.py", "test_lost_process.py", "test_equal_runs.py"}
+LONG = {
+    "test_other_device.py",
+    "test_readme.py",
+    "test_release.py",
+    "test_sharding.py",
+    "test_lost_process.py",
+    "test_equal_runs.py",
+}
 
 # A `CliRunner` makes the commands of an app anew for every call, which takes longer than most calls.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
@@ -37,7 +48,8 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collection makes a million objects, all of them to keep: looking for garbage takes a quarter of its time, and later some more."""
+    """Collection makes a million objects, all of them to keep: looking for garbage takes a quarter of its
+    time, and later some more."""
     gc.disable()
     try:
         return (yield)

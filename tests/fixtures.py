@@ -37,7 +37,9 @@ def debugging() -> Iterator[None]:
 def dynamo_as_it_was() -> Iterator[None]:
     """Of a test that compiles: neither its settings of torch nor its graphs are there for the next one."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True, specialize_float=False, recompile_limit=8):
+    with torch._dynamo.config.patch(
+        force_nn_module_property_static_shapes=True, specialize_float=False, recompile_limit=8
+    ):
         yield
     torch._dynamo.reset()
 
@@ -45,7 +47,9 @@ def dynamo_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
+    path.write_text(
+        "\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0))
+    )
     return path
 
 
@@ -87,8 +91,18 @@ def quick() -> Iterator[None]:
 def tf32_restored() -> Iterator[None]:
     """Restore the switches of both APIs, the general one first, as it overwrites the specific ones."""
     backends = torch.backends
-    places = [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
-    older = [(backends.cuda.matmul, backends.cuda.matmul.allow_tf32), (backends.cudnn, backends.cudnn.allow_tf32)]
+    places = [
+        backends,
+        backends.cuda.matmul,
+        backends.cudnn,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+    ]
+    older = [
+        (backends.cuda.matmul, backends.cuda.matmul.allow_tf32),
+        (backends.cudnn, backends.cudnn.allow_tf32),
+    ]
     before = [(place, place.fp32_precision) for place in places]
     yield
     for place, allowed in older:

@@ -36,11 +36,15 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the
 
 
 def shared_path(*parts: str) -> pathlib.Path:
-    """A file of the shared data beside the checkout (or under $UNMASK_SHARED); skips the test where it is absent."""
+    """A file of the shared data beside the checkout (or under $UNMASK_SHARED); skips the test where it is
+    absent."""
     root = pathlib.Path(os.environ.get("UNMASK_SHARED", REPOSITORY.parent / "shared"))
     path = root.joinpath(*parts)
     if not path.exists():
-        pytest.skip(f"needs the shared test data, and {'/'.join(parts)} is not there (set UNMASK_SHARED to its folder)")
+        pytest.skip(
+            f"needs the shared test data, and {'/'.join(parts)} is not there (set UNMASK_SHARED to its "
+            "folder)"
+        )
     return path
 
 
@@ -53,16 +57,27 @@ def chi_square_is_likely(drawn_V: torch.Tensor, prob_V: torch.Tensor) -> bool:
 
 
 def examples(thorough: int) -> hypothesis.settings:
-    """Of a property that takes long: the number of examples with the profile `thorough`; with `fast`, fewer."""
+    """Of a property that takes long: the number of examples with the profile `thorough`; with `fast`,
+    fewer."""
     settings = hypothesis.settings
-    return settings(max_examples=math.ceil(thorough * settings.default.max_examples / settings.get_profile("thorough").max_examples))
+    return settings(
+        max_examples=math.ceil(
+            thorough * settings.default.max_examples / settings.get_profile("thorough").max_examples
+        )
+    )
 
 
 def partly_slow(names: str, values: Iterable[Any], *fast: int, **options: Any) -> pytest.MarkDecorator:
-    """Parameters of which only those at some indices are fast: they cover the code of the others, which `make test-slow` runs too."""
-    given = [value if isinstance(value, ParameterSet) else pytest.param(*(value if "," in names else (value,))) for value in values]
+    """Parameters of which only those at some indices are fast: they cover the code of the others, which `make
+    test-slow` runs too."""
+    given = [
+        value if isinstance(value, ParameterSet) else pytest.param(*(value if "," in names else (value,)))
+        for value in values
+    ]
     slow = [pytest.param(*each.values, marks=[*each.marks, pytest.mark.slow], id=each.id) for each in given]
-    return pytest.mark.parametrize(names, [each if index in fast else slow[index] for index, each in enumerate(given)], **options)
+    return pytest.mark.parametrize(
+        names, [each if index in fast else slow[index] for index, each in enumerate(given)], **options
+    )
 
 
 def cost(function: Callable[..., Any], *arguments: Any) -> float:
@@ -82,8 +97,11 @@ def resident_memory(process: int | None = None) -> int:
     return psutil.Process(process).memory_info().rss
 
 
-def run_all(command: list[Any], *, timeout: float, check: bool = True, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run` of a program that starts others, such as a launcher: none of them outlives the call."""
+def run_all(
+    command: list[Any], *, timeout: float, check: bool = True, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of a program that starts others, such as a launcher: none of them outlives the
+    call."""
     process = subprocess.Popen([str(word) for word in command], start_new_session=True, **options)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -100,7 +118,15 @@ def run_all(command: list[Any], *, timeout: float, check: bool = True, **options
 TWO_PROCESSES = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
     "accelerate": [
-        *("-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "--main_process_port", "0"),
+        *(
+            "-m",
+            "accelerate.commands.launch",
+            "--num_processes",
+            "2",
+            "--multi_gpu",
+            "--main_process_port",
+            "0",
+        ),
         *("--mixed_precision", "no", "--dynamo_backend", "no"),
     ],
 }
@@ -120,7 +146,8 @@ def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:
 
 
 def require_bfloat16() -> None:
-    """Skip the test if torch's attention fails in bfloat16, as where `ATEN_CPU_CAPABILITY` hides a part of the CPU's instructions."""
+    """Skip the test if torch's attention fails in bfloat16, as where `ATEN_CPU_CAPABILITY` hides a part of
+    the CPU's instructions."""
     query = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
     try:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -129,7 +156,8 @@ def require_bfloat16() -> None:
 
 
 def require_sandbox() -> None:
-    """Skip the test if nothing on this machine isolates programs completely. Sharing the processors is not part of that."""
+    """Skip the test if nothing on this machine isolates programs completely. Sharing the processors is not
+    part of that."""
     if missing := {name: why for name, why in probe().missing.items() if name != "cpu"}:
         pytest.skip(f"programs are not, or not wholly, isolated here: {missing}")
 
@@ -138,7 +166,9 @@ def require_ocaml() -> None:
     """Skip the test if OCaml is not installed."""
     require_sandbox()
     if not shutil.which("ocamlfind"):
-        pytest.skip("needs OCaml: apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev")
+        pytest.skip(
+            "needs OCaml: apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev"
+        )
 
 
 def last_tokens(layout: Layout, count: int) -> Layout:

@@ -1,9 +1,12 @@
-"""A device that is no CPU, on a CPU: its tensors hold their data there, report another device, and cannot be mixed with the CPU's.
+"""A device that is no CPU, on a CPU: its tensors hold their data there, report another device, and cannot be
+mixed with the CPU's.
 
-So a forgotten `.to(device)` fails as on a GPU, and what is computed has the bits of a CPU. As a plugin of pytest (`-p tests.other_device`)
-it stands in for the GPU in the tests that are marked `gpu`. It is there for the rest of the process: torch cannot forget a device.
+So a forgotten `.to(device)` fails as on a GPU, and what is computed has the bits of a CPU. As a plugin of
+pytest (`-p tests.other_device`) it stands in for the GPU in the tests that are marked `gpu`. It is there for
+the rest of the process: torch cannot forget a device.
 
-What GPUs allow is allowed: copies, indices of the CPU, and where single numbers are meant, tensors of the CPU without dimensions.
+What GPUs allow is allowed: copies, indices of the CPU, and where single numbers are meant, tensors of the CPU
+without dimensions.
 """
 
 from __future__ import annotations
@@ -23,8 +26,25 @@ NAME = "other"
 CPU = torch.device("cpu")
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_"}
-WITH_NUMBERS = {"aten::masked_fill", "aten::masked_fill_", "aten::fill_", "aten::index_put", "aten::index_put_", "aten::_fused_adamw_"}
-MAKERS = ["empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "randperm", "linspace", "eye", "eye.m"]
+WITH_NUMBERS = {
+    "aten::masked_fill",
+    "aten::masked_fill_",
+    "aten::fill_",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_fused_adamw_",
+}
+MAKERS = [
+    "empty.memory_format",
+    "empty_strided",
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "randperm",
+    "linspace",
+    "eye",
+    "eye.m",
+]
 """What makes tensors of no others, directly or by changing the shape of an empty one."""
 
 
@@ -36,7 +56,12 @@ class OnDevice(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> OnDevice:
         made = Tensor._make_wrapper_subclass(
-            cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device=torch.device(NAME, 0)
+            cls,
+            held.size(),
+            held.stride(),
+            held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device(NAME, 0),
         )
         made.held = held.detach()
         return made
@@ -52,7 +77,10 @@ class OnDevice(Tensor):
         return self.held.untyped_storage()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+        raise TypeError(
+            f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+            "to host memory first."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """In files, the data and the device, so `map_location` of `torch.load` holds."""
@@ -80,7 +108,12 @@ class OnDevice(Tensor):
             held_kwargs |= {"device": CPU}
         held_kwargs.pop("pin_memory", None)
         out = function(*held_args, **held_kwargs)
-        assert all(part.shape == part.held.shape for part in tree_leaves((args, kwargs)) if isinstance(part, OnDevice)), name  # resized
+        # resized
+        assert all(
+            part.shape == part.held.shape
+            for part in tree_leaves((args, kwargs))
+            if isinstance(part, OnDevice)
+        ), name
         if name == "aten::copy_" and not isinstance(args[0], OnDevice):
             return args[0]
         if (asked is not None and asked.type == "cpu") or name == "aten::_local_scalar_dense":
@@ -91,7 +124,11 @@ class OnDevice(Tensor):
 @cache
 def written(function: Any) -> tuple[set[int], set[str]]:
     """The places and names of the arguments that a function writes to."""
-    writes = [(place, part.name) for place, part in enumerate(function._schema.arguments) if part.alias_info and part.alias_info.is_write]
+    writes = [
+        (place, part.name)
+        for place, part in enumerate(function._schema.arguments)
+        if part.alias_info and part.alias_info.is_write
+    ]
     return {place for place, _ in writes}, {name for _, name in writes}
 
 
@@ -103,12 +140,23 @@ def check(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("generator") is not None:
         raise RuntimeError(f"{schema.name}: a generator of random numbers of the CPU, on the device")
     places, names = written(function)
-    into = tree_leaves(([part for place, part in enumerate(args) if place in places], {name: kwargs.get(name) for name in names}))
+    into = tree_leaves(
+        (
+            [part for place, part in enumerate(args) if place in places],
+            {name: kwargs.get(name) for name in names},
+        )
+    )
     read = [args[0], *args[2:]] if schema.name in INDEXED else args
     number = torch.Tag.pointwise in function.tags or schema.name in WITH_NUMBERS
     for part in tree_leaves((read, kwargs)):
-        if isinstance(part, Tensor) and not isinstance(part, OnDevice) and (part.dim() or not number or any(part is one for one in into)):
-            raise RuntimeError(f"{schema.name}: tensors of the device and of the CPU, of the shape {list(part.shape)}")
+        if (
+            isinstance(part, Tensor)
+            and not isinstance(part, OnDevice)
+            and (part.dim() or not number or any(part is one for one in into))
+        ):
+            raise RuntimeError(
+                f"{schema.name}: tensors of the device and of the CPU, of the shape {list(part.shape)}"
+            )
 
 
 class Module(backend_registration._DummyBackendModule):
@@ -140,19 +188,29 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def install() -> torch.library.Library:
-    """Register the device, what torch makes its tensors of, and it as the one that trainers use. Keep the result."""
+    """Register the device, what torch makes its tensors of, and it as the one that trainers use. Keep the
+    result."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     kernels = torch.library.Library("aten", "IMPL")
     for name in MAKERS:
         function, _, overload = name.partition(".")
-        kernels.impl(name, made(getattr(getattr(torch.ops.aten, function), overload or "default")), "PrivateUse1")
+        kernels.impl(
+            name, made(getattr(getattr(torch.ops.aten, function), overload or "default")), "PrivateUse1"
+        )
     kernels.impl("copy_", copy_, "PrivateUse1")
-    for name in ("silu_backward", "mish_backward"):  # torch makes them of other operations, with other bits, where a device has none
+    # torch makes them of other operations, with other bits, where a device has none
+    for name in ("silu_backward", "mish_backward"):
         kernels.impl(name, getattr(torch.ops.aten, name), "PrivateUse1")
-    torch.serialization.register_package(0, lambda storage: None, lambda storage, place: storage if place.startswith(NAME) else None)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{NAME}:0"  # what trainers use, but for `use_cpu`, which accelerate would then ignore
-    accelerate.PartialState.set_device = lambda state: setattr(state, "device", CPU if state._cpu else torch.device(NAME, 0))
-    torch.backends.cuda.enable_flash_sdp(False)  # the plain products here, and so for the same bits on the CPU
+    torch.serialization.register_package(
+        0, lambda storage: None, lambda storage, place: storage if place.startswith(NAME) else None
+    )
+    # what trainers use, but for `use_cpu`, which accelerate would then ignore
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{NAME}:0"
+    accelerate.PartialState.set_device = lambda state: setattr(
+        state, "device", CPU if state._cpu else torch.device(NAME, 0)
+    )
+    # the plain products here, and so for the same bits on the CPU
+    torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     return kernels
 

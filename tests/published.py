@@ -1,6 +1,7 @@
 """The model of the comparisons with published code: a formula, so that it can be reproduced.
 
-E, W and H of sines; h_t = tanh(E[x_t] + W_t) + mean_j tanh(E[x_j] + W_j), logits 2 h H. Gradients are those by H.
+E, W and H of sines; h_t = tanh(E[x_t] + W_t) + mean_j tanh(E[x_j] + W_j), logits 2 h H. Gradients are those
+by H.
 
 Shapes: B rows, M views, T positions, D hidden width, K vocabulary.
 """
@@ -21,9 +22,15 @@ def wave(function: Any, rate: float, shift: float, *shape: int) -> Tensor:
     return function(rate * torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + shift).view(shape)
 
 
-EMBEDDING_KD, PLACE_TD = 0.5 * wave(torch.sin, 1.0, 1.0, VOCABULARY, WIDTH), 0.3 * wave(torch.cos, 0.7, 0.0, LENGTH, WIDTH)
+EMBEDDING_KD, PLACE_TD = (
+    0.5 * wave(torch.sin, 1.0, 1.0, VOCABULARY, WIDTH),
+    0.3 * wave(torch.cos, 0.7, 0.0, LENGTH, WIDTH),
+)
 HEAD_DK = wave(torch.sin, 1.3, 0.5, WIDTH, VOCABULARY)
-OLD_DK, REFERENCE_DK = (HEAD_DK + 0.2 * wave(function, rate, 0.0, WIDTH, VOCABULARY) for function, rate in ((torch.cos, 1), (torch.sin, 2)))
+OLD_DK, REFERENCE_DK = (
+    HEAD_DK + 0.2 * wave(function, rate, 0.0, WIDTH, VOCABULARY)
+    for function, rate in ((torch.cos, 1), (torch.sin, 2))
+)
 
 
 def scored(ids_BT: Tensor, head_DK: Tensor, views: Views) -> Tensor:

@@ -22,12 +22,22 @@ def test_metrics_come_back_and_each_line_is_there_at_once(tmp_path):
     log = MetricsLog(tmp_path / "new" / "training_logs.json")
     for step in range(3):
         log.write({"step": step, "loss": np.float32(0.5), "train/tokens": np.int64(7), "note": "é\n"})
-        assert log.read() == [{"step": i, "loss": 0.5, "train/tokens": 7, "note": "é\n"} for i in range(step + 1)]
+        assert log.read() == [
+            {"step": i, "loss": 0.5, "train/tokens": 7, "note": "é\n"} for i in range(step + 1)
+        ]
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
     log = MetricsLog(tmp_path / "training_logs.json")
-    log.write({"loss": math.nan, "bounds": (-math.inf, 1.0), "reward": np.float64("nan"), "norm": np.float32("inf"), "ok": True})
+    log.write(
+        {
+            "loss": math.nan,
+            "bounds": (-math.inf, 1.0),
+            "reward": np.float64("nan"),
+            "norm": np.float32("inf"),
+            "ok": True,
+        }
+    )
     assert log.read() == [{"loss": None, "bounds": [None, 1.0], "reward": None, "norm": None, "ok": True}]
     json.loads(log.path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
@@ -121,5 +131,10 @@ def test_an_atomic_write_that_fails_leaves_the_earlier_file(tmp_path):
 
 def test_importing_it_loads_nothing_heavy():
     heavy = "print({'torch', 'transformers', 'datasets', 'matplotlib', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", f"import sys, unmask.artifacts; {heavy}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, unmask.artifacts; {heavy}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "set()"

@@ -30,7 +30,8 @@ class Terminal(io.StringIO):
 
 @given(pace=st.floats(0.1, 10), seconds=st.lists(st.floats(1, 500), min_size=1, max_size=6))
 def test_time_left_follows_the_observed_pace(pace, seconds):
-    """In a run `pace` times slower than expected, the estimate moves from the expected time to the true one."""
+    """In a run `pace` times slower than expected, the estimate moves from the expected time to the true
+    one."""
     clock, phases = Clock(), [(f"phase {i}", weight) for i, weight in enumerate(seconds)]
     with Progress(phases, stream=io.StringIO(), clock=clock) as progress:
         assert progress.fraction == 0
@@ -45,7 +46,11 @@ def test_time_left_follows_the_observed_pace(pace, seconds):
                     assert last <= progress.fraction <= 1 + 1e-9
                     last = progress.fraction
                     expected_left = true_left / pace
-                    assert min(true_left, expected_left) - 1e-6 <= progress.seconds_left <= max(true_left, expected_left) + 1e-6
+                    assert (
+                        min(true_left, expected_left) - 1e-6
+                        <= progress.seconds_left
+                        <= max(true_left, expected_left) + 1e-6
+                    )
             if true_left > 1 and progress.fraction > 0.5:
                 assert progress.seconds_left == pytest.approx(true_left, rel=max(0.1 / pace, 0.1))
         assert progress.fraction == pytest.approx(1) and progress.seconds_left == pytest.approx(0, abs=1e-6)
@@ -53,7 +58,10 @@ def test_time_left_follows_the_observed_pace(pace, seconds):
 
 def test_a_single_phase_needs_no_estimate_of_its_time():
     clock = Clock()
-    with Progress([("sft", 1.0)], stream=io.StringIO(), clock=clock) as progress, progress.phase("sft") as phase:
+    with (
+        Progress([("sft", 1.0)], stream=io.StringIO(), clock=clock) as progress,
+        progress.phase("sft") as phase,
+    ):
         clock.now += 30
         phase.update(0.25)
         assert progress.seconds_left == pytest.approx(90)
@@ -61,7 +69,11 @@ def test_a_single_phase_needs_no_estimate_of_its_time():
 
 def test_skipped_phases_count_as_not_needed_and_names_may_come_again():
     clock = Clock()
-    with Progress([("train", 10.0), ("evaluate", 5.0), ("train", 10.0), ("evaluate", 5.0)], stream=io.StringIO(), clock=clock) as progress:
+    with Progress(
+        [("train", 10.0), ("evaluate", 5.0), ("train", 10.0), ("evaluate", 5.0)],
+        stream=io.StringIO(),
+        clock=clock,
+    ) as progress:
         with progress.phase("evaluate"):
             clock.now += 5
         assert progress.fraction == pytest.approx(5 / 20) and progress.seconds_left == pytest.approx(15)
@@ -123,7 +135,10 @@ def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, 
     stream = Terminal()
 
     def run():
-        with Progress([("convert [1]", 10.0), ("sft", 10.0)], stream=stream) as progress, progress.phase("convert [1]") as phase:
+        with (
+            Progress([("convert [1]", 10.0), ("sft", 10.0)], stream=stream) as progress,
+            progress.phase("convert [1]") as phase,
+        ):
             phase.update(0.5, loss=1.5)
             if fails:
                 raise RuntimeError("broken")
@@ -136,8 +151,10 @@ def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, 
     shown = stream.getvalue()
     assert "whole run" in shown and "left" in shown and "loss 1.5" in shown
     assert ("convert [1] stopped after" if fails else "convert [1] done in") in shown
-    assert shown.count("\x1b[?25l") == 1 and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
-    assert shown[shown.rindex("whole run") :].count("\n") >= 2  # the prompt of the shell comes below both bars
+    # the cursor is back
+    assert shown.count("\x1b[?25l") == 1 and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    # the prompt of the shell comes below both bars
+    assert shown[shown.rindex("whole run") :].count("\n") >= 2
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])
@@ -146,7 +163,10 @@ def test_the_bars_keep_their_names_and_width_beside_any_number_of_metrics(column
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
-    with Progress([("grpo: evaluate", 10.0)], stream=stream) as progress, progress.phase("grpo: evaluate") as phase:
+    with (
+        Progress([("grpo: evaluate", 10.0)], stream=stream) as progress,
+        progress.phase("grpo: evaluate") as phase,
+    ):
         phase.update(0.5, loss=1.5, **{f"a_long_metric_{i}": 1234.5 for i in range(9)})
     lines = re.sub(r"\x1b\[[\d;?]*\w", "", stream.getvalue()).splitlines()
     bars = [line for line in lines if line.startswith(("whole run ", "grpo: evaluate "))]
@@ -162,13 +182,16 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     assert stream.getvalue() == "[100%] sft done in 0:00 · 0:00 elapsed, 0:00 left\n"
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599.4, "59:59"), (3725, "1:02:05")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599.4, "59:59"), (3725, "1:02:05")]
+)
 def test_durations_read_as_clock_time(seconds, shown):
     assert format_duration(seconds) == shown
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(0.0123456, "0.01235"), (999.96, "1000"), (1000, "1,000"), (29990.4, "29,990"), (1e12, "1e+12")]
+    ("value", "shown"),
+    [(0.0123456, "0.01235"), (999.96, "1000"), (1000, "1,000"), (29990.4, "29,990"), (1e12, "1e+12")],
 )
 def test_numbers_have_four_digits(value, shown):
     assert format_number(value) == shown
@@ -186,7 +209,10 @@ def test_where_no_color_is_set_a_terminal_gets_plain_lines_and_tables(monkeypatc
     assert "\x1b" not in stream.getvalue()
 
 
-@given(names=st.lists(st.text("abcdefgh_", min_size=1, max_size=40), max_size=9, unique=True), name=st.text("abc ", max_size=120))
+@given(
+    names=st.lists(st.text("abcdefgh_", min_size=1, max_size=40), max_size=9, unique=True),
+    name=st.text("abc ", max_size=120),
+)
 def test_a_plain_line_has_the_first_metrics_that_fit(names, name):
     stream = io.StringIO()
     with Progress([(name, 1.0)], stream=stream) as progress, progress.phase(name) as phase:
@@ -211,21 +237,38 @@ def test_tables_fit_the_terminal_and_are_never_wider_than_a_page(columns, termin
     assert max(map(len, lines)) == (min(int(columns), MAX_WIDTH) if terminal else MAX_WIDTH)
     stream.truncate(0)
     show_table([["a", "b"]], "a title of four words")
-    assert stream.getvalue().strip("\0").splitlines()[0].strip() == "a title of four words"  # although the cells are narrower
+    # although the cells are narrower
+    assert stream.getvalue().strip("\0").splitlines()[0].strip() == "a title of four words"
 
 
 def test_a_table_narrows_its_texts_before_it_breaks_a_word(capsys):
     words = ["a40-48gb-x3-ddp", "activation_checkpointing", "rewards/overlap_with_the_reference", "5.83"]
     show_table(
-        [words, ["a text of many words, which has room on several lines " * 2] * 4], "what fits", head=["hardware", "with", "name", "ms"]
+        [words, ["a text of many words, which has room on several lines " * 2] * 4],
+        "what fits",
+        head=["hardware", "with", "name", "ms"],
     )
     shown = capsys.readouterr().out
     assert all(word in shown for word in words)
     assert max(map(len, shown.splitlines())) <= MAX_WIDTH
 
 
-@given(st.lists(st.lists(st.text("abc_ ", max_size=60).map(str.strip), min_size=3, max_size=3), min_size=1, max_size=4), st.booleans())
-@example([["task: rewards/overlap_with_the_reference", "training.activation_checkpointing", "sampler.max_new_tokens" * 2]], True)
+@given(
+    st.lists(
+        st.lists(st.text("abc_ ", max_size=60).map(str.strip), min_size=3, max_size=3), min_size=1, max_size=4
+    ),
+    st.booleans(),
+)
+@example(
+    [
+        [
+            "task: rewards/overlap_with_the_reference",
+            "training.activation_checkpointing",
+            "sampler.max_new_tokens" * 2,
+        ]
+    ],
+    True,
+)
 def test_no_word_that_fits_on_a_line_is_broken(rows, headed):
     shown = io.StringIO()
     with mock.patch("sys.stdout", shown):

@@ -24,7 +24,9 @@ from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
 
-TINY = DemoSettings(rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2)
+TINY = DemoSettings(
+    rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2
+)
 
 
 @pytest.mark.parametrize("task", ["sudoku", pytest.param("countdown", marks=pytest.mark.slow)])
@@ -41,18 +43,36 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
         ("grpo", "grpo: reward"),
     ]
     assert set(losses) <= set(charts)
-    tables = {block.caption: block for section in report.sections for block in section.blocks if isinstance(block, Table)}
+    tables = {
+        block.caption: block
+        for section in report.sections
+        for block in section.blocks
+        if isinstance(block, Table)
+    }
     assert [row[0].text for row in tables["What was run"].groups[0][1]] == names
-    differences = next(table for caption, table in tables.items() if caption.endswith("what made a difference"))
-    assert [row[0].text for row in differences.groups[0][1]] == [f"{after} against {before}" for before, after in pairwise(names)]
+    differences = next(
+        table for caption, table in tables.items() if caption.endswith("what made a difference")
+    )
+    assert [row[0].text for row in differences.groups[0][1]] == [
+        f"{after} against {before}" for before, after in pairwise(names)
+    ]
 
     first, *_, last = report.sections
     assert (first.title, last.title) == ("What happened", "What to type next")
-    solved = [read_result(output / name / "evaluation.json").tasks[0].metrics["solved"].mean for name in names]
-    (said,) = [{row[0].text: (row[1].text, row[2].text) for row in block.groups[0][1]} for block in first.blocks]
+    solved = [
+        read_result(output / name / "evaluation.json").tasks[0].metrics["solved"].mean for name in names
+    ]
+    (said,) = [
+        {row[0].text: (row[1].text, row[2].text) for row in block.groups[0][1]} for block in first.blocks
+    ]
     assert list(said) == names
-    assert all(f"{100 * mean:.1f}% of the problems solved" in said[name][0] for name, mean in zip(names, solved, strict=True))
-    assert "46.5% of them with a mistake" in said["sft"][0] and all((REPOSITORY / page).is_file() for _, page in said.values())
+    assert all(
+        f"{100 * mean:.1f}% of the problems solved" in said[name][0]
+        for name, mean in zip(names, solved, strict=True)
+    )
+    assert "46.5% of them with a mistake" in said["sft"][0] and all(
+        (REPOSITORY / page).is_file() for _, page in said.values()
+    )
 
     lines = capsys.readouterr().out.splitlines()[-4:]
     commands = [command for block in last.blocks if isinstance(block, Commands) for command, _ in block.lines]
@@ -64,7 +84,11 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
         options = ["training.use_cpu=true", "--print-config"] if words[0] in VERB_HELP else []
         result = CliRunner().invoke(app, [*words, *options])
         assert result.exit_code == 0, (command, result.output, result.exception)
-        files = [words[at + 1] for at, word in enumerate(words) if word in ("--model", "--data") and "my-" not in words[at + 1]]
+        files = [
+            words[at + 1]
+            for at, word in enumerate(words)
+            if word in ("--model", "--data") and "my-" not in words[at + 1]
+        ]
         assert all((tmp_path / file).exists() for file in files)
 
     page = (output / "report.html").read_text()
@@ -89,7 +113,9 @@ def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp
     run_demo(output=tmp_path / "whole", settings=TINY)
     with monkeypatch.context() as patch:
         patch.setattr(Demo, stage, stopping)
-        with pytest.raises(RunStopped, match=rf"stopped in {stage}. Continue with unmask demo --task sudoku --output ") as stopped:
+        with pytest.raises(
+            RunStopped, match=rf"stopped in {stage}. Continue with unmask demo --task sudoku --output "
+        ) as stopped:
             run_demo(output=tmp_path / "parts", settings=TINY)
     assert stopped.value.code == 130
     before = list(STAGES)[: list(STAGES).index(stage)]
@@ -97,14 +123,20 @@ def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp
     with pytest.raises(TrainingError, match="not empty"):  # of another demo
         run_demo(output=tmp_path / "parts", settings=TINY, seed=1)
     run_demo(output=tmp_path / "parts", settings=TINY)
-    assert times == {name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before}
+    assert times == {
+        name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before
+    }
     for name in STAGES:
         weights = [(tmp_path / each / name / "model.safetensors").read_bytes() for each in ("whole", "parts")]
-        results = [read_result(tmp_path / each / name / "evaluation.json").tasks[0].items for each in ("whole", "parts")]
+        results = [
+            read_result(tmp_path / each / name / "evaluation.json").tasks[0].items
+            for each in ("whole", "parts")
+        ]
         assert weights[0] == weights[1] and results[0] == results[1]
     with pytest.raises(TrainingError, match="not empty"):
         run_demo(output=tmp_path / "parts", settings=TINY)
-    run_demo(output=tmp_path / "parts", settings=TINY, seed=4, overwrite=True)  # nothing of the demo before is used
+    # nothing of the demo before is used
+    run_demo(output=tmp_path / "parts", settings=TINY, seed=4, overwrite=True)
 
 
 @pytest.mark.parametrize("name", ["sft/config.json", "report.html", "data/mine.txt", "manifest.json"])
@@ -147,7 +179,8 @@ class Wide(Mirrored):
         row = super().row(record, where)
         return row | {"prompt": "=" * 200 + row["prompt"]}
 """
-"""A task whose answers have fewer tokens than a rollout of Sudoku has steps, and one whose prompts are longer than Sudoku's."""
+"""A task whose answers have fewer tokens than a rollout of Sudoku has steps, and one whose prompts are longer
+than Sudoku's."""
 
 
 @pytest.mark.parametrize("name", ["Mirrored", pytest.param("Wide", marks=pytest.mark.slow)])
@@ -159,7 +192,11 @@ def test_a_task_of_ones_own_runs_to_the_end(name, tmp_path, monkeypatch):
     [commands] = [block.lines for block in report.sections[-1].blocks if isinstance(block, Commands)]
     *_, (command, _) = commands
     words = shlex.split(command)
-    assert words[:2] == ["unmask", "grpo"] and words[words.index("--task") + 1] == f"my tasks.py:{name}" and "data.max_rows=64" in words
+    assert (
+        words[:2] == ["unmask", "grpo"]
+        and words[words.index("--task") + 1] == f"my tasks.py:{name}"
+        and "data.max_rows=64" in words
+    )
 
 
 @pytest.mark.parametrize("name", ["alphabet", "max_completion"])
@@ -174,13 +211,18 @@ def test_a_task_that_no_model_can_be_made_for_is_refused_at_once(name, tmp_path,
 def test_no_solution_is_both_trained_on_and_tested(tmp_path):
     demo = Demo("sudoku", tmp_path, 0, TINY)
     assert not {row["group"] for row in demo.train} & {row["group"] for row in demo.test}
-    mistakes = sum(row["completion"] != shown["completion"] for row, shown in zip(demo.train, demo.demonstrations, strict=True))
+    mistakes = sum(
+        row["completion"] != shown["completion"]
+        for row, shown in zip(demo.train, demo.demonstrations, strict=True)
+    )
     assert 0.1 < mistakes / TINY.rows < 0.5
 
 
 def test_an_existing_output_is_refused_and_left_alone(tmp_path):
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(TrainingError, match=r"not empty\. Choose another, or write into it with --overwrite\.$"):
+    with pytest.raises(
+        TrainingError, match=r"not empty\. Choose another, or write into it with --overwrite\.$"
+    ):
         run_demo(output=tmp_path, settings=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "mine"
@@ -198,11 +240,15 @@ def test_what_the_quick_demo_suggests_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    done = subprocess.run([sys.executable, "-m", "unmask", "demo", "--quick"], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "unmask", "demo", "--quick"], check=True, capture_output=True, text=True
+    )
     report, *_, remark, following = done.stdout.splitlines()[-5:]
     assert report == "report: runs/demo/report.html" and remark == f"note:   {QUICK.remark}"
     assert max(map(len, done.stdout.splitlines())) <= 100
-    scores = [json.loads((tmp_path / "runs/demo" / stage / "evaluation.json").read_text()) for stage in STAGES]
+    scores = [
+        json.loads((tmp_path / "runs/demo" / stage / "evaluation.json").read_text()) for stage in STAGES
+    ]
     solved = [score["tasks"][0]["metrics"]["solved"]["mean"] for score in scores]
     assert solved[-1] > max(0.2, solved[0] + 0.05), solved  # what a reader sees of learning
     page = (tmp_path / "runs/demo/report.html").read_text()
@@ -211,4 +257,6 @@ def test_what_the_quick_demo_suggests_works(tmp_path, monkeypatch):
     assert len(commands) == 5
     for command in commands:
         given = [sys.executable, "-m", *shlex.split(command)]
-        subprocess.run([word.replace("max_steps=50", "max_steps=10") for word in given], check=True, capture_output=True)
+        subprocess.run(
+            [word.replace("max_steps=50", "max_steps=10") for word in given], check=True, capture_output=True
+        )

@@ -1,7 +1,8 @@
-"""Every block of README and docs: Python is run, commands are run or planned with small models, YAML is read as a config.
+"""Every block of README and docs: Python is run, commands are run or planned with small models, YAML is read
+as a config.
 
-A block that cannot be run here says why in a comment before it, `<!-- not run: reason -->`. It is still parsed, and the configs of its
-commands are constructed.
+A block that cannot be run here says why in a comment before it, `<!-- not run: reason -->`. It is still
+parsed, and the configs of its commands are constructed.
 """
 
 from __future__ import annotations
@@ -47,17 +48,30 @@ from unmask.tasks import Task, get_task
 from unmask.variables import ADMIN_KEY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 LANGUAGES = {"bash", "python", "yaml", "text"}  # text: output, trees and diagrams, which nothing runs
 TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
 SERVER = "localhost:8000"
-PARSED = ("serve", "chat", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
-LMDEPLOY = {"--dllm-block-length", "--dllm-unmasking-strategy", "--server-port"}  # of its parser, as of those below
+# they run until stopped, or need a released model or the files of another project
+PARSED = ("serve", "chat", "export", "migrate")
+# of its parser, as of those below
+LMDEPLOY = {"--dllm-block-length", "--dllm-unmasking-strategy", "--server-port"}
 SGLANG = {"--model-path", "--dllm-algorithm", "--port"}
 HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
-SHORTER = [("max_steps=100", "max_steps=20"), ("max_steps=10_000", "max_steps=20"), ("max_steps=10,", "max_steps=1,")]
+SHORTER = [
+    ("max_steps=100", "max_steps=20"),
+    ("max_steps=10_000", "max_steps=20"),
+    ("max_steps=10,", "max_steps=1,"),
+]
 VERBS = {"conversion.md": "convert", "preferences.md": "dpo", "data.md": "pretrain"}
-PROBLEM = {"prompt": "1003340220004001=", "completion": "1234341221434321", "text": "1234341221434321", "group": "a"}
+PROBLEM = {
+    "prompt": "1003340220004001=",
+    "completion": "1234341221434321",
+    "text": "1234341221434321",
+    "group": "a",
+}
 SUDOKU = {"puzzle": "0234341221434321", "solution": "1234341221434321"}
 ROWS = {
     "corpus.jsonl": {"text": "Once upon a time, there was a cat."},
@@ -88,7 +102,10 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = FENCE.finditer(text)
-    return [Block(page.name, text[: each.start()].count("\n") + 1, each["language"], each["text"], each["reason"]) for each in found]
+    return [
+        Block(page.name, text[: each.start()].count("\n") + 1, each["language"], each["text"], each["reason"])
+        for each in found
+    ]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -98,7 +115,10 @@ def commands(block: Block) -> list[list[str]]:
     """The words of each command, without comments, environment variables and `&`."""
     lines = block.text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
-    bare = [[word for index, word in enumerate(words) if word != "&" and not is_variable(words, index)] for words in split]
+    bare = [
+        [word for index, word in enumerate(words) if word != "&" and not is_variable(words, index)]
+        for words in split
+    ]
     return [words for words in bare if words]
 
 
@@ -132,14 +152,24 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE
     config = lm.config
     config.vocab_size, config.max_position_embeddings = len(tokenizer), 512
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     causal, converted = folder / "runs/demo/pretrain", folder / "runs/demo/sft"
     type(lm.model)(config).save_pretrained(causal)
     tokenizer.save_pretrained(causal)
     load(causal, attention="bidirectional").save(converted)
     for name in ("MODEL", "runs/pretrain/model", "runs/served"):
         shutil.copytree(causal, folder / name)
-    for name in ("runs/demo/convert", "runs/demo/grpo", "runs/convert/model", "runs/sft/model", "runs/dpo/model"):
+    for name in (
+        "runs/demo/convert",
+        "runs/demo/grpo",
+        "runs/convert/model",
+        "runs/sft/model",
+        "runs/dpo/model",
+    ):
         shutil.copytree(converted, folder / name)
     for name, row in ROWS.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -147,7 +177,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(REPOSITORY / "docs" / "samples", folder / "docs" / "samples")
     for name in ("stories.txt", "FILE"):
         (folder / name).write_text("Once upon a time, there was a cat.\n" * 200)
-    (folder / "train.yaml").write_text("model_name_or_path: runs/demo/pretrain\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 2\n")
+    (folder / "train.yaml").write_text(
+        "model_name_or_path: runs/demo/pretrain\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 2\n"
+    )
     for block in BLOCKS:
         if name := re.match(r"# (\S+\.(yaml|py))", block.text):
             (folder / name[1]).write_text(block.text)
@@ -163,10 +195,13 @@ def here(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.mark.parametrize(
-    "block", [block if is_quick(block) else pytest.param(block, marks=pytest.mark.slow) for block in COMMANDS], ids=str
+    "block",
+    [block if is_quick(block) else pytest.param(block, marks=pytest.mark.slow) for block in COMMANDS],
+    ids=str,
 )
 def test_commands_can_be_given(block, here, monkeypatch):
-    monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)  # which makes steps to time this machine
+    # which makes steps to time this machine
+    monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)
     for words in commands(block):
         give_words(words, run=block.not_run is None)
 
@@ -215,12 +250,15 @@ def give_words(words: list[str], *, run: bool) -> None:
 
 
 def send(words: list[str]) -> None:
-    """Send the request of a `curl` to a server of a small model, which takes weights from the folder `runs`. It is not refused."""
+    """Send the request of a `curl` to a server of a small model, which takes weights from the folder `runs`.
+    It is not refused."""
     [address] = [urlsplit(word) for word in words if word.startswith("http")]
     headers = dict(word.split(": ") for before, word in itertools.pairwise(words) if before == "-H")
     headers = {name: value.replace(f"${ADMIN_KEY}", "admin") for name, value in headers.items()}
     body = words[words.index("-d") + 1]
-    with served(load("runs/sft/model"), AppSettings(admin_key="admin", weights_from=(Path("runs"),)), name="sft") as url:
+    with served(
+        load("runs/sft/model"), AppSettings(admin_key="admin", weights_from=(Path("runs"),)), name="sft"
+    ) as url:
         response = http_post(f"{url}{address.path}", content=body.encode(), headers=headers)
     assert (address.netloc, response.status_code) == (SERVER, 200), response.text
 
@@ -245,7 +283,8 @@ def give_module(words: list[str]) -> None:
     elif module == "sglang.launch_server":
         assert flags_of(arguments) <= SGLANG
     else:
-        assert module == "vllm.entrypoints.openai.api_server"  # tests/generation/remote/test_vllm_client.py reads its flags
+        # tests/generation/remote/test_vllm_client.py reads its flags
+        assert module == "vllm.entrypoints.openai.api_server"
 
 
 def parse_harness(arguments: list[str]) -> None:
@@ -274,13 +313,21 @@ def parse_benchmark(module: str, arguments: list[str]) -> None:
 def give(words: list[str], *, run: bool) -> None:
     """Run a command on small models. Training verbs are rehearsed (`--dry-run`).
 
-    Where that needs a GPU, a server, the hub or hours, the configs are constructed: training verbs print theirs, other verbs do nothing
-    with them. tests/commands/test_recipes.py makes a trainer of every command with recipes.
+    Where that needs a GPU, a server, the hub or hours, the configs are constructed: training verbs print
+    theirs, other verbs do nothing with them. tests/commands/test_recipes.py makes a trainer of every command
+    with recipes.
     """
     verb, elsewhere = words[0], any(re.fullmatch(r"[A-Z]\w+/\S+", word) or SERVER in word for word in words)
-    run &= verb not in PARSED and not elsewhere and not {"--recipe", "--measure-variance", "--device-map", "cuda"} & set(words)
+    run &= (
+        verb not in PARSED
+        and not elsewhere
+        and not {"--recipe", "--measure-variance", "--device-map", "cuda"} & set(words)
+    )
     group = app if run or verb in TRAINING or verb == "sandbox" else verbs_that_do_nothing()
-    words = [re.sub(r"^\d{2,}$", "4", word) if before == "--rows" else word for before, word in itertools.pairwise(["", *words])]
+    words = [
+        re.sub(r"^\d{2,}$", "4", word) if before == "--rows" else word
+        for before, word in itertools.pairwise(["", *words])
+    ]
     if verb in TRAINING:
         words += ["--dry-run" if run else "--print-config", *HERE]
     elif not run and verb == "sandbox":
@@ -288,7 +335,8 @@ def give(words: list[str], *, run: bool) -> None:
     result = CliRunner().invoke(group, words)
     assert result.exit_code == 0, (result.output, result.exception)
     if verb == "migrate" and "--output" in words:
-        Path(words[words.index("--output") + 1]).write_text("model: {path: MODEL}\noutput_dir: out\n")  # read by the next command
+        # read by the next command
+        Path(words[words.index("--output") + 1]).write_text("model: {path: MODEL}\noutput_dir: out\n")
 
 
 @functools.cache
@@ -317,12 +365,17 @@ PYTHON = [page for page in PAGES if any(block.language == "python" for block in 
 
 @pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
 def test_python_runs(page, here, monkeypatch):
-    """The blocks of a page one after the other, with fewer steps; `rows` stands for a data set of one's own."""
+    """The blocks of a page one after the other, with fewer steps; `rows` stands for a data set of one's
+    own."""
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
     monkeypatch.setattr(Task, "_known", dict(Task._known))
     names: dict[str, Any] = {"__name__": __name__, "unmask": package, "rows": [PROBLEM] * 64}
     blocks = [block for block in blocks_of(page) if block.language == "python"]
-    with running_server() if any(SERVER in block.text for block in blocks) else contextlib.nullcontext(SERVER) as server:
+    with (
+        running_server()
+        if any(SERVER in block.text for block in blocks)
+        else contextlib.nullcontext(SERVER) as server
+    ):
         run_python(blocks, names, [*SHORTER, (SERVER, server)])
 
 
@@ -343,7 +396,11 @@ def run_python(blocks: list[Block], names: dict[str, Any], changes: list[tuple[s
         if block.not_run is None:
             exec(compile(tree, str(block), "exec"), names)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "unmask":
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "unmask"
+            ):
                 assert hasattr(package, node.attr), f"{block}: unmask.{node.attr}"
 
 
@@ -354,7 +411,10 @@ def test_yaml_is_a_config(block, tmp_path):
     path.write_text(block.text)
     given = {"model.path": "m", "output_dir": "out"}
     config = resolve(
-        read_layers(config_files=[path], flags={key: value for key, value in given.items() if key.split(".")[0] not in parsed})
+        read_layers(
+            config_files=[path],
+            flags={key: value for key, value in given.items() if key.split(".")[0] not in parsed},
+        )
     )
     verb = VERBS.get(block.page) or ("grpo" if "unmask grpo" in block.text else "sft")
     config.training["use_cpu"] = True

@@ -1,4 +1,5 @@
-"""Each room of the package has a level; a module imports only from its own room and from rooms on lower levels."""
+"""Each room of the package has a level; a module imports only from its own room and from rooms on lower
+levels."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def module_name(path: str) -> str:
 
 
 SOURCES = {
-    module_name(path.relative_to(REPOSITORY).as_posix()): (ast.parse(path.read_text(encoding="utf-8")), path.name == "__init__.py")
+    module_name(path.relative_to(REPOSITORY).as_posix()): (
+        ast.parse(path.read_text(encoding="utf-8")),
+        path.name == "__init__.py",
+    )
     for path in sorted((REPOSITORY / "unmask").rglob("*.py"))
 }
 
@@ -55,7 +59,8 @@ def room(module: str) -> str:
 
 
 def imports(tree: ast.AST, package: str, known: set[str], late: bool = False) -> Iterator[Imported]:
-    """Everything that a module imports, also for type checking only. Relative imports are resolved from `package`."""
+    """Everything that a module imports, also for type checking only. Relative imports are resolved from
+    `package`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Imported(alias.name, late) for alias in node.names)
@@ -67,7 +72,9 @@ def imports(tree: ast.AST, package: str, known: set[str], late: bool = False) ->
         else:
             if isinstance(node, ast.Call) and (name := imported_by_call(node)):
                 yield Imported(name, late)
-            yield from imports(node, package, known, late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from imports(
+                node, package, known, late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
 
 
 def imported_by_call(call: ast.Call) -> str | None:
@@ -100,7 +107,13 @@ def late():
     importlib.import_module("unmask.rl")
     return __import__("peft.tuners")
 """
-    found = set(imports(ast.parse(source), "unmask.training", {"unmask.models.load", "unmask.training.text_config", "unmask.config.run"}))
+    found = set(
+        imports(
+            ast.parse(source),
+            "unmask.training",
+            {"unmask.models.load", "unmask.training.text_config", "unmask.config.run"},
+        )
+    )
     assert found == {
         Imported("torch.nn", False),
         Imported("peft", False),
@@ -115,12 +128,19 @@ def late():
 @pytest.mark.parametrize("module", SOURCES)
 def test_a_module_imports_only_from_its_room_and_from_levels_below(module: str) -> None:
     here = room(module)
-    wrong = [name for name, _ in IMPORTS[module] if own(name) and room(name) != here and LEVEL[room(name)] >= LEVEL[here]]
+    wrong = [
+        name
+        for name, _ in IMPORTS[module]
+        if own(name) and room(name) != here and LEVEL[room(name)] >= LEVEL[here]
+    ]
     assert not wrong, f"{module} imports {wrong}; the levels are {LEVELS}"
 
 
 def test_no_import_cycles() -> None:
-    graph = {module: {name for name, _ in found if own(name) and name != module} for module, found in IMPORTS.items()}
+    graph = {
+        module: {name for name, _ in found if own(name) and name != module}
+        for module, found in IMPORTS.items()
+    }
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 

@@ -15,7 +15,12 @@ from tests.helpers import REPOSITORY
 def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
     tree = ast.parse((REPOSITORY / "unmask" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    declared = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    declared = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert declared == {**unmask.PUBLIC_NAMES, "generation": "unmask", "losses": "unmask"}
     assert set(unmask.__all__) == declared.keys() | {"__version__"}
     assert set(dir(unmask)) == set(unmask.__all__)
@@ -43,6 +48,11 @@ def test_importing_the_package_and_its_configs_imports_no_torch() -> None:
 @pytest.mark.slow
 def test_nothing_is_written_where_a_model_is_loaded_in_python():
     """Not by torchao, bitsandbytes or torch either, whichever module is imported first."""
-    for code in ("import unmask; unmask.load; unmask.GRPOTrainer; unmask.ConvertTrainer", "from unmask.rl.methods import Method"):
-        done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for code in (
+        "import unmask; unmask.load; unmask.GRPOTrainer; unmask.ConvertTrainer",
+        "from unmask.rl.methods import Method",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        )
         assert (done.stdout, done.stderr) == ("", "")

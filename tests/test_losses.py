@@ -1,4 +1,5 @@
-"""Loops of one's own over `unmask.losses` train as the trainers do: they learn, and their gradients are equal.
+"""Loops of one's own over `unmask.losses` train as the trainers do: they learn, and their gradients are
+equal.
 
 Shapes: B rows or completions, M views, T tokens, N responses.
 """
@@ -37,11 +38,16 @@ def test_a_loop_of_twenty_lines_learns_a_task():
     groups_BT = losses.noise_groups(lm, completion_BT, None)
 
     def right() -> int:
-        return sum(text == letter * 4 for letter, text in zip(letters, unmask.generate(lm, letters, config).texts, strict=True))
+        return sum(
+            text == letter * 4
+            for letter, text in zip(letters, unmask.generate(lm, letters, config).texts, strict=True)
+        )
 
     before, found = right(), []
     for step in range(60):
-        views = losses.random_views(groups_BT, losses.Draw(0, key_B, iteration=step), losses.Noise(), num_views=2)
+        views = losses.random_views(
+            groups_BT, losses.Draw(0, key_B, iteration=step), losses.Noise(), num_views=2
+        )
         log_prob_BMT = losses.view_log_probs(lm, ids_BT, None, views)
         loss = losses.weighted_cross_entropy(log_prob_BMT, views) / completion_BT.sum()
         loss.backward()
@@ -59,13 +65,17 @@ def test_a_loop_of_twenty_lines_learns_from_rewards():
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-2)
     prompts, group_B, found = ["ab"] * 8 + ["cd"] * 8, torch.arange(2).repeat_interleave(8), []
     for step in range(20):
-        out = unmask.generate(lm, prompts, unmask.SamplerConfig(max_new_tokens=4, temperature=1.0, trace=True, seed=step))
+        out = unmask.generate(
+            lm, prompts, unmask.SamplerConfig(max_new_tokens=4, temperature=1.0, trace=True, seed=step)
+        )
         reward_B = torch.tensor([text.count("a") / 4 for text in out.texts])
         rollout = losses.make_rollout(lm, out)
         views = losses.policy_views(lm, method, rollout, losses.Draw(step, torch.arange(len(prompts))))
         log_prob_BMT = losses.view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views)
         advantage_B = losses.advantages(reward_B, group_B, method.advantage)
-        losses.policy_loss(method, rollout, views, log_prob_BMT, advantage_B, max_completion_length=4).total.backward()
+        losses.policy_loss(
+            method, rollout, views, log_prob_BMT, advantage_B, max_completion_length=4
+        ).total.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append(reward_B.mean().item())
@@ -83,7 +93,9 @@ def gradients(lm: DiffusionLM, backward: Callable[[], object]) -> list[Tensor]:
 
 
 def of_trainer(trainer: DiffusionTrainer, rows: Any) -> list[Tensor]:
-    return gradients(trainer.lm, lambda: trainer.training_step(trainer.model, rows, trainer.count_items(rows)))
+    return gradients(
+        trainer.lm, lambda: trainer.training_step(trainer.model, rows, trainer.count_items(rows))
+    )
 
 
 def check(mine: list[Tensor], other: list[Tensor], **tolerance: float) -> None:
@@ -100,7 +112,9 @@ def moved(trainer: DiffusionTrainer) -> None:
             weight += 0.02 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
 
 
-@pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)])
+@pytest.mark.parametrize(
+    ("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)]
+)
 def test_supervised_gradients_are_the_trainers_bit_for_bit(attention, block_size, tmp_path):
     lm = tiny(attention, block_size)
     trainer = make("sft", tmp_path, lm, **({} if attention == "causal" else {"views": 2}))
@@ -111,7 +125,9 @@ def test_supervised_gradients_are_the_trainers_bit_for_bit(attention, block_size
             views = losses.all_masked_views(rows["maskable"])
         else:
             group_BT = losses.noise_groups(lm, rows["maskable"], rows["documents"])
-            views = losses.random_views(group_BT, losses.Draw(trainer.args.seed, rows["sample_id"]), losses.Noise(), num_views=2)
+            views = losses.random_views(
+                group_BT, losses.Draw(trainer.args.seed, rows["sample_id"]), losses.Noise(), num_views=2
+            )
         log_prob_BMT = losses.view_log_probs(lm, rows["input_ids"], rows["documents"], views)
         (losses.weighted_cross_entropy(log_prob_BMT, views) / rows["maskable"].sum()).backward()
 
@@ -137,13 +153,20 @@ def test_gradients_of_gaps_of_unknown_length_are_the_trainers(tmp_path):
 def test_gradients_of_a_quality_head_are_the_trainers(tmp_path):
     trainer = make("sft", tmp_path, tiny(dtype=torch.float64), quality_head="alone", quality_tokens=2)
     rows = batch(trainer, 4, 0, 6)
-    lm, draw = losses.with_quality_head(tiny(dtype=torch.float64)), losses.Draw(trainer.args.seed, rows["sample_id"])
+    lm, draw = (
+        losses.with_quality_head(tiny(dtype=torch.float64)),
+        losses.Draw(trainer.args.seed, rows["sample_id"]),
+    )
     lm.model.load_state_dict(trainer.lm.model.state_dict())
 
     def backward() -> None:
-        views = losses.random_views(losses.noise_groups(lm, rows["maskable"], rows["documents"]), draw, losses.Noise())
+        views = losses.random_views(
+            losses.noise_groups(lm, rows["maskable"], rows["documents"]), draw, losses.Noise()
+        )
         filled = losses.fill_in(lm, rows["input_ids"], rows["documents"], views.hidden_BMT[:, 0], draw, 2)
-        loss = losses.quality_loss(losses.quality_logits(lm, filled, trained=False), filled, rows["maskable"].sum(1))
+        loss = losses.quality_loss(
+            losses.quality_logits(lm, filled, trained=False), filled, rows["maskable"].sum(1)
+        )
         (loss / rows["maskable"].sum()).backward()
 
     with losses.training_head(lm, alone=True):
@@ -153,10 +176,13 @@ def test_gradients_of_a_quality_head_are_the_trainers(tmp_path):
 
 
 def responses(lm: DiffusionLM, rows: dict[str, Tensor], draw: losses.Draw, count: int) -> Tensor:
-    """Estimates [N] of the log-likelihoods of `count` responses per row, which are documents of it, from two views."""
+    """Estimates [N] of the log-likelihoods of `count` responses per row, which are documents of it, from two
+    views."""
     group_BT = losses.noise_groups(lm, rows["maskable"], rows["documents"])
     views = losses.exact_count_views(group_BT, draw, num_views=2)
-    token_BT = losses.sum_over_views(losses.view_log_probs(lm, rows["input_ids"], rows["documents"], views), views)
+    token_BT = losses.sum_over_views(
+        losses.view_log_probs(lm, rows["input_ids"], rows["documents"], views), views
+    )
     return torch.cat([(token_BT * (rows["documents"] == number)).sum(1) for number in range(1, count + 1)])
 
 
@@ -195,9 +221,19 @@ def test_gradients_of_labelled_responses_are_the_trainers(tmp_path):
 
 @partly_slow("method", METHODS, list(METHODS).index("cj-grpo"))
 def test_gradients_of_policies_are_the_trainers(method, tmp_path):
-    beta = {"beta": 0.1, "kl_to": "reference"} if "beta" in {*losses.get_method(method).__dataclass_fields__} else {}
-    more = {} if method == "bgpo" or "epsilon" not in losses.get_method(method).__dataclass_fields__ else {"epsilon": 0.2}
-    difficulty = {} if "difficulty" in fixed_settings(losses.get_method(method)) else {"difficulty": [-99.0, 99.0]}
+    beta = (
+        {"beta": 0.1, "kl_to": "reference"}
+        if "beta" in {*losses.get_method(method).__dataclass_fields__}
+        else {}
+    )
+    more = (
+        {}
+        if method == "bgpo" or "epsilon" not in losses.get_method(method).__dataclass_fields__
+        else {"epsilon": 0.2}
+    )
+    difficulty = (
+        {} if "difficulty" in fixed_settings(losses.get_method(method)) else {"difficulty": [-99.0, 99.0]}
+    )
     trainer = make(
         "grpo",
         tmp_path,
@@ -221,7 +257,9 @@ def test_gradients_of_policies_are_the_trainers(method, tmp_path):
         log_prob_BMT = losses.view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views)
         tensors = {"old_BMT": update.old_BMT, "reference_BMT": update.reference_BMT}
         advantage_B = update.advantage_BT[:, 0]
-        losses.policy_loss(own, rollout, views, log_prob_BMT, advantage_B, max_completion_length=size, **tensors).total.backward()
+        losses.policy_loss(
+            own, rollout, views, log_prob_BMT, advantage_B, max_completion_length=size, **tensors
+        ).total.backward()
 
     check(gradients(lm, backward), of_trainer(trainer, update))
 
@@ -232,7 +270,9 @@ def test_gradients_of_policies_are_the_trainers(method, tmp_path):
 @pytest.mark.parametrize("name", losses.__all__)
 def test_every_public_name_is_documented_and_is_what_the_trainers_import(name):
     public = getattr(losses, name)
-    assert public.__doc__ and not public.__doc__.startswith(f"{name}(") and public.__module__ != losses.__name__
+    assert (
+        public.__doc__ and not public.__doc__.startswith(f"{name}(") and public.__module__ != losses.__name__
+    )
 
 
 def test_the_page_names_all_of_them():

@@ -1,4 +1,5 @@
-"""A tensor that does not fit the others is refused by its name at every function of `unmask.losses`, never by torch.
+"""A tensor that does not fit the others is refused by its name at every function of `unmask.losses`, never by
+torch.
 
 Shapes: B rows or completions, M views, T tokens, N responses or chosen tokens, P pairs, K tokens.
 """
@@ -60,7 +61,9 @@ def rollout(t: Tensors) -> losses.Rollout:
 def policy_loss(t: Tensors) -> losses.Loss:
     more: Any = {"old_BMT": t.old_BMT, "reference_BMT": t.reference_BMT, "kept_B": t.kept_B}
     method = losses.get_method("cj-grpo")()
-    return losses.policy_loss(method, rollout(t), views(t), t.log_prob_BMT, t.advantage_B, max_completion_length=8, **more)
+    return losses.policy_loss(
+        method, rollout(t), views(t), t.log_prob_BMT, t.advantage_B, max_completion_length=8, **more
+    )
 
 
 def canvases(t: Tensors) -> Canvases:
@@ -79,19 +82,27 @@ GAP_LM = losses.with_length_tokens(toy(), 2)
 NOISE = losses.Noise()
 CALLS: dict[str, Callable[[Tensors], object]] = {
     "noise_groups": lambda t: losses.noise_groups(LM, t.maskable_BT, t.attention_mask_BT),
-    "random_views": lambda t: losses.random_views(t.group_BT, losses.Draw(0, t.key_B, rows_before_B=t.rows_before_B), NOISE, num_views=3),
+    "random_views": lambda t: losses.random_views(
+        t.group_BT, losses.Draw(0, t.key_B, rows_before_B=t.rows_before_B), NOISE, num_views=3
+    ),
     "complementary_pair": lambda t: losses.complementary_pair(t.group_BT, draw(t), NOISE),
-    "exact_count_views": lambda t: losses.exact_count_views(t.group_BT, draw(t), num_views=3, number_BT=t.number_BT),
+    "exact_count_views": lambda t: losses.exact_count_views(
+        t.group_BT, draw(t), num_views=3, number_BT=t.number_BT
+    ),
     "exact_count_pair": lambda t: losses.exact_count_pair(t.group_BT, draw(t)),
     "elbo_views": lambda t: losses.elbo_views(t.group_BT, draw(t), num_views=3, number_BT=t.number_BT),
     "exact_views": lambda t: losses.exact_views(t.group_BT, 5),
-    "all_masked_views": lambda t: losses.all_masked_views(t.completion_BT, t.prompt_BT, draw(t), prompt_rate=0.5),
+    "all_masked_views": lambda t: losses.all_masked_views(
+        t.completion_BT, t.prompt_BT, draw(t), prompt_rate=0.5
+    ),
     "cart_weights": lambda t: losses.cart_weights(views(t), t.segment_BT, t.document_BT, p=0.1),
     "view_log_probs": lambda t: losses.view_log_probs(LM, t.ids_BT, t.attention_mask_BT, views(t)),
     "sum_over_views": lambda t: losses.sum_over_views(t.log_prob_BMT, views(t)),
     "weighted_cross_entropy": lambda t: losses.weighted_cross_entropy(t.log_prob_BMT, views(t)),
     "elbo": lambda t: losses.elbo(LM, t.ids_BT, t.attention_mask_BT, t.maskable_BT, draw(t), samples=3),
-    "exact_log_likelihood": lambda t: losses.exact_log_likelihood(LM, t.ids_BT, t.attention_mask_BT, t.maskable_BT),
+    "exact_log_likelihood": lambda t: losses.exact_log_likelihood(
+        LM, t.ids_BT, t.attention_mask_BT, t.maskable_BT
+    ),
     "any_order": lambda t: losses.any_order(t.group_BT - 1, t.log_prob_BMT),
     "log_ratios": lambda t: losses.log_ratios(t.log_prob_N, t.reference_N, t.length_N),
     "margins": lambda t: losses.margins(t.log_ratio_N),
@@ -165,7 +176,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: losses.quality_loss(torch.zeros(9), filled(Tensors()), torch.ones(2)),
         "logits_N: has the shape [9], but [N] is expected",
     ),
-    "an odd number of responses": (lambda: losses.margins(torch.zeros(3)), "log_ratio_N: 3 responses are no pairs"),
+    "an odd number of responses": (
+        lambda: losses.margins(torch.zeros(3)),
+        "log_ratio_N: 3 responses are no pairs",
+    ),
     "labels that are numbers": (
         lambda: losses.kto(torch.zeros(4), torch.ones(4), torch.zeros(()), beta=0.1),
         "desirable_N: is of torch.float32, not torch.bool",
@@ -186,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: losses.kl_divergence(torch.zeros(2, 5), "K3"),  # type: ignore[arg-type]
         "kind: unknown kind 'K3'",
     ),
-    "the name of a schedule": (lambda: losses.Noise("cosine"), "schedule: 'cosine' is not a schedule"),  # type: ignore[arg-type]
+    "the name of a schedule": (lambda: losses.Noise("cosine"), ("schedule: 'cosine' is not a schedule")),  # type: ignore[arg-type]
     "the name of a method": (
         lambda: losses.policy_views(LM, "spg", ROLLOUT, draw(Tensors())),  # type: ignore[arg-type]
         "method: 'spg' is not a method",
@@ -202,19 +216,34 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "method: <class 'unmask.rl.methods.spg.SPG'> is not a method",
     ),
-    "margins in a list": (lambda: losses.dpo([0.5], beta=0.1), "margin_P: is a list, not a tensor"),  # type: ignore[arg-type]
+    "margins in a list": (lambda: losses.dpo([0.5], beta=0.1), ("margin_P: is a list, not a tensor")),  # type: ignore[arg-type]
     "no random views": (
         lambda: losses.random_views(UNIT_BT, draw(Tensors()), NOISE, num_views=0),
         "num_views: 0 views",
     ),
-    "no views of exact counts": (lambda: losses.exact_count_views(UNIT_BT, draw(Tensors()), num_views=-1), "num_views: -1 views"),
-    "no views of the bound": (lambda: losses.elbo_views(UNIT_BT, draw(Tensors()), num_views=0), "num_views: 0 views"),
+    "no views of exact counts": (
+        lambda: losses.exact_count_views(UNIT_BT, draw(Tensors()), num_views=-1),
+        "num_views: -1 views",
+    ),
+    "no views of the bound": (
+        lambda: losses.elbo_views(UNIT_BT, draw(Tensors()), num_views=0),
+        "num_views: 0 views",
+    ),
     "a divergence without a reference": (
-        lambda: losses.policy_loss(losses.get_method("espo")(), ROLLOUT, VIEWS, LOG_PROB_BMT, torch.zeros(2), max_completion_length=8),
+        lambda: losses.policy_loss(
+            losses.get_method("espo")(), ROLLOUT, VIEWS, LOG_PROB_BMT, torch.zeros(2), max_completion_length=8
+        ),
         "reference_BMT: espo has a KL term (beta=0.001)",
     ),
     "an aggregation that depends on the model": (
-        lambda: losses.policy_loss(losses.get_method("trace-rl")(), ROLLOUT, VIEWS, LOG_PROB_BMT, torch.zeros(2), max_completion_length=8),
+        lambda: losses.policy_loss(
+            losses.get_method("trace-rl")(),
+            ROLLOUT,
+            VIEWS,
+            LOG_PROB_BMT,
+            torch.zeros(2),
+            max_completion_length=8,
+        ),
         "aggregation: that of trace-rl follows from the model's attention",
     ),
     "a prompt to hide that is not given": (
@@ -242,5 +271,7 @@ def test_what_cannot_be_computed_is_refused_with_a_reason(name):
 
 def test_a_causal_model_has_one_view():
     rows = rollout(Tensors())
-    found = losses.policy_views(toy(attention=("causal", None, True)), losses.get_method("cj-grpo")(), rows, draw(Tensors()))
+    found = losses.policy_views(
+        toy(attention=("causal", None, True)), losses.get_method("cj-grpo")(), rows, draw(Tensors())
+    )
     assert torch.equal(found.target_BMT, rows.completion_BT[:, None]) and found.count == 1

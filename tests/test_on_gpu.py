@@ -1,4 +1,5 @@
-"""What a GPU refuses and allows of tensors of the CPU: the device that stands in for it (`tests/other_device.py`) does so too."""
+"""What a GPU refuses and allows of tensors of the CPU: the device that stands in for it
+(`tests/other_device.py`) does so too."""
 
 from __future__ import annotations
 
@@ -81,7 +82,14 @@ def test_a_copy_to_the_cpu_can_be_read(there):
 
 def test_what_is_made_there_is_there():
     with torch.device(GPU):
-        made = [torch.zeros(2), torch.tensor([1, 2]), torch.full((2,), 1.0), torch.rand(2), torch.randint(3, (2,)), torch.randperm(2)]
+        made = [
+            torch.zeros(2),
+            torch.tensor([1, 2]),
+            torch.full((2,), 1.0),
+            torch.rand(2),
+            torch.randint(3, (2,)),
+            torch.randperm(2),
+        ]
         made += [
             torch.arange(2),
             torch.arange(1, 3),
@@ -90,9 +98,22 @@ def test_what_is_made_there_is_there():
             torch.eye(2),
             torch.tensor([1.0, 2.0]),
         ]
-        made += [torch.empty(2), torch.ones(2, dtype=torch.bool), nn.Linear(2, 2).weight, F.one_hot(torch.arange(2))]
-    made += [made[0].new_zeros(2), torch.ones_like(made[0]), made[0][None].T, torch.zeros(2).to(GPU), torch.tensor([1, 1], device=GPU)]
-    assert {part.device.type for part in made} == {GPU} and {part.shape[0] for part in made} == {len(part.tolist()) for part in made} == {2}
+        made += [
+            torch.empty(2),
+            torch.ones(2, dtype=torch.bool),
+            nn.Linear(2, 2).weight,
+            F.one_hot(torch.arange(2)),
+        ]
+    made += [
+        made[0].new_zeros(2),
+        torch.ones_like(made[0]),
+        made[0][None].T,
+        torch.zeros(2).to(GPU),
+        torch.tensor([1, 1], device=GPU),
+    ]
+    assert {part.device.type for part in made} == {GPU} and {part.shape[0] for part in made} == {
+        len(part.tolist()) for part in made
+    } == {2}
 
 
 def test_files_hold_the_data_and_the_device(there):
@@ -101,12 +122,25 @@ def test_files_hold_the_data_and_the_device(there):
     for place, device in {None: GPU, "cpu": "cpu", GPU: GPU}.items():
         file.seek(0)
         loaded = torch.load(file, map_location=place, weights_only=True)
-        assert {loaded["one"].device.type, loaded["two"]["weight"].device.type} == {device} and torch.equal(loaded["one"].cpu(), HERE)
+        assert {loaded["one"].device.type, loaded["two"]["weight"].device.type} == {device} and torch.equal(
+            loaded["one"].cpu(), HERE
+        )
 
 
 CONFIGS = {
-    "llama": LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20),
-    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, vocab_size=20, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0),
+    "llama": LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20
+    ),
+    "gpt2": GPT2Config(
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        vocab_size=20,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    ),
 }
 
 
@@ -122,7 +156,9 @@ def test_losses_gradients_and_updates_have_the_bits_of_a_cpu(family, fused, tmp_
     for part in (model, moved):
         optimizer = torch.optim.AdamW(part.parameters(), fused=fused)
         for _ in range(2):
-            losses = [part(ids.to(part.device), labels=ids.to(part.device)).loss for ids in (id_BT, id_BT.flip(1))]
+            losses = [
+                part(ids.to(part.device), labels=ids.to(part.device)).loss for ids in (id_BT, id_BT.flip(1))
+            ]
             for loss in losses:
                 loss.backward()
             norm = nn.utils.clip_grad_norm_(part.parameters(), 1.0)

@@ -1,4 +1,5 @@
-"""The tests of a GPU, without one: on a device that is no CPU (`tests/other_device.py`), in a process of its own."""
+"""The tests of a GPU, without one: on a device that is no CPU (`tests/other_device.py`), in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -13,10 +14,26 @@ from tests.helpers import REPOSITORY
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make test-gpu` runs them")
 @pytest.mark.parametrize(
-    "which", [pytest.param("gpu and not slow", marks=pytest.mark.slow), pytest.param("gpu and slow", marks=pytest.mark.nightly)]
+    "which",
+    [
+        pytest.param("gpu and not slow", marks=pytest.mark.slow),
+        pytest.param("gpu and slow", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_device_that_stands_in_for_a_gpu(which):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.other_device", "-p", "no:cacheprovider", "-m", which, *files_for_a_gpu()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.other_device",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        which,
+        *files_for_a_gpu(),
+    ]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert run.returncode == 0 and "passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 

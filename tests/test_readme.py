@@ -20,7 +20,9 @@ from unmask.cli.entry import app
 from unmask.demo import DemoSettings, run_demo
 
 README = REPOSITORY / "README.md"
-SMALL = DemoSettings(rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2)
+SMALL = DemoSettings(
+    rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2
+)
 SHORT = ["training.max_steps=10", "training.use_cpu=true", "data.eval_rows=4"]
 SAID = "What does a cow say?\n/quit\n"
 
@@ -38,7 +40,8 @@ def test_every_block_runs_twice_from_an_empty_folder(tmp_path, monkeypatch):
             if block.language == "python":
                 run_python([block], names, SHORTER)
         logged = MetricsLog("runs/python/grpo/training_logs.json").read()
-        assert any(line.get("grad_norm", 0) > 0 and line["reward_std"] > 0 for line in logged)  # there is something to learn
+        # there is something to learn
+        assert any(line.get("grad_norm", 0) > 0 and line["reward_std"] > 0 for line in logged)
 
 
 def give(words: list[str]) -> None:
@@ -48,7 +51,13 @@ def give(words: list[str]) -> None:
     if words[1] == "serve":
         with command(*words[2:]):
             return
-    short = SHORT if words[1] in TRAINING else ["--rows", "4"] if words[1] == "evaluate" and "--rows" not in words else []
+    short = (
+        SHORT
+        if words[1] in TRAINING
+        else ["--rows", "4"]
+        if words[1] == "evaluate" and "--rows" not in words
+        else []
+    )
     shorter = [re.sub(r"^500$", "4", word) for word in words[1:]]
     result = CliRunner().invoke(app, [*shorter, *short], input=SAID if words[1] == "chat" else None)
     assert result.exit_code == 0, (words, result.output, result.exception)
@@ -59,7 +68,13 @@ def test_it_names_only_files_that_are_there_or_that_it_writes():
     named = set(re.findall(r"(?<![\w/.])(?:docs|unmask|tests)/[\w./-]+\.\w+", text))
     assert {"docs/samples/stories.txt", "docs/samples/pairs.jsonl"} <= named
     assert all((REPOSITORY / name).is_file() for name in named)
-    bare = [word for block in blocks_of(README) for words in commands(block) for word in words if Path(word).suffix in SUFFIXES]
+    bare = [
+        word
+        for block in blocks_of(README)
+        for words in commands(block)
+        for word in words
+        if Path(word).suffix in SUFFIXES
+    ]
     assert all(word.startswith(("docs/samples/", "runs/")) for word in bare)
     assert len(text.splitlines()) < 150
 

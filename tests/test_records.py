@@ -21,7 +21,9 @@ tables = st.lists(st.fixed_dictionaries({"a": texts, "b,c": texts}), min_size=1,
 @given(tables)
 def test_jsonl_and_json_round_trip(tmp_path_factory, table):
     folder = tmp_path_factory.mktemp("rows")
-    (folder / "t.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in table), encoding="utf-8")
+    (folder / "t.jsonl").write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in table), encoding="utf-8"
+    )
     (folder / "t.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
     assert [row for _, row in read_records(folder / "t.jsonl")] == table
     assert [row for _, row in read_records(folder / "t.json")] == table
@@ -55,11 +57,23 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
         ("t.jsonl", b'{"a": 1}\n{"a": \n', "line 2: malformed JSON"),
         ("t.jsonl", b'{"a": 1} {"a": 2}\n', "line 1: malformed JSON, column 10: Extra data"),
         ("t.jsonl", b'  {"a" 1}\n', "line 1: malformed JSON, column 8: Expecting ':'"),
-        ("t.jsonl", b'{"a": 1}\n{"a": "x', "line 2: malformed JSON, column 7: .*; the text ends in the middle of a record"),
+        (
+            "t.jsonl",
+            b'{"a": 1}\n{"a": "x',
+            "line 2: malformed JSON, column 7: .*; the text ends in the middle of a record",
+        ),
         ("t.jsonl", b"[" * 200_000, "line 1: malformed JSON"),
         ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1: malformed JSON"),
-        ("t.json", b'[{"a": 1},\n{"a": 2}', "line 2: malformed JSON, .*; the text ends in the middle of a record"),
-        ("t.json", b'[{"a": 1},\n{"a" 2}]', "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Fix"),
+        (
+            "t.json",
+            b'[{"a": 1},\n{"a": 2}',
+            "line 2: malformed JSON, .*; the text ends in the middle of a record",
+        ),
+        (
+            "t.json",
+            b'[{"a": 1},\n{"a" 2}]',
+            "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Fix",
+        ),
         ("t.jsonl", b'"text"\n', "line 1: a row is an object"),
         ("t.jsonl", b"\n \n", "empty"),
         ("t.jsonl", b'{"a": "\xff"}\n', "byte 7 is not UTF-8"),
@@ -73,7 +87,11 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
         ("t.csv", b"prompt;completion\n1;2\n", "the columns are separated by ';', not by ','"),
         ("t.csv", b"prompt\tcompletion\n1\t2\n", r"the columns are separated by '\\t', not by ','"),
         ("t.tsv", b"prompt,completion\n1,2\n", r"the columns are separated by ',', not by '\\t'"),
-        ("t.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', "line 2: malformed JSON: 'a' is in an object twice"),
+        (
+            "t.jsonl",
+            b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n',
+            "line 2: malformed JSON: 'a' is in an object twice",
+        ),
         ("t.json", b'[{"a": [{"b": 1, "b": 1}]}]', "line 1: malformed JSON: 'b' is in an object twice"),
     ],
 )
@@ -90,7 +108,9 @@ def test_a_missing_file(tmp_path):
         list(read_lines(tmp_path / "t.txt"))
 
 
-@given(st.lists(texts.filter(str.strip), min_size=1, max_size=5), st.sampled_from(["\n", "\r\n"]), st.booleans())
+@given(
+    st.lists(texts.filter(str.strip), min_size=1, max_size=5), st.sampled_from(["\n", "\r\n"]), st.booleans()
+)
 def test_lines_come_one_by_one_with_their_ends_compressed_or_not(tmp_path_factory, lines, end, terminated):
     lines = [line.replace("\n", "") or "x" for line in lines]
     folder = tmp_path_factory.mktemp("lines")
@@ -138,14 +158,18 @@ def test_an_error_is_raised_or_stands_in_place_of_its_row(tmp_path_factory, line
 def test_a_compressed_file_that_was_cut_off(cut, tmp_path):
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n' * 3 + b'{"a": 2}')[:-cut])
-    with pytest.raises(DataError, match=r"t\.jsonl\.gz, after line \d: the compressed file is damaged or cut off") as caught:
+    with pytest.raises(
+        DataError, match=r"t\.jsonl\.gz, after line \d: the compressed file is damaged or cut off"
+    ) as caught:
         list(read_records(path))
     assert caught.value.remedy
 
 
 def test_missing_names_are_told_with_those_present_and_the_nearest():
     require_names(["a", "b"], ["b"], "here")
-    with pytest.raises(DataError, match=r"here: no column 'prompt' \(present: 'promt', 'x'\). Did you mean 'promt'\?"):
+    with pytest.raises(
+        DataError, match=r"here: no column 'prompt' \(present: 'promt', 'x'\). Did you mean 'promt'\?"
+    ):
         require_names(["promt", "x"], ["x", "prompt"], "here")
 
 
@@ -192,5 +216,7 @@ def test_a_compressed_file_that_unpacks_without_end_is_refused(suffix, text, tmp
 
 
 def test_a_missing_column_without_a_similar_one_points_to_the_formats():
-    with pytest.raises(DataError, match=r"no column 'chosen' \(present: 'messages'\)\. Rename a column: docs/data.md"):
+    with pytest.raises(
+        DataError, match=r"no column 'chosen' \(present: 'messages'\)\. Rename a column: docs/data.md"
+    ):
         require_names(["messages"], ["chosen"], "row 0")

@@ -1,4 +1,5 @@
-"""Secrets are masked wherever settings and errors are shown or recorded; control characters are escaped on terminals."""
+"""Secrets are masked wherever settings and errors are shown or recorded; control characters are escaped on
+terminals."""
 
 from __future__ import annotations
 
@@ -28,7 +29,16 @@ from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, resolve, to_yaml
 from unmask.console import Progress, show_table
 from unmask.errors import ConfigError, DataError
-from unmask.redaction import CONTROL, MASK, find_mask, masked, masked_argument, masked_text, masked_words, shown
+from unmask.redaction import (
+    CONTROL,
+    MASK,
+    find_mask,
+    masked,
+    masked_argument,
+    masked_text,
+    masked_words,
+    shown,
+)
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.model_history import chosen_settings
 
@@ -51,7 +61,18 @@ URLS = {
     "a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmN": f"a eyJ{MASK}",
     **{
         f"{service}{'a1B2' * 9}": f"{service}{MASK}"
-        for service in ("github_pat_", "glpat-", "xoxb-", "nvapi-", "gsk_", "r8_", "pypi-AgE", "AIza", "sk-", "ghp_")
+        for service in (
+            "github_pat_",
+            "glpat-",
+            "xoxb-",
+            "nvapi-",
+            "gsk_",
+            "r8_",
+            "pypi-AgE",
+            "AIza",
+            "sk-",
+            "ghp_",
+        )
     },
     f"npm_{TOKEN[3:]} and bearer {TOKEN[3:]}": f"npm_{MASK} and bearer {MASK}",
     f"https://hooks.slack.com/services/T0/B0/{SECRET[:6]}": f"https://hooks.slack.com/services/{MASK}",
@@ -110,22 +131,37 @@ def test_print_config_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_is_read_without_its_secrets(tmp_path: Path) -> None:
-    """A setting that is a secret is not recorded, so that UNMASK_API_KEY or the login holds; an address must be given again."""
+    """A setting that is a secret is not recorded, so that UNMASK_API_KEY or the login holds; an address must
+    be given again."""
     config = run_config()
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
-    with pytest.raises(ConfigError, match=r"rollout\.url \(.*config.yaml\): holds \*+ in the place of a secret.*Give it again"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.url \(.*config.yaml\): holds \*+ in the place of a secret.*Give it again",
+    ):
         resolve(read_layers(config_files=[path]))
-    again = resolve(read_layers(config_files=[path], overrides=["training.rollout.url=http://x", "rewards=[sudoku]"]))
-    assert "hub_token" not in again.training and again.training["rollout"] == {"backend": "server", "url": "http://x"}
+    again = resolve(
+        read_layers(config_files=[path], overrides=["training.rollout.url=http://x", "rewards=[sudoku]"])
+    )
+    assert "hub_token" not in again.training and again.training["rollout"] == {
+        "backend": "server",
+        "url": "http://x",
+    }
     assert resolve(read_layers(config_files=[path], overrides=SECRETS)).training == config.training
 
 
 def test_a_refused_secret_is_not_quoted() -> None:
     with pytest.raises(ConfigError, match="hub_token") as caught:
-        training_arguments("sft", RunConfig(**{"model": {"path": "m"}, "output_dir": "o", "training": {"hub_token": [SECRET]}}))
+        training_arguments(
+            "sft",
+            RunConfig(**{"model": {"path": "m"}, "output_dir": "o", "training": {"hub_token": [SECRET]}}),
+        )
     assert SECRET not in str(caught.value)
-    assert masked_argument("--data=x") == "--data=x" and masked_argument(f"a.api_key={SECRET}") == f"a.api_key={MASK}"
+    assert (
+        masked_argument("--data=x") == "--data=x"
+        and masked_argument(f"a.api_key={SECRET}") == f"a.api_key={MASK}"
+    )
 
 
 KEYS = """
@@ -147,7 +183,12 @@ auth_method otp_length
 def test_secrets_by_their_keys(key: str) -> None:
     for value in (SECRET, [SECRET], {"a": SECRET}):
         assert masked(value, key) == MASK and masked({key: value, "b": 1}) == {"b": 1}
-    for text in (f"{key}: {SECRET}", f"a={{{key}: {{b: {SECRET}}}}}", f"{key}: 'a {SECRET}'", f"{key}: [a, {SECRET}]"):
+    for text in (
+        f"{key}: {SECRET}",
+        f"a={{{key}: {{b: {SECRET}}}}}",
+        f"{key}: 'a {SECRET}'",
+        f"{key}: [a, {SECRET}]",
+    ):
         assert SECRET not in masked_argument(text) and key in masked_argument(text)
 
 
@@ -167,7 +208,9 @@ def test_a_switch_is_no_secret() -> None:
 def settings_of(cls: Any) -> Iterator[str]:
     """The names of its fields and of those of the configs in them."""
     types = typing.get_type_hints(cls)
-    names = cls.model_fields if issubclass(cls, BaseModel) else [field.name for field in dataclasses.fields(cls)]
+    names = (
+        cls.model_fields if issubclass(cls, BaseModel) else [field.name for field in dataclasses.fields(cls)]
+    )
     for name in names:
         yield name
         for inner in _type_args(types[name]):
@@ -176,9 +219,17 @@ def settings_of(cls: Any) -> Iterator[str]:
 
 
 def test_of_all_settings_only_secrets_are_masked() -> None:
-    names = {name for cls in (RunConfig, *(verb.config_class for verb in VERBS.values())) for name in settings_of(cls)}
+    names = {
+        name
+        for cls in (RunConfig, *(verb.config_class for verb in VERBS.values()))
+        for name in settings_of(cls)
+    }
     assert len(names) > 200
-    assert {name for name in names if masked("a", name) == MASK} == {"api_key", "hub_token", "push_to_hub_token"} & names
+    assert {name for name in names if masked("a", name) == MASK} == {
+        "api_key",
+        "hub_token",
+        "push_to_hub_token",
+    } & names
     assert not {name for name in names if masked_argument(f"training.{name}: a") != f"training.{name}: a"} - {
         "api_key",
         "hub_token",
@@ -189,20 +240,32 @@ def test_of_all_settings_only_secrets_are_masked() -> None:
 RUN = ["sft", "--model", "m", "--data", "d.jsonl", "--output", "o", "--print-config"]
 
 
-@pytest.mark.parametrize("words", ["--hub_token {}", "--hub-token={}", "hub_token={}", "--training.hub_token {}"])
+@pytest.mark.parametrize(
+    "words", ["--hub_token {}", "--hub-token={}", "hub_token={}", "--training.hub_token {}"]
+)
 def test_a_token_without_its_section_is_not_shown(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = shlex.split(words.format(SECRET))
     result = CliRunner().invoke(app, [*RUN, *given])
     assert result.exit_code == 0 and SECRET not in result.output, result.output
     monkeypatch.setattr(sys, "orig_argv", ["unmask", *RUN, *given])
-    for recorded in (run_manifest({})["command"], resume_command(started_by()), resume_command(shlex.split(run_manifest({})["command"]))):
+    for recorded in (
+        run_manifest({})["command"],
+        resume_command(started_by()),
+        resume_command(shlex.split(run_manifest({})["command"])),
+    ):
         assert SECRET not in recorded and MASK in recorded and "token" in recorded
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *("'training.hub_token: {}'", "'training.hub_token={{a: {}}}'", "--hub_token '{{a: {}}}'", "--hub-token='[{}'", "--hub_tokens {}"),
+        *(
+            "'training.hub_token: {}'",
+            "'training.hub_token={{a: {}}}'",
+            "--hub_token '{{a: {}}}'",
+            "--hub-token='[{}'",
+            "--hub_tokens {}",
+        ),
         *("--hub-toke={}", "hub_tokenn={}", "--no-hub-token={}"),
     ],
 )
@@ -212,13 +275,43 @@ def test_a_token_in_a_wrong_place_is_not_shown(words: str) -> None:
 
 
 def test_the_word_after_the_name_of_a_secret_is_masked_and_no_other() -> None:
-    words = ["unmask", "--hub-token", "a", "--api_key", "--token", "b", "--hub_token=c", "d", "--max-new-tokens", "5", "e"]
-    shown_instead = ["unmask", "--hub-token", MASK, "--api_key", "--token", MASK, f"--hub_token={MASK}", "d", "--max-new-tokens", "5", "e"]
+    words = [
+        "unmask",
+        "--hub-token",
+        "a",
+        "--api_key",
+        "--token",
+        "b",
+        "--hub_token=c",
+        "d",
+        "--max-new-tokens",
+        "5",
+        "e",
+    ]
+    shown_instead = [
+        "unmask",
+        "--hub-token",
+        MASK,
+        "--api_key",
+        "--token",
+        MASK,
+        f"--hub_token={MASK}",
+        "d",
+        "--max-new-tokens",
+        "5",
+        "e",
+    ]
     assert masked_words(words) == shown_instead == masked_words(shown_instead)
 
 
 def test_tokens_of_text_are_no_secrets() -> None:
-    values = {"eos_token": "</s>", "eos_token_ids": [1], "token_cache": "a", "max_tokens": 3, "text_column": "key"}
+    values = {
+        "eos_token": "</s>",
+        "eos_token_ids": [1],
+        "token_cache": "a",
+        "max_tokens": 3,
+        "text_column": "key",
+    }
     assert masked(values) == values and find_mask(values) is None
 
 
@@ -264,11 +357,16 @@ PIECES += [
     "://a:",
     "discord.com/api/webhooks/",
 ]
-LONG = [*PIECES, ";a:", *(one + other for number, one in enumerate(PIECES) for other in PIECES[number % 7 :: 7])]
+LONG = [
+    *PIECES,
+    ";a:",
+    *(one + other for number, one in enumerate(PIECES) for other in PIECES[number % 7 :: 7]),
+]
 
 
 def test_texts_are_masked_in_a_time_that_their_length_bounds() -> None:
-    """Whatever is repeated in them: each takes some 10 ms, and 1 to 20 seconds where the time grows with the square."""
+    """Whatever is repeated in them: each takes some 10 ms, and 1 to 20 seconds where the time grows with the
+    square."""
     slow = {}
     for piece in LONG:
         begin = time.process_time()
@@ -278,7 +376,9 @@ def test_texts_are_masked_in_a_time_that_their_length_bounds() -> None:
     assert not slow
 
 
-@pytest.mark.parametrize("function", [masked_argument, lambda text: str(DataError(text, where=text, remedy=text))])
+@pytest.mark.parametrize(
+    "function", [masked_argument, lambda text: str(DataError(text, where=text, remedy=text))]
+)
 def test_arguments_and_errors_are_masked_in_such_a_time_too(function: Any) -> None:
     begin = time.process_time()
     for piece in (";a:", "http://a:", "-eyJ", "token ", "secret={"):
@@ -289,7 +389,9 @@ def test_arguments_and_errors_are_masked_in_such_a_time_too(function: Any) -> No
 HOSTILE = "a\x1b[31m\x00\x9b1m\u202eb\r\x07\ufeff\U000e0041"
 
 
-def test_control_characters_are_escaped_in_tables_progress_and_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_control_characters_are_escaped_in_tables_progress_and_errors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     show_table([(HOSTILE,)], HOSTILE, [HOSTILE])
     progress = Progress([(HOSTILE, 1.0)], stream=(stream := io.StringIO()))
     with progress, progress.phase(HOSTILE):

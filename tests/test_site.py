@@ -1,4 +1,5 @@
-"""The documentation site: every page is in its menu, links stay within it, and it asks no other host for anything."""
+"""The documentation site: every page is in its menu, links stay within it, and it asks no other host for
+anything."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def pages_in(menu: Any) -> list[str]:
 
 def test_the_menu_has_every_page_once(hook):
     menu = pages_in(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
-    written = [path.relative_to(DOCS).with_suffix(".md").as_posix() for suffix in ("md", "ipynb") for path in DOCS.rglob(f"*.{suffix}")]
+    written = [
+        path.relative_to(DOCS).with_suffix(".md").as_posix()
+        for suffix in ("md", "ipynb")
+        for path in DOCS.rglob(f"*.{suffix}")
+    ]
     assert sorted(menu) == sorted([*written, *hook["OUTSIDE"]])
 
 
@@ -68,13 +73,16 @@ def test_links_lead_to_pages_of_the_site_or_become_text(hook, page, link, moved)
 
 def test_a_notebook_is_shown_with_what_it_printed(hook):
     code = {"cell_type": "code", "source": ["x = 1\n", "print(x)"], "outputs": [{"text": ["1\n"]}]}
-    page = hook["notebook_page"]({"cells": [{"cell_type": "markdown", "source": ["# Title\n", "Words."]}, code]}, "a.ipynb")
+    page = hook["notebook_page"](
+        {"cells": [{"cell_type": "markdown", "source": ["# Title\n", "Words."]}, code]}, "a.ipynb"
+    )
     assert page.startswith("# Title\n\n[Download this notebook](a.ipynb)\n") and "Words." in page
     assert "```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```" in page
 
 
 @pytest.mark.parametrize(
-    "config, name, says", [(GRPOConfig, "epsilon", "Clip range of the ratio below 1"), (SamplerConfig, "top_k", "0: all")]
+    "config, name, says",
+    [(GRPOConfig, "epsilon", "Clip range of the ratio below 1"), (SamplerConfig, "top_k", "0: all")],
 )
 def test_the_reference_has_what_a_setting_says_of_itself(docstrings, config, name, says):
     described = dict(docstrings["described"](config))
@@ -84,13 +92,20 @@ def test_the_reference_has_what_a_setting_says_of_itself(docstrings, config, nam
 def test_names_with_one_description_are_listed_singly(docstrings):
     text = "Args:\n    low, high: inclusive\n        bounds.\n    help: other, too: here."
     split = docstrings["SHARED"].sub(docstrings["singly"], text)
-    assert split == "Args:\n    low: inclusive\n        bounds.\n    high: inclusive\n        bounds.\n    help: other, too: here."
+    assert split == (
+        "Args:\n    low: inclusive\n        bounds.\n    high: inclusive\n        bounds.\n    help: "
+        "other, too: here."
+    )
 
 
 CLAIMS = {
     "convert": lambda names: names["after"].mean > max(0.4, names["before"].mean),
-    "sudoku": lambda names: names["after"][0] < names["before"][0] - 0.1 and names["after"][1] > names["before"][1],
-    "speed": lambda names: names["certain"][0] > 0.9 > 0.2 > names["fixed"][-1][0] and names["certain"][1] < names["fixed"][0][1],
+    "sudoku": lambda names: (
+        names["after"][0] < names["before"][0] - 0.1 and names["after"][1] > names["before"][1]
+    ),
+    "speed": lambda names: (
+        names["certain"][0] > 0.9 > 0.2 > names["fixed"][-1][0] and names["certain"][1] < names["fixed"][0][1]
+    ),
 }
 """What each notebook says, of the variables that its cells leave."""
 
@@ -104,7 +119,9 @@ def test_a_notebook_runs_and_shows_what_it_says(name, tmp_path, monkeypatch):
     notebook, names = run(path)
     assert CLAIMS[name](names)
     committed = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    assert [bool(cell.get("outputs")) for cell in committed] == [bool(cell.get("outputs")) for cell in notebook["cells"]]
+    assert [bool(cell.get("outputs")) for cell in committed] == [
+        bool(cell.get("outputs")) for cell in notebook["cells"]
+    ]
 
 
 @pytest.mark.slow
@@ -115,7 +132,11 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     assert "Completions per prompt: the group" in (tmp_path / "api/trainers.html").read_text()
     pages = [path for path in tmp_path.rglob("*") if path.suffix in (".html", ".css")]
     assert len(pages) > 30
-    assert not [(str(path.relative_to(tmp_path)), found) for path in pages for found in RESOURCE.findall(without_code(path))]
+    assert not [
+        (str(path.relative_to(tmp_path)), found)
+        for path in pages
+        for found in RESOURCE.findall(without_code(path))
+    ]
 
 
 def without_code(path: Path) -> str:

@@ -25,11 +25,17 @@ class Counting(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-shapes = st.lists(st.permutations(LETTERS).flatmap(lambda letters: st.integers(1, 4).map(lambda n: "".join(letters[:n]))), min_size=1)
+shapes = st.lists(
+    st.permutations(LETTERS).flatmap(lambda letters: st.integers(1, 4).map(lambda n: "".join(letters[:n]))),
+    min_size=1,
+)
 
 
 def tensors(letters: list[str]) -> dict[str, torch.Tensor]:
-    return {f"t{index}_{each}": torch.zeros([SIZES[letter] for letter in each]) for index, each in enumerate(letters)}
+    return {
+        f"t{index}_{each}": torch.zeros([SIZES[letter] for letter in each])
+        for index, each in enumerate(letters)
+    }
 
 
 @given(shapes)
@@ -62,14 +68,23 @@ def test_one_wrong_size_is_refused_with_both_names_that_disagree(letters, data):
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ({"ids_BT": torch.zeros(5).long()}, "ids_BT: has the shape [5], but 2 dimensions are expected: [B, T]"),
-        ({"key_B": torch.zeros(2, 3).long()}, "key_B: has the shape [2, 3], but 1 dimension is expected: [B]"),
+        (
+            {"ids_BT": torch.zeros(5).long()},
+            "ids_BT: has the shape [5], but 2 dimensions are expected: [B, T]",
+        ),
+        (
+            {"key_B": torch.zeros(2, 3).long()},
+            "key_B: has the shape [2, 3], but 1 dimension is expected: [B]",
+        ),
         ({"a_B1": torch.zeros(2, 3)}, "a_B1: has the shape [2, 3], but [B, 1] is expected"),
         ({"ids_BT": [[1]]}, "ids_BT: is a list, not a tensor"),
         ({"ids_BT": torch.zeros(2, 3)}, "ids_BT: is of torch.float32, not of integers"),
         ({"group_B": torch.zeros(2).bool()}, "group_B: is of torch.bool, not of integers"),
         ({"maskable_BT": torch.zeros(2, 3).long()}, "maskable_BT: is of torch.int64, not torch.bool"),
-        ({"log_ratio": torch.zeros(2, 3), "advantage": torch.zeros(2)}, "advantage: has the shape [2], but log_ratio has [2, 3]"),
+        (
+            {"log_ratio": torch.zeros(2, 3), "advantage": torch.zeros(2)},
+            "advantage: has the shape [2], but log_ratio has [2, 3]",
+        ),
         ({"log_ratio": torch.zeros(2, 3), "advantage": torch.zeros(3, 1)}, "advantage: has the shape [3, 1]"),
         (
             {"ids_BT": torch.zeros(2, 5).long(), "key_B": torch.zeros(3).long()},
@@ -84,4 +99,9 @@ def test_the_error_says_which_argument_and_why(named, says):
 
 
 def test_tensors_without_letters_broadcast_to_the_first():
-    check_tensors(log_ratio=torch.zeros(2, 3), advantage=torch.zeros(2, 1), importance=torch.zeros(2, 3), scale=torch.zeros(()))
+    check_tensors(
+        log_ratio=torch.zeros(2, 3),
+        advantage=torch.zeros(2, 1),
+        importance=torch.zeros(2, 3),
+        scale=torch.zeros(()),
+    )

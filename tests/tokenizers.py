@@ -6,7 +6,16 @@ import json
 import string
 from functools import cache
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 TEXT = [
@@ -16,9 +25,18 @@ TEXT = [
 ]
 SPECIAL = ["<unk>", "<s>", "</s>", "<mask>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-KINDS = ("bytes", "bytes-with-space", "llama", "mistral", "metaspace", "unspaced", "wordpiece", "wordpiece-cleaned")
-"""As GPT-2's, RoBERTa's, Llama 2's (legacy) and stories260K's, Mistral's (not legacy), with the decoder of that name, SentencePiece's
-without a space before a text, and BERT's."""
+KINDS = (
+    "bytes",
+    "bytes-with-space",
+    "llama",
+    "mistral",
+    "metaspace",
+    "unspaced",
+    "wordpiece",
+    "wordpiece-cleaned",
+)
+"""As GPT-2's, RoBERTa's, Llama 2's (legacy) and stories260K's, Mistral's (not legacy), with the decoder of
+that name, SentencePiece's without a space before a text, and BERT's."""
 EXACT = ("bytes", "llama", "mistral", "unspaced")
 """Those that restore every text that they encode."""
 
@@ -27,18 +45,30 @@ EXACT = ("bytes", "llama", "mistral", "unspaced")
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer of one of the `KINDS`, which writes BOS before a text."""
     wordpiece = kind.startswith("wordpiece")
-    made = _wordpiece() if wordpiece else _byte_level(kind == "bytes-with-space") if "bytes" in kind else _sentencepiece(kind)
+    made = (
+        _wordpiece()
+        if wordpiece
+        else _byte_level(kind == "bytes-with-space")
+        if "bytes" in kind
+        else _sentencepiece(kind)
+    )
     made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+    )
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "mask_token": "<mask>"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=kind == "wordpiece-cleaned", **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, clean_up_tokenization_spaces=kind == "wordpiece-cleaned", **names
+    )
 
 
 def _byte_level(space: bool) -> Tokenizer:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=space), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator([*TEXT, "é猫猫🙂"] * 2, trainer)
     return made
 
@@ -52,7 +82,9 @@ def _sentencepiece(kind: str) -> Tokenizer:
     vocabulary = [*SPECIAL, *BYTES, *sorted(model["vocab"], key=model["vocab"].get), "▁▁", "▁▁▁▁"]
     merges = [*map(tuple, model["merges"]), ("▁", "▁"), ("▁▁", "▁▁")]
     ids = {name: number for number, name in enumerate(dict.fromkeys(vocabulary))}
-    made = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=kind != "metaspace"))
+    made = Tokenizer(
+        models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=kind != "metaspace")
+    )
     pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(pieces[:3] if kind == "unspaced" else pieces)
     if kind == "llama":
@@ -60,7 +92,9 @@ def _sentencepiece(kind: str) -> Tokenizer:
     elif kind == "metaspace":
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never" if kind == "unspaced" else "first", split=False)
+        made.pre_tokenizer = pre_tokenizers.Metaspace(
+            prepend_scheme="never" if kind == "unspaced" else "first", split=False
+        )
     return made
 
 
@@ -68,5 +102,7 @@ def _wordpiece() -> Tokenizer:
     made = Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
-    made.train_from_iterator(TEXT * 2, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False))
+    made.train_from_iterator(
+        TEXT * 2, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
+    )
     return made

@@ -1,7 +1,8 @@
-"""A model so small that all its sequences, masks and orders can be listed; and its likelihoods from their definitions, slowly.
+"""A model so small that all its sequences, masks and orders can be listed; and its likelihoods from their
+definitions, slowly.
 
-A GPT-2, as it computes in float64 throughout. The expectation of a plan of views is computed exactly: the plan itself runs on a
-list of all the random numbers that matter (`Listed`).
+A GPT-2, as it computes in float64 throughout. The expectation of a plan of views is computed exactly: the
+plan itself runs on a list of all the random numbers that matter (`Listed`).
 
 Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it, N listed cases, M views.
 """
@@ -37,11 +38,19 @@ KINDS = {
     "blocks of three with a shift": ("block_causal", 3, True),
     "causal without a shift": ("causal", None, False),
 }
-"""Attention, block size and shift of the models that are noised. A causal model with a shift is not: it needs no noise."""
+"""Attention, block size and shift of the models that are noised. A causal model with a shift is not: it needs
+no noise."""
 
 
-def toy(kind: str = "bidirectional", *, attention: tuple[str, int | None, bool] | None = None, seed: int = 0, **more: bool) -> DiffusionLM:
-    """A toy of one of KINDS, or of any attention, block size and shift; its predictions depend strongly on what they see.
+def toy(
+    kind: str = "bidirectional",
+    *,
+    attention: tuple[str, int | None, bool] | None = None,
+    seed: int = 0,
+    **more: bool,
+) -> DiffusionLM:
+    """A toy of one of KINDS, or of any attention, block size and shift; its predictions depend strongly on
+    what they see.
 
     `more` goes to `make_diffusion`.
     """
@@ -51,7 +60,14 @@ def toy(kind: str = "bidirectional", *, attention: tuple[str, int | None, bool] 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    return make_diffusion(model, character_tokenizer(ALPHABET), attention=pattern, block_size=block_size, logit_shift=shift, **more)
+    return make_diffusion(
+        model,
+        character_tokenizer(ALPHABET),
+        attention=pattern,
+        block_size=block_size,
+        logit_shift=shift,
+        **more,
+    )
 
 
 def random_row(length: int, seed: int = 0) -> Tensor:
@@ -61,12 +77,16 @@ def random_row(length: int, seed: int = 0) -> Tensor:
 def groups(lm: DiffusionLM, start: int, stop: int) -> list[list[int]]:
     """The positions start..stop-1 by attention block, of a row that begins at position 0."""
     block = {"bidirectional": stop, "causal": 1}.get(lm.attention, lm.block_size)
-    return [list(members) for _, members in itertools.groupby(range(start, stop), key=lambda position: position // block)]
+    return [
+        list(members)
+        for _, members in itertools.groupby(range(start, stop), key=lambda position: position // block)
+    ]
 
 
 @torch.no_grad()
 def conditionals(lm: DiffusionLM, row_T: Tensor, positions: Sequence[int]) -> Tensor:
-    """[S, L]: log p(token of position i | all but the hidden ones), bit i of the row number says whether it is hidden; else 0.
+    """[S, L]: log p(token of position i | all but the hidden ones), bit i of the row number says whether it
+    is hidden; else 0.
 
     In a model by blocks nothing that comes after the block of these positions is there yet.
     """
@@ -80,13 +100,21 @@ def conditionals(lm: DiffusionLM, row_T: Tensor, positions: Sequence[int]) -> Te
     is_hidden_ST = torch.zeros_like(noisy_ST, dtype=torch.bool)
     is_hidden_ST[:, positions] = hidden_SL
     log_prob_STV = lm.logits(noisy_ST, hidden_BT=is_hidden_ST).log_softmax(-1)
-    return log_prob_STV[:, positions].gather(2, row_T[positions].expand(2**count, count)[..., None]).squeeze(2) * hidden_SL
+    return (
+        log_prob_STV[:, positions].gather(2, row_T[positions].expand(2**count, count)[..., None]).squeeze(2)
+        * hidden_SL
+    )
 
 
 def lower_bound(table_SL: Tensor) -> float:
-    """The ELBO: the sum over k of 1/k times the mean, over the sets of k hidden tokens, of their summed log-probabilities."""
+    """The ELBO: the sum over k of 1/k times the mean, over the sets of k hidden tokens, of their summed
+    log-probabilities."""
     count = table_SL.shape[1]
-    sets = [sum(1 << i for i in chosen) for k in range(1, count + 1) for chosen in itertools.combinations(range(count), k)]
+    sets = [
+        sum(1 << i for i in chosen)
+        for k in range(1, count + 1)
+        for chosen in itertools.combinations(range(count), k)
+    ]
     return sum(table_SL[s].sum().item() / s.bit_count() / math.comb(count, s.bit_count()) for s in sets)
 
 
@@ -101,11 +129,14 @@ def any_order(table_SL: Tensor) -> float:
 
 
 def tables_of(kind: str) -> tuple[Tensor, Tables]:
-    """The groups of a completion under a toy: their row of group numbers, and (positions, conditionals) of each."""
+    """The groups of a completion under a toy: their row of group numbers, and (positions, conditionals) of
+    each."""
     lm = toy(kind)
     row = random_row(PROMPT + LENGTH, seed=3)
     maskable = (torch.arange(PROMPT + LENGTH) >= PROMPT)[None]
-    tables = [(positions, conditionals(lm, row, positions)) for positions in groups(lm, PROMPT, PROMPT + LENGTH)]
+    tables = [
+        (positions, conditionals(lm, row, positions)) for positions in groups(lm, PROMPT, PROMPT + LENGTH)
+    ]
     return noise_groups(lm, maskable, None), tables
 
 
@@ -139,13 +170,16 @@ class Listed:
 
 
 def listed_counts(width: int) -> Listed:
-    """Every order of the tokens, at the middles of sixty equal stretches of time: all that plans of exact counts depend on.
+    """Every order of the tokens, at the middles of sixty equal stretches of time: all that plans of exact
+    counts depend on.
 
     Within the stretches their numbers are constant, for up to six counts at random.
     """
     orders = list(itertools.permutations(range(LENGTH)))
     stretches = math.lcm(1, 2, 3, 4, 5)
-    time_N = torch.tensor([(stretch + 0.5) / stretches for stretch in range(stretches) for _ in orders], dtype=torch.float64)
+    time_N = torch.tensor(
+        [(stretch + 0.5) / stretches for stretch in range(stretches) for _ in orders], dtype=torch.float64
+    )
     noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
     noise_NT[:, PROMPT:] = (torch.tensor(orders * stretches) + 0.5) / LENGTH
     return Listed(time_N, noise_NT)

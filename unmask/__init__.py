@@ -1,7 +1,8 @@
-"""Unmask: turn an autoregressive language model into a diffusion language model, train it, sample from it, evaluate it.
+"""Unmask: turn an autoregressive language model into a diffusion language model, train it, sample from it,
+evaluate it.
 
-Public names are imported on first use, so that `import unmask` and `unmask --help` are instant. `PUBLIC_NAMES` and
-`PUBLIC_MODULES` list them; the imports above are for type checkers only.
+Public names are imported on first use, so that `import unmask` and `unmask --help` are instant.
+`PUBLIC_NAMES` and `PUBLIC_MODULES` list them; the imports above are for type checkers only.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ __all__ = [*PUBLIC_NAMES, *PUBLIC_MODULES, "__version__"]
 
 
 NOISY = ("bitsandbytes.backends.cpu.ops", "torch.utils._pytree", "torchao", "torchao.kernel.intmm")
-"""Loggers through which libraries warn when they are imported: of kernels that this machine lacks, and of their own deprecated calls."""
+"""Loggers through which libraries warn when they are imported: of kernels that this machine lacks, and of
+their own deprecated calls."""
 if not os.environ.get("UNMASK_DEBUG"):
     for _logger in map(logging.getLogger, NOISY):
         if _logger.level == logging.NOTSET:

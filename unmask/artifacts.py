@@ -28,11 +28,21 @@ MAX_FILE = 2**30
 """Bytes of a file of a run at most."""
 PASSED = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
 """The paths of pipes that a shell passes, as in `--config <(...)`."""
-RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+RECORDED_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+)
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file atomically: after a crash the earlier file is still there. Creates missing parent folders."""
+    """Write a UTF-8 file atomically: after a crash the earlier file is still there. Creates missing parent
+    folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name:.50}.")
@@ -48,11 +58,11 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a UTF-8 file in a folder that others may write to, or of a pipe that the shell passes (`/dev/stdin`, `<(...)`).
+    """The text of a UTF-8 file in a folder that others may write to, or of a pipe that the shell passes
+    (`/dev/stdin`, `<(...)`).
 
-    Raises:
-        OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE` bytes, or cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
+    Raises: OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE`
+        bytes, or cannot be read. UnicodeDecodeError: it is not UTF-8.
     """
     if PASSED.fullmatch(str(path)) and Path(path).is_fifo():
         with open(path, encoding="utf-8") as file:
@@ -73,12 +83,14 @@ def read_file(path: str | Path) -> str:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What is in a folder and in the folders within it, where libraries look too, without links that lead nowhere."""
+    """What is in a folder and in the folders within it, where libraries look too, without links that lead
+    nowhere."""
     return sorted(path for path in [*folder.iterdir(), *folder.glob("*/*")] if path.exists())
 
 
 def irregular_file(folder: Path) -> str | None:
-    """The path in a folder of an entry that is neither a file nor a folder, which would hang what reads it; None: there is none."""
+    """The path in a folder of an entry that is neither a file nor a folder, which would hang what reads it;
+    None: there is none."""
     found = (path for path in entries(folder) if not (path.is_file() or path.is_dir()))
     return next((path.relative_to(folder).as_posix() for path in found), None)
 
@@ -97,7 +109,8 @@ def share(folder: str | Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: non-finite numbers become None, arrays and tensors lists or numbers, other objects strings."""
+    """Convert a value to JSON types: non-finite numbers become None, arrays and tensors lists or numbers,
+    other objects strings."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -116,25 +129,32 @@ class MetricsLog:
         self.path = Path(path)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append one line. Numbers may be Python's, numpy's or scalar tensors; NaN and infinity are written as null."""
+        """Append one line. Numbers may be Python's, numpy's or scalar tensors; NaN and infinity are written
+        as null."""
         line = json.dumps(plain(metrics), allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             written = file.seek(0, os.SEEK_END)
-            if written and file.seek(written - 1) >= 0 and file.read(1) != b"\n":  # a crash left an incomplete last line
+            # a crash left an incomplete last line
+            if written and file.seek(written - 1) >= 0 and file.read(1) != b"\n":
                 file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
             file.write(line.encode())
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines in order, without an incomplete last line. Raises `DataError` for a missing or malformed file."""
+        """Return all lines in order, without an incomplete last line. Raises `DataError` for a missing or
+        malformed file."""
         if not self.path.exists():
-            raise DataError("no such metrics file", where=str(self.path), remedy="Check the path, or train first")
+            raise DataError(
+                "no such metrics file", where=str(self.path), remedy="Check the path, or train first"
+            )
         records = []
         try:
             lines = read_file(self.path).splitlines(keepends=True)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
-                f"cannot be read ({first_line(error)})", where=str(self.path), remedy="Move away what is in its place"
+                f"cannot be read ({first_line(error)})",
+                where=str(self.path),
+                remedy="Move away what is in its place",
             ) from error
         for number, line in enumerate(lines, start=1):
             if line.endswith("\n"):
@@ -142,7 +162,9 @@ class MetricsLog:
                     records.append(json.loads(line))
                 except (ValueError, RecursionError) as error:  # or a number or a nesting without end
                     where = f"{self.path}, line {number}"
-                    raise DataError(f"not JSON ({first_line(error)})", where=where, remedy="Remove the line") from error
+                    raise DataError(
+                        f"not JSON ({first_line(error)})", where=where, remedy="Remove the line"
+                    ) from error
         return records
 
 
@@ -156,8 +178,12 @@ def package_version(package: str) -> str | None:
 
 
 def started_by(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The words that started this process: first `NAME=VALUE` of variables that are settings, in the order of their names."""
-    return [*(f"{name}={environ[name]}" for name in sorted(environ) if SETTING.fullmatch(name)), *sys.orig_argv]
+    """The words that started this process: first `NAME=VALUE` of variables that are settings, in the order of
+    their names."""
+    return [
+        *(f"{name}={environ[name]}" for name in sorted(environ) if SETTING.fullmatch(name)),
+        *sys.orig_argv,
+    ]
 
 
 def num_cores() -> int:
@@ -166,7 +192,8 @@ def num_cores() -> int:
 
 
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command, git commit, config.
+    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date,
+    command, git commit, config.
 
     Args:
         config: the resolved configuration.
@@ -202,12 +229,18 @@ def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the folder's git repository, and whether tracked files differ from it; None without a repository or git."""
-    git = ["git", "-c", "core.fsmonitor=false", "-C", str(folder)]  # a repository may name a program as its file monitor
+    """The commit of the folder's git repository, and whether tracked files differ from it; None without a
+    repository or git."""
+    # a repository may name a program as its file monitor
+    git = ["git", "-c", "core.fsmonitor=false", "-C", str(folder)]
     asked = []
     for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
-            asked.append(subprocess.run([*git, *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip())
+            asked.append(
+                subprocess.run(
+                    [*git, *command], capture_output=True, text=True, timeout=10, check=True
+                ).stdout.strip()
+            )
         except (OSError, subprocess.SubprocessError):
             return None
     return {"commit": asked[0], "changed": bool(asked[1])}

@@ -27,23 +27,28 @@ PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a term
 BAR_WIDTH = 24
 SHORT = 12  # characters of a cell whose text stays on one line
 JOINT = " · "  # between the parts of a line
-PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
+# of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs
+# as much
+PRIOR_WEIGHT = 0.05
 
 Item = TypeVar("Item")
 
 
 def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is the first process of a run. Only this one prints and writes what the processes share."""
+    """Whether this is the first process of a run. Only this one prints and writes what the processes
+    share."""
     return environ.get("RANK", "0") == "0"
 
 
 def first_to_report(text: str = "", environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether no process that torchrun started with this one on this machine has reported this text, or, without one, how the run ended.
-    From now on one has. Without torchrun each reports for itself."""
+    """Whether no process that torchrun started with this one on this machine has reported this text, or,
+    without one, how the run ended. From now on one has. Without torchrun each reports for itself."""
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return True
     try:
-        Path(file).parents[1].joinpath(f"reported{hashlib.sha256(text.encode()).hexdigest() if text else ''}").touch(exist_ok=False)
+        Path(file).parents[1].joinpath(
+            f"reported{hashlib.sha256(text.encode()).hexdigest() if text else ''}"
+        ).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -60,13 +65,15 @@ class Phase:
         self._changed = changed
 
     def update(self, fraction: float, **metrics: float | None) -> None:
-        """Set the fraction of the phase that is done (0 to 1) and any metrics; None removes one, others keep their last value."""
+        """Set the fraction of the phase that is done (0 to 1) and any metrics; None removes one, others keep
+        their last value."""
         self.fraction = min(max(fraction, 0.0), 1.0)
         self.metrics = {name: value for name, value in (self.metrics | metrics).items() if value is not None}
         self._changed()
 
     def fitting(self, width: int) -> str:
-        """Name and value of the first metrics, which are those that matter most, as many as fit into so many columns."""
+        """Name and value of the first metrics, which are those that matter most, as many as fit into so many
+        columns."""
         figures = [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
         while len(JOINT.join(figures)) > width and figures:
             figures.pop()
@@ -74,23 +81,28 @@ class Phase:
 
 
 class Progress:
-    """One display for a whole run: an overall bar with the time left, and the current phase with its latest metrics.
+    """One display for a whole run: an overall bar with the time left, and the current phase with its latest
+    metrics.
 
         with Progress([("pretrain", 75.0), ("convert", 95.0)]) as progress:
             with progress.phase("pretrain") as phase:
                 phase.update(0.1, loss=2.3)
 
-    On a terminal two bars stay at the bottom; elsewhere, and where NO_COLOR is set, a plain line is printed about every ten seconds and at
-    the end of each phase.
+    On a terminal two bars stay at the bottom; elsewhere, and where NO_COLOR is set, a plain line is printed
+    about every ten seconds and at the end of each phase.
 
-    Args:
-        phases: name and expected seconds of each phase, in the order in which they run. A name may occur more than once. Skipped phases
-            count as not needed. The expected seconds of a single phase have no effect.
-        stream: where to print (None: standard error).
-        clock: a monotonic clock, in seconds.
+    Args: phases: name and expected seconds of each phase, in the order in which they run. A name may occur
+        more than once. Skipped phases count as not needed. The expected seconds of a single phase have no
+        effect. stream: where to print (None: standard error). clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, phases: Sequence[tuple[str, float]], *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        phases: Sequence[tuple[str, float]],
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._names = [name for name, _ in phases]
         self._weights = [seconds for _, seconds in phases]
         self._stream = stream if stream is not None else sys.stderr
@@ -112,13 +124,16 @@ class Progress:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Enter the next phase called `name`. When the context ends without an error, the phase counts as done."""
+        """Enter the next phase called `name`. When the context ends without an error, the phase counts as
+        done."""
         assert name in self._names[self._index + 1 :], f"no phase {name!r} is left of {self._names}"
         self._done_before, _ = self._done_and_left()
         self._index = self._names.index(name, self._index + 1)
@@ -139,7 +154,8 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds until the last phase ends, at the observed pace; None if nothing is observed yet."""
+        """Estimated seconds until the last phase ends, at the observed pace; None if nothing is observed
+        yet."""
         done, left = self._done_and_left()
         prior = PRIOR_WEIGHT * (done + left) if len(self._names) > 1 else 0.0  # of the expected pace
         return left * (self._elapsed + prior) / (done + prior) if done + prior else None
@@ -153,11 +169,15 @@ class Progress:
         if self._index < 0:
             return 0.0, sum(self._weights)
         current, fraction = self._weights[self._index], self._phase.fraction
-        return self._done_before + fraction * current, (1 - fraction) * current + sum(self._weights[self._index + 1 :])
+        return self._done_before + fraction * current, (1 - fraction) * current + sum(
+            self._weights[self._index + 1 :]
+        )
 
     def _times(self) -> str:
         left = self.seconds_left
-        return f"{format_duration(self._elapsed)} elapsed, {'?' if left is None else format_duration(left)} left"
+        return (
+            f"{format_duration(self._elapsed)} elapsed, {'?' if left is None else format_duration(left)} left"
+        )
 
     def _show(self) -> None:
         if self._live is None and self._clock() - self._last_line >= PLAIN_LINE_EVERY:
@@ -174,7 +194,11 @@ class Progress:
         self._last_line = self._clock()
 
     def _line(self, state: str, figures: str) -> str:
-        return shown(JOINT.join(filter(None, [f"[{self.fraction:4.0%}] {self._phase.name} {state}", figures, self._times()])))
+        return shown(
+            JOINT.join(
+                filter(None, [f"[{self.fraction:4.0%}] {self._phase.name} {state}", figures, self._times()])
+            )
+        )
 
     def _bars(self) -> Constrain:
         overall, name = "whole run", self._phase.name
@@ -182,7 +206,13 @@ class Progress:
         lines = [(overall, self.fraction, self._times())]
         if self._index >= 0:
             lines.append((name, self._phase.fraction, self._phase.fitting(room)))
-        bars = Table.grid(Column(no_wrap=True), Column(), Column(), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
+        bars = Table.grid(
+            Column(no_wrap=True),
+            Column(),
+            Column(),
+            Column(no_wrap=True, overflow="ellipsis"),
+            padding=(0, 1),
+        )
         for name, fraction, text in lines:
             bar = ProgressBar(total=1.0, completed=fraction, width=BAR_WIDTH)
             bars.add_row(Text(shown(name)), bar, f"{fraction:4.0%}", Text(shown(text)))
@@ -190,10 +220,16 @@ class Progress:
 
 
 def _console(stream: TextIO) -> Console:
-    """A console that writes control characters on a terminal with colors alone: rich would also where FORCE_COLOR is set, or NO_COLOR."""
+    """A console that writes control characters on a terminal with colors alone: rich would also where
+    FORCE_COLOR is set, or NO_COLOR."""
     terminal = stream.isatty()
     plain = not terminal or bool(os.environ.get("NO_COLOR"))
-    return Console(file=stream, force_terminal=terminal, width=None if terminal else MAX_WIDTH, color_system=None if plain else "auto")
+    return Console(
+        file=stream,
+        force_terminal=terminal,
+        width=None if terminal else MAX_WIDTH,
+        color_system=None if plain else "auto",
+    )
 
 
 def _width(console: Console) -> int:
@@ -240,12 +276,20 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
     header, *lines = [[Text(shown(cell)) for cell in row] for row in (head, *rows)]
     widths = _column_widths(console, [line for line in (header, *lines) if line])
     if not widths:  # a row in one cell
-        named = [[(title, cell) for title, cell in zip(header or line, line, strict=True) if cell] for line in lines]
-        cells = [[Text.assemble(title, ": ", cell) if header and title else cell for title, cell in line] for line in named]
+        named = [
+            [(title, cell) for title, cell in zip(header or line, line, strict=True) if cell]
+            for line in lines
+        ]
+        cells = [
+            [Text.assemble(title, ": ", cell) if header and title else cell for title, cell in line]
+            for line in named
+        ]
         header, lines = [], [[Text("\n").join(line)] for line in cells]
         widths = _column_widths(console, lines)
     rule = "\n" in str(lines[0][0]) if lines else False
-    table = Table(title=name, show_header=bool(header), show_lines=rule, min_width=min(name.cell_len, _width(console)))
+    table = Table(
+        title=name, show_header=bool(header), show_lines=rule, min_width=min(name.cell_len, _width(console))
+    )
     for cell, width in zip(header or [Text()] * len(widths), widths, strict=True):
         table.add_column(cell, overflow="fold", width=width)
     for line in lines:
@@ -256,12 +300,18 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
 
 
 def _column_widths(console: Console, rows: Sequence[Sequence[Text]]) -> list[int]:
-    """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose words and short texts stay
-    whole is narrowed. Empty: words that a line has room for would have to be broken. A longer one, such as a path, is."""
-    columns = [[Measurement.get(console, console.options, cell) for cell in column] for column in zip(*rows, strict=True)]
+    """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose
+    words and short texts stay whole is narrowed. Empty: words that a line has room for would have to be
+    broken. A longer one, such as a path, is."""
+    columns = [
+        [Measurement.get(console, console.options, cell) for cell in column]
+        for column in zip(*rows, strict=True)
+    ]
     widths = [max(cell.maximum for cell in column) for column in columns]
     words = [max(cell.minimum for cell in column) for column in columns]
-    whole = [max(cell.maximum if cell.maximum <= SHORT else cell.minimum for cell in column) for column in columns]
+    whole = [
+        max(cell.maximum if cell.maximum <= SHORT else cell.minimum for cell in column) for column in columns
+    ]
     borders, page = 3 * len(widths) + 1, _width(console)  # with the padding
     if len(widths) > 1 and sum(words) + borders > page and max(words) + 4 <= page:
         return []

@@ -1,6 +1,7 @@
 """Exceptions that say what is wrong, where, and what to do about it.
 
-Every error that a user can cause is an `UnmaskError`: the command line prints it without a traceback and exits with status 2.
+Every error that a user can cause is an `UnmaskError`: the command line prints it without a traceback and
+exits with status 2.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class ConfigError(UnmaskError):
 class DataError(UnmaskError):
     """A missing or malformed file, row or column.
 
-    Args:
-        what, where, remedy: see `UnmaskError`.
-        reason: the category under which a report counts the row, if the error concerns a single row that may be skipped.
+    Args: what, where, remedy: see `UnmaskError`. reason: the category under which a report counts the row, if
+        the error concerns a single row that may be skipped.
     """
 
-    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, reason: str | None = None):
+    def __init__(
+        self, what: str, *, where: str | None = None, remedy: str | None = None, reason: str | None = None
+    ):
         super().__init__(what, where=where, remedy=remedy)
         self.reason = reason
 
@@ -53,7 +55,8 @@ class DataError(UnmaskError):
         return type(self)(self.what, where=where, remedy=self.remedy, reason=self.reason)
 
     def skippable(self) -> Self:
-        """An error of a row, with the setting that leaves such rows out as another remedy; any other error unchanged."""
+        """An error of a row, with the setting that leaves such rows out as another remedy; any other error
+        unchanged."""
         if self.reason is None:
             return self
         remedy = (self.remedy or "Mend the row").rstrip(".")
@@ -74,11 +77,13 @@ class TrainingError(UnmaskError):
 
 
 class UnmaskWarning(RuntimeWarning):
-    """What a user should know of a run that goes on. The command line shows these, and no warnings of libraries."""
+    """What a user should know of a run that goes on. The command line shows these, and no warnings of
+    libraries."""
 
 
 class LostProcessError(TrainingError):
-    """Another process of the run has ended: this one can only end, too. Of several that do, the first says so."""
+    """Another process of the run has ended: this one can only end, too. Of several that do, the first says
+    so."""
 
 
 class RunStopped(BaseException):
@@ -127,18 +132,23 @@ NAMES_ELSEWHERE = {
     "ref_model_sync_steps": "reference_sync_steps",
     "ref_model_mixup_alpha": "reference_sync_share",
 }
-"""Unmask's names of settings and a method by those of other training loops (docs/switches.md), of TRL and of d1 (docs/migration.md)."""
+"""Unmask's names of settings and a method by those of other training loops (docs/switches.md), of TRL and of
+d1 (docs/migration.md)."""
 
 
 WITHOUT_EQUAL = {
-    "max_prompt_length": "Leave it out: prompts are not cut (sft and dpo have truncate_prompt). 'max_length' bounds a prompt with its "
+    "max_prompt_length": "Leave it out: prompts are not cut (sft and dpo have truncate_prompt). 'max_length' "
+    "bounds "
+    "a "
+    "prompt with its "
     "completion",
 }
 """What to do about settings of other training loops that Unmask has in no form."""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The remedy for an unknown name: the equivalent or most similar known name, or `otherwise` (None: the list of all known names)."""
+    """The remedy for an unknown name: the equivalent or most similar known name, or `otherwise` (None: the
+    list of all known names)."""
     if name in WITHOUT_EQUAL:
         return WITHOUT_EQUAL[name]
     known = sorted(known)
@@ -157,4 +167,8 @@ def first_line(error: BaseException) -> str:
 def require(module: str, extra: str, *, where: str) -> None:
     """Raise ConfigError unless an optional library is installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")
+        raise ConfigError(
+            f"needs {module}, which is not installed",
+            where=where,
+            remedy=f"Install it with pip install 'unmask[{extra}]'",
+        )

@@ -1,10 +1,13 @@
-"""The losses of Unmask's trainers as functions, for training loops of one's own (docs/losses.md has whole loops).
+"""The losses of Unmask's trainers as functions, for training loops of one's own (docs/losses.md has whole
+loops).
 
-A loss is made in three steps: views say which tokens of a row are hidden, which are scored, and with which weight; the model gives the
-log-probabilities of the scored tokens; a function of these is the loss. The trainers call the same functions.
+A loss is made in three steps: views say which tokens of a row are hidden, which are scored, and with which
+weight; the model gives the log-probabilities of the scored tokens; a function of these is the loss. The
+trainers call the same functions.
 
-Names of tensors end with their shapes: B rows or completions, M views, T tokens, N responses or chosen tokens, P pairs. Log-probabilities
-are in nats. Masks are boolean. Every function raises ConfigError for a tensor whose shape or kind does not fit the others, and names it.
+Names of tensors end with their shapes: B rows or completions, M views, T tokens, N responses or chosen
+tokens, P pairs. Log-probabilities are in nats. Masks are boolean. Every function raises ConfigError for a
+tensor whose shape or kind does not fit the others, and names it.
 """
 
 from unmask.convert.distillation import Comparison, compare, distillation_loss, forward_kl
@@ -24,7 +27,15 @@ from unmask.diffusion.views import (
     random_views,
 )
 from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
-from unmask.rl.losses import advantages, clipped_surrogate, count_items, kept_groups, kl_divergence, overlong_penalty, token_weights
+from unmask.rl.losses import (
+    advantages,
+    clipped_surrogate,
+    count_items,
+    kept_groups,
+    kl_divergence,
+    overlong_penalty,
+    token_weights,
+)
 from unmask.rl.methods import Loss, LossInputs, Method, get_method
 from unmask.rl.policy_loss import policy_loss, policy_views
 from unmask.rl.rollout import Rollout, make_rollout

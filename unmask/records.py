@@ -21,7 +21,8 @@ from unmask.errors import DataError, did_you_mean
 MAX_LINE = 64 * 2**20
 """Bytes of a line at most. The array of a .json file may be longer."""
 MAX_RATIO, UNPACKED_FREELY = 200, 100 * 2**20
-"""A compressed file that unpacks to more bytes than both, its own size times the first and the second, is no file of text."""
+"""A compressed file that unpacks to more bytes than both, its own size times the first and the second, is no
+file of text."""
 
 Record = tuple[str, dict[str, Any]]
 """The location of a row ("file, line 3"), and the row."""
@@ -35,9 +36,8 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the lines of a UTF-8 file (gzipped or not), each with its newline; a byte-order mark is dropped.
 
-    Raises:
-        DataError: a missing or empty file, one that is not UTF-8, a line that is too long, or a compressed file that is damaged, cut off,
-            or unpacks to many times its size.
+    Raises: DataError: a missing or empty file, one that is not UTF-8, a line that is too long, or a
+        compressed file that is damaged, cut off, or unpacks to many times its size.
     """
     with closing(_byte_lines(Path(path))) as lines:  # closes the file after an error, too
         for number, line in enumerate(lines, start=1):
@@ -49,26 +49,37 @@ def _byte_lines(path: Path) -> Generator[bytes, None, None]:
         raise DataError("no such file", where=str(path), remedy="Check the path")
     number, blank = 0, True
     try:
-        opener: Callable[[Path], Any] = gzip.open if path.suffix.lower() == ".gz" else lambda path: path.open("rb")
+        opener: Callable[[Path], Any] = (
+            gzip.open if path.suffix.lower() == ".gz" else lambda path: path.open("rb")
+        )
         with opener(path) as file:
             for number, line in enumerate(_bounded_lines(path, file), start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 blank = blank and not line.strip()
                 yield line
     except PermissionError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change its permissions") from None
+        raise DataError(
+            f"cannot be read: {error.strerror}", where=str(path), remedy="Change its permissions"
+        ) from None
     except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
         what = f"the compressed file is damaged or cut off: {error}"
-        raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again") from None
+        raise DataError(
+            what, where=f"{path}, after line {number}", remedy="Write or download it again"
+        ) from None
     if blank:
         raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row")
 
 
 def _bounded_lines(path: Path, file: gzip.GzipFile | BufferedReader) -> Iterator[bytes]:
-    """The lines of an open file. Raises DataError for one that is too long, before it is read, and for a file that unpacks without end."""
+    """The lines of an open file. Raises DataError for one that is too long, before it is read, and for a file
+    that unpacks without end."""
     packed = isinstance(file, gzip.GzipFile)
     most = max(UNPACKED_FREELY, MAX_RATIO * path.stat().st_size) if packed else math.inf
-    longest, unpacked, number = int(min(most, math.inf if kind_of(path) == ".json" else MAX_LINE, sys.maxsize - 1)), 0, 0
+    longest, unpacked, number = (
+        int(min(most, math.inf if kind_of(path) == ".json" else MAX_LINE, sys.maxsize - 1)),
+        0,
+        0,
+    )
     while line := file.readline(longest + 1):
         number, unpacked = number + 1, unpacked + len(line)
         if unpacked > most:
@@ -85,11 +96,14 @@ def _text(line: bytes, path: str, number: int) -> str:
         return line.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         what, where = f"byte {error.start} is not UTF-8 ({error.reason})", f"{path}, line {number}"
-        raise DataError(what, where=where, remedy="Save the file as UTF-8", reason="not valid Unicode") from None
+        raise DataError(
+            what, where=where, remedy="Save the file as UTF-8", reason="not valid Unicode"
+        ) from None
 
 
 def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
-    """Yield the rows of a .csv, .tsv, .json (an array of objects) or .jsonl file, gzipped or not. Only .json files are read whole.
+    """Yield the rows of a .csv, .tsv, .json (an array of objects) or .jsonl file, gzipped or not. Only .json
+    files are read whole.
 
     CSV values stay strings, so that leading zeros are kept.
 
@@ -108,27 +122,32 @@ def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) ->
             yield where, row
 
 
-def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False) -> Generator[dict[str, Any] | DataError, None, None]:
+def read_examples(
+    path: str | os.PathLike[str], *, keep_malformed: bool = False
+) -> Generator[dict[str, Any] | DataError, None, None]:
     """Like `read_records`, without the locations of the rows.
 
-    Args:
-        path: the file.
-        keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield the error in place of the row. In other files
-            such an error is raised.
+    Args: path: the file. keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield
+        the error in place of the row. In other files such an error is raised.
     """
     rows = _rows(str(path)) if keep_malformed else read_records(path)
     yield from (row for _, row in rows)
 
 
 def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise a DataError if wanted columns are missing; it names them, the columns present, and the most similar one."""
+    """Raise a DataError if wanted columns are missing; it names them, the columns present, and the most
+    similar one."""
     present = list(present)
     missing = [name for name in wanted if name not in present]
     if not missing:
         return
     names, found = ", ".join(map(repr, missing)), ", ".join(map(repr, present)) or "none"
     what = f"no column {names} (present: {found})"
-    remedy = did_you_mean(missing[0], present, "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task")
+    remedy = did_you_mean(
+        missing[0],
+        present,
+        "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task",
+    )
     raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
 
 
@@ -143,7 +162,8 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
 
 
 def require_text(row: Mapping[str, Any], name: str, where: str, setting: str | None = None) -> None:
-    """As `require_values`, for the column of a text. `setting` is the setting that names the column, for the error."""
+    """As `require_values`, for the column of a text. `setting` is the setting that names the column, for the
+    error."""
     if setting and name not in row:
         what = f"no column {name!r} (present: {', '.join(map(repr, row)) or 'none'})"
         texts = [other for other, value in row.items() if isinstance(value, str)]
@@ -186,13 +206,19 @@ def _csv_rows(path: str) -> Iterator[Record]:
                 raise DataError(what, where=where, remedy="Quote fields that contain commas")
             yield where, row
     except csv.Error as error:
-        raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Fix or remove the row") from None
+        raise DataError(
+            f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Fix or remove the row"
+        ) from None
 
 
 def _check_header(names: Sequence[str], separator: str, path: str) -> None:
     """Raise a DataError for columns of the same name, or a single one whose name holds another separator."""
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise DataError(f"several columns are named {', '.join(map(repr, twice))}", where=path, remedy="Give each another name")
+        raise DataError(
+            f"several columns are named {', '.join(map(repr, twice))}",
+            where=path,
+            remedy="Give each another name",
+        )
     if other := next((mark for mark in ";\t,|" if len(names) == 1 and mark in names[0]), None):
         what = f"the columns are separated by {other!r}, not by {separator!r}: the only one is {names[0]!r}"
         raise DataError(what, where=path, remedy="Save the table with commas as .csv, or with tabs as .tsv")
@@ -212,7 +238,11 @@ def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
 def _json_rows(path: str) -> Iterator[Record]:
     rows = _decode("".join(read_lines(path)), path, 1)
     if not isinstance(rows, list):
-        raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file")
+        raise DataError(
+            "not an array of objects",
+            where=path,
+            remedy="Write [{...}, {...}], or one object a line in a .jsonl file",
+        )
     for number, row in enumerate(rows):
         where = f"{path}, row {number}"
         yield where, _object(row, where)

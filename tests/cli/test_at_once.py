@@ -1,4 +1,5 @@
-"""Mistakes and questions are answered at once: before torch, transformers or datasets are imported, which takes seconds."""
+"""Mistakes and questions are answered at once: before torch, transformers or datasets are imported, which
+takes seconds."""
 
 from __future__ import annotations
 
@@ -28,10 +29,30 @@ VERBS = ("pretrain", "convert", "sft", "dpo", "grpo")
 HELP = [
     [],
     *([verb, "--help"] for verb in VERBS),
-    *([verb, "--help"] for verb in ("generate", "chat", "evaluate", "serve", "inspect", "export", "compare", "report", "runs", "demo")),
+    *(
+        [verb, "--help"]
+        for verb in (
+            "generate",
+            "chat",
+            "evaluate",
+            "serve",
+            "inspect",
+            "export",
+            "compare",
+            "report",
+            "runs",
+            "demo",
+        )
+    ),
     *([verb, "--help"] for verb in ("new", "migrate", "config", "doctor", "profile", "sandbox")),
 ]
-ANSWERS = [["config", "grpo", "learning"], ["migrate", "trl.yaml"], ["new", "mine"], ["runs", "."], ["--version"]]
+ANSWERS = [
+    ["config", "grpo", "learning"],
+    ["migrate", "trl.yaml"],
+    ["new", "mine"],
+    ["runs", "."],
+    ["--version"],
+]
 
 
 def mistakes() -> list[list[str]]:
@@ -65,22 +86,45 @@ def mistakes() -> list[list[str]]:
             [*start, "--data", "rows.jsonl", "data.chat_template=nope.jinja"],
             [*start, "--data", "rows.jsonl", "--resume"],
         ]
-    wrong += [[verb, "--model", "model", "--output", "r"] for verb in VERBS] + [["evaluate", "model", "--task", "gsm8k"]]
+    wrong += [[verb, "--model", "model", "--output", "r"] for verb in VERBS] + [
+        ["evaluate", "model", "--task", "gsm8k"]
+    ]
     wrong += [["sft", *start[1:], "--task", "gsm8k"], ["grpo", *start[1:], "--data", "rows.jsonl"]]
     wrong += [
         ["grpo", *start[1:], "--task", "sudoku", *more]
         for more in (["training.method=grop"], ["rewards=[nope.py:f]"], ["rewards=[sudoku/partal]"])
     ]
     wrong += [["dpo", *start[1:], "--data", "rows.jsonl", "training.reference_model=nowhere/at/all"]]
-    wrong += [["serve", "model", "--adapters", "a=nope"], ["inspect", "model", "--hardware", "h200x"], ["demo", "--task", "sudko"]]
+    wrong += [
+        ["serve", "model", "--adapters", "a=nope"],
+        ["inspect", "model", "--hardware", "h200x"],
+        ["demo", "--task", "sudko"],
+    ]
     wrong += [["export", "model", "--layout", "llama", "--output", "r"], ["evaluate", "--rerun", "nope.json"]]
-    wrong += [[verb, "nowhere/at/all", *more] for verb, *more in (["generate", "--prompt", "a"], ["chat"], ["serve"], ["inspect"])]
-    wrong += [["generate", "cut", "--prompt", "a"], ["serve", "cut"], ["export", "cut", "--layout", "hf", "--output", "r"]]
+    wrong += [
+        [verb, "nowhere/at/all", *more]
+        for verb, *more in (["generate", "--prompt", "a"], ["chat"], ["serve"], ["inspect"])
+    ]
+    wrong += [
+        ["generate", "cut", "--prompt", "a"],
+        ["serve", "cut"],
+        ["export", "cut", "--layout", "hf", "--output", "r"],
+    ]
     wrong += [["evaluate", "nowhere/at/all", "--task", "sudoku"], ["evaluate", "model", "--task", "sudku"]]
-    wrong += [["evaluate", "model", "--likelihood", "nowhere.txt"], ["evaluate", "model", "--task", "gsm8k", "--data", "nowhere.jsonl"]]
+    wrong += [
+        ["evaluate", "model", "--likelihood", "nowhere.txt"],
+        ["evaluate", "model", "--task", "gsm8k", "--data", "nowhere.jsonl"],
+    ]
     wrong += [["evaluate", "model", "--task", "sudoku", "--against", "nowhere/at/all"], ["evaluate", "model"]]
     wrong += [["evaluate", "model", "--task", "gsm8k", "--data", "other.csv"]]
-    wrong += [["migrate", "nowhere.yaml"], ["report", "nowhere"], ["runs", "nowhere"], ["new", "model"], ["config", "stf"], ["demo", "x"]]
+    wrong += [
+        ["migrate", "nowhere.yaml"],
+        ["report", "nowhere"],
+        ["runs", "nowhere"],
+        ["new", "model"],
+        ["config", "stf"],
+        ["demo", "x"],
+    ]
     return wrong
 
 
@@ -97,11 +141,21 @@ def test_every_mistake_and_question_is_answered_before_anything_heavy_is_importe
     lines = [*HELP, *ANSWERS, *mistakes()]
     environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL], input=json.dumps(lines), cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps(lines),
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(line, loaded) for line, _, _, loaded in results if loaded] == [] and len(results) == len(lines)
     answered = [*HELP[1:], *ANSWERS]
     assert [(line, output) for line, code, output, _ in results if line in answered and code != 0] == []
-    unclear = [(line, code, output) for line, code, output, _ in results[-len(mistakes()) :] if code != 2 or "Traceback" in output]
+    unclear = [
+        (line, code, output)
+        for line, code, output, _ in results[-len(mistakes()) :]
+        if code != 2 or "Traceback" in output
+    ]
     assert unclear == []

@@ -48,9 +48,16 @@ def typed(shell: str, environment: dict[str, str], *parts: str, awaited: str, se
 def test_a_shell_completes_verbs_and_options(shell, tmp_path):
     if not shutil.which(shell):
         pytest.skip(f"{shell} is not installed")
-    environment = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "PATH": f"{os.path.dirname(UNMASK)}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "TERM": "xterm",
+        "PATH": f"{os.path.dirname(UNMASK)}:{os.environ['PATH']}",
+    }
     asked = {**environment, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    script = subprocess.run([UNMASK, "--show-completion", shell], env=asked, capture_output=True, text=True, check=True).stdout
+    script = subprocess.run(
+        [UNMASK, "--show-completion", shell], env=asked, capture_output=True, text=True, check=True
+    ).stdout
     (tmp_path / "completion").write_text(script)
     load = f"{BEFORE[shell]}source {tmp_path}/completion; {READY}"
     for line, word in (("unmask pretr", "pretrain"), ("unmask pretrain --over", "--overwrite")):

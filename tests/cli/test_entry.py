@@ -26,7 +26,19 @@ from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-OTHERS = ["generate", "chat", "serve", "evaluate", "inspect", "config", "new", "demo", "profile", "migrate", "doctor"]
+OTHERS = [
+    "generate",
+    "chat",
+    "serve",
+    "evaluate",
+    "inspect",
+    "config",
+    "new",
+    "demo",
+    "profile",
+    "migrate",
+    "doctor",
+]
 ALL_VERBS = [*VERB_HELP, *OTHERS]
 REQUIRED = ["--model", "m", "--task", "sudoku", "--output"]
 
@@ -37,7 +49,9 @@ def run(*args: str, **options: Any) -> Any:
 
 def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": "", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
-    return subprocess.run([sys.executable, *args], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *args], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False
+    )
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, module: str, **contents: Any) -> None:
@@ -51,7 +65,11 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, **contents: Any) -> No
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]:
     """The calls to `run_verb`."""
     calls: list[tuple[str, RunConfig, bool]] = []
-    replace(monkeypatch, "unmask.commands.run", run_verb=lambda verb, config, resume, _: calls.append((verb, config, resume)))
+    replace(
+        monkeypatch,
+        "unmask.commands.run",
+        run_verb=lambda verb, config, resume, _: calls.append((verb, config, resume)),
+    )
     return calls
 
 
@@ -109,9 +127,13 @@ def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("form", [["--resume", "PATH"], ["--resume=PATH"], ["training.resume_from_checkpoint=PATH"]])
+@pytest.mark.parametrize(
+    "form", [["--resume", "PATH"], ["--resume=PATH"], ["training.resume_from_checkpoint=PATH"]]
+)
 @pytest.mark.parametrize("verb", VERB_HELP)
-def test_a_run_goes_on_from_the_checkpoint_that_is_named(verb: str, form: list[str], stages: list[Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(
+    verb: str, form: list[str], stages: list[Any], tmp_path: Path
+) -> None:
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
     form = [part.replace("PATH", str(checkpoint)) for part in form]
@@ -121,36 +143,55 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(verb: str, form: list[s
     assert resume == str(checkpoint) and config.training == {"max_steps": 3}
 
 
-@pytest.mark.parametrize("form", [["--resume"], ["--resume", "--overwrite"], ["training.resume_from_checkpoint=true"]])
-def test_resume_without_a_path_is_the_last_checkpoint(form: list[str], stages: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "form", [["--resume"], ["--resume", "--overwrite"], ["training.resume_from_checkpoint=true"]]
+)
+def test_resume_without_a_path_is_the_last_checkpoint(
+    form: list[str], stages: list[Any], tmp_path: Path
+) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     result = run("sft", *REQUIRED, str(tmp_path), *form, "training.max_steps=3")
     assert result.exit_code == 0 and stages[0][2] is True, result.output
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_read(stages: list[Any], tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_read(
+    stages: list[Any], tmp_path: Path
+) -> None:
     result = run("sft", *REQUIRED, str(tmp_path / "out"), "--resume", str(tmp_path / "none"))
     assert result.exit_code == 2 and "--resume: there is no folder" in result.stderr and not stages
-    result = run("sft", *REQUIRED, str(tmp_path), "--resume", str(tmp_path), "training.resume_from_checkpoint=/other")
+    result = run(
+        "sft", *REQUIRED, str(tmp_path), "--resume", str(tmp_path), "training.resume_from_checkpoint=/other"
+    )
     assert result.exit_code == 2 and "two checkpoints" in result.stderr and not stages
 
 
-def test_a_checkpoint_of_another_run_is_no_leave_to_write_into_a_full_folder(stages: list[Any], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_no_leave_to_write_into_a_full_folder(
+    stages: list[Any], tmp_path: Path
+) -> None:
     for name in ("other/checkpoint-2", "out/checkpoint-2"):
         (tmp_path / name).mkdir(parents=True)
     result = run("sft", *REQUIRED, str(tmp_path / "out"), "--resume", str(tmp_path / "other"))
     assert result.exit_code == 2 and "the output folder is not empty" in result.stderr and not stages
 
 
-def test_recipes_files_environment_and_overrides_apply_in_this_order(stages: list[Any], tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("training: {learning_rate: 1, save_steps: 1, max_steps: 1, logging_steps: 1}")
+def test_recipes_files_environment_and_overrides_apply_in_this_order(
+    stages: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "training: {learning_rate: 1, save_steps: 1, max_steps: 1, logging_steps: 1}"
+    )
     (tmp_path / "b.yaml").write_text("training: {save_steps: 2, max_steps: 2, logging_steps: 2}")
     files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"), "--recipe", "tiny"]
     environment = {"UNMASK_TRAINING__MAX_STEPS": "3", "UNMASK_TRAINING__LOGGING_STEPS": "3"}
     result = run("sft", *REQUIRED, str(tmp_path / "out"), *files, "training.logging_steps=4", env=environment)
     assert result.exit_code == 0, result.output
     training = stages[0][1].training
-    assert [training[key] for key in ("learning_rate", "save_steps", "max_steps", "logging_steps")] == [1, 2, 3, 4]
+    assert [training[key] for key in ("learning_rate", "save_steps", "max_steps", "logging_steps")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert training["adam_beta2"] == 0.95  # the recipe's
 
 
@@ -159,9 +200,12 @@ def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(tmp_path:
     result = run("dpo", *REQUIRED, str(tmp_path), "lora.r=4", "--print-config")
     assert result.exit_code == 0
     printed = RunConfig(**parse_yaml(result.stdout, "stdout"))
-    expected = RunConfig(model={"path": "m"}, data={"task": "sudoku"}, lora={"r": 4}, output_dir=str(tmp_path))
+    expected = RunConfig(
+        model={"path": "m"}, data={"task": "sudoku"}, lora={"r": 4}, output_dir=str(tmp_path)
+    )
     assert printed.model_copy(update={"training": {}}) == expected
-    assert printed.training["beta"] == 0.2 and printed.training["learning_rate"] == 5e-6  # the verb's own defaults
+    # the verb's own defaults
+    assert printed.training["beta"] == 0.2 and printed.training["learning_rate"] == 5e-6
     assert "trust_remote_code: false" in result.stdout  # defaults included
     assert [path.name for path in tmp_path.iterdir()] == ["in_use"]
     refused = run("dpo", *REQUIRED, str(tmp_path), "training.bta=1", "--print-config")
@@ -195,15 +239,28 @@ def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], 
         (
             ["--model", "m", "--output", "o"],
             {"UNMASK_DATA__MAX_ROWS": "none"},
-            "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is not valid. It should be a valid integer.",
+            (
+                "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is not valid. It "
+                "should be a valid integer."
+            ),
         ),
         (["--config", "absent.yaml"], {}, "absent.yaml: cannot be read"),
-        (["--model", "m", "--output", "o", "--data", "a" * 5000], {}, f"{'a' * 60}...: the name of the file is too long"),
-        (["--model", "m", "--output", "a" * 5000, "--data", "d"], {}, f"{'a' * 60}...: the name of the file is too long"),
+        (
+            ["--model", "m", "--output", "o", "--data", "a" * 5000],
+            {},
+            f"{'a' * 60}...: the name of the file is too long",
+        ),
+        (
+            ["--model", "m", "--output", "a" * 5000, "--data", "d"],
+            {},
+            f"{'a' * 60}...: the name of the file is too long",
+        ),
         (["--recipe", "absent"], {}, "there is no recipe 'absent'"),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_2(args: list[str], environment: dict[str, str], message: str) -> None:
+def test_an_error_is_one_line_and_exit_code_2(
+    args: list[str], environment: dict[str, str], message: str
+) -> None:
     result = run("sft", *args, env=environment)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -219,12 +276,17 @@ def test_a_path_that_may_not_be_read_is_one_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("unmask.cli.train.check_output_folder", refuse)
     result = run("sft", *REQUIRED, "o")
     assert result.exit_code == 2
-    assert result.stderr == "error: runs/of another: permission denied. Permit reading and writing, or choose another path.\n"
+    assert (
+        result.stderr
+        == "error: runs/of another: permission denied. Permit reading and writing, or choose another path.\n"
+    )
 
 
 @pytest.mark.parametrize("path", [["full/disk"], []])
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.ENOSPC])
-def test_a_path_that_cannot_be_written_is_one_error(code: int, path: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_cannot_be_written_is_one_error(
+    code: int, path: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), *path)
 
@@ -234,16 +296,23 @@ def test_a_path_that_cannot_be_written_is_one_error(code: int, path: list[str], 
     assert re.fullmatch(rf"error: {'full/disk: ' if path else ''}[a-z][^:]+\.\n", result.stderr)
 
 
-def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_of_the_run_names_the_source_of_its_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: object) -> None:
         raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
 
     replace(monkeypatch, "unmask.commands.run", run_verb=refuse)
     result = run("sft", *REQUIRED, str(tmp_path), "training.lr=1")
-    assert result.stderr == "error: training.lr (command line): is not a known key. Did you mean 'learning_rate'?\n"
+    assert (
+        result.stderr
+        == "error: training.lr (command line): is not a known key. Did you mean 'learning_rate'?\n"
+    )
 
 
-@pytest.mark.parametrize("debug", [{"args": ["--debug"], "env": {}}, {"args": [], "env": {"UNMASK_DEBUG": "1"}}])
+@pytest.mark.parametrize(
+    "debug", [{"args": ["--debug"], "env": {}}, {"args": [], "env": {"UNMASK_DEBUG": "1"}}]
+)
 def test_debug_lets_the_traceback_through(debug: dict[str, Any]) -> None:
     result = run(*debug["args"], "sft", env=debug["env"])
     assert result.exit_code == 1
@@ -272,7 +341,11 @@ def model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def generate(lm: str, prompts: list[str], config: SamplerConfig) -> SimpleNamespace:
         calls.update(lm=lm, prompts=prompts, sampler=config)
-        generated = {"texts": prompts, "tokens": [[1, 2]] * len(prompts), "log_probs": [[-0.5, -1.0]] * len(prompts)}
+        generated = {
+            "texts": prompts,
+            "tokens": [[1, 2]] * len(prompts),
+            "log_probs": [[-0.5, -1.0]] * len(prompts),
+        }
         return SimpleNamespace(**generated, agreement=0.75 if config.lossy else None, gaps=None)
 
     monkeypatch.setitem(vars(unmask), "load", load)
@@ -292,48 +365,88 @@ COMMON = {
         "seed": 1,
         "batch_size": 2,
     },
-    **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6]},
+    **{
+        "trace": True,
+        "repetition_penalty": 1.2,
+        "guidance": 0.5,
+        "allowed_tokens": [3, 4, 5],
+        "forbidden_tokens": [4, 6],
+    },
     **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "top_log_probs": 2},
 }
 SAMPLERS = [
     SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
-    SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4, agreement_prompts=3),
-    SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}, top_forbidden=2),
+    SamplerConfig(
+        **COMMON,
+        tokens_per_step=3,
+        filtered_confidence=True,
+        cache="dual",
+        refresh_interval=4,
+        agreement_prompts=3,
+    ),
+    SamplerConfig(
+        **COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}, top_forbidden=2
+    ),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5, entropy_rule="sum-minus-max"),
-    SamplerConfig(**COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}),
-    SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
+    SamplerConfig(
+        **COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}
+    ),
+    SamplerConfig(
+        **{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2
+    ),
     SamplerConfig(mode="self-speculative", drafts=3, candidates=2, temperature=1.0),
 ]
 
 
 def test_the_samplers_here_set_everything() -> None:
-    assert set().union(*(sampler.model_fields_set for sampler in SAMPLERS)) == SamplerConfig.model_fields.keys()
+    assert (
+        set().union(*(sampler.model_fields_set for sampler in SAMPLERS)) == SamplerConfig.model_fields.keys()
+    )
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_generate_passes_every_option_on(model: dict[str, Any], sampler: SamplerConfig) -> None:
-    network = ModelConfig(path="m", attention="block_causal", block_size=4, logit_shift=False, dtype="float64", trust_remote_code=True)
+    network = ModelConfig(
+        path="m",
+        attention="block_causal",
+        block_size=4,
+        logit_shift=False,
+        dtype="float64",
+        trust_remote_code=True,
+    )
     args = [*options(sampler), *options(network, block_size="attention-block-size")]
     for more in ([], ["--infill"]):
         result = run("generate", "m", "--prompt", "a", "--prompt", "b", *args, *more)
         assert result.exit_code == 0, result.output
         assert result.stdout == "a\nb\n"
         assert model == {"model": network, "lm": "the model", "prompts": ["a", "b"], "sampler": sampler}
-        assert ("75.0% of the tokens are those of the exact sampler" in result.stderr) == (sampler.lossy is not None)
+        assert ("75.0% of the tokens are those of the exact sampler" in result.stderr) == (
+            sampler.lossy is not None
+        )
 
 
 def test_infill_finds_the_lengths_of_gaps(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def infill(lm: str, texts: list[str], config: SamplerConfig, **search: Any) -> SimpleNamespace:
         model.update(lm=lm, texts=texts, search=search)
         gaps = [[SimpleNamespace(start=1, length=2)]]
-        return SimpleNamespace(texts=["text"], tokens=[[1, 2]], log_probs=[[0.0, -1.0]], agreement=None, gaps=gaps)
+        return SimpleNamespace(
+            texts=["text"], tokens=[[1, 2]], log_probs=[[0.0, -1.0]], agreement=None, gaps=gaps
+        )
 
     monkeypatch.setitem(vars(unmask), "infill", infill)
-    result = run("generate", "m", "--infill", "--prompt", "a [] b", "--max-gap", "9", "--gap-mark", "[]", "--json")
+    result = run(
+        "generate", "m", "--infill", "--prompt", "a [] b", "--max-gap", "9", "--gap-mark", "[]", "--json"
+    )
     assert result.exit_code == 0, result.output
-    assert model["texts"] == ["a [] b"] and model["search"] == {"length": "auto", "max_gap": 9, "gap_mark": "[]"}
-    assert run("generate", "m", "--infill", "--prompt", "a <gap> b", "--max-gap", "9", "--search").exit_code == 0
+    assert model["texts"] == ["a [] b"] and model["search"] == {
+        "length": "auto",
+        "max_gap": 9,
+        "gap_mark": "[]",
+    }
+    assert (
+        run("generate", "m", "--infill", "--prompt", "a <gap> b", "--max-gap", "9", "--search").exit_code == 0
+    )
     assert model["search"] == {"length": "search", "max_gap": 9, "gap_mark": "<gap>"}
     assert json.loads(result.stdout)["gaps"] == [{"start": 1, "length": 2}]
     refused = run("generate", "m", "--prompt", "a <gap> b", "--max-gap", "9")
@@ -359,11 +472,17 @@ def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
         if isinstance(value, ConstraintConfig):
             name, value = f"{name}-{value.kind.replace('_', '-')}", getattr(value, value.kind)
         if isinstance(value, ReviseConfig):
-            args += [text for each in value.model_fields_set for text in (f"--{name}-{each.replace('_', '-')}", str(getattr(value, each)))]
+            args += [
+                text
+                for each in value.model_fields_set
+                for text in (f"--{name}-{each.replace('_', '-')}", str(getattr(value, each)))
+            ]
             continue
         values = value if isinstance(value, list) else [value]
         args += (
-            [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [x for v in values for x in (f"--{name}", str(v))]
+            [f"--{name}" if value else f"--no-{name}"]
+            if isinstance(value, bool)
+            else [x for v in values for x in (f"--{name}", str(v))]
         )
     return args
 
@@ -377,7 +496,9 @@ def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
         ("--constraint-json", None, {"json": True}),
     ],
 )
-def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, option: str, value: str | None, constraint: dict) -> None:
+def test_generate_takes_a_constraint(
+    model: dict[str, Any], tmp_path: Path, option: str, value: str | None, constraint: dict
+) -> None:
     (tmp_path / "schema.json").write_text('{"type": "integer"}')
     given = [] if value is None else [value.replace("FILE", str(tmp_path / "schema.json"))]
     result = run("generate", "m", "--prompt", "a", option, *given)
@@ -388,7 +509,10 @@ def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, opti
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--constraint-json", "--constraint-regex", "a"], "constraint.json: regex and json contradict one another"),
+        (
+            ["--constraint-json", "--constraint-regex", "a"],
+            "constraint.json: regex and json contradict one another",
+        ),
         (["--constraint-json-schema", "absent.json"], "neither a text with '{' nor a file"),
         (["--gap-mark", "[gap]"], "has no effect without --max-gap"),
         (["--search"], "has no effect without --max-gap"),
@@ -396,7 +520,9 @@ def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, opti
         (["--constraint-json-schema", "{"], "is not JSON"),
     ],
 )
-def test_generate_refuses_a_constraint_that_is_not_one(model: dict[str, Any], args: list[str], message: str) -> None:
+def test_generate_refuses_a_constraint_that_is_not_one(
+    model: dict[str, Any], args: list[str], message: str
+) -> None:
     result = run("generate", "m", "--prompt", "a", *args)
     assert result.exit_code == 2 and message in result.stderr and "sampler" not in model
 
@@ -414,10 +540,14 @@ def test_an_option_may_have_underscores_as_its_setting_has(model: dict[str, Any]
 def test_generate_reads_stdin_and_writes_json_lines(model: dict[str, Any]) -> None:
     result = run("generate", "m", "--prompt", "first", "--prompt", "-", "--json", input="seçond\nthird\n")
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
-        {"prompt": prompt, "text": prompt, "tokens": [1, 2], "log_probs": [-0.5, -1.0]} for prompt in ("first", "seçond", "third")
+        {"prompt": prompt, "text": prompt, "tokens": [1, 2], "log_probs": [-0.5, -1.0]}
+        for prompt in ("first", "seçond", "third")
     ]
     result = run("generate", "m", "--prompt", "-", "--json", input="one\u2028line\n\fanother")
-    assert [json.loads(line)["prompt"] for line in result.stdout.split("\n")[:-1]] == ["one\u2028line", "\fanother"]
+    assert [json.loads(line)["prompt"] for line in result.stdout.split("\n")[:-1]] == [
+        "one\u2028line",
+        "\fanother",
+    ]
     assert run("generate", "m", "--prompt", "-", input="").exit_code == 2
 
 
@@ -448,7 +578,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = character_tokenizer("abc")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
+        vocab_size=len(tokenizer),
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **sizes,
     ).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -456,7 +591,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
     command = ["inspect", folder, "--sequence-length", "32"]
-    result = run(*command, "--hardware", "h100-80gb", "--hardware", "multi-node", "--max-memory-gb", "2", "--json")
+    result = run(
+        *command, "--hardware", "h100-80gb", "--hardware", "multi-node", "--max-memory-gb", "2", "--json"
+    )
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["facts"]["architecture"] == "LlamaForCausalLM"
@@ -469,24 +606,55 @@ def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
     assert [time["bound"] for time in printed["generation"]["h100-80gb"].values()] == ["launches"] * 3
 
     table = run(*command, "--hardware", "h100-80gb", "--batch-size", "3")
-    assert "h100-80gb" in table.stdout and "tokens/s" in table.stdout and "compile, or larger batches" in " ".join(table.stdout.split())
+    assert (
+        "h100-80gb" in table.stdout
+        and "tokens/s" in table.stdout
+        and "compile, or larger batches" in " ".join(table.stdout.split())
+    )
 
 
 def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str) -> None:
-    command = ["inspect", folder, "--sequence-length", "8", "--hardware", "h100-80gb", "--batch-size", "1", "--json"]
-    mixed, half = (json.loads(run(*command, *more).stdout)["plans"]["h100-80gb"] for more in ([], ["--dtype", "bfloat16"]))
+    command = [
+        "inspect",
+        folder,
+        "--sequence-length",
+        "8",
+        "--hardware",
+        "h100-80gb",
+        "--batch-size",
+        "1",
+        "--json",
+    ]
+    mixed, half = (
+        json.loads(run(*command, *more).stdout)["plans"]["h100-80gb"]
+        for more in ([], ["--dtype", "bfloat16"])
+    )
     assert (mixed["workload"]["precision"], half["workload"]["precision"]) == ("mixed", "bfloat16")
     assert half["memory"]["parameters"] == mixed["memory"]["parameters"] / 2
 
 
 def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
-    command = ["inspect", folder, "--sequence-length", "8", "--hardware", "h100-80gb", "--batch-size", "1", "--lora-rank", "4", "--json"]
+    command = [
+        "inspect",
+        folder,
+        "--sequence-length",
+        "8",
+        "--hardware",
+        "h100-80gb",
+        "--batch-size",
+        "1",
+        "--lora-rank",
+        "4",
+        "--json",
+    ]
     whole, eight, four = (
-        json.loads(run(*command, *more).stdout) for more in ([], *(["--quantization", bits] for bits in ("8bit", "4bit")))
+        json.loads(run(*command, *more).stdout)
+        for more in ([], *(["--quantization", bits] for bits in ("8bit", "4bit")))
     )
     stored = [found["plans"]["h100-80gb"]["memory"]["parameters"] for found in (whole, eight, four)]
     assert stored[0] > stored[1] > stored[2]
-    assert stored[1] - stored[2] == pytest.approx((stored[0] - stored[1]) * (1 - 0.5 - 0.127 / 8) / 3)  # 4 bytes, 1, and half of one
+    # 4 bytes, 1, and half of one
+    assert stored[1] - stored[2] == pytest.approx((stored[0] - stored[1]) * (1 - 0.5 - 0.127 / 8) / 3)
     assert "4bit weights" in run(*command[:-1], "--quantization", "4bit").stdout
 
 
@@ -512,11 +680,27 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
                 "--hardware",
                 "a6000-48gb",
             ],
-            "--device-map and --quantization: quantised weights are not spread over devices. Leave one of the two out",
+            (
+                "--device-map and --quantization: quantised weights are not spread over devices. Leave one "
+                "of the two out"
+            ),
         ),
-        (["--quantization", "4bit"], "quantization: quantised weights take no gradients. Train adapters (LoRA), or leave it out"),
         (
-            ["--hardware", "cpu", "--sequence-length", "8", "--lora-rank", "4", "--quantization", "8bit", "--measure"],
+            ["--quantization", "4bit"],
+            "quantization: quantised weights take no gradients. Train adapters (LoRA), or leave it out",
+        ),
+        (
+            [
+                "--hardware",
+                "cpu",
+                "--sequence-length",
+                "8",
+                "--lora-rank",
+                "4",
+                "--quantization",
+                "8bit",
+                "--measure",
+            ],
             "steps on quantised weights are not measured. Leave one of the two out",
         ),
     ],
@@ -534,13 +718,22 @@ BARE = [
         ["learning_rate=1e-6", "max_rows=3", "quantization=4bit"],
         ["training.learning_rate=1e-6", "data.max_rows=3", "model.quantization=4bit"],
     ),
-    (["--bf16", "--no-fp16", "--tf32", "false"], ["training.bf16=true", "training.fp16=false", "training.tf32=false"]),
-    (["--bf16", "training.seed=1", "--no_use_cpu"], ["training.bf16=true", "training.seed=1", "training.use_cpu=false"]),
+    (
+        ["--bf16", "--no-fp16", "--tf32", "false"],
+        ["training.bf16=true", "training.fp16=false", "training.tf32=false"],
+    ),
+    (
+        ["--bf16", "training.seed=1", "--no_use_cpu"],
+        ["training.bf16=true", "training.seed=1", "training.use_cpu=false"],
+    ),
     (["--temperature", "0.5", "--max-steps", "-1"], ["PLACE.temperature=0.5", "training.max_steps=-1"]),
     (["--sampler.top-k", "3", "--lora.r=2"], ["sampler.top_k=3", "lora.r=2"]),
     (["--seed", "1", "--", "training.seed=2"], ["training.seed=2"]),
     (["training.seed=2", "--seed", "1"], ["training.seed=1"]),
-    (["--optim_args", "a=b,c=d", "--dataloader_num_workers=1"], ["training.optim_args=a=b,c=d", "training.dataloader_num_workers=1"]),
+    (
+        ["--optim_args", "a=b,c=d", "--dataloader_num_workers=1"],
+        ["training.optim_args=a=b,c=d", "training.dataloader_num_workers=1"],
+    ),
     (["--lr-scheduler-kwargs.num_cycles", "2"], ["training.lr_scheduler_kwargs.num_cycles=2"]),
     (["lr_scheduler_kwargs.num_cycles=2"], ["training.lr_scheduler_kwargs.num_cycles=2"]),
 ]
@@ -549,7 +742,9 @@ BARE = [
 
 @pytest.mark.parametrize("verb", VERB_HELP)
 @pytest.mark.parametrize(("given", "meant"), BARE)
-def test_settings_are_named_without_their_section(verb: str, given: list[str], meant: list[str], stages: list[Any], tmp_path: Path) -> None:
+def test_settings_are_named_without_their_section(
+    verb: str, given: list[str], meant: list[str], stages: list[Any], tmp_path: Path
+) -> None:
     place = "training" if verb == "grpo" else "sampler"
     for words in (given, [word.replace("PLACE", place) for word in meant]):
         for around in ([*REQUIRED, str(tmp_path), *words], [*words, *REQUIRED, str(tmp_path)]):
@@ -559,9 +754,15 @@ def test_settings_are_named_without_their_section(verb: str, given: list[str], m
 
 
 @pytest.mark.parametrize("given", [given for given, _ in BARE[:2]])
-def test_a_profile_takes_settings_without_their_section(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_takes_settings_without_their_section(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     profiled: list[RunConfig] = []
-    replace(monkeypatch, "unmask.commands.profile", profile_run=lambda verb, settings, *_: profiled.append(settings) or {})
+    replace(
+        monkeypatch,
+        "unmask.commands.profile",
+        profile_run=lambda verb, settings, *_: profiled.append(settings) or {},
+    )
     assert run("profile", "sft", *REQUIRED, "out", *given).exit_code == 0
     assert profiled[0].training == {"learning_rate": 1e-6}
 
@@ -570,10 +771,26 @@ def test_a_profile_takes_settings_without_their_section(given: list[str], monkey
     ("verb", "given", "message"),
     [
         ("sft", ["--beta", "3"], "--beta: is no setting or option of sft"),
-        ("sft", ["--learning-rat", "3"], "--learning-rat: is no setting or option of sft. Did you mean training.learning_rate?"),
-        ("sft", ["learning_rat=3"], "learning_rat: is no setting or option of sft. Did you mean training.learning_rate?"),
-        ("sft", ["trainig.max_steps=3"], "trainig.max_steps: is no setting or option of sft. Did you mean training.max_steps?"),
-        ("sft", ["--model_name_or_path", "m"], "--model_name_or_path: is no setting or option of sft. Did you mean --model?"),
+        (
+            "sft",
+            ["--learning-rat", "3"],
+            "--learning-rat: is no setting or option of sft. Did you mean training.learning_rate?",
+        ),
+        (
+            "sft",
+            ["learning_rat=3"],
+            "learning_rat: is no setting or option of sft. Did you mean training.learning_rate?",
+        ),
+        (
+            "sft",
+            ["trainig.max_steps=3"],
+            "trainig.max_steps: is no setting or option of sft. Did you mean training.max_steps?",
+        ),
+        (
+            "sft",
+            ["--model_name_or_path", "m"],
+            "--model_name_or_path: is no setting or option of sft. Did you mean --model?",
+        ),
         ("sft", ["--config"], "--config: has no value. Write --config VALUE, or --config=VALUE"),
         ("sft", ["--task", "--overwrite"], "--task: has no value"),
         ("sft", ["--data="], "data.train (command line): '' is not valid"),
@@ -581,15 +798,30 @@ def test_a_profile_takes_settings_without_their_section(given: list[str], monkey
         ("sft", ["--lr", "3"], "--lr: is no setting or option of sft. Did you mean training.learning_rate?"),
         ("sft", ["--ouput", "o"], "Did you mean --output?"),
         ("sft", ["--resum"], "Did you mean --resume?"),
-        ("sft", ["model=m"], "model (command line): is a section of settings, not the value 'm'. Set model.path, or another of its keys"),
+        (
+            "sft",
+            ["model=m"],
+            (
+                "model (command line): is a section of settings, not the value 'm'. Set model.path, or "
+                "another of its keys"
+            ),
+        ),
         ("sft", ["--text-column", "7"], "7 is not valid. It should be a valid string, in quotes: '\"7\"'."),
         ("sft", ["--xyzzy"], "`unmask config sft` lists all settings"),
         ("sft", ["--block-size", "3"], "--block-size: may be model.block_size or sampler.block_size"),
-        ("sft", ["batch_size=3"], "batch_size: may be training.per_device_train_batch_size or sampler.batch_size"),
+        (
+            "sft",
+            ["batch_size=3"],
+            "batch_size: may be training.per_device_train_batch_size or sampler.batch_size",
+        ),
         ("convert", ["recipe=block"], "recipe: is an option, not a setting. Write --recipe"),
         ("sft", ["--seed"], "--seed: has no value. Write --seed VALUE, of the type int"),
         ("sft", ["--seed", "--bf16"], "--seed: has no value"),
-        ("grpo", ["--rewards", "a.py:a", "--rewards", "b.py:b"], "--rewards: is given twice, and the second value would replace the first"),
+        (
+            "grpo",
+            ["--rewards", "a.py:a", "--rewards", "b.py:b"],
+            "--rewards: is given twice, and the second value would replace the first",
+        ),
         ("sft", ["--no-seed"], "--no-seed: this form is for switches"),
         ("sft", ["--no-bf16=true"], "--no-bf16: this form is for switches, and takes no value"),
         ("sft", ["--eval-rows", "none"], "data.eval_rows (command line, --eval-rows): 'none' is not valid"),
@@ -597,7 +829,9 @@ def test_a_profile_takes_settings_without_their_section(given: list[str], monkey
         ("sft", ["--eval-rows", "[1"], "command line, --eval-rows, line 1: "),
     ],
 )
-def test_a_setting_that_is_misnamed_is_one_error(verb: str, given: list[str], message: str, stages: list[Any]) -> None:
+def test_a_setting_that_is_misnamed_is_one_error(
+    verb: str, given: list[str], message: str, stages: list[Any]
+) -> None:
     result = run(verb, *REQUIRED, "out", *given)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.exit_code == 2 and len(errors) == 1 and message in errors[0], result.output
@@ -614,7 +848,10 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which --quick would set
     replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options), QUICK="quick")
     assert run("demo").exit_code == 0
-    assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--quick", "--overwrite").exit_code == 0
+    assert (
+        run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--quick", "--overwrite").exit_code
+        == 0
+    )
     assert calls == [
         {"task": "sudoku", "output": Path("runs/demo"), "seed": 0, "overwrite": False, "settings": None},
         {"task": "countdown", "output": Path("o"), "seed": 3, "overwrite": True, "settings": "quick"},
@@ -637,7 +874,11 @@ def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
             "sft --config {}",
             "sft --model m --data {}.jsonl --output o",
         ),
-        *("generate m --prompt a --constraint-json-schema {}", "generate m --prompt a --constraint-grammar {}", "serve m --api-keys {}"),
+        *(
+            "generate m --prompt a --constraint-json-schema {}",
+            "generate m --prompt a --constraint-grammar {}",
+            "serve m --api-keys {}",
+        ),
         *(
             "sft --model m --data {}.parquet --output o",
             "report {}",
@@ -647,7 +888,9 @@ def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
         ),
     ],
 )
-def test_a_fifo_in_the_place_of_a_file_is_an_error(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fifo_in_the_place_of_a_file_is_an_error(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To read it would hang until another program writes to it."""
     monkeypatch.chdir(tmp_path)
     for kind in ("", ".yaml", ".json", ".sh", ".jsonl", ".parquet", ".txt", ".py"):
@@ -672,4 +915,7 @@ except ValueError:
     logging.getLogger("unmask.serving").exception("a\\n2026-01-01 00:00:00,000 forged")
 """
     result = python("-c", code)
-    assert result.stderr.count("    2026-01-01 00:00:00,000 forged") == 2 and "\n2026-01-01 00:00:00,000 forged" not in result.stderr
+    assert (
+        result.stderr.count("    2026-01-01 00:00:00,000 forged") == 2
+        and "\n2026-01-01 00:00:00,000 forged" not in result.stderr
+    )

@@ -20,7 +20,12 @@ def test_showing_steps_does_not_change_what_is_printed(model: Path) -> None:
     assert steps.stdout == plain.stdout and len(plain.stdout.splitlines()) == 2
     lines = [line.split(":")[0] for line in steps.stderr.splitlines()]
     shown = [line for line in lines if line.startswith(("step", "prompt"))]
-    assert shown == [*(f"step {step}" for step in range(7)), "prompt 0", *(f"step {step}" for step in range(7)), "prompt 1"]
+    assert shown == [
+        *(f"step {step}" for step in range(7)),
+        "prompt 0",
+        *(f"step {step}" for step in range(7)),
+        "prompt 1",
+    ]
 
 
 def test_a_prompt_is_a_message_if_the_model_has_a_chat_template(model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,16 @@ OURS = re.compile(
     r"|resumed after step \d+(:| of) .*"
 )
 COMMAND = [sys.executable, "-m", "unmask"]
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node",
+    "2",
+    "-m",
+    "unmask",
+]
 TASK = ["--task", "sudoku", *QUICK]
 GRPO = ["training.num_generations=2", "training.max_completion_length=17"]
 AFTER_MAIN = """
@@ -41,13 +50,24 @@ main()
 
 def environment(**more: str) -> dict[str, str]:
     names = ("PATH", "HOME", "UNMASK_SHARED", "OMP_NUM_THREADS")
-    return {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"} | more
+    return (
+        {name: os.environ[name] for name in names if name in os.environ}
+        | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+        | more
+    )
 
 
 def run(folder: Path, *arguments: str | Path, command: list[str] = COMMAND, **more: str) -> str:
     """What a command writes, in this folder, to both streams."""
     words = [*command, *map(str, arguments)]
-    done = subprocess.run(words, cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -71,7 +91,16 @@ def summary(text: str) -> dict[str, str]:
 def test_a_run_shows_only_lines_of_ours_and_imports_only_what_it_uses(model: Path, text: Path) -> None:
     folder = text.parent
     shown = run(
-        folder, "pretrain", "--model", model, "--data", text.name, "--output", "pre", *QUICK, command=[sys.executable, "-c", AFTER_MAIN]
+        folder,
+        "pretrain",
+        "--model",
+        model,
+        "--data",
+        text.name,
+        "--output",
+        "pre",
+        *QUICK,
+        command=[sys.executable, "-c", AFTER_MAIN],
     )
     lines, _, imported = shown.rstrip().rpartition("\n")
     assert json.loads(imported) == ["torch"]
@@ -93,7 +122,9 @@ def test_a_run_shows_only_lines_of_ours_and_imports_only_what_it_uses(model: Pat
         (["sft"], {"UNMASK_DEBUG": "0"}, False),
     ],
 )
-def test_debug_is_found_before_the_command_line_is_parsed(arguments: list[str], environ: dict[str, str], debug: bool) -> None:
+def test_debug_is_found_before_the_command_line_is_parsed(
+    arguments: list[str], environ: dict[str, str], debug: bool
+) -> None:
     assert debugging(arguments, environ) is debug
 
 
@@ -132,13 +163,30 @@ def diffusion(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quiet")
     rows = get_task("sudoku").generate("train", 12, 0)
     (folder / "text.txt").write_text("\n".join(row["prompt"] + row["completion"] for row in rows))
-    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"][::-1] + "1"} for row in rows]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"][::-1] + "1"}
+        for row in rows
+    ]
     (folder / "PREFERENCES.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "tasks").mkdir()
     questions = [{"query": row["prompt"], "choices": ["12", "34"], "gold": 0} for row in rows]
     write_task(folder / "tasks", "quiz", CHOICES, questions)
-    shown = run(folder, "convert", "--model", model, "--data", "text.txt", "--output", "convert", *QUICK, "training.max_steps=12")
-    assert foreign(shown) == [] and summary(shown)["next"] == "unmask sft --model convert/model --data PAIRS.jsonl --output sft"
+    shown = run(
+        folder,
+        "convert",
+        "--model",
+        model,
+        "--data",
+        "text.txt",
+        "--output",
+        "convert",
+        *QUICK,
+        "training.max_steps=12",
+    )
+    assert (
+        foreign(shown) == []
+        and summary(shown)["next"] == "unmask sft --model convert/model --data PAIRS.jsonl --output sft"
+    )
     return folder
 
 
@@ -150,15 +198,48 @@ SFT = ["sft", "--model", "convert/model", *TASK]
     "arguments",
     [
         ["grpo", "--model", "convert/model", "--output", "grpo", *TASK, *GRPO],
-        ["evaluate", "convert/model", "--task", "sudoku", "--rows", "4", "--likelihood", "text.txt", "--output", "result.json"],
+        [
+            "evaluate",
+            "convert/model",
+            "--task",
+            "sudoku",
+            "--rows",
+            "4",
+            "--likelihood",
+            "text.txt",
+            "--output",
+            "result.json",
+        ],
         *(
             pytest.param(arguments, marks=pytest.mark.nightly)
             for arguments in (
                 ["dpo", "--model", "convert/model", "--data", "PREFERENCES.jsonl", "--output", "dpo", *QUICK],
-                ["convert", "--model", "convert/model", "--data", "text.txt", "--output", "dry", *QUICK, "--max-steps=12", "--dry-run"],
+                [
+                    "convert",
+                    "--model",
+                    "convert/model",
+                    "--data",
+                    "text.txt",
+                    "--output",
+                    "dry",
+                    *QUICK,
+                    "--max-steps=12",
+                    "--dry-run",
+                ],
                 [*SFT, "--output", "dry", "--dry-run"],
                 ["profile", "--steps", "1", *SFT, "--output", "profile"],
-                ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],
+                [
+                    "evaluate",
+                    "convert/model",
+                    "--lm-eval",
+                    "quiz",
+                    "--include-path",
+                    "tasks",
+                    "--rows",
+                    "4",
+                    "--samples",
+                    "4",
+                ],
                 ["inspect", "convert/model"],
             )
         ),
@@ -173,7 +254,9 @@ def test_verbs_show_only_lines_of_ours(diffusion: Path, arguments: list[str]) ->
 
 @pytest.mark.slow
 def test_generate_shows_the_text_alone(diffusion: Path) -> None:
-    shown = run(diffusion, "generate", "convert/model", "--prompt", "1003340220004001=", "--max-new-tokens", "4")
+    shown = run(
+        diffusion, "generate", "convert/model", "--prompt", "1003340220004001=", "--max-new-tokens", "4"
+    )
     assert re.fullmatch(r"[\d=\n]{0,4}\n", shown)
 
 
@@ -182,7 +265,10 @@ def test_a_resumed_run_shows_its_changes_and_its_last_loss(diffusion: Path) -> N
     arguments = [*SFT, "--output", "resumed", "training.logging_steps=10", "training.save_steps=2"]
     first = run(diffusion, *arguments)
     resumed = run(diffusion, *arguments, "training.max_steps=4", "--resume")
-    assert foreign(first + resumed) == [] and "resumed after step 2 of 4\nresumed after step 2: training.max_steps was 2, now 4" in resumed
+    assert (
+        foreign(first + resumed) == []
+        and "resumed after step 2 of 4\nresumed after step 2: training.max_steps was 2, now 4" in resumed
+    )
     for text in (first, resumed):  # shorter than `logging_steps`
         assert float(summary(text)["training loss"].split()[-1]) > 0 and " · loss " in text
     assert summary(resumed)["next"] == "unmask grpo --model resumed/model --task sudoku --output grpo"
@@ -191,14 +277,23 @@ def test_a_resumed_run_shows_its_changes_and_its_last_loss(diffusion: Path) -> N
 
 @pytest.mark.slow
 def test_of_two_processes_only_the_first_prints(diffusion: Path) -> None:
-    shown = run(diffusion, *SFT, "--output", "two", "training.per_device_train_batch_size=2", command=LAUNCH, OMP_NUM_THREADS="1")
+    shown = run(
+        diffusion,
+        *SFT,
+        "--output",
+        "two",
+        "training.per_device_train_batch_size=2",
+        command=LAUNCH,
+        OMP_NUM_THREADS="1",
+    )
     assert foreign(shown) == []
     assert shown.count("sft: finished") == 1 and len(re.findall(r"\] sft done in", shown)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("columns", "more"), [(80, {}), *(pytest.param(160, more, marks=pytest.mark.nightly) for more in ({}, {"NO_COLOR": "1"}))]
+    ("columns", "more"),
+    [(80, {}), *(pytest.param(160, more, marks=pytest.mark.nightly) for more in ({}, {"NO_COLOR": "1"}))],
 )
 def test_on_a_terminal_lines_fit_it(diffusion: Path, columns: int, more: dict[str, str]) -> None:
     output = f"terminal-{columns}-{len(more)}"
@@ -216,7 +311,9 @@ def on_a_terminal(folder: Path, columns: int, *arguments: str, **more: str) -> s
     """What a command writes to a terminal of this width."""
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    with subprocess.Popen([*COMMAND, *arguments], cwd=folder, env=environment(**more), stdin=its, stdout=its, stderr=its) as process:
+    with subprocess.Popen(
+        [*COMMAND, *arguments], cwd=folder, env=environment(**more), stdin=its, stdout=its, stderr=its
+    ) as process:
         os.close(its)
         written = b"".join(iter(lambda: _read(own), b""))
     os.close(own)

@@ -26,7 +26,9 @@ def test_help_shows_the_settings_of_the_verb_and_where_the_others_are(verb: str)
     groups = groups_of_help(verb)
     names = [name for rows in groups.values() for name, *_ in rows]
     known = {setting.key for setting in settings_of_verb(verb)}
-    assert {name if name in known else f"training.{name}" for name in names} <= known and len(names) == len(set(names))
+    assert {name if name in known else f"training.{name}" for name in names} <= known and len(names) == len(
+        set(names)
+    )
     shown = {line.strip().split("  ")[0] for line in result.stdout.splitlines()}
     assert set(names) <= shown and {"sampler.steps", "lora.r", "data.max_rows", "model.path"} <= shown
     assert "weight_decay" not in result.stdout and f"unmask config {verb}" in result.stdout
@@ -36,7 +38,11 @@ def test_help_shows_the_settings_of_the_verb_and_where_the_others_are(verb: str)
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_begins_with_the_ten_settings_that_most_runs_set(verb: str) -> None:
     lines = [line.strip().split("  ")[0] for line in run(verb, "--help").stdout.splitlines()]
-    first = [line for line in lines[: next(at for at, line in enumerate(lines) if "Arguments" in line)] if line.startswith("--")]
+    first = [
+        line
+        for line in lines[: next(at for at, line in enumerate(lines) if "Arguments" in line)]
+        if line.startswith("--")
+    ]
     names = MOST_SET_OF_GRPO if verb == "grpo" else MOST_SET
     assert first == [f"--{name.replace('_', '-')}" for name in names] and len(first) == 10
 
@@ -55,7 +61,12 @@ def test_config_lists_all_settings_one_a_line() -> None:
     assert line.split()[1:3] == ["float", "0.0"] and "Weight decay" in line
 
 
-@given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=50), st.just("int"), st.text("cd ", max_size=99)), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.text("ab", min_size=1, max_size=50), st.just("int"), st.text("cd ", max_size=99)),
+        min_size=1,
+    )
+)
 def test_lines_hold_every_cell_and_no_line_is_too_long(rows: list[tuple[str, str, str]]) -> None:
     lines = list(as_lines(rows, 80))
     assert all(len(line) <= 80 for line in lines)
@@ -64,7 +75,11 @@ def test_lines_hold_every_cell_and_no_line_is_too_long(rows: list[tuple[str, str
 
 def test_config_finds_settings_and_prints_json() -> None:
     [found] = json.loads(run("config", "dpo", "training.learning_rate", "--json").stdout)
-    assert (found["key"], found["type"], found["default"]) == ("training.learning_rate", "float", 5e-6) and "AdamW" in found["help"]
+    assert (found["key"], found["type"], found["default"]) == (
+        "training.learning_rate",
+        "float",
+        5e-6,
+    ) and "AdamW" in found["help"]
     assert len(json.loads(run("config", "grpo", "--json").stdout)) > 250
 
 

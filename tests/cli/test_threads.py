@@ -18,7 +18,9 @@ from unmask.cli import threads
         ({"hidden_size": 64}, 4, {"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "3"}),
     ],
 )
-def test_a_small_model_has_two_threads_that_wait_briefly(config, cores, given, found, tmp_path, monkeypatch, capsys):
+def test_a_small_model_has_two_threads_that_wait_briefly(
+    config, cores, given, found, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "config.json").write_text(json.dumps(config))
     environ = dict(given)
     monkeypatch.setattr(threads.os, "environ", environ)

@@ -43,12 +43,23 @@ def make_model(template: str | None) -> DiffusionLM:
     """A bidirectional model over lower-case letters, with random weights."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz :\n/.\x1b")
     tokenizer.chat_template = template
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = PhiConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, initializer_range=0.2, **shape, **ids)
+    config = PhiConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, initializer_range=0.2, **shape, **ids
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return make_diffusion(AutoModelForCausalLM.from_config(config).eval(), tokenizer, attention="bidirectional", block_size=None)
+        return make_diffusion(
+            AutoModelForCausalLM.from_config(config).eval(),
+            tokenizer,
+            attention="bidirectional",
+            block_size=None,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +97,13 @@ def test_every_answer_is_that_of_generate_for_the_conversation(lm, chat):
     assert second == expected(lm, ("user", "hello"), ("assistant", first), ("user", "and then"))
     assert chat.command("/system be brief") == "system: be brief"
     third = ask(chat, "so")
-    turns = [("user", "hello"), ("assistant", first), ("user", "and then"), ("assistant", second), ("user", "so")]
+    turns = [
+        ("user", "hello"),
+        ("assistant", first),
+        ("user", "and then"),
+        ("assistant", second),
+        ("user", "so"),
+    ]
     assert third == expected(lm, ("system", "be brief"), *turns)
     chat.command("/reset")
     assert ask(chat, "hello") == expected(lm, ("system", "be brief"), ("user", "hello"))
@@ -133,7 +150,11 @@ def test_settings_are_changed_one_by_one_and_checked(lm, chat):
     chat.command("/settings steps = 3")
     assert chat.config.steps == 3
     listed = chat.command("/settings")
-    assert listed.startswith("max_new_tokens: 7\n") and "by default:\nmode: denoise\n" in listed and "policy: confidence" in listed
+    assert (
+        listed.startswith("max_new_tokens: 7\n")
+        and "by default:\nmode: denoise\n" in listed
+        and "policy: confidence" in listed
+    )
 
 
 def test_nested_settings(chat):
@@ -159,14 +180,21 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": answer},
     ]
-    assert json.loads(path.read_text()) == {"model": "the model", "raw": False, "settings": SETTINGS, "messages": turns}
+    assert json.loads(path.read_text()) == {
+        "model": "the model",
+        "raw": False,
+        "settings": SETTINGS,
+        "messages": turns,
+    }
     next_answer = ask(chat, "and then")
     chat.command(f"/save {path}")  # its own file may be replaced
     other = Chat(lm, "another", SamplerConfig())
     with pytest.raises(ConfigError, match=r"the file exists. Choose another name"):
         other.command(f"/save {path}")
     assert other.command(f"/load {path}") == "2 answers, of the model"
-    assert other.config == chat.config and other.messages == chat.messages and other.system_message == "be brief"
+    assert (
+        other.config == chat.config and other.messages == chat.messages and other.system_message == "be brief"
+    )
     assert ask(other, "so") == ask(chat, "so")
     assert other.messages[3]["content"] == next_answer
     other.command("/reset")
@@ -182,7 +210,10 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
         ("[]", "holds no conversation"),
         ('{"messages": []}', "model (FILE): is required"),
         ('{"model": "m", "messages": [{"role": "tool", "content": "a"}]}', "messages.0.role (FILE)"),
-        ('{"model": "m", "messages": [{"role": "user", "content": "a"}]}', "messages (FILE): the turns are not in order"),
+        (
+            '{"model": "m", "messages": [{"role": "user", "content": "a"}]}',
+            "messages (FILE): the turns are not in order",
+        ),
         ('{"model": "m", "messages": [], "settings": {"top_p": 2}}', "settings.top_p (FILE)"),
         ('{"model": "m", "messages": [], "settings": {"drafts": 2}}', "drafts"),
         ('{"model": "m", "messages": [], "raw": true}', "FILE: was saved with --raw. Start with --raw"),
@@ -234,7 +265,10 @@ def test_help_names_every_command(chat):
 
 def test_a_conversation_that_is_too_long_says_what_to_do(chat):
     ask(chat, "hello")
-    with pytest.raises(GenerationError, match=rf"exceed the context of {CONTEXT}. Begin a new one with /reset, or .* max_new_tokens=N"):
+    with pytest.raises(
+        GenerationError,
+        match=rf"exceed the context of {CONTEXT}. Begin a new one with /reset, or .* max_new_tokens=N",
+    ):
         ask(chat, "a" * CONTEXT)
     assert len(chat.messages) == 2
 
@@ -265,7 +299,9 @@ def test_each_line_of_a_pipe_gets_an_answer(lm, folder, tmp_path):
 def test_the_first_error_ends_a_pipe(folder):
     result = CliRunner().invoke(app, ["chat", str(folder)], input="/sav x\nhello\n")
     assert result.exit_code == 2 and result.stdout == "" and "Did you mean 'save'?" in result.stderr
-    result = CliRunner().invoke(app, ["chat", str(folder), "--raw", "--max-new-tokens", "3"], input=b"a\n\xff\n")
+    result = CliRunner().invoke(
+        app, ["chat", str(folder), "--raw", "--max-new-tokens", "3"], input=b"a\n\xff\n"
+    )
     assert result.exit_code == 2 and "UTF-8" in result.stderr
     assert CliRunner().invoke(app, ["chat", str(folder), "--drafts", "2"]).exit_code == 2
 
@@ -295,8 +331,23 @@ def test_errors_and_control_c_end_nothing(monkeypatch, lm, chat, tmp_path):
     unreadable = OSError(5, "Input/output error", "there")
     monkeypatch.setattr(module, "write_atomic", lambda *_: (_ for _ in ()).throw(unreadable))
     decode = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")
-    output = conversation(monkeypatch, chat, KeyboardInterrupt(), "/sav", decode, "", f"/save {tmp_path}/a", "a" * CONTEXT, "hello")
-    for message in ("error: /sav: is not a command", "is not UTF-8 text", "error: there: Input/output error", "error: conversation:"):
+    output = conversation(
+        monkeypatch,
+        chat,
+        KeyboardInterrupt(),
+        "/sav",
+        decode,
+        "",
+        f"/save {tmp_path}/a",
+        "a" * CONTEXT,
+        "hello",
+    )
+    for message in (
+        "error: /sav: is not a command",
+        "is not UTF-8 text",
+        "error: there: Input/output error",
+        "error: conversation:",
+    ):
         assert message in output
     answer = expected(lm, ("user", "hello"))
     assert module.shown(answer) in output and "12 tokens · 4 passes · 3.00 tokens per pass" in output
@@ -318,16 +369,25 @@ class Session:
 
     def __init__(self, *args: str, **environment: str):
         self.master, slave = pty.openpty()
-        env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color", "COLUMNS": "90", **environment}
+        env = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(REPOSITORY),
+            "TERM": "xterm-256color",
+            "COLUMNS": "90",
+            **environment,
+        }
         command = [sys.executable, "-m", "unmask", *args]
         streams = {"stdin": slave, "stdout": slave, "stderr": slave}
         controlling = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731 (so that Ctrl-C is a signal)
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, env=env, start_new_session=True, preexec_fn=controlling, **streams)
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=env, start_new_session=True, preexec_fn=controlling, **streams
+        )
         os.close(slave)
         self.output = ""
 
     def wait(self, text: str, seconds: float = 120, press: str = "") -> str:
-        """What was written up to this text, since the last wait; each second without output, press these keys."""
+        """What was written up to this text, since the last wait; each second without output, press these
+        keys."""
         until = time.monotonic() + seconds
         while text not in self.output:
             assert time.monotonic() < until, f"no {text!r} in {self.output!r}"

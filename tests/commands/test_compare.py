@@ -16,7 +16,12 @@ def files(tmp_path):
     for folder, solved, steps, extra in (("before", 6, 16, "x"), ("after", 18, 8, "y")):
         items = [Item(id=str(n), group=str(n), scores={"solved": float(n < solved)}) for n in range(30)]
         items.append(Item(id=extra, group=extra, scores={"solved": 1.0}))
-        part = TaskScores(task="sudoku", protocol={"sampler": {"steps": steps}}, metrics={"solved": Metric(mean=0.5)}, items=items)
+        part = TaskScores(
+            task="sudoku",
+            protocol={"sampler": {"steps": steps}},
+            metrics={"solved": Metric(mean=0.5)},
+            items=items,
+        )
         path = tmp_path / folder / "result.json"
         path.parent.mkdir()
         EvaluationResult(model={}, arguments={}, tasks=[part]).write(path)
@@ -64,6 +69,8 @@ def test_bad_input_is_one_line(files, tmp_path):
 
 def test_a_sampler_that_is_none_is_no_setting(files, tmp_path):
     text = (tmp_path / "after" / "result.json").read_text()
-    (tmp_path / "after" / "result.json").write_text(text.replace('"sampler": {\n     "steps": 8\n    }', '"sampler": [8]'))
+    (tmp_path / "after" / "result.json").write_text(
+        text.replace('"sampler": {\n     "steps": 8\n    }', '"sampler": [8]')
+    )
     done = run(*files)
     assert done.exit_code == 0 and "[8]" in done.output

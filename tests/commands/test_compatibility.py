@@ -58,7 +58,8 @@ PROPOSALS: dict[str, list[Changes]] = {
     r"model\.device_map=null|start one process": [{"model.device_map": None}],
     r"[Ll]eave optim_args out": [{"optim_args": None}],
     r"use optim adamw_torch_8bit .*train all weights in bfloat16": [
-        {"optim": optim, "model.dtype": "bfloat16", **WHOLE} for optim in ("adamw_torch_8bit", "adamw_torch_4bit")
+        {"optim": optim, "model.dtype": "bfloat16", **WHOLE}
+        for optim in ("adamw_torch_8bit", "adamw_torch_4bit")
     ],
     r"set model\.dtype to bfloat16": [{"model.dtype": "bfloat16"}],
     r"or --recipe offload|Use one of adamw": [{"optim": "adamw_torch"}],
@@ -79,11 +80,17 @@ PROPOSALS: dict[str, list[Changes]] = {
 
 def check(verb: str, path: Path, changes: Changes) -> ConfigError | None:
     """The error of a run with these settings, whose processes a launcher is still to start."""
-    model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
-    training = {name: value for name, value in changes.items() if name != "lora" and not name.startswith("model.")}
+    model = {
+        name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")
+    }
+    training = {
+        name: value for name, value in changes.items() if name != "lora" and not name.startswith("model.")
+    }
     own = {"use_cpu": True, "max_steps": 4}
     settings = {
-        "model": ModelConfig(path=str(path), attention=None if verb in ("convert", "grpo") else "bidirectional", **model),
+        "model": ModelConfig(
+            path=str(path), attention=None if verb in ("convert", "grpo") else "bidirectional", **model
+        ),
         "lora": changes.get("lora"),
     }
     config = RunConfig(**settings, training=own | training, output_dir="absent")
@@ -110,7 +117,8 @@ def test_what_an_error_proposes_is_accepted(verb, model):
         if (error := check(verb, model, changes)) is None:
             continue
         refused += 1
-        others = {str(check(verb, model, given[name])) for name in names if len(names) > 1}  # refused for themselves
+        # refused for themselves
+        others = {str(check(verb, model, given[name])) for name in names if len(names) > 1}
         for change in proposed(error):
             after = check(verb, model, changes | change)
             if after is not None and str(after) not in others:

@@ -15,7 +15,16 @@ from tests.generation.constraints.test_vocabulary import BYTE_LEVEL, SENTENCEPIE
 from tests.generation.tiny_models import PATTERNS, configs, prompt_lists, tiny
 from tests.helpers import partly_slow
 from tests.test_console import Terminal
-from unmask.commands.denoising_display import HIDDEN, MAX_COLUMNS, Canvas, denoise, display, generate_visibly, statistics, terminal
+from unmask.commands.denoising_display import (
+    HIDDEN,
+    MAX_COLUMNS,
+    Canvas,
+    denoise,
+    display,
+    generate_visibly,
+    statistics,
+    terminal,
+)
 from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
 from unmask.generation.frames import Frame, Revealed
@@ -34,23 +43,33 @@ def canvas(decoder: decoders.Decoder, names: list[str], ids: list[int], start: i
     lm = Named(decoder, names)
     lm.mask_token_id = MASK
     watched = Canvas(lm, request([*ids[:start], *[MASK] * (len(ids) - start)], start))
-    revealed = [Revealed(place, token, -0.1 * place) for place, token in enumerate(ids) if place >= start and token != MASK]
+    revealed = [
+        Revealed(place, token, -0.1 * place)
+        for place, token in enumerate(ids)
+        if place >= start and token != MASK
+    ]
     watched.update(Frame(1, revealed, [], start))
     return watched
 
 
 @pytest.mark.parametrize("decoder", [decoders.ByteLevel(), decoders.Sequence(SENTENCEPIECE[:3])])
 def test_characters_of_several_tokens_stay_whole(decoder):
-    names = BYTE_LEVEL if isinstance(decoder, decoders.ByteLevel) else ["▁a", "<0xC3>", "<0xA9>", "<0x0A>", "x"]
+    names = (
+        BYTE_LEVEL if isinstance(decoder, decoders.ByteLevel) else ["▁a", "<0xC3>", "<0xA9>", "<0x0A>", "x"]
+    )
     pieces = list(canvas(decoder, names, [1, 2, 3, MASK, 5, 2]).pieces())
     assert [piece.text for piece in pieces] == [" a", "é", "", "x", "\ufffd"]
-    assert [piece.probability for piece in pieces] == pytest.approx([1, 2.718281828**-0.2, 1, 2.718281828**-0.4, 2.718281828**-0.5])
+    assert [piece.probability for piece in pieces] == pytest.approx(
+        [1, 2.718281828**-0.2, 1, 2.718281828**-0.4, 2.718281828**-0.5]
+    )
 
 
 def test_only_the_first_word_of_a_text_loses_its_space():
     watched = canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [1, 2, MASK, 1, 2])
     assert watched.plain("_") == "a b_ a b"
-    assert canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [2, 1, 2, MASK], start=1).plain("_") == " a b_"
+    assert (
+        canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [2, 1, 2, MASK], start=1).plain("_") == " a b_"
+    )
     assert canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [MASK, 1, 2, MASK]).plain("_") == "_ a b_"
 
 
@@ -83,7 +102,9 @@ def test_the_last_canvas_shows_the_text(attention, block_size, data):
     seen: list[str] = []
     generation = denoise(lm, asked, config, lambda canvas: seen.append(canvas.plain()))
     assert seen[0] == HIDDEN * config.max_new_tokens
-    assert seen[-1].replace(HIDDEN, "") == generation.texts[0] == sampler.generate(lm, [prompt], config).texts[0]
+    assert (
+        seen[-1].replace(HIDDEN, "") == generation.texts[0] == sampler.generate(lm, [prompt], config).texts[0]
+    )
 
 
 def test_it_can_be_stopped_between_steps():
@@ -126,7 +147,8 @@ def test_on_a_terminal_it_is_a_region(xterm):
     xterm.setenv("COLUMNS", "300")
     watched = canvas(decoders.Fuse(), ["word ", "\x1b[31m"], [1, 2, *[1] * 80, MASK])
     output = drawn(watched)
-    assert "\x1b[31mword" in output and "\\u001b[31m" in output and f"\x1b[2m{HIDDEN}" in output  # red, as it is, dim
+    # red, as it is, dim
+    assert "\x1b[31mword" in output and "\\u001b[31m" in output and f"\x1b[2m{HIDDEN}" in output
     assert all(cell_len(Text.from_ansi(line).plain) <= MAX_COLUMNS for line in output.splitlines())
     assert output.endswith("\x1b[2K") or "\x1b[1A\x1b[2K" in output  # it is removed
     xterm.setenv("NO_COLOR", "1")
@@ -145,7 +167,8 @@ def test_a_long_text_is_shown_where_it_changes(xterm):
 def test_a_terminal_without_a_cursor_gets_lines(xterm):
     xterm.setenv("TERM", "dumb")
     assert terminal(Terminal()) is None and terminal(io.StringIO()) is None
-    assert drawn(canvas(decoders.Fuse(), ["a"], [1, MASK])) == "step 1: a_\n"  # of a stream without an encoding
+    # of a stream without an encoding
+    assert drawn(canvas(decoders.Fuse(), ["a"], [1, MASK])) == "step 1: a_\n"
 
 
 @pytest.mark.parametrize("infill", [False, True])
@@ -156,7 +179,9 @@ def test_prompts_are_denoised_one_after_the_other(infill):
     config, stream = SamplerConfig(max_new_tokens=6, tokens_per_step=2, temperature=1.0), io.StringIO()
     results = list(generate_visibly(lm, prompts, config, infill=infill, stream=stream))
     expected = (sampler.infill if infill else sampler.generate)(lm, prompts, config)
-    assert [result.tokens[0] for result in results] == expected.tokens and [result.texts[0] for result in results] == expected.texts
+    assert [result.tokens[0] for result in results] == expected.tokens and [
+        result.texts[0] for result in results
+    ] == expected.texts
     last = [line for line in stream.getvalue().splitlines() if line.startswith("prompt")]
     assert len(last) == 3 and last[1].startswith("prompt 1: " + ("1 tokens · 1 passes" if infill else ""))
     assert statistics(12, 8, 0.456) == "12 tokens · 8 passes · 1.50 tokens per pass · 0.5 s"

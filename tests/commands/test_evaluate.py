@@ -80,10 +80,18 @@ def test_a_result_says_what_it_was_made_of_and_runs_itself_again(model, tmp_path
     assert "pass@2" in shown and "tokens per second" in shown
     result = read_result(output)
     (scores,) = result.tasks
-    assert result.model["path"] == model and len(result.model["fingerprint"]) == 64 and result.model["dtype"] == "float64"
+    assert (
+        result.model["path"] == model
+        and len(result.model["fingerprint"]) == 64
+        and result.model["dtype"] == "float64"
+    )
     assert scores.protocol["sampler"]["temperature"] == 1 and scores.protocol["sampler"]["seed"] == 5
-    assert [len(item.completions) for item in scores.items] == [2] * 5 and all(item.traces for item in scores.items)
-    assert result.environment["packages"]["torch"] and result.times["tasks"]["sudoku"]["tokens_per_second"] > 0
+    assert [len(item.completions) for item in scores.items] == [2] * 5 and all(
+        item.traces for item in scores.items
+    )
+    assert (
+        result.environment["packages"]["torch"] and result.times["tasks"]["sudoku"]["tokens_per_second"] > 0
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
     assert "the same scores and items" in unmask("evaluate", "--rerun", output)
 
@@ -93,17 +101,34 @@ def test_a_result_says_what_it_was_made_of_and_runs_itself_again(model, tmp_path
     output.write_text(json.dumps(changed))
     again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
     assert again.exit_code == 1
-    assert "items that differ" in again.output and "1 of 5" in again.output and "packages.torch" in again.output
+    assert (
+        "items that differ" in again.output and "1 of 5" in again.output and "packages.torch" in again.output
+    )
 
 
 def test_several_tasks_at_once(model, tmp_path):
     rows = [{"input": "3,4,5", "output": "12"}, {"input": "2,4,6", "output": "12"}]
     (tmp_path / "countdown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own, output = ["--data", f"countdown={tmp_path / 'countdown.jsonl'}"], tmp_path / "out.json"
-    unmask("evaluate", model, "--task", "sudoku,countdown", "--task", "sudoku", *own, "--rows", 2, "--output", output)
+    unmask(
+        "evaluate",
+        model,
+        "--task",
+        "sudoku,countdown",
+        "--task",
+        "sudoku",
+        *own,
+        "--rows",
+        2,
+        "--output",
+        output,
+    )
     one, other = read_result(output).tasks
     assert (one.task, other.task, one.protocol["data"]) == ("sudoku", "countdown", "generated")
-    assert one.protocol["sampler"]["max_new_tokens"] == get_task("sudoku").max_completion and len(other.items) == 2
+    assert (
+        one.protocol["sampler"]["max_new_tokens"] == get_task("sudoku").max_completion
+        and len(other.items) == 2
+    )
 
 
 def test_a_likelihood_is_a_result_too(model, tmp_path):
@@ -111,7 +136,11 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
     unmask("evaluate", model, "--likelihood", tmp_path / "text.txt", "--output", tmp_path / "out.json")
     (scores,) = read_result(tmp_path / "out.json").tasks
     (metric,), (first, second, _) = scores.metrics.values(), scores.items
-    assert metric.low < metric.mean < metric.high and not metric.higher_is_better and metric.standard_error is None
+    assert (
+        metric.low < metric.mean < metric.high
+        and not metric.higher_is_better
+        and metric.standard_error is None
+    )
     assert first.prompt == "1234" and first.details["tokens"] == 4 and first.id != second.id
     assert first.details["log_likelihood"] == pytest.approx(-4 * first.scores["nats per token"])
     assert metric.mean == pytest.approx(sum(item.scores["nats per token"] for item in scores.items) / 3)
@@ -128,20 +157,38 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--task", "gsm8k"], "generates no problems"),
         (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
         (["--task", "sudoku,countdown", "--data", "a.csv"], "does not say which task it belongs to"),
-        (["--task", "sudoku", "--data", "sudoku=a.csv", "--data", "sudoku=b.csv"], "data sudoku=b.csv: has two files"),
+        (
+            ["--task", "sudoku", "--data", "sudoku=a.csv", "--data", "sudoku=b.csv"],
+            "data sudoku=b.csv: has two files",
+        ),
         (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset on the hub"),
-        (["--task", "sudoku", "--max-new-tokens", "5"], "--max-new-tokens: the answers of sudoku have a length of their own"),
+        (
+            ["--task", "sudoku", "--max-new-tokens", "5"],
+            "--max-new-tokens: the answers of sudoku have a length of their own",
+        ),
         (["--task", "sudoku", "--style", "chat"], "chat template"),
         (["--task", "sudoku", "--attempts", "3"], "at temperature 0 are all the same"),
         (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),
-        (["--task", "sudoku", "--attempts", "3", "--temperature", "1", "--pass-at", "1,x"], "pass_at: 'x' is no number"),
+        (
+            ["--task", "sudoku", "--attempts", "3", "--temperature", "1", "--pass-at", "1,x"],
+            "pass_at: 'x' is no number",
+        ),
         (["--task", "sudoku", "--shots", "100"], "exceed the context"),
-        (["--likelihood", "docs/samples/stories.txt", "--steps", "3"], "--steps: a likelihood generates no text"),
-        (["--likelihood", "docs/samples/stories.txt", "--guidance", "1"], "--guidance: a likelihood generates no text"),
+        (
+            ["--likelihood", "docs/samples/stories.txt", "--steps", "3"],
+            "--steps: a likelihood generates no text",
+        ),
+        (
+            ["--likelihood", "docs/samples/stories.txt", "--guidance", "1"],
+            "--guidance: a likelihood generates no text",
+        ),
         (["--likelihood", "missing.txt"], "missing.txt"),
         (["--likelihood", "a.txt", "--attempts", "2"], "attempts: is read by --task only"),
         (["--task", "sudoku", "--samples", "3"], "samples: is read by --likelihood or --lm-eval only"),
-        (["--task", "sudoku", "--estimator", "exact"], "estimator: is read by --likelihood or --lm-eval only"),
+        (
+            ["--task", "sudoku", "--estimator", "exact"],
+            "estimator: is read by --likelihood or --lm-eval only",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_error(words, message, model, tmp_path):
@@ -173,7 +220,11 @@ def test_a_result_of_another_model_cannot_be_rerun(model, tmp_path, monkeypatch)
     character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=1).save(own)
     monkeypatch.setattr(tasks, "generate", None)  # found before anything is computed
     error = refused("evaluate", "--rerun", output).splitlines()[-1]
-    assert error.startswith("error: ") and "of another model than there is now (fingerprint: " in error and output.read_bytes() == before
+    assert (
+        error.startswith("error: ")
+        and "of another model than there is now (fingerprint: " in error
+        and output.read_bytes() == before
+    )
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -188,13 +239,21 @@ def test_a_rerun_may_accept_unsandboxed_code(first, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "rerun", rerun)
     (tmp_path / "out.json").write_text("{}")
     words = ["--rerun", tmp_path / "out.json"]
-    assert "enough" in refused("evaluate", *(["--i-accept-unsandboxed-code", *words] if first else [*words, "--i-accept-unsandboxed-code"]))
+    assert "enough" in refused(
+        "evaluate",
+        *(["--i-accept-unsandboxed-code", *words] if first else [*words, "--i-accept-unsandboxed-code"]),
+    )
     assert seen == ["1"]
 
 
 @pytest.mark.parametrize(
     ("words", "name"),
-    [(["model"], "model"), (["--batch-size", "3"], "--batch-size"), (["--output", "b.json"], "--output"), (["--overwrite"], "--overwrite")],
+    [
+        (["model"], "model"),
+        (["--batch-size", "3"], "--batch-size"),
+        (["--output", "b.json"], "--output"),
+        (["--overwrite"], "--overwrite"),
+    ],
 )
 def test_a_rerun_reads_no_other_options(words, name, tmp_path):
     file = tmp_path / "out.json"
@@ -225,12 +284,26 @@ def test_arguments_of_another_kind_cannot_be_rerun(model, tmp_path):
 
 def test_the_speed_is_that_of_the_items_asked_now(model, tmp_path):
     output, log = tmp_path / "out.json", tmp_path / "out.json.items.jsonl"
-    command = ["evaluate", model, *DRAWN, "--attempts", 3, "--pass-at", "1,3", "--rows", 4, "--output", output]
+    command = [
+        "evaluate",
+        model,
+        *DRAWN,
+        "--attempts",
+        3,
+        "--pass-at",
+        "1,3",
+        "--rows",
+        4,
+        "--output",
+        output,
+    ]
     unmask(*command)
     (scores,) = read_result(output).tasks
     assert {"pass@1", "pass@3"} <= set(scores.metrics)
     identity = {"model": read_result(output).model, "protocols": {"sudoku": {}}, "pass_at": [1, 3]}
-    identity["protocols"]["sudoku"] = {name: scores.protocol[name] for name in ("rows", "rows_sha256", "attempts", "sampler")}
+    identity["protocols"]["sudoku"] = {
+        name: scores.protocol[name] for name in ("rows", "rows_sha256", "attempts", "sampler")
+    }
     finished = [{"task": "sudoku", "item": item.model_dump(mode="json")} for item in scores.items]
     log.write_text("".join(json.dumps(line) + "\n" for line in [{"evaluation": identity}, *finished]))
     unmask(*command, "--overwrite")
@@ -242,17 +315,25 @@ def test_the_speed_is_that_of_the_items_asked_now(model, tmp_path):
 def test_the_items_of_another_evaluation_are_not_taken(model, tmp_path):
     output = tmp_path / "out.json"
     unmask("evaluate", model, *DRAWN, "--rows", 2, "--output", output)
-    (tmp_path / "out.json.items.jsonl").write_text('{"evaluation": {"model": {}}}\n{"task": "sudoku", "item": {}}\n')
-    assert "another evaluation" in refused("evaluate", model, *DRAWN, "--rows", 2, "--output", output, "--overwrite")
+    (tmp_path / "out.json.items.jsonl").write_text(
+        '{"evaluation": {"model": {}}}\n{"task": "sudoku", "item": {}}\n'
+    )
+    assert "another evaluation" in refused(
+        "evaluate", model, *DRAWN, "--rows", 2, "--output", output, "--overwrite"
+    )
 
 
 def killed_and_resumed(model: str, folder: Path, kills: list[int], words: list[str]) -> None:
-    """An evaluation that is killed when so many more items are finished, and goes on with another batch size, gives the same result."""
+    """An evaluation that is killed when so many more items are finished, and goes on with another batch size,
+    gives the same result."""
     command = ["evaluate", model, *words, "--output"]
     unmask(*command, folder / "straight.json")
     output, log = folder / "out.json", folder / "out.json.items.jsonl"
     for kill in kills:
-        process = subprocess.run([sys.executable, "-c", KILLED, str(kill), *command, str(output), "--batch-size", "4"], capture_output=True)
+        process = subprocess.run(
+            [sys.executable, "-c", KILLED, str(kill), *command, str(output), "--batch-size", "4"],
+            capture_output=True,
+        )
         assert process.returncode == -signal.SIGKILL and log.exists() and not output.exists()
     unmask(*command, output, "--batch-size", 3)
     straight, resumed = read_result(folder / "straight.json"), read_result(output)
@@ -271,7 +352,9 @@ def test_two_evaluations_at_once_do_not_write_one_output(model, tmp_path):
     command = ["evaluate", model, *DRAWN, "--rows", "4", "--output"]
     unmask(*command, tmp_path / "alone.json")
     stopped = KILLED.replace("SIGKILL", "SIGSTOP")
-    first = subprocess.Popen([sys.executable, "-c", stopped, "1", *command, str(tmp_path / "out.json")], stdout=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [sys.executable, "-c", stopped, "1", *command, str(tmp_path / "out.json")], stdout=subprocess.DEVNULL
+    )
     try:
         assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])  # in the middle
         error = refused(*command, tmp_path / "out.json")
@@ -287,8 +370,19 @@ def test_two_evaluations_at_once_do_not_write_one_output(model, tmp_path):
 
 def text_of_forty(folder: Path) -> list[str]:
     """The options that measure its likelihood."""
-    (folder / "text.txt").write_text("\n\n".join(str(10**10 + 123456789 * number)[1:].translate(DIGITS) for number in range(40)))
-    return ["--likelihood", str(folder / "text.txt"), "--estimator", "elbo", "--attention", "bidirectional", "--dtype", "float64"]
+    (folder / "text.txt").write_text(
+        "\n\n".join(str(10**10 + 123456789 * number)[1:].translate(DIGITS) for number in range(40))
+    )
+    return [
+        "--likelihood",
+        str(folder / "text.txt"),
+        "--estimator",
+        "elbo",
+        "--attention",
+        "bidirectional",
+        "--dtype",
+        "float64",
+    ]
 
 
 @pytest.mark.slow
@@ -306,7 +400,10 @@ def test_an_evaluation_killed_again_and_again_goes_on(model, tmp_path):
     ("launcher", "measured"),
     [
         ("torchrun", "likelihood"),
-        *(pytest.param(launcher, "task", marks=pytest.mark.nightly) for launcher in ("torchrun", "accelerate")),
+        *(
+            pytest.param(launcher, "task", marks=pytest.mark.nightly)
+            for launcher in ("torchrun", "accelerate")
+        ),
         pytest.param("accelerate", "likelihood", marks=pytest.mark.nightly),
     ],
 )
@@ -315,7 +412,10 @@ def test_two_processes_share_the_items(launcher, measured, model, tmp_path):
     command = ["evaluate", model, *words, "--output"]
     unmask(*command, tmp_path / "alone.json")
     before = set(tmp_path.iterdir())
-    run_all([sys.executable, *TWO_PROCESSES[launcher], "-m", "unmask", *command, str(tmp_path / "two.json")], timeout=300)
+    run_all(
+        [sys.executable, *TWO_PROCESSES[launcher], "-m", "unmask", *command, str(tmp_path / "two.json")],
+        timeout=300,
+    )
     assert lasting(read_result(tmp_path / "two.json")) == lasting(read_result(tmp_path / "alone.json"))
     assert set(tmp_path.iterdir()) - before == {tmp_path / "two.json"}
 
@@ -324,12 +424,33 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
     """Prompt, sampler and rules; what the user gives replaces it, and the result says so."""
     output = tmp_path / "out.json"
     shorter = ["--max-new-tokens", 17, "--steps", 17, "--temperature", 0]
-    unmask("evaluate", model, "--task", "sudoku", "--protocol", "dream-base/cut", "--shots", 0, "--rows", 3, *shorter, "--output", output)
+    unmask(
+        "evaluate",
+        model,
+        "--task",
+        "sudoku",
+        "--protocol",
+        "dream-base/cut",
+        "--shots",
+        0,
+        "--rows",
+        3,
+        *shorter,
+        "--output",
+        output,
+    )
     (scores,) = read_result(output).tasks
     authors, used = scores.protocol["authors"], scores.protocol["sampler"]
-    assert (authors["name"], authors["variant"], authors["shots"]) == ("dream-base", "cut", 8) and scores.protocol["shots"] == 0
+    assert (authors["name"], authors["variant"], authors["shots"]) == (
+        "dream-base",
+        "cut",
+        8,
+    ) and scores.protocol["shots"] == 0
     assert authors["sources"] and authors["differences"]
-    assert authors["replaced"] == {"max_new_tokens": {"protocol": 24, "used": 17}, "steps": {"protocol": 24, "used": 17}}
+    assert authors["replaced"] == {
+        "max_new_tokens": {"protocol": 24, "used": 17},
+        "steps": {"protocol": 24, "used": 17},
+    }
     assert (used["policy"], used["schedule"], used["max_new_tokens"]) == ("entropy", "dream", 17)
     assert "the same scores and items" in unmask("evaluate", "--rerun", output)
 
@@ -337,7 +458,10 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task", "sudoku", "--protocol", "dreambase"], "there is no protocol 'dreambase'. Did you mean 'dream-base'?"),
+        (
+            ["--task", "sudoku", "--protocol", "dreambase"],
+            "there is no protocol 'dreambase'. Did you mean 'dream-base'?",
+        ),
         (["--task", "sudoku", "--protocol", "llada-base"], "protocol llada-base: has no task 'sudoku'"),
         (["--task", "sudoku", "--protocol", "d1"], "chat template"),
     ],
@@ -359,13 +483,23 @@ def test_a_rerun_names_the_tasks_that_only_one_result_has(model, tmp_path):
 
 
 def test_a_metric_that_is_not_a_number_is_no_difference():
-    before = EvaluationResult(model={}, arguments={}, tasks=[TaskScores(task="t", protocol={}, metrics={"mcc": Metric(mean=math.nan)})])
-    assert commands.differences(before, EvaluationResult.model_validate_json(before.model_dump_json())) == ([], [])
+    before = EvaluationResult(
+        model={},
+        arguments={},
+        tasks=[TaskScores(task="t", protocol={}, metrics={"mcc": Metric(mean=math.nan)})],
+    )
+    assert commands.differences(before, EvaluationResult.model_validate_json(before.model_dump_json())) == (
+        [],
+        [],
+    )
 
 
 def test_an_output_that_cannot_be_written_is_named_before_the_work(model, tmp_path):
     (tmp_path / "text.txt").write_text("1234")
-    for output, message in ((tmp_path / "text.txt" / "out.json", "is a file, not a folder"), (tmp_path, "is a folder, not a file")):
+    for output, message in (
+        (tmp_path / "text.txt" / "out.json", "is a file, not a folder"),
+        (tmp_path, "is a folder, not a file"),
+    ):
         for words in (["--task", "sudoku"], ["--likelihood", tmp_path / "text.txt"]):
             assert message in refused("evaluate", model, *words, "--output", output, "--overwrite")
     assert (tmp_path / "text.txt").read_text() == "1234"

@@ -23,7 +23,9 @@ from unmask.tasks import get_task
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A bidirectional model over Sudoku's characters."""
     folder = tmp_path_factory.mktemp("curve")
-    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(folder / "causal")
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(
+        folder / "causal"
+    )
     load(folder / "causal", attention="bidirectional").save(folder / "model")
     return str(folder / "model")
 
@@ -36,7 +38,18 @@ def evaluate(*words: object, status: int = 0) -> str:
 
 def test_each_point_has_its_sampler_and_its_speed(model, tmp_path):
     output = tmp_path / "curve.json"
-    shown = evaluate(model, "--task", "sudoku", "--rows", 6, "--curve", "steps=2,17", "--no-stop-at-eos", "--output", output)
+    shown = evaluate(
+        model,
+        "--task",
+        "sudoku",
+        "--rows",
+        6,
+        "--curve",
+        "steps=2,17",
+        "--no-stop-at-eos",
+        "--output",
+        output,
+    )
     result = read_result(output)
     *points, area = result.tasks
     fast, slow = points
@@ -61,7 +74,10 @@ def test_a_curve_is_compared_and_reported(tmp_path):
         points = [of_steps(steps, solved) for steps in (2, 8)]
         write(path, [*points, curve_scores("steps=2,8", points)])
     done = CliRunner(env={"COLUMNS": "150"}).invoke(app, ["compare", *map(str, paths)])
-    assert done.exit_code == 0 and "sudoku, steps 2" in done.output and "curve" not in done.output, (done.output, done.exception)
+    assert done.exit_code == 0 and "sudoku, steps 2" in done.output and "curve" not in done.output, (
+        done.output,
+        done.exception,
+    )
     done = CliRunner().invoke(app, ["report", str(paths[0]), "--output", str(tmp_path / "report.html")])
     assert done.exit_code == 0, (done.output, done.exception)
     area = area_under(points_of(paths[0]))
@@ -72,11 +88,25 @@ def test_a_curve_is_compared_and_reported(tmp_path):
 def of_steps(steps, solved):
     """A point with 8 tokens for each answer."""
     items = [
-        Item(id=str(n), group=str(n), scores={"solved": float(value)}, completions=["1"], tokens=8, steps=steps, passes=steps)
+        Item(
+            id=str(n),
+            group=str(n),
+            scores={"solved": float(value)},
+            completions=["1"],
+            tokens=8,
+            steps=steps,
+            passes=steps,
+        )
         for n, value in enumerate(solved)
     ]
     metrics = {"solved": Metric(mean=sum(solved) / max(1, len(solved)))}
-    return TaskScores(task="sudoku", protocol={"sampler": {"steps": steps}}, metrics=metrics, statuses={"ok": len(items)}, items=items)
+    return TaskScores(
+        task="sudoku",
+        protocol={"sampler": {"steps": steps}},
+        metrics=metrics,
+        statuses={"ok": len(items)},
+        items=items,
+    )
 
 
 def write(path, tasks):
@@ -92,9 +122,23 @@ def test_without_a_verdict_a_curve_has_no_area():
 
 
 def test_lossy_caches_are_points_too(model, tmp_path):
-    evaluate(model, "--task", "sudoku,shuffle", "--rows", 2, "--curve", "cache=exact,prefix,dual", "--output", tmp_path / "out.json")
+    evaluate(
+        model,
+        "--task",
+        "sudoku,shuffle",
+        "--rows",
+        2,
+        "--curve",
+        "cache=exact,prefix,dual",
+        "--output",
+        tmp_path / "out.json",
+    )
     assert labels(read_result(tmp_path / "out.json").tasks) == [
-        *(f"{task}, cache {cache}" for task in ("sudoku", "shuffle") for cache in ("exact", "prefix", "dual")),
+        *(
+            f"{task}, cache {cache}"
+            for task in ("sudoku", "shuffle")
+            for cache in ("exact", "prefix", "dual")
+        ),
         "sudoku, curve",
         "shuffle, curve",
     ]
@@ -103,7 +147,11 @@ def test_lossy_caches_are_points_too(model, tmp_path):
 def test_a_killed_curve_goes_on_at_its_point(model, tmp_path, monkeypatch):
     from unmask.commands.evaluate import evaluate as run
 
-    sections = ModelConfig(path=model), EvaluationConfig(task=["sudoku"], rows=4, curve="steps=2,4,8"), SamplerConfig()
+    sections = (
+        ModelConfig(path=model),
+        EvaluationConfig(task=["sudoku"], rows=4, curve="steps=2,4,8"),
+        SamplerConfig(),
+    )
     whole = run(*sections, tmp_path / "whole.json")
     calls, generate = [], tasks.generate
 

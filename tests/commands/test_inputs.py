@@ -1,4 +1,5 @@
-"""The tokenizer of a new model: trained on the data, or another one; and where models and data are looked for."""
+"""The tokenizer of a new model: trained on the data, or another one; and where models and data are looked
+for."""
 
 from __future__ import annotations
 
@@ -26,26 +27,53 @@ def story(tmp_path):
 
 
 def pretrain(model, data, output, *more):
-    return unmask("pretrain", "--model", model, "--data", data, "--output", output, *QUICK, "training.max_length=32", *more)
+    return unmask(
+        "pretrain",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        output,
+        *QUICK,
+        "training.max_length=32",
+        *more,
+    )
 
 
 def test_a_model_from_scratch_gets_a_tokenizer_trained_on_its_data(model, story, tmp_path):
-    assert_refused(pretrain(model, story, tmp_path / "out", "model.from_scratch=true"), "story.txt", "unknown to the tokenizer", "'t'")
+    assert_refused(
+        pretrain(model, story, tmp_path / "out", "model.from_scratch=true"),
+        "story.txt",
+        "unknown to the tokenizer",
+        "'t'",
+    )
     for name in ("one", "two"):
-        result = pretrain(model, story, tmp_path / name, "model.from_scratch=true", "--tokenizer", "train:280")
+        result = pretrain(
+            model, story, tmp_path / name, "model.from_scratch=true", "--tokenizer", "train:280"
+        )
         assert result.exit_code == 0, (result.output, result.exception)
     lm = load(tmp_path / "one" / "model")
     tokens = lm.tokenizer.tokenize(STORY.strip())
     assert len(tokens) < len(STORY) / 2 and lm.tokenizer.unk_token_id is None
     assert lm.model.config.vocab_size == len(lm.tokenizer) == 281  # with the mask token
-    assert [lm.config.bos_token_id, lm.config.eos_token_id] == [lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id]
+    assert [lm.config.bos_token_id, lm.config.eos_token_id] == [
+        lm.tokenizer.bos_token_id,
+        lm.tokenizer.eos_token_id,
+    ]
     assert lm.eos_token_ids == (lm.tokenizer.eos_token_id,)
     for name in ("tokenizer.json", "model.safetensors"):
-        assert (tmp_path / "one" / "model" / name).read_bytes() == (tmp_path / "two" / "model" / name).read_bytes()
-    generated = unmask("generate", tmp_path / "one" / "model", "--prompt", "Once upon", "--max-new-tokens", "4", "--json")
+        assert (tmp_path / "one" / "model" / name).read_bytes() == (
+            tmp_path / "two" / "model" / name
+        ).read_bytes()
+    generated = unmask(
+        "generate", tmp_path / "one" / "model", "--prompt", "Once upon", "--max-new-tokens", "4", "--json"
+    )
     assert generated.exit_code == 0 and json.loads(generated.stdout)["prompt"] == "Once upon"
 
-    other = pretrain(model, story, tmp_path / "other", "model.from_scratch=true", "--tokenizer", tmp_path / "one" / "model")
+    other = pretrain(
+        model, story, tmp_path / "other", "model.from_scratch=true", "--tokenizer", tmp_path / "one" / "model"
+    )
     assert other.exit_code == 0, (other.output, other.exception)
     assert load(tmp_path / "other" / "model").tokenizer.get_vocab() == lm.tokenizer.get_vocab()
 
@@ -61,15 +89,27 @@ def test_it_is_trained_on_a_stream_too(model, story, tmp_path):
 @pytest.mark.parametrize(
     ("verb", "options", "words"),
     [
-        ("pretrain", ["--tokenizer", "train:300"], ["model.tokenizer", "keeps the tokenizer", "model.from_scratch=true"]),
+        (
+            "pretrain",
+            ["--tokenizer", "train:300"],
+            ["model.tokenizer", "keeps the tokenizer", "model.from_scratch=true"],
+        ),
         ("sft", ["--tokenizer", "train:300"], ["model.tokenizer", "model.from_scratch=true (pretrain only)"]),
         (
             "pretrain",
             ["--tokenizer", "train:100", "model.from_scratch=true"],
             ["model.tokenizer", "'train:100' has no size from 259", "train:8000"],
         ),
-        ("pretrain", ["--tokenizer", "train:8k", "model.from_scratch=true"], ["model.tokenizer", "'train:8k' has no size", "train:8000"]),
-        ("pretrain", ["--tokenizer", "nowhere", "model.from_scratch=true"], ["nowhere", "no usable tokenizer"]),
+        (
+            "pretrain",
+            ["--tokenizer", "train:8k", "model.from_scratch=true"],
+            ["model.tokenizer", "'train:8k' has no size", "train:8000"],
+        ),
+        (
+            "pretrain",
+            ["--tokenizer", "nowhere", "model.from_scratch=true"],
+            ["nowhere", "no usable tokenizer"],
+        ),
     ],
 )
 def test_a_tokenizer_that_cannot_be_had_is_refused(verb, options, words, model, story, tmp_path):
@@ -79,7 +119,17 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(verb, options, words, model, 
 
 
 def test_without_data_no_tokenizer_is_trained(model, tmp_path):
-    run = ["pretrain", "--model", model, "--output", tmp_path / "out", *QUICK, "model.from_scratch=true", "--tokenizer", "train:300"]
+    run = [
+        "pretrain",
+        "--model",
+        model,
+        "--output",
+        tmp_path / "out",
+        *QUICK,
+        "model.from_scratch=true",
+        "--tokenizer",
+        "train:300",
+    ]
     assert_refused(unmask(*run), "data.train", "no training data", "--data FILE_OR_ID or --task NAME")
     (tmp_path / "empty.txt").write_text("\n")
     assert_refused(unmask(*run, "--data", tmp_path / "empty.txt"), "empty.txt", "empty")
@@ -97,21 +147,34 @@ def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished/manifest.json").write_text("{}")
     refused = unmask("generate", tmp_path / "unfinished", "--prompt", "1=")
-    assert_refused(refused, "unfinished: is the folder of a run that has not saved its model. Finish it with --resume")
+    assert_refused(
+        refused, "unfinished: is the folder of a run that has not saved its model. Finish it with --resume"
+    )
     assert load(run).settings == load(model).settings and initialise(run, seed=0).tokenizer.get_vocab()
     assert Blueprint.read(ModelConfig(path=str(run))).config.hidden_size == load(model).config.hidden_size
-    for verb in (["inspect", run, "--hardware", "h100-80gb"], ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"]):
+    for verb in (
+        ["inspect", run, "--hardware", "h100-80gb"],
+        ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"],
+    ):
         result = unmask(*verb)
         assert result.exit_code == 0, (result.output, result.exception)
     (run / "manifest.json").write_text('{"state": "finished"}')
     load(run)
     (run / "manifest.json").write_text('{"state": "interrupted"}')
-    with pytest.warns(UnmaskWarning, match=r"the run has not finished \(interrupted\), so .*model may be the model of an earlier one"):
+    with pytest.warns(
+        UnmaskWarning,
+        match=r"the run has not finished \(interrupted\), so .*model may be the model of an earlier one",
+    ):
         load(run)
     (run / "manifest.json").unlink()
     trained = unmask("pretrain", "--model", run, "--task", "sudoku", "--output", tmp_path / "out", *QUICK)
     assert trained.exit_code == 0, (trained.output, trained.exception)
-    assert unmask("evaluate", tmp_path / "out", "--task", "sudoku", "--rows", "2", "--max-new-tokens", "17").exit_code == 0
+    assert (
+        unmask(
+            "evaluate", tmp_path / "out", "--task", "sudoku", "--rows", "2", "--max-new-tokens", "17"
+        ).exit_code
+        == 0
+    )
 
 
 def test_a_folder_with_a_config_of_its_own_is_the_model(model, tmp_path):
@@ -125,8 +188,14 @@ def test_a_folder_with_a_config_of_its_own_is_the_model(model, tmp_path):
     ("verb", "options"),
     [
         *((verb, ["--data", "nowhere.jsonl"]) for verb in ("pretrain", "convert", "sft", "dpo", "grpo")),
-        *((verb, ["--data", "there.jsonl", "data.eval=nowhere.jsonl"]) for verb in ("pretrain", "convert", "sft", "dpo", "grpo")),
-        *((verb, ["--task", "sudoku", "data.eval=nowhere.jsonl"]) for verb in ("pretrain", "convert", "sft", "dpo", "grpo")),
+        *(
+            (verb, ["--data", "there.jsonl", "data.eval=nowhere.jsonl"])
+            for verb in ("pretrain", "convert", "sft", "dpo", "grpo")
+        ),
+        *(
+            (verb, ["--task", "sudoku", "data.eval=nowhere.jsonl"])
+            for verb in ("pretrain", "convert", "sft", "dpo", "grpo")
+        ),
         ("pretrain", ["--data", "nowhere.jsonl", "data.streaming=true"]),
         ("convert", ["data.train=[{path: there.jsonl}, {path: nowhere.jsonl}]"]),
         ("convert", ["data.train=[{path: there.jsonl}, {path: nowhere.jsonl}]", "data.streaming=true"]),
@@ -143,14 +212,22 @@ def test_missing_data_is_found_before_the_model_is_loaded(verb, options, model, 
     for module in ("commands.inputs", "commands.evaluate"):
         monkeypatch.setattr(f"unmask.{module}.load", refuse)
     rows = {"text": "1", "prompt": "1", "completion": "2", "chosen": "2", "rejected": "3"}
-    columns = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected"), "grpo": ("prompt",)}.get(verb, ("text",))
+    columns = {
+        "sft": ("prompt", "completion"),
+        "dpo": ("prompt", "chosen", "rejected"),
+        "grpo": ("prompt",),
+    }.get(verb, ("text",))
     (tmp_path / "there.jsonl").write_text(json.dumps({name: rows[name] for name in columns}) + "\n")
     options = [str(model) if option == "MODEL" else option for option in options]
     if verb == "evaluate":
         assert_refused(unmask(verb, model, *options), "nowhere.jsonl", "no such file")
         return
     more = [*GRPO, 'rewards=["sudoku"]'] if verb == "grpo" else []
-    assert_refused(unmask(verb, "--model", model, "--output", "out", *QUICK, *more, *options), "nowhere.jsonl", "no such file")
+    assert_refused(
+        unmask(verb, "--model", model, "--output", "out", *QUICK, *more, *options),
+        "nowhere.jsonl",
+        "no such file",
+    )
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "convert"])

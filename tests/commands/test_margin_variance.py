@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from tests.training.tiny_runs import PREFERENCES, make, moved, tiny, unmask
-from unmask.commands.margin_variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, as_table, drawn_margins, variances
+from unmask.commands.margin_variance import (
+    COMPLEMENTARY,
+    DEFAULT,
+    ESTIMATORS,
+    INDEPENDENT,
+    as_table,
+    drawn_margins,
+    variances,
+)
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw
 from unmask.preference.trainer import DPOTrainer, PreferenceBatch
@@ -21,12 +29,17 @@ SHARED = "independent times, shared masks"
 def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DPOTrainer:
     """A policy that differs from its reference."""
     tiny(*pattern).save(folder / "reference")
-    shape = {"reference": "frozen", "reference_model": str(folder / "reference"), "rows": rows or PREFERENCES[4:6]}
+    shape = {
+        "reference": "frozen",
+        "reference_model": str(folder / "reference"),
+        "rows": rows or PREFERENCES[4:6],
+    }
     return make("dpo", folder / "run", moved(tiny(*pattern)), **shape | more)
 
 
 def copies(trainer: DPOTrainer, count: int) -> Any:
-    """The first pair repeated, each time with other masks: the margins of one redraw are then that many redraws."""
+    """The first pair repeated, each time with other masks: the margins of one redraw are then that many
+    redraws."""
     return trainer.data_collator(trainer.train_dataset[:1] * count) | {"sample_id": torch.arange(count)}
 
 
@@ -66,7 +79,9 @@ def test_independent_draws_are_independent(tmp_path):
     trainer = trainer_of(tmp_path)
     one, four = (drawn(trainer, SHARED, views, 2400).var() for views in (1, 4))
     assert 2.5 < one / four < 6.5
-    margin_RP = drawn_margins(trainer, trainer.data_collator(trainer.train_dataset), ESTIMATORS[INDEPENDENT], 3, 10)
+    margin_RP = drawn_margins(
+        trainer, trainer.data_collator(trainer.train_dataset), ESTIMATORS[INDEPENDENT], 3, 10
+    )
     assert len(set(margin_RP[:, 0].tolist())) == 10
 
 
@@ -89,14 +104,30 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("pattern", "exact"), [(("bidirectional", None), None), (("block_causal", 2), 3), (("causal", None), 1)])
+@pytest.mark.parametrize(
+    ("pattern", "exact"), [(("bidirectional", None), None), (("block_causal", 2), 3), (("causal", None), 1)]
+)
 def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.commands.margin_variance.TABLE_REDRAWS", 2)
     monkeypatch.setattr("unmask.commands.margin_variance.BUDGETS", (1, 3))
     tiny(*pattern).save(tmp_path / "reference")
     moved(tiny(*pattern)).save(tmp_path / "policy")
-    settings = [f"training.reference_model={tmp_path / 'reference'}", "data.max_rows=3", "training.use_cpu=true", "lora.r=2"]
-    command = ["dpo", "--measure-variance", "--model", tmp_path / "policy", "--data", rows_file(tmp_path), "--output", tmp_path / "out"]
+    settings = [
+        f"training.reference_model={tmp_path / 'reference'}",
+        "data.max_rows=3",
+        "training.use_cpu=true",
+        "lora.r=2",
+    ]
+    command = [
+        "dpo",
+        "--measure-variance",
+        "--model",
+        tmp_path / "policy",
+        "--data",
+        rows_file(tmp_path),
+        "--output",
+        tmp_path / "out",
+    ]
     result = unmask(*command, *settings)
     assert result.exit_code == 0, (result.output, result.exception)
     measured = json.loads(result.stdout.splitlines()[-1])
@@ -119,5 +150,15 @@ def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, 
     ],
 )
 def test_what_has_no_margin_is_refused(verb, more, words, tmp_path):
-    result = unmask(verb, "--measure-variance", "--model", "m", "--data", rows_file(tmp_path), "--output", tmp_path / "out", *more)
+    result = unmask(
+        verb,
+        "--measure-variance",
+        "--model",
+        "m",
+        "--data",
+        rows_file(tmp_path),
+        "--output",
+        tmp_path / "out",
+        *more,
+    )
     assert result.exit_code == 2 and all(word in result.stderr for word in words), result.stderr

@@ -1,4 +1,5 @@
-"""Folders that `unmask new` writes: their configs are complete and explained, and their commands run to the end."""
+"""Folders that `unmask new` writes: their configs are complete and explained, and their commands run to the
+end."""
 
 from __future__ import annotations
 
@@ -60,18 +61,31 @@ def test_the_tiny_model_is_a_character_model(kind, here):
     lm = load(here / TINY_MODEL)
     attention = "causal" if kind == "conversion" else "bidirectional"
     made = character_model(string.printable, hidden=64, layers=2, context=512, seed=0, attention=attention)
-    assert lm.settings == made.settings and lm.config.to_diff_dict() == made.config.to_diff_dict() | lm_only(lm, made)
-    assert lm.tokenizer.get_vocab() == made.tokenizer.get_vocab() and lm.tokenizer.chat_template == TEMPLATES_OF_CHATS["simple"]
+    assert lm.settings == made.settings and lm.config.to_diff_dict() == made.config.to_diff_dict() | lm_only(
+        lm, made
+    )
+    assert (
+        lm.tokenizer.get_vocab() == made.tokenizer.get_vocab()
+        and lm.tokenizer.chat_template == TEMPLATES_OF_CHATS["simple"]
+    )
     assert lm.tokenizer(string.printable).input_ids == made.tokenizer(string.printable).input_ids
     wanted, found = made.model.state_dict(), lm.model.state_dict()
-    assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in wanted.items()}
+    assert {name: each.shape for name, each in found.items()} == {
+        name: each.shape for name, each in wanted.items()
+    }
     for name, weights in found.items():
-        torch.testing.assert_close(weights.std(correction=0), wanted[name].std(correction=0), atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            weights.std(correction=0), wanted[name].std(correction=0), atol=1e-3, rtol=0
+        )
 
 
 def lm_only(lm, made):
     """What the config of a saved model has beside that of a new one."""
-    return {name: value for name, value in lm.config.to_diff_dict().items() if name not in made.config.to_diff_dict()}
+    return {
+        name: value
+        for name, value in lm.config.to_diff_dict().items()
+        if name not in made.config.to_diff_dict()
+    }
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -89,7 +103,11 @@ def test_a_config_is_one_of_its_verb(kind, here):
 def test_every_key_is_explained_above_it_with_its_true_default(kind, here):
     config = written(kind)
     lines = Path("mine/config.yaml").read_text().splitlines()
-    defaults = {name: field.default for section in (ModelConfig, DataConfig) for name, field in section.model_fields.items()}
+    defaults = {
+        name: field.default
+        for section in (ModelConfig, DataConfig)
+        for name, field in section.model_fields.items()
+    }
     defaults |= {name: getattr(VERBS[VERB[kind]].config_class, name) for name in config["training"]}
     keys = 0
     for number, line in enumerate(lines):
@@ -110,7 +128,11 @@ def test_every_key_is_explained_above_it_with_its_true_default(kind, here):
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_the_files_that_a_config_and_its_readme_name_are_there(kind, here):
     config, readme = written(kind), Path("mine/README.md").read_text()
-    named = [config["data"]["train"], config["data"]["eval"], *(reward.partition(":")[0] for reward in config.get("rewards", []))]
+    named = [
+        config["data"]["train"],
+        config["data"]["eval"],
+        *(reward.partition(":")[0] for reward in config.get("rewards", [])),
+    ]
     named += re.findall(r"`([\w-]+\.(?:jsonl|txt|py|yaml))`", readme)
     assert all(Path("mine", name).is_file() for name in named), named
     assert Path("mine", config["data"]["train"]).read_text().splitlines()[0] in readme or kind == "conversion"
@@ -140,7 +162,11 @@ def test_the_reward_differs_within_a_group(here):
     os.chdir("mine")
     rewards = Rewards(config["rewards"])
     rows = [{"prompt": [{"role": "user", "content": "What do bees make?"}], "word": "honey"}] * 4
-    found = rewards(rows, ["Honey.", "Bees make honey from flowers, all summer.", "Nothing.", "I do not know what bees make."], [[1]] * 4)
+    found = rewards(
+        rows,
+        ["Honey.", "Bees make honey from flowers, all summer.", "Nothing.", "I do not know what bees make."],
+        [[1]] * 4,
+    )
     assert len(set(found.total_B.tolist())) == 4
 
 
@@ -174,16 +200,26 @@ def test_a_models_folder_is_found_from_the_new_one(name, here):
 
 
 def test_it_says_what_comes_next(here):
-    assert unmask("new", "my run", "--model", "owner/name").stdout.splitlines()[-1].startswith("next: cd 'my run' && make train ")
+    assert (
+        unmask("new", "my run", "--model", "owner/name")
+        .stdout.splitlines()[-1]
+        .startswith("next: cd 'my run' && make train ")
+    )
     result = unmask("new", "mine", "--kind", "rewards")
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "mine/rewards.py\n" in result.stdout and result.stdout.endswith("next: cd mine && make train  (README.md has the rest)\n")
+    assert "mine/rewards.py\n" in result.stdout and result.stdout.endswith(
+        "next: cd mine && make train  (README.md has the rest)\n"
+    )
     assert (here / "mine/tiny-model/model.safetensors").stat().st_size < 1e6
 
 
 def check_what_was_made(kind: str, mine: Path) -> None:
-    assert all((mine / name).is_file() for name in ("evaluation.before.json", "evaluation.json", "report.html"))
-    log = [json.loads(line) for line in (mine / f"runs/{VERB[kind]}/training_logs.json").read_text().splitlines()]
+    assert all(
+        (mine / name).is_file() for name in ("evaluation.before.json", "evaluation.json", "report.html")
+    )
+    log = [
+        json.loads(line) for line in (mine / f"runs/{VERB[kind]}/training_logs.json").read_text().splitlines()
+    ]
     first, *_, last = [line[IMPROVES[kind]] for line in log if IMPROVES[kind] in line]
     assert first > last if kind in ("sft", "conversion") else first < last
     assert any(line.get("loss") for line in log)
@@ -206,8 +242,14 @@ def test_each_command_runs_to_its_end(kind, here):
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["rewards", "conversion"])  # one of each Makefile
 def test_make_runs_each_command_to_its_end(kind, here):
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "UNMASK": f"{sys.executable} -m unmask"}
-    subprocess.run([sys.executable, "-m", "unmask", "new", "mine", "--kind", kind], env=environment, check=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "UNMASK": f"{sys.executable} -m unmask",
+    }
+    subprocess.run(
+        [sys.executable, "-m", "unmask", "new", "mine", "--kind", kind], env=environment, check=True
+    )
     for target in ("help", "train", "evaluate", "generate", "report"):
         done = subprocess.run(["make", "-C", "mine", target], env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and "Warning" not in done.stderr, (target, done.stdout, done.stderr)

@@ -27,18 +27,34 @@ def check_trace(read: dict[str, Any], ranges: dict[str, int]) -> None:
     counts = Counter(event["name"] for event in complete if event["cat"] == "user_annotation")
     assert {name: counts[name] for name in ranges} == ranges
     inside = [event for event in complete if event["name"] == "aten::mm"]
-    assert inside and min(event["ts"] for event in inside) >= min(event["ts"] for event in complete if event["cat"] == "user_annotation")
+    assert inside and min(event["ts"] for event in inside) >= min(
+        event["ts"] for event in complete if event["cat"] == "user_annotation"
+    )
 
 
 def test_a_profile_from_the_command_line(model, tmp_path):
     output = tmp_path / "run"
-    arguments = ["profile", "sft", "--model", model, "--task", "sudoku", "--output", output, *QUICK, "--steps", "2"]
+    arguments = [
+        "profile",
+        "sft",
+        "--model",
+        model,
+        "--task",
+        "sudoku",
+        "--output",
+        output,
+        *QUICK,
+        "--steps",
+        "2",
+    ]
     result = unmask(*arguments)
     assert result.exit_code == 0, result.output
     assert [path.name for path in output.iterdir()] == ["trace.json"]
     check_trace(json.loads((output / "trace.json").read_text()), {"forward": 2, "backward": 2})
     shares = dict(re.findall(r"^\W*(forward|backward|other) .*? ([\d.]+)%", result.output, re.M))
-    assert sum(map(float, shares.values())) == pytest.approx(100, abs=0.2) and all(float(share) > 0 for share in shares.values())
+    assert sum(map(float, shares.values())) == pytest.approx(100, abs=0.2) and all(
+        float(share) > 0 for share in shares.values()
+    )
     assert "aten::" in result.output and "ui.perfetto.dev" in result.output
 
     before = (output / "trace.json").read_bytes()
@@ -52,7 +68,20 @@ def test_a_profile_from_the_command_line(model, tmp_path):
 def test_of_grpo_whole_rollouts_are_recorded(model, tmp_path):
     trace = tmp_path / "elsewhere" / "grpo.json.gz"
     result = unmask(
-        *("profile", "--steps", "1", "--trace", trace, "grpo", "--model", model, "--task", "sudoku", "--output", tmp_path / "run"),
+        *(
+            "profile",
+            "--steps",
+            "1",
+            "--trace",
+            trace,
+            "grpo",
+            "--model",
+            model,
+            "--task",
+            "sudoku",
+            "--output",
+            tmp_path / "run",
+        ),
         *(*QUICK, *GRPO, "training.num_iterations=3"),
     )
     assert result.exit_code == 0, result.output
@@ -60,7 +89,9 @@ def test_of_grpo_whole_rollouts_are_recorded(model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_of_a_conversion_every_stage_is_recorded_and_no_tracker_hears_of_it(model, text, tmp_path, monkeypatch):
+def test_of_a_conversion_every_stage_is_recorded_and_no_tracker_hears_of_it(
+    model, text, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     training = {
         "use_cpu": True,
@@ -69,7 +100,10 @@ def test_of_a_conversion_every_stage_is_recorded_and_no_tracker_hears_of_it(mode
         "report_to": "tensorboard",
     }
     config = RunConfig(
-        model=ModelConfig(path=str(model)), data=DataConfig(train=str(text)), output_dir=str(tmp_path / "run"), training=training
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(train=str(text)),
+        output_dir=str(tmp_path / "run"),
+        training=training,
     )
     tables = profile_run("convert", config, tmp_path / "trace.json", 1)
     check_trace(json.loads((tmp_path / "trace.json").read_text()), {"forward": 3, "backward": 3})
@@ -99,15 +133,22 @@ def test_what_cannot_be_profiled_is_refused(arguments, message, model, tmp_path)
 def test_the_table_of_operators_is_that_of_torch():
     """torch's own table takes minutes for the events of a long rollout."""
     weight_VV = torch.randn(64, 64, requires_grad=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorder, torch.profiler.record_function("reward"):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorder,
+        torch.profiler.record_function("reward"),
+    ):
         for _ in range(4):
             torch.nn.functional.layer_norm(weight_VV @ weight_VV, (64,)).softmax(-1).sum().backward()
     lines = by_operator(recorder, 2)["operators on the CPU"]
     theirs = {event.key: event for event in recorder.key_averages() if not event.is_user_annotation}
     longest = sorted(theirs.values(), key=lambda event: -event.self_cpu_time_total)
-    assert [line["name"] for line in lines] == [event.key for event in longest][: len(lines)] and len(lines) == 15
+    assert [line["name"] for line in lines] == [event.key for event in longest][: len(lines)] and len(
+        lines
+    ) == 15
     total = sum(event.self_cpu_time_total for event in longest)
     for line, event in zip(lines, longest, strict=False):
         assert float(line["calls a step"]) == event.count / 2
         assert float(line["ms a step"]) == pytest.approx(event.self_cpu_time_total / 2e3, abs=0.006)
-        assert float(line["share"].rstrip("%")) == pytest.approx(100 * event.self_cpu_time_total / total, abs=0.06)
+        assert float(line["share"].rstrip("%")) == pytest.approx(
+            100 * event.self_cpu_time_total / total, abs=0.06
+        )

@@ -1,4 +1,5 @@
-"""Recipes that the docs put together make a trainer; those that cannot go together are refused before anything is loaded."""
+"""Recipes that the docs put together make a trainer; those that cannot go together are refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ let assertions =
 """
 TASKS = ["sudoku", "countdown", "gsm8k", "math500", "code-python", "code-ocaml", "code-ocaml-causal"]
 HERE = {
-    **{"model.device": "cpu", "training.use_cpu": True, "training.torch_compile": False, "training.dataloader_pin_memory": False},
+    **{
+        "model.device": "cpu",
+        "training.use_cpu": True,
+        "training.torch_compile": False,
+        "training.dataloader_pin_memory": False,
+    },
     **{"training.max_steps": 4, "data.max_rows": 8},
 }
 """What this machine forces on every recipe."""
@@ -51,7 +57,8 @@ COMMAND = re.compile(r"unmask (pretrain|convert|sft|dpo|grpo) ([^`\n]*--recipe [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal model, and a bidirectional one, with a chat template and a long context; and rows of every kind."""
+    """A causal model, and a bidirectional one, with a chat template and a long context; and rows of every
+    kind."""
     folder = tmp_path_factory.mktemp("recipes")
     text = "".join(map(chr, range(32, 127))) + "\n"
     lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
@@ -59,7 +66,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE
     config = lm.config
     config.vocab_size, config.max_position_embeddings = len(tokenizer), 8192
-    config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     for name in ("causal", "bidirectional"):
         type(lm.model)(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -69,7 +80,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "preferences": [{"prompt": "a b", "chosen": "c d", "rejected": "d"}] * 64,
         "gsm8k": [{"question": "1 + 1?", "answer": "#### 2"}] * 8,
         "math500": [{"problem": "1 + 1?", "solution": "2", "answer": "2"}] * 8,
-        "mbpp": [{"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "task_id": 1}] * 8,
+        "mbpp": [
+            {"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "task_id": 1}
+        ]
+        * 8,
         "ocaml": [{"prompt": "let f (n : int) : int =", "tests": OCAML_TESTS}] * 8,
     }
     for name, some in rows.items():
@@ -77,7 +91,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def constructed(verb: str, recipes: list[str], mode: str | None, folder: Path, model: str, data: str | None, **more: Any) -> Any:
+def constructed(
+    verb: str, recipes: list[str], mode: str | None, folder: Path, model: str, data: str | None, **more: Any
+) -> Any:
     """The trainer that the command line would make of these recipes, with what they set."""
     if "bfloat16" in recipes:
         pytest.importorskip("torchao")
@@ -96,9 +112,17 @@ def constructed(verb: str, recipes: list[str], mode: str | None, folder: Path, m
 def for_verb(verb: str, recipes: list[str]) -> tuple[str, str | None, dict[str, Any]]:
     """A model that the recipes are for, rows, and the settings that both need."""
     if verb == "grpo":
-        data = {"gsm8k": "gsm8k", "math500": "math500", "code-python": "mbpp", "code-ocaml": "ocaml", "code-ocaml-causal": "ocaml"}
+        data = {
+            "gsm8k": "gsm8k",
+            "math500": "math500",
+            "code-python": "mbpp",
+            "code-ocaml": "ocaml",
+            "code-ocaml-causal": "ocaml",
+        }
         name = recipes[0].removeprefix("grpo-")
-        return ("causal", data[name], {}) if name.endswith("causal") else ("bidirectional", data.get(name), {})
+        return (
+            ("causal", data[name], {}) if name.endswith("causal") else ("bidirectional", data.get(name), {})
+        )
     if verb in ("pretrain", "convert"):
         return "causal", "text", {"training.max_steps": 64}
     return "bidirectional", {"sft": "pairs", "dpo": "preferences"}[verb], {}
@@ -115,7 +139,9 @@ ONE_BY_ONE = [(machine, None) for machine in MACHINES] + [("a6000-48gb", mode) f
 TOGETHER = [(machine, mode) for machine in MACHINES for mode in MODES if (machine, mode) not in ONE_BY_ONE]
 
 
-@pytest.mark.parametrize("cases", [ONE_BY_ONE, pytest.param(TOGETHER, marks=pytest.mark.slow)], ids=["one by one", "together"])
+@pytest.mark.parametrize(
+    "cases", [ONE_BY_ONE, pytest.param(TOGETHER, marks=pytest.mark.slow)], ids=["one by one", "together"]
+)
 @partly_slow("task", TASKS, 0, 2, 5)
 def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, cases, models):
     for machine, mode in cases:
@@ -124,7 +150,12 @@ def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, cases, mo
 
 
 def test_the_recipe_of_a_causal_code_model_takes_rollouts_from_vllm():
-    flags = {"model.path": "m", "output_dir": "out", **HERE, "training.rollout": {"backend": "vllm", "url": "http://localhost:8000"}}
+    flags = {
+        "model.path": "m",
+        "output_dir": "out",
+        **HERE,
+        "training.rollout": {"backend": "vllm", "url": "http://localhost:8000"},
+    }
     config = resolve(read_layers(recipes=["grpo-code-ocaml-causal", "a40-48gb-x3-ddp"], flags=flags))
     assert training_arguments("grpo", config).corrects_for_server
 
@@ -163,9 +194,15 @@ def test_small_recipes_of_fine_tuning(recipe, models):
 
 def documented() -> list[tuple[str, str]]:
     """The verb and options of each command with a recipe in docs, scripts and recipes."""
-    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *RECIPES.glob("*/*.yaml"), *(REPOSITORY / "scripts").iterdir()]
+    pages = [
+        REPOSITORY / "README.md",
+        *(REPOSITORY / "docs").glob("*.md"),
+        *RECIPES.glob("*/*.yaml"),
+        *(REPOSITORY / "scripts").iterdir(),
+    ]
     shown = {found.groups() for page in pages for found in COMMAND.finditer(page.read_text(encoding="utf-8"))}
-    return sorted((verb, options) for verb, options in shown if "TASK" not in options)  # which stands for every one
+    # which stands for every one
+    return sorted((verb, options) for verb, options in shown if "TASK" not in options)
 
 
 @pytest.mark.parametrize(("verb", "options"), documented())
@@ -175,12 +212,24 @@ def test_the_recipes_of_every_command_in_the_docs_go_together(verb, options, mod
     if set(recipes) & set(SHARDED):
         pytest.skip("shards, which one process does not")
     own = dict(pair.split("=", 1) for pair in re.findall(r"(?:training|lora)\.\S+=\S+", options))
-    assert made(verb, recipes, mode and mode[1], models, **{key: parse_yaml(value, key) for key, value in own.items()})
+    assert made(
+        verb, recipes, mode and mode[1], models, **{key: parse_yaml(value, key) for key, value in own.items()}
+    )
 
 
 def test_the_docs_show_such_commands():
-    shown = {recipe for _, options in documented() for recipe in re.findall(r"--recipe ([a-z0-9-]+)", options)}
-    assert {"block", "offload", "bfloat16", "a40-48gb-x3-ddp", "grpo-code-ocaml-causal", "dpo-tiny", "tiny"} <= shown
+    shown = {
+        recipe for _, options in documented() for recipe in re.findall(r"--recipe ([a-z0-9-]+)", options)
+    }
+    assert {
+        "block",
+        "offload",
+        "bfloat16",
+        "a40-48gb-x3-ddp",
+        "grpo-code-ocaml-causal",
+        "dpo-tiny",
+        "tiny",
+    } <= shown
 
 
 # What cannot go together
@@ -198,7 +247,18 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(verb: str, recipes: list[str], folder: Path, model: Path, data: str, *settings: str) -> str:
     """The line with which the command line ends."""
     options = [part for recipe in recipes for part in ("--recipe", recipe)]
-    result = unmask(verb, *options, "--model", model, "--data", data, "--output", folder / "out", "training.use_cpu=true", *settings)
+    result = unmask(
+        verb,
+        *options,
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        folder / "out",
+        "training.use_cpu=true",
+        *settings,
+    )
     assert result.exit_code == 2, (result.output, result.exception)
     assert not (folder / "out").exists()
     return " ".join(result.stderr.splitlines()[-1].split())
@@ -206,10 +266,16 @@ def refusal(verb: str, recipes: list[str], folder: Path, model: Path, data: str,
 
 @pytest.mark.parametrize("machine", SHARDED)
 @pytest.mark.parametrize("task", TASKS)
-def test_adapters_on_sharded_weights_are_refused_with_every_recipe_of_a_task(task, machine, models, tmp_path, nothing_is_loaded):
+def test_adapters_on_sharded_weights_are_refused_with_every_recipe_of_a_task(
+    task, machine, models, tmp_path, nothing_is_loaded
+):
     model, _, _ = for_verb("grpo", [f"grpo-{task}"])
-    line = refusal("grpo", [f"grpo-{task}", machine], tmp_path, models / model, "owner/rows", "training.bf16=false")
-    assert f"training.fsdp (recipe {machine}) and lora (recipe grpo-{task}): adapters cannot be merged" in line
+    line = refusal(
+        "grpo", [f"grpo-{task}", machine], tmp_path, models / model, "owner/rows", "training.bf16=false"
+    )
+    assert (
+        f"training.fsdp (recipe {machine}) and lora (recipe grpo-{task}): adapters cannot be merged" in line
+    )
     assert "lora=null" in line and "a40-48gb-x3-ddp" in line
 
 
@@ -232,12 +298,16 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ],
         (
             *("grpo", ["grpo-code-ocaml"], CAUSAL, VLLM),
-            "training.rollout.backend (command line) and training.block_size (recipe grpo-code-ocaml): vllm decodes a causal model token "
+            "training.rollout.backend (command line) and training.block_size (recipe grpo-code-ocaml): "
+            "vllm decodes a causal model token "
             "by token, and ignores block_size. Leave block_size out (the recipe grpo-code-ocaml-causal",
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], BIDIRECTIONAL, ("model.attention=bidirectional", *VLLM)),
-            "training.rollout.backend (command line) and model.path (command line): vllm decodes token by token, and this model is bidir",
+            (
+                "training.rollout.backend (command line) and model.path (command line): vllm decodes token "
+                "by token, and this model is bidir"
+            ),
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, (*VLLM, "lora=null", "training.rollout.sync=lora")),
@@ -245,19 +315,31 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal", "a40-48gb-x3"], CAUSAL, (*VLLM, "lora=null")),
-            "training.rollout.backend (command line) and training.fsdp (recipe a40-48gb-x3): sharded weights cannot be sent",
+            (
+                "training.rollout.backend (command line) and training.fsdp (recipe a40-48gb-x3): sharded "
+                "weights cannot be sent"
+            ),
         ),
         (
             *("grpo", ["grpo-sudoku", "a40-48gb-x3"], BIDIRECTIONAL, ("lora=null",)),
-            "training.reference_sync_steps (recipe grpo-sudoku) and training.fsdp (recipe a40-48gb-x3): a reference cannot follow",
+            (
+                "training.reference_sync_steps (recipe grpo-sudoku) and training.fsdp (recipe "
+                "a40-48gb-x3): a reference cannot follow"
+            ),
         ),
         (
             *("grpo", ["grpo-sudoku"], BIDIRECTIONAL, ("training.max_staleness=1",)),
-            "training.rollout.backend and training.max_staleness (command line): only a server can sample while the model trains",
+            (
+                "training.rollout.backend and training.max_staleness (command line): only a server can "
+                "sample while the model trains"
+            ),
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, ("training.masking=diffusion",)),
-            "model.path (command line) and training.masking (command line): a causal model's likelihood is exact",
+            (
+                "model.path (command line) and training.masking (command line): a causal model's "
+                "likelihood is exact"
+            ),
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, ("model.device_map=balanced",)),
@@ -269,11 +351,17 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("sft", ["a40-48gb-x3"], CAUSAL, ("model.device_map=balanced",)),
-            "model.device_map (command line) and training.fsdp (recipe a40-48gb-x3): fsdp on a model that is split",
+            (
+                "model.device_map (command line) and training.fsdp (recipe a40-48gb-x3): fsdp on a model "
+                "that is split"
+            ),
         ),
         (
             *("sft", ["tiny"], CAUSAL, ("model.device_map=balanced", "training.torch_compile=true")),
-            "model.device_map (command line) and training.torch_compile (command line): torch_compile on a model that is split",
+            (
+                "model.device_map (command line) and training.torch_compile (command line): torch_compile "
+                "on a model that is split"
+            ),
         ),
         (
             *("sft", ["tiny"], CAUSAL, ("model.quantization=4bit",)),
@@ -281,27 +369,45 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("sft", ["lora"], CAUSAL, ("model.quantization=4bit", "model.device_map=balanced")),
-            "model.quantization (command line) and model.device_map (command line): quantised weights are not spread",
+            (
+                "model.quantization (command line) and model.device_map (command line): quantised weights "
+                "are not spread"
+            ),
         ),
         (
             *("sft", ["lora", "bfloat16"], CAUSAL, ()),
-            "training.optim_args (recipe bfloat16) and lora (recipe lora): bf16_stochastic_round, but no trained weight",
+            (
+                "training.optim_args (recipe bfloat16) and lora (recipe lora): bf16_stochastic_round, but "
+                "no trained weight"
+            ),
         ),
         (
             *("sft", ["bfloat16"], CAUSAL, ("model.dtype=float32",)),
-            "training.optim_args (recipe bfloat16) and model.dtype (command line): bf16_stochastic_round, but no trained weight",
+            (
+                "training.optim_args (recipe bfloat16) and model.dtype (command line): "
+                "bf16_stochastic_round, but no trained weight"
+            ),
         ),
         (
             *("sft", ["offload", "a40-48gb-x3"], CAUSAL, ()),
-            "training.optimizer_offload (recipe offload) and training.fsdp (recipe a40-48gb-x3): sharding has its own offload",
+            (
+                "training.optimizer_offload (recipe offload) and training.fsdp (recipe a40-48gb-x3): "
+                "sharding has its own offload"
+            ),
         ),
         (
             *("sft", ["offload", "rtx3090-24gb"], CAUSAL, ()),
-            "training.optimizer_offload (recipe offload) and training.optim (recipe rtx3090-24gb): adamw_8bit cannot keep",
+            (
+                "training.optimizer_offload (recipe offload) and training.optim (recipe rtx3090-24gb): "
+                "adamw_8bit cannot keep"
+            ),
         ),
         (
             *("convert", ["block", "lora"], CAUSAL, ("training.time_embedding=true",)),
-            "training.time_embedding (command line) and lora (recipe lora): adapters cannot train a time embedding",
+            (
+                "training.time_embedding (command line) and lora (recipe lora): adapters cannot train a "
+                "time embedding"
+            ),
         ),
         (
             *("dpo", ["dpo-tiny"], BIDIRECTIONAL, ("training.reference=adapter",)),
@@ -309,11 +415,17 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("dpo", ["dpo-tiny"], CAUSAL, ("training.bound=elbo",)),
-            "model.path (command line) and training.bound (command line): the likelihood of a causal model is exact",
+            (
+                "model.path (command line) and training.bound (command line): the likelihood of a causal "
+                "model is exact"
+            ),
         ),
         (
             *("pretrain", ["tiny"], CAUSAL, ("model.from_scratch=true", "model.device_map=balanced")),
-            "model.from_scratch (command line) and model.device_map (command line): new weights are made on one device",
+            (
+                "model.from_scratch (command line) and model.device_map (command line): new weights are "
+                "made on one device"
+            ),
         ),
     ],
 )

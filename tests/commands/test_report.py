@@ -34,9 +34,23 @@ def write_result(path: Path, model: str, **more) -> Path:
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(
-        tmp_path / "runs/convert", convert_run("", 0, 1), verb="convert", state="finished", steps=600, command="unmask convert", seed=5
+        tmp_path / "runs/convert",
+        convert_run("", 0, 1),
+        verb="convert",
+        state="finished",
+        steps=600,
+        command="unmask convert",
+        seed=5,
     )
-    write_run(tmp_path / "runs/deep/grpo", rl_run("", 0, 2), verb="grpo", state="failed", steps=200, error="why", command="unmask grpo")
+    write_run(
+        tmp_path / "runs/deep/grpo",
+        rl_run("", 0, 2),
+        verb="grpo",
+        state="failed",
+        steps=200,
+        error="why",
+        command="unmask grpo",
+    )
     write_run(tmp_path / "runs/plain", convert_run("", 0, 3))
     return tmp_path
 
@@ -55,7 +69,9 @@ def test_runs_are_found_below_a_folder_and_described_by_their_manifests(folder):
         ["plain", "plain", "\N{EM DASH}", "600"],
     ]
     records = [block for section in report.sections for block in section.blocks if isinstance(block, Record)]
-    assert [record.title for record in records] == ["Run convert", "Run deep/grpo"] and records[0].values["seed"] == 5
+    assert [record.title for record in records] == ["Run convert", "Run deep/grpo"] and records[0].values[
+        "seed"
+    ] == 5
 
 
 def test_a_result_has_the_name_and_color_of_the_run_that_made_its_model(folder):
@@ -65,8 +81,16 @@ def test_a_result_has_the_name_and_color_of_the_run_that_made_its_model(folder):
     two = write_result(folder / "runs/plain/scores.json", "moved/elsewhere", steps=4)
     three = write_result(folder / "three.json", "maker/model-8b", steps=9)
     report = report_of([Path("runs"), one, two, three])
-    assert report.entries == ["convert", "deep/grpo", "plain", "maker/model-8b"] and report.subtitle == "3 runs and 3 evaluations"
-    table = next(block for section in report.sections for block in section.blocks if block.kind == "table" and block.caption == "stories")
+    assert (
+        report.entries == ["convert", "deep/grpo", "plain", "maker/model-8b"]
+        and report.subtitle == "3 runs and 3 evaluations"
+    )
+    table = next(
+        block
+        for section in report.sections
+        for block in section.blocks
+        if block.kind == "table" and block.caption == "stories"
+    )
     colors = {row[0].text: row[0].color for row in table.groups[0][1]}
     assert colors == {"convert, steps unset": 0, "plain, steps 4": 2, "maker/model-8b, steps 9": 3}
 
@@ -82,7 +106,12 @@ def test_the_evaluation_at_the_end_of_a_run_is_included(folder):
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("empty", "holds no run"), ("missing.json", "cannot be read"), ("cut.json", "cut"), ("damaged", "line 1: not JSON")],
+    [
+        ("empty", "holds no run"),
+        ("missing.json", "cannot be read"),
+        ("cut.json", "cut"),
+        ("damaged", "line 1: not JSON"),
+    ],
 )
 def test_what_cannot_be_read_is_one_error(folder, source, message):
     (folder / "empty").mkdir()
@@ -96,7 +125,14 @@ def test_what_cannot_be_read_is_one_error(folder, source, message):
 def test_what_is_given_twice_is_shown_once(folder):
     write_result(folder / "runs/convert/evaluation.json", "anything")
     one = write_result(folder / "one.json", "maker/model-8b")
-    twice = [Path("runs"), Path("runs/convert"), folder / "runs/convert", one, Path("one.json"), Path("runs/convert/evaluation.json")]
+    twice = [
+        Path("runs"),
+        Path("runs/convert"),
+        folder / "runs/convert",
+        one,
+        Path("one.json"),
+        Path("runs/convert/evaluation.json"),
+    ]
     assert report_of(twice).subtitle == "3 runs and 2 evaluations"
 
 
@@ -105,8 +141,15 @@ def test_the_name_of_a_model_may_be_longer_than_that_of_a_file(folder):
 
 
 def test_names_are_as_short_as_they_can_be():
-    assert short_names(["/a/b/x", "/a/b/y/z", "org/model"]) == {"/a/b/x": "x", "/a/b/y/z": "y/z", "org/model": "org/model"}
-    assert short_names(["/a/b/x"]) == {"/a/b/x": "x"} and short_names(["/a", "/a/b"]) == {"/a": "a", "/a/b": "a/b"}
+    assert short_names(["/a/b/x", "/a/b/y/z", "org/model"]) == {
+        "/a/b/x": "x",
+        "/a/b/y/z": "y/z",
+        "org/model": "org/model",
+    }
+    assert short_names(["/a/b/x"]) == {"/a/b/x": "x"} and short_names(["/a", "/a/b"]) == {
+        "/a": "a",
+        "/a/b": "a/b",
+    }
 
 
 def test_the_command_writes_the_page_and_pictures(folder):

@@ -30,7 +30,11 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
     resumed = unmask(*run, "--resume", "training.learning_rate=5e-4", "training.weight_decay=0.1")
     assert resumed.exit_code == 0, (resumed.output, resumed.exception)
     assert "training.learning_rate" in resumed.output and "takes effect from here on" in resumed.output
-    rates = [line["learning_rate"] for line in MetricsLog(tmp_path / "out/training_logs.json").read() if "learning_rate" in line]
+    rates = [
+        line["learning_rate"]
+        for line in MetricsLog(tmp_path / "out/training_logs.json").read()
+        if "learning_rate" in line
+    ]
     assert rates == pytest.approx([1e-4, 1e-4, 5e-4, 5e-4])
     text = (tmp_path / "out/config.yaml").read_text()
     assert "# training.learning_rate was 0.0001 until step 2" in text
@@ -42,7 +46,8 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
     shutil.rmtree(tmp_path / "out/checkpoint-4")
     finished = unmask(*run, "--resume", "training.max_steps=2", "training.learning_rate=1e-3").output
     assert "was 0.0001, now 0.001: no step follows" in finished and "takes effect" not in finished
-    assert unmask(*run, "--resume").exit_code == 0  # back to the first rate, and without the change of a lost step
+    # back to the first rate, and without the change of a lost step
+    assert unmask(*run, "--resume").exit_code == 0
     assert "until step" not in (tmp_path / "out/config.yaml").read_text()
 
 
@@ -66,14 +71,28 @@ def test_a_setting_that_makes_another_run_is_refused_and_nothing_is_written(opti
 @pytest.mark.parametrize(("verb", "most"), [("sft", 1), ("convert", 2)])
 def test_a_checkpoint_is_hashed_once(verb, most, model, tmp_path, monkeypatch):
     stages = ["training.stages=[{}, {}]"] if verb == "convert" else []
-    run = [verb, "--model", model, "--task", "sudoku", *QUICK, *FOUR, *stages, "training.save_steps=1", "--output", tmp_path / "out"]
+    run = [
+        verb,
+        "--model",
+        model,
+        "--task",
+        "sudoku",
+        *QUICK,
+        *FOUR,
+        *stages,
+        "training.save_steps=1",
+        "--output",
+        tmp_path / "out",
+    ]
     assert unmask(*run).exit_code == 0
     hashed, fault = [], checkpoints.fault
     shutil.rmtree(max((tmp_path / "out").rglob("checkpoint-*")))
     monkeypatch.setattr(checkpoints, "fault", lambda folder: hashed.append(folder) or fault(folder))
     resumed = unmask(*run, "--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert {path.name for path in hashed} == {"checkpoint-1" if verb == "convert" else "checkpoint-3"} and len(hashed) == most
+    assert {path.name for path in hashed} == {
+        "checkpoint-1" if verb == "convert" else "checkpoint-3"
+    } and len(hashed) == most
 
 
 def test_edited_data_are_refused_and_moved_data_are_not(model, tmp_path):
@@ -85,7 +104,9 @@ def test_edited_data_are_refused_and_moved_data_are_not(model, tmp_path):
     shutil.rmtree(tmp_path / "out/checkpoint-4")
     for changed in (rows[:-1], [*rows[:-1], {**PAIR, "completion": "21"}]):
         (tmp_path / "edited.jsonl").write_text(lines(*changed))
-        assert_refused(unmask(*run, tmp_path / "edited.jsonl", "--resume"), "train_dataset", f"{len(changed)} rows")
+        assert_refused(
+            unmask(*run, tmp_path / "edited.jsonl", "--resume"), "train_dataset", f"{len(changed)} rows"
+        )
     shutil.move(tmp_path / "rows.jsonl", tmp_path / "moved.jsonl")
     assert unmask(*run, tmp_path / "moved.jsonl", "--resume").exit_code == 0
     assert equal(weights(load(tmp_path / "out/model")), straight)
@@ -100,7 +121,9 @@ def test_a_stream_may_be_renamed_but_not_edited(model, tmp_path):
     straight = weights(load(tmp_path / "out/model"))
     shutil.rmtree(tmp_path / "out/checkpoint-4")
     (tmp_path / "edited.jsonl").write_text(lines(*rows, rows[0]))
-    assert_refused(unmask(*run, tmp_path / "edited.jsonl", "--resume"), "data.file_contents", "bytes, content")
+    assert_refused(
+        unmask(*run, tmp_path / "edited.jsonl", "--resume"), "data.file_contents", "bytes, content"
+    )
     shutil.move(tmp_path / "rows.jsonl", tmp_path / "renamed.jsonl")
     resumed = unmask(*run, tmp_path / "renamed.jsonl", "--resume")
     assert resumed.exit_code == 0, resumed.output
@@ -117,7 +140,12 @@ def test_a_folder_in_the_place_of_a_file_is_one_error(run, tmp_path):
         (tmp_path / "kept").rename(path)
     shutil.rmtree(tmp_path / "out/checkpoint-4")
     (tmp_path / "out/.unfinished").write_text("x")
-    assert_refused(unmask(*run, "--resume"), ".unfinished", "Not a directory", "Move away what is in its place. checkpoint-2 is intact")
+    assert_refused(
+        unmask(*run, "--resume"),
+        ".unfinished",
+        "Not a directory",
+        "Move away what is in its place. checkpoint-2 is intact",
+    )
 
 
 def test_a_folder_with_an_equals_sign_is_resumed_from(run, tmp_path):
@@ -126,7 +154,9 @@ def test_a_folder_with_an_equals_sign_is_resumed_from(run, tmp_path):
 
 
 def test_there_is_nothing_to_resume_in_a_mistyped_folder(run, tmp_path):
-    assert_refused(unmask(*run[:-1], tmp_path / "uot", "--resume"), "uot", "nothing to resume", "without --resume")
+    assert_refused(
+        unmask(*run[:-1], tmp_path / "uot", "--resume"), "uot", "nothing to resume", "without --resume"
+    )
     assert not (tmp_path / "uot").exists()
 
 
@@ -142,7 +172,12 @@ def test_fewer_steps_than_were_made_are_refused(run):
 
 
 def test_a_conversion_changes_its_rate_and_its_finished_stages_keep_theirs(model, tmp_path):
-    stages = ["training.stages=[{}, {}]", "training.save_steps=2", "training.max_steps=8", "training.lr_scheduler_type=constant"]
+    stages = [
+        "training.stages=[{}, {}]",
+        "training.save_steps=2",
+        "training.max_steps=8",
+        "training.lr_scheduler_type=constant",
+    ]
     run = ["convert", "--model", model, "--task", "sudoku", *QUICK, *stages, "--output", tmp_path / "out"]
     assert unmask(*run).exit_code == 0
     shutil.rmtree(tmp_path / "out/stage-2/checkpoint-4")
@@ -150,7 +185,11 @@ def test_a_conversion_changes_its_rate_and_its_finished_stages_keep_theirs(model
     assert_refused(unmask(*run, "--resume", "training.max_steps=12"), "training.max_steps", "8, now 12")
     resumed = unmask(*run, "--resume", "training.learning_rate=1e-3")
     assert resumed.exit_code == 0, (resumed.output, resumed.exception)
-    rates = [line["learning_rate"] for line in MetricsLog(tmp_path / "out/training_logs.json").read() if "learning_rate" in line]
+    rates = [
+        line["learning_rate"]
+        for line in MetricsLog(tmp_path / "out/training_logs.json").read()
+        if "learning_rate" in line
+    ]
     assert rates == pytest.approx([5e-4] * 6 + [1e-3] * 2)
     assert "takes effect from here on" in resumed.output
     assert "now 0.002: no step follows" in unmask(*run, "--resume", "training.learning_rate=2e-3").output

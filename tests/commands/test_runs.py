@@ -30,7 +30,9 @@ from unmask.training.trainer import DiffusionTrainer
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "unmask", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def listed(folder: Path) -> list[dict]:
@@ -40,23 +42,54 @@ def listed(folder: Path) -> list[dict]:
 
 
 def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path):
-    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=1", "--output", tmp_path / "runs/good"]
+    run = [
+        "sft",
+        "--model",
+        model,
+        "--task",
+        "sudoku",
+        *QUICK,
+        "training.save_steps=1",
+        "--output",
+        tmp_path / "runs/good",
+    ]
     assert unmask(*run).exit_code == 0
     manifest = json.loads((tmp_path / "runs/good/manifest.json").read_text())
-    assert manifest["verb"] == "sft" and manifest["state"] == "finished" and manifest["steps"] == 2 and manifest["changes"] == []
+    assert (
+        manifest["verb"] == "sft"
+        and manifest["state"] == "finished"
+        and manifest["steps"] == 2
+        and manifest["changes"] == []
+    )
     assert manifest["config"]["training"]["max_length"] == 512  # resolved, with defaults
-    assert manifest["inputs"]["train_dataset"]["rows"] == 16 and len(manifest["inputs"]["train_dataset"]["sha256"]) == 64
+    assert (
+        manifest["inputs"]["train_dataset"]["rows"] == 16
+        and len(manifest["inputs"]["train_dataset"]["sha256"]) == 64
+    )
     assert set(manifest["git"]) == {"commit", "changed"}  # the tests run in a repository
 
-    explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.lr_scheduler_type=constant", "model.trust_remote_code=true"]
+    explode = [
+        "training.learning_rate=1e30",
+        "training.max_steps=6",
+        "training.lr_scheduler_type=constant",
+        "model.trust_remote_code=true",
+    ]
     assert unmask(*run[:-1], tmp_path / "runs/bad", *explode).exit_code == 2
     (tmp_path / "runs/other").mkdir()
     (tmp_path / "runs/other/manifest.json").write_text('{"task": "sudoku"}')
     bad, good = listed(tmp_path)
-    assert (good["folder"], good["state"], good["step"], good["steps"], good["command"]) == (str(run[-1]), "finished", 2, 2, None)
+    assert (good["folder"], good["state"], good["step"], good["steps"], good["command"]) == (
+        str(run[-1]),
+        "finished",
+        2,
+        2,
+        None,
+    )
     assert "loss" in good["metrics"]
     assert bad["state"] == "failed" and " is nan" in bad["error"] and bad["steps"] == 6
-    assert bad["command"] == f"python -m {shlex.join(map(str, ['unmask', *run[:-1], tmp_path / 'runs/bad', *explode]))} --resume"
+    assert bad["command"] == (
+        f"python -m {shlex.join(map(str, ['unmask', *run[:-1], tmp_path / 'runs/bad', *explode]))} --resume"
+    )
     shown = unmask("runs", tmp_path).output
     assert "2 runs" in shown and "finished" in shown and "failed" in shown and bad["command"] in shown
     for checkpoint in (tmp_path / "runs/bad").glob("checkpoint-*"):  # of weights that exploded
@@ -69,7 +102,12 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
 
 def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
     good = '{"step": 3, "loss": 1.0}\n'
-    logs = {"a/b/c/d/e": good, "malformed": "{\n", "without a step": '{"loss": 1.0}\n', "of other lines": f'3\n{{"step": "x"}}\n{good}'}
+    logs = {
+        "a/b/c/d/e": good,
+        "malformed": "{\n",
+        "without a step": '{"loss": 1.0}\n',
+        "of other lines": f'3\n{{"step": "x"}}\n{good}',
+    }
     for name, log in logs.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "manifest.json").write_text('{"verb": "sft"}')
@@ -77,8 +115,16 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     with pytest.warns(RuntimeWarning, match=r"malformed/training_logs.json.*not JSON"):
         found = find_runs([tmp_path, tmp_path / "a"])
-    shown = {str(Path(run["folder"]).relative_to(tmp_path)): (run["step"], run["metrics"].get("loss")) for run in found}
-    assert shown == {"a/b/c/d/e": (3, 1.0), "malformed": (0, None), "of other lines": (3, 1.0), "without a step": (0, 1.0)}
+    shown = {
+        str(Path(run["folder"]).relative_to(tmp_path)): (run["step"], run["metrics"].get("loss"))
+        for run in found
+    }
+    assert shown == {
+        "a/b/c/d/e": (3, 1.0),
+        "malformed": (0, None),
+        "of other lines": (3, 1.0),
+        "without a step": (0, 1.0),
+    }
     assert len(found) == 4
 
 
@@ -106,7 +152,10 @@ ODD_LOGS = [
     ("manifest", "log"),
     [
         *((json.dumps({"verb": "sft", "state": "interrupted", **odd}), "") for odd in ODD_MANIFESTS),
-        *((text, "") for text in (DEEP, f'{{"verb": {DIGITS}}}', "[1]", '{"verb": "sft", "state": "failed"}')),
+        *(
+            (text, "")
+            for text in (DEEP, f'{{"verb": {DIGITS}}}', "[1]", '{"verb": "sft", "state": "failed"}')
+        ),
         *(('{"verb": "sft", "state": "running"}', log) for log in ODD_LOGS),
     ],
     ids=lambda value: str(value)[:60],
@@ -125,11 +174,17 @@ def test_whatever_a_record_says_the_other_runs_are_listed(tmp_path, monkeypatch,
 
 def test_a_printed_command_is_the_real_one_although_control_characters_are_not_printed(tmp_path):
     words = ["sft", "--output", "o\x1b[2J\u202e'a\n", "training.run_name=\\u001b"]
-    (tmp_path / "manifest.json").write_text(json.dumps({"verb": "sft", "state": "failed", "command": shlex.join(["unmask", *words])}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"verb": "sft", "state": "failed", "command": shlex.join(["unmask", *words])})
+    )
     printed = unmask("runs", tmp_path).output.splitlines()[-1]
     assert not CONTROL.search(printed) and printed.startswith("unmask sft")
     read = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {printed}"], env={"LC_ALL": "C.UTF-8"}, capture_output=True, check=True, text=True
+        ["bash", "-c", f"printf '%s\\0' {printed}"],
+        env={"LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        check=True,
+        text=True,
     )
     assert read.stdout.split("\0")[:-1] == ["unmask", *words, "--resume"]
 
@@ -148,13 +203,25 @@ def test_a_full_disk_is_one_error_although_the_state_cannot_be_written(model, tm
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert failed.exit_code == 2, failed.exception
     assert "cannot be written (File too large)" in failed.stderr.splitlines()[-1]
-    assert listed(tmp_path)[0]["state"] == "interrupted"  # as after a kill: the last state on the disk is "running"
+    # as after a kill: the last state on the disk is "running"
+    assert listed(tmp_path)[0]["state"] == "interrupted"
 
 
 @pytest.mark.slow
 def test_a_killed_run_is_interrupted_and_a_second_one_is_refused_while_it_runs(model, tmp_path):
     output = tmp_path / "out"
-    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.max_steps=10000", "training.save_steps=2", "--output", output]
+    run = [
+        "sft",
+        "--model",
+        model,
+        "--task",
+        "sudoku",
+        *QUICK,
+        "training.max_steps=10000",
+        "training.save_steps=2",
+        "--output",
+        output,
+    ]
     first = start(*run)
     try:
         while not list(output.glob("checkpoint-*")):
@@ -185,8 +252,11 @@ def test_of_two_runs_started_together_one_trains(model, tmp_path):
     winner, loser = codes.index(0), codes.index(2)
     assert "is running here" in errors[loser] or "not empty" in errors[loser]
     assert f"seed: {winner + 1}\n" in (tmp_path / "out/config.yaml").read_text()
-    assert [line["step"] for line in MetricsLog(tmp_path / "out/training_logs.json").read() if "loss" in line] == [*range(1, 31)]
-    alone = start(*run, tmp_path / "alone", f"training.seed={winner + 1}")  # with as many threads as the others
+    assert [
+        line["step"] for line in MetricsLog(tmp_path / "out/training_logs.json").read() if "loss" in line
+    ] == [*range(1, 31)]
+    # with as many threads as the others
+    alone = start(*run, tmp_path / "alone", f"training.seed={winner + 1}")
     _, errors = alone.communicate()
     assert alone.returncode == 0, errors
     assert equal(*(weights(load(tmp_path / name / "model")) for name in ("out", "alone")))

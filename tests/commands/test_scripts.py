@@ -20,7 +20,9 @@ SCRIPTS = REPOSITORY / "scripts"
 TOOLS = "/usr/bin:/bin"
 
 
-def run(*arguments: str | Path, script: str = "run.sh", path: str = TOOLS, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str | Path, script: str = "run.sh", path: str = TOOLS, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPTS / script), *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return run_all(command, env={"PATH": path, **environment}, check=False, timeout=300, **pipes)
@@ -40,10 +42,19 @@ def test_a_task_and_a_mode_are_words_of_the_command(recorder):
     called = run("sudoku", "balanced", "--model", "a model", "lora.r=2", path=recorder)
     command = ["grpo", "--recipe", "grpo-sudoku", "--mode", "balanced"]
     assert (called.returncode, called.stderr) == (0, "")
-    assert called.stdout.splitlines() == ["runs/grpo-sudoku-balanced", *command, "--model", "a model", "lora.r=2"]
+    assert called.stdout.splitlines() == [
+        "runs/grpo-sudoku-balanced",
+        *command,
+        "--model",
+        "a model",
+        "lora.r=2",
+    ]
     for environment in ({"UNMASK_MODEL__PATH": "m"}, {"DIFFU_MODEL_PATH": "m", "UNMASK_OUTPUT_DIR": "out"}):
         called = run("sudoku", "balanced", path=recorder, **environment)
-        assert called.stdout.splitlines() == [environment.get("UNMASK_OUTPUT_DIR", "runs/grpo-sudoku-balanced"), *command]
+        assert called.stdout.splitlines() == [
+            environment.get("UNMASK_OUTPUT_DIR", "runs/grpo-sudoku-balanced"),
+            *command,
+        ]
     assert run("gsm8k", "speed", "--config", "run.yaml", path=recorder).stdout.splitlines()[0] == ""
 
 
@@ -73,7 +84,10 @@ def test_the_variable_does_not_stand_against_the_task_that_is_typed(tmp_path):
     program.write_text('#!/bin/sh\necho "$DIFFU_DATASET"\n')
     program.chmod(0o755)
     path = f"{tmp_path}:{TOOLS}"
-    for dataset, words in [("gsm8k", "the task is sudoku; DIFFU_DATASET, gsm8k, is passed over"), ("sudoku", "")]:
+    for dataset, words in [
+        ("gsm8k", "the task is sudoku; DIFFU_DATASET, gsm8k, is passed over"),
+        ("sudoku", ""),
+    ]:
         called = run("sudoku", "balanced", "--model", "m", path=path, DIFFU_DATASET=dataset)
         assert (called.returncode, called.stdout, called.stderr.strip()) == (0, "\n", words)
     called = run("sudoku", "balanced", "--model", "m", path=path, DIFFU_DATASET="data/rows.jsonl")
@@ -84,9 +98,27 @@ def test_conversion_takes_the_configurations_and_options_of_its_forerunner(recor
     def handed(*arguments: str) -> list[str]:
         return called_with(*arguments, script="convert.sh", path=recorder)
 
-    assert handed("--model", "m", "--data", "d", "--dry_run") == ["convert", "--recipe", "full", "--model", "m", "--data", "d", "--dry-run"]
+    assert handed("--model", "m", "--data", "d", "--dry_run") == [
+        "convert",
+        "--recipe",
+        "full",
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--dry-run",
+    ]
     files = ["--model_config", "m.yaml", "--training_config=t.yaml", "--hardware_config", "h.yaml", "--debug"]
-    assert handed(*files) == ["convert", "--config", "m.yaml", "--config", "t.yaml", "--config", "h.yaml", "--debug"]
+    assert handed(*files) == [
+        "convert",
+        "--config",
+        "m.yaml",
+        "--config",
+        "t.yaml",
+        "--config",
+        "h.yaml",
+        "--debug",
+    ]
     resumed = ["convert", "--config", "c.yaml", "--resume", "runs/c/stage-2/checkpoint-10"]
     assert handed("--config", "c.yaml", "--checkpoint", "runs/c/stage-2/checkpoint-10") == resumed
     for arguments, words in [([], "give a model and data"), (["--checkpoint"], "--checkpoint needs a value")]:
@@ -96,9 +128,37 @@ def test_conversion_takes_the_configurations_and_options_of_its_forerunner(recor
 
 
 def test_options_of_preference_optimisation_get_the_names_of_ours(recorder):
-    flags = ["--model_name_or_path", "m", "--preference_data_path", "p.jsonl", "--output_dir", "o", "--learning_rate", "1e-6"]
-    settings = ["--diffusion_steps=4", "--gradient_checkpointing", "true", "training.beta=0.3", "--resume", "--config_file", "c.yaml"]
-    command = ["dpo", "--model", "m", "--data", "p.jsonl", "--output", "o", "--learning_rate", "1e-6", "--samples=4"]
+    flags = [
+        "--model_name_or_path",
+        "m",
+        "--preference_data_path",
+        "p.jsonl",
+        "--output_dir",
+        "o",
+        "--learning_rate",
+        "1e-6",
+    ]
+    settings = [
+        "--diffusion_steps=4",
+        "--gradient_checkpointing",
+        "true",
+        "training.beta=0.3",
+        "--resume",
+        "--config_file",
+        "c.yaml",
+    ]
+    command = [
+        "dpo",
+        "--model",
+        "m",
+        "--data",
+        "p.jsonl",
+        "--output",
+        "o",
+        "--learning_rate",
+        "1e-6",
+        "--samples=4",
+    ]
     command += ["--activation_checkpointing", "true", "training.beta=0.3", "--resume", "--config", "c.yaml"]
     assert called_with(*flags, *settings, script="dpo.sh", path=recorder) == command
     refused = run(script="dpo.sh", path=recorder)
@@ -108,12 +168,19 @@ def test_options_of_preference_optimisation_get_the_names_of_ours(recorder):
 
 def test_the_launcher_of_three_gpus_is_read_by_accelerate():
     config = load_config_from_file(str(SCRIPTS / "accelerate-a40-x3.yaml"))
-    assert (config.distributed_type, config.mixed_precision, config.num_processes) == (DistributedType.MULTI_GPU, "bf16", 3)
+    assert (config.distributed_type, config.mixed_precision, config.num_processes) == (
+        DistributedType.MULTI_GPU,
+        "bf16",
+        3,
+    )
 
 
 def test_what_is_missing_is_told(recorder):
     called = run("sudoku", "balanced", path=recorder)
-    assert (called.returncode, called.stderr) == (2, "error: no model: give --model PATH, or set UNMASK_MODEL__PATH\n")
+    assert (called.returncode, called.stderr) == (
+        2,
+        "error: no model: give --model PATH, or set UNMASK_MODEL__PATH\n",
+    )
     if (REPOSITORY / ".venv").exists():
         pytest.skip("finds the environment of this checkout")
     called = run("sudoku", "balanced", "--model", "m")
@@ -130,6 +197,9 @@ def test_a_run_of_reinforcement_learning(model, tmp_path):
     training = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")["training"]
     assert training["activation_checkpointing"] and training["beta"] == 0.04
     assert len(read_result(tmp_path / "out" / "evaluation.json").tasks[0].items) == 4
-    for arguments, words in [(["sudoko", "memory"], "Did you mean 'grpo-sudoku'?"), (["sudoku", "fast"], "'balanced'")]:
+    for arguments, words in [
+        (["sudoko", "memory"], "Did you mean 'grpo-sudoku'?"),
+        (["sudoku", "fast"], "'balanced'"),
+    ]:
         refused = run(*arguments, path=path, **environment)
         assert refused.returncode == 2 and words in refused.stderr, refused.stderr

@@ -12,7 +12,18 @@ SECRET = "s3cr3t-p4ss"
 
 def test_no_file_of_a_run_holds_its_token_and_its_record_resumes_it(model, tmp_path):
     token = ["--hub_token", SECRET]
-    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.max_steps=4", "training.save_steps=2", "--output", tmp_path / "a"]
+    run = [
+        "sft",
+        "--model",
+        model,
+        "--task",
+        "sudoku",
+        *QUICK,
+        "training.max_steps=4",
+        "training.save_steps=2",
+        "--output",
+        tmp_path / "a",
+    ]
     assert unmask(*run, *token).exit_code == 0
     files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]

@@ -25,7 +25,12 @@ def shown(folder, lines):
 
 
 def test_the_first_and_the_last_value_are_shown(tmp_path):
-    lines = [{"loss": 0.69314, "accuracy": 0.5}, {"loss": 0.6, "accuracy": 0.75}, {"loss": 0.51, "accuracy": 0.875}, {"train_loss": 0.6}]
+    lines = [
+        {"loss": 0.69314, "accuracy": 0.5},
+        {"loss": 0.6, "accuracy": 0.75},
+        {"loss": 0.51, "accuracy": 0.875},
+        {"train_loss": 0.6},
+    ]
     found = shown(tmp_path, lines)
     assert found["time"] == "1:05, 4 steps"
     assert found["training loss"] == "0.6931 → 0.51" and found["accuracy"] == "0.5 → 0.875"
@@ -33,7 +38,9 @@ def test_the_first_and_the_last_value_are_shown(tmp_path):
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
     lines = [{"loss": 0.5, "grad_norm": math.inf, "accuracy": math.nan}, {"loss": 0.25, "grad_norm": 1.0}]
-    assert {"training loss": "0.5 → 0.25"}.items() <= shown(tmp_path, lines).items() and "accuracy" not in shown(tmp_path, [])
+    assert {"training loss": "0.5 → 0.25"}.items() <= shown(
+        tmp_path, lines
+    ).items() and "accuracy" not in shown(tmp_path, [])
 
 
 def test_a_run_that_logged_nothing_shows_its_mean_loss(tmp_path):
@@ -41,7 +48,13 @@ def test_a_run_that_logged_nothing_shows_its_mean_loss(tmp_path):
 
 
 def test_of_several_rewards_each_is_shown_and_the_loss_is_not(tmp_path):
-    first = {"loss": 0.0, "reward": 0.4, "rewards/short": 0.875, "rewards/sudoku/partial": 0.1, "rewards/sudoku/partial/wrong": 1.0}
+    first = {
+        "loss": 0.0,
+        "reward": 0.4,
+        "rewards/short": 0.875,
+        "rewards/sudoku/partial": 0.1,
+        "rewards/sudoku/partial/wrong": 1.0,
+    }
     found = shown(tmp_path, [first, {**first, "reward": 0.5, "rewards/short": 1.0}])
     assert {name: value for name, value in found.items() if "reward" in name or "loss" in name} == {
         "reward": "0.4 → 0.5",
@@ -52,11 +65,18 @@ def test_of_several_rewards_each_is_shown_and_the_loss_is_not(tmp_path):
 
 def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(tmp_path):
     assert "nothing was learnt" in shown(tmp_path / "same", [{"reward": 0.5, "reward_std": 0.0}] * 2)["note"]
-    assert "note" not in shown(tmp_path / "differing", [{"reward": 0.5, "reward_std": 0.0}, {"reward": 0.5, "reward_std": 0.5}])
+    assert "note" not in shown(
+        tmp_path / "differing", [{"reward": 0.5, "reward_std": 0.0}, {"reward": 0.5, "reward_std": 0.5}]
+    )
 
 
 def test_the_loss_of_a_conversion_is_of_its_last_stage(tmp_path):
-    lines = [{"loss": 4.0, "stage": 1}, {"loss": 3.5, "stage": 2}, {"train_loss": 3.75, "stage": 2}, {"train_loss": 1.5, "stage": 3}]
+    lines = [
+        {"loss": 4.0, "stage": 1},
+        {"loss": 3.5, "stage": 2},
+        {"train_loss": 3.75, "stage": 2},
+        {"train_loss": 1.5, "stage": 3},
+    ]
     assert shown(tmp_path, lines)["training loss"] == "4 → 1.5"
 
 
@@ -88,10 +108,25 @@ BODY = {"train": "b.jsonl", "text_column": "body"}
 @pytest.mark.parametrize(
     ("verb", "data", "imports", "first"),
     [
-        ("pretrain", BODY, [], "convert --model r/model --data b.jsonl --output convert data.text_column=body"),
+        (
+            "pretrain",
+            BODY,
+            [],
+            "convert --model r/model --data b.jsonl --output convert data.text_column=body",
+        ),
         ("convert", BODY, [], "sft --model r/model --data PAIRS.jsonl --output sft"),
-        ("sft", {"task": "sudoku", "style": "chat"}, [], "grpo --model r/model --task sudoku --output grpo data.style=chat"),
-        ("sft", {"task": "sudoku"}, ["my.py"], "grpo --model r/model --task sudoku --output grpo 'imports=[my.py]'"),
+        (
+            "sft",
+            {"task": "sudoku", "style": "chat"},
+            [],
+            "grpo --model r/model --task sudoku --output grpo data.style=chat",
+        ),
+        (
+            "sft",
+            {"task": "sudoku"},
+            ["my.py"],
+            "grpo --model r/model --task sudoku --output grpo 'imports=[my.py]'",
+        ),
         ("grpo", {"task": "sudoku"}, ["my.py"], "generate r/model --prompt TEXT"),
         ("grpo", {"task": "sudoku"}, [], "evaluate r/model --task sudoku"),
     ],

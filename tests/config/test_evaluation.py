@@ -39,5 +39,8 @@ def test_a_list_of_one_may_be_one_word():
 
 @pytest.mark.parametrize("value", [True, 3, "sudoku", ["sudoku"]])
 def test_what_is_no_mapping_is_refused(value):
-    with pytest.raises(ConfigError, match=r"retention: is a section of settings, not the value .*\. Set its keys, retention\.NAME"):
+    with pytest.raises(
+        ConfigError,
+        match=r"retention: is a section of settings, not the value .*\. Set its keys, retention\.NAME",
+    ):
         RunConfig(retention=value)

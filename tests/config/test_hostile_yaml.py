@@ -16,12 +16,17 @@ from unmask.config.run import RunConfig, resolve, to_yaml
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
 from unmask.errors import ConfigError, UnmaskError
 
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
 HOSTILE = {
     "billion laughs": (LAUGHS, "more than 100,000 values"),
     "billion merges": (
         "a0: &a0 {x: 1}\n"
-        + "".join(f"a{n}: &a{n} [{', '.join([f'{{<<: *a{n - 1}}}' if n == 1 else f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)),
+        + "".join(
+            f"a{n}: &a{n} [{', '.join([f'{{<<: *a{n - 1}}}' if n == 1 else f'*a{n - 1}'] * 10)}]\n"
+            for n in range(1, 9)
+        ),
         "more than 100,000 values",
     ),
     "depth of lists": ("a: " + "[" * 10**5, "nested more than 40 deep"),
@@ -72,7 +77,9 @@ def test_an_error_quotes_nothing_of_a_secret(value: str) -> None:
         assert caught.value.__context__ is None  # a traceback would quote it
 
 
-@pytest.mark.parametrize("override", ["training=hub_token=sEcReT", "--hub_token sEcReT", "training.hub_token sEcReT"])
+@pytest.mark.parametrize(
+    "override", ["training=hub_token=sEcReT", "--hub_token sEcReT", "training.hub_token sEcReT"]
+)
 def test_a_misspelt_override_shows_no_secret(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(read_layers(overrides=["model.path=m", "output_dir=o", override]))
@@ -80,26 +87,43 @@ def test_a_misspelt_override_shows_no_secret(override: str) -> None:
 
 
 def test_errors_outside_of_a_secret_name_what_is_wrong() -> None:
-    texts = "hub_token: x\na: *b", "hub_token: {x: 1}\nb: 1\nb: 2", "hub_token: [x]\na: !b x", "a: {hub_token: {b: c}, b: 1, b: 2}"
+    texts = (
+        "hub_token: x\na: *b",
+        "hub_token: {x: 1}\nb: 1\nb: 2",
+        "hub_token: [x]\na: !b x",
+        "a: {hub_token: {b: c}, b: 1, b: 2}",
+    )
     for text in texts:
         with pytest.raises(ConfigError, match=r"'!?b'"):
             parse_yaml(text, "x.yaml")
 
 
 def test_aliases_in_reason_are_read() -> None:
-    assert parse_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: *a}}", "x") == {"a": [1, 2], "b": [1, 2], "c": {"d": [1, 2]}}
+    assert parse_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: *a}}", "x") == {
+        "a": [1, 2],
+        "b": [1, 2],
+        "c": {"d": [1, 2]},
+    }
 
 
 @pytest.mark.parametrize("value", ["true", "'true'", "1", "null", "[]"])
 def test_only_the_command_line_lets_a_model_run_code(value: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"model: {{path: m, trust_remote_code: {value}}}\noutput_dir: o")
-    with pytest.raises(ConfigError, match=r"model\.trust_remote_code \(.*a\.yaml\): may not stand in a file.*on the command line"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.trust_remote_code \(.*a\.yaml\): may not stand in a file.*on the command line",
+    ):
         read_layers(config_files=[path])
-    path.write_text("model: {path: m, trust_remote_code: false}\noutput_dir: o")  # as every recorded config says
+    # as every recorded config says
+    path.write_text("model: {path: m, trust_remote_code: false}\noutput_dir: o")
     assert not resolve(read_layers(config_files=[path])).model.trust_remote_code
-    assert resolve(read_layers(config_files=[path], overrides=["model.trust_remote_code=true"])).model.trust_remote_code
-    assert resolve(read_layers(config_files=[path], environ={"UNMASK_MODEL__TRUST_REMOTE_CODE": "true"})).model.trust_remote_code
+    assert resolve(
+        read_layers(config_files=[path], overrides=["model.trust_remote_code=true"])
+    ).model.trust_remote_code
+    assert resolve(
+        read_layers(config_files=[path], environ={"UNMASK_MODEL__TRUST_REMOTE_CODE": "true"})
+    ).model.trust_remote_code
 
 
 SEEDS = [path.read_text() for path in sorted(RECIPES.glob("*/*.yaml")) if path.parent != MODES]
@@ -116,7 +140,9 @@ RUN = {"model": {"path": "m"}, "output_dir": "o"}
 
 def seeds() -> list[tuple[str, str]]:
     """The recipes and the recorded default config of every verb, each with the verbs that accept it."""
-    defaults = [to_yaml(resolved(RunConfig(**RUN), training_arguments(verb, RunConfig(**RUN)))) for verb in VERBS]
+    defaults = [
+        to_yaml(resolved(RunConfig(**RUN), training_arguments(verb, RunConfig(**RUN)))) for verb in VERBS
+    ]
     found = []
     for text in [*SEEDS, *defaults]:
         config = resolve(Layers([Layer("test", RUN), Layer("file", parse_yaml(text, "seed"))]))
@@ -138,21 +164,28 @@ def mutate(text: str, draw: random.Random) -> str:
             case 1:
                 text = text[:place] + draw.choice(SNIPPETS) + text[place:]
             case 2:
-                text = text[:place] + chr(draw.choice([*range(128), 0x85, 0xA0, 0x202E, 0xFEFF, 0x1F600])) + text[place + 1 :]
+                text = (
+                    text[:place]
+                    + chr(draw.choice([*range(128), 0x85, 0xA0, 0x202E, 0xFEFF, 0x1F600]))
+                    + text[place + 1 :]
+                )
             case 3:
                 text = "".join([*lines[:number], *lines[number + 1 :]])
             case 4:
                 text = "".join([*lines[:number], lines[number] * 2, *lines[number + 1 :]])
             case 5:
                 key, colon, _ = lines[number].partition(":")
-                text = "".join([*lines[:number], f"{key}{colon} {draw.choice(SNIPPETS)}\n", *lines[number + 1 :]])
+                text = "".join(
+                    [*lines[:number], f"{key}{colon} {draw.choice(SNIPPETS)}\n", *lines[number + 1 :]]
+                )
             case 6:
                 text += draw.choice(draw.choice(SEEDS).splitlines(keepends=True) or [""])
     return text
 
 
 def check(text: str, verb: str, path: Path) -> bool:
-    """Whether a file is accepted. If so it is valid: it makes training arguments, and its record loads back as the same run."""
+    """Whether a file is accepted. If so it is valid: it makes training arguments, and its record loads back
+    as the same run."""
     try:
         path.write_text(text, encoding="utf-8")
         layers = Layers([Layer("test", RUN), Layer("file", read_settings(path))])
@@ -183,13 +216,17 @@ def test_what_is_accepted_of_mutated_files_is_valid(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.nightly)])
-def test_what_is_accepted_of_many_mutated_files_is_valid(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_accepted_of_many_mutated_files_is_valid(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert accepted(count, tmp_path, monkeypatch) > count / 10
 
 
 @pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "\ta: 1\n", "a:\n  b: 1\n\tc: 2\n", "a:\tb\n"])
 def test_a_tab_is_named(text):
-    with pytest.raises(ConfigError, match=r"own\.yaml, line \d: there is a tab where YAML has spaces") as caught:
+    with pytest.raises(
+        ConfigError, match=r"own\.yaml, line \d: there is a tab where YAML has spaces"
+    ) as caught:
         parse_yaml(text, "own.yaml")
     assert caught.value.remedy == "Replace tabs by spaces"
     assert parse_yaml(text.replace("\t", "  ").removeprefix("  "), "own.yaml")

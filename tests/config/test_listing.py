@@ -49,5 +49,12 @@ def test_all_settings_of_a_run_are_listed_and_described() -> None:
     found = {setting.key: setting for setting in settings_of(RunConfig)}
     assert {key for key, setting in found.items() if setting.type != SECTION} == kinds_of(RunConfig).keys()
     assert not [key for key, setting in found.items() if not setting.summary]
-    assert found["data.eval_rows"].shown_default == "200" and found["model.trust_remote_code"].shown_default == "false"
-    assert found["lora"].default is None and found["model.path"].default is None and found["sampler"].default == {}
+    assert (
+        found["data.eval_rows"].shown_default == "200"
+        and found["model.trust_remote_code"].shown_default == "false"
+    )
+    assert (
+        found["lora"].default is None
+        and found["model.path"].default is None
+        and found["sampler"].default == {}
+    )

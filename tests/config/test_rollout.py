@@ -29,7 +29,9 @@ URL = "http://localhost:8000"
         ({"backend": "vllm", "url": URL, "timeout": 0.0}, "timeout"),
     ],
 )
-def test_settings_that_do_not_fit_the_backend_are_refused_by_their_name(values: dict[str, Any], where: str) -> None:
+def test_settings_that_do_not_fit_the_backend_are_refused_by_their_name(
+    values: dict[str, Any], where: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         RolloutConfig(**values)
     assert caught.value.where == where and caught.value.remedy
@@ -40,7 +42,14 @@ def test_settings_that_do_not_fit_the_backend_are_refused_by_their_name(values: 
     [
         {},
         {"backend": "server", "url": URL, "folder": "w", "patience": 0.0},
-        {"backend": "vllm", "url": "https://host", "model": "m", "sync": "lora", "sync_steps": 4, "api_key": "k"},
+        {
+            "backend": "vllm",
+            "url": "https://host",
+            "model": "m",
+            "sync": "lora",
+            "sync_steps": 4,
+            "api_key": "k",
+        },
     ],
 )
 def test_settings_that_fit_are_kept(values: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Configs: strict, frozen, documented, the same after a round trip; errors that say which key of which source is wrong and what to do."""
+"""Configs: strict, frozen, documented, the same after a round trip; errors that say which key of which source
+is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from unmask.errors import ConfigError, TrainingError, did_you_mean
 
 RUN = {"model": {"path": "m"}, "output_dir": "out"}
 
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12) | st.sampled_from(
+texts = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
+) | st.sampled_from(
     ["1e5", "no", "null", "~", "<<", "0x1", ".nan", "1:30", " ", "a\x85b\u2028", "- a", "a: b", "#", "\ufeff"]
 )
 
@@ -40,7 +43,11 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 def plain(floats: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
     """What YAML can hold."""
     scalars = st.none() | st.booleans() | st.integers() | floats | texts
-    return st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3), max_leaves=8)
+    return st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+        max_leaves=8,
+    )
 
 
 numbers = st.floats(allow_nan=False)
@@ -126,11 +133,19 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
     second = write(tmp_path, "2.yaml", "training: {b: 2, c: 2, d: 2, e: {y: 2}}\nlora: null\n")
     layers = read_layers(
         config_files=[first, second],
-        environ={"UNMASK_TRAINING__C": "3", "UNMASK_TRAINING__D": "3", "UNMASK_TRAINING__E__Z": "1e-3", "OTHER": "x"},
+        environ={
+            "UNMASK_TRAINING__C": "3",
+            "UNMASK_TRAINING__D": "3",
+            "UNMASK_TRAINING__E__Z": "1e-3",
+            "OTHER": "x",
+        },
         flags={"training.f": "5", "training.g": None},
         overrides=["training.d=4"],
     )
-    assert layers.merged() == {"training": {"a": 1, "b": 2, "c": 3, "d": 4, "e": {"x": 1, "y": 2, "z": 1e-3}, "f": "5"}, "lora": None}
+    assert layers.merged() == {
+        "training": {"a": 1, "b": 2, "c": 3, "d": 4, "e": {"x": 1, "y": 2, "z": 1e-3}, "f": "5"},
+        "lora": None,
+    }
     assert layers.source_of("training.b") == str(second)
     assert layers.source_of("training.d") == "command line"
     assert layers.source_of("training.h") is None
@@ -140,12 +155,18 @@ def test_a_value_in_place_of_a_section_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path, "1.yaml", "training: {a: 1}\n")
     for rest in ({"overrides": ["training.b=2"]}, {"config_files": [config]}):
         with pytest.raises(
-            ConfigError, match=r"^training \(environment variable UNMASK_TRAINING\): is a section of settings, not the value 5"
+            ConfigError,
+            match=(
+                r"^training \(environment variable UNMASK_TRAINING\): is a section of settings, not the "
+                r"value 5"
+            ),
         ):
             read_layers(environ={"UNMASK_TRAINING": "5"}, **rest)
 
 
-sources = st.lists(st.builds(Layer, texts, st.dictionaries(st.sampled_from("abc"), plain(finite), max_size=3)), max_size=4).map(Layers)
+sources = st.lists(
+    st.builds(Layer, texts, st.dictionaries(st.sampled_from("abc"), plain(finite), max_size=3)), max_size=4
+).map(Layers)
 
 
 @given(sources, sources)
@@ -158,7 +179,13 @@ def test_a_layer_wins_over_those_before_it_and_loses_nothing_of_them(before: Lay
 
 
 def test_variables_of_the_tests_and_of_the_command_line_are_no_settings() -> None:
-    names = ("UNMASK_SHARED", "UNMASK_DEBUG", "UNMASK_ACCEPT_UNSANDBOXED_CODE", "UNMASK_API_KEY", "UNMASK_ADMIN_KEY")
+    names = (
+        "UNMASK_SHARED",
+        "UNMASK_DEBUG",
+        "UNMASK_ACCEPT_UNSANDBOXED_CODE",
+        "UNMASK_API_KEY",
+        "UNMASK_ADMIN_KEY",
+    )
     assert read_layers(environ=dict.fromkeys(names, "1")) == ()
 
 
@@ -174,7 +201,11 @@ def test_an_override_without_key_or_value_is_refused(override: str) -> None:
         ({"overrides": ["sampler.steps=0"]}, "sampler.steps", "command line"),
         ({"flags": {"sampler.steps": 0}}, "sampler.steps", "command line"),
         ({"overrides": ["data.train=[{path: a, weight: -1}]"]}, "data.train.0.weight", "command line"),
-        ({"environ": {"UNMASK_SAMPLER__STEPS": "0"}}, "sampler.steps", "environment variable UNMASK_SAMPLER__STEPS"),
+        (
+            {"environ": {"UNMASK_SAMPLER__STEPS": "0"}},
+            "sampler.steps",
+            "environment variable UNMASK_SAMPLER__STEPS",
+        ),
         ({"environ": {"UNMASK_SAMPLR__STEPS": "1"}}, "samplr", "environment variable UNMASK_SAMPLR__STEPS"),
     ],
 )
@@ -191,7 +222,9 @@ def test_an_error_in_a_file_names_that_file(tmp_path: Path) -> None:
     bad = write(tmp_path, "bad.yaml", "sampler: {top_p: 1.5}")
     with pytest.raises(ConfigError) as caught:
         resolve(read_layers(config_files=[good, bad]))
-    assert str(caught.value) == f"sampler.top_p ({bad}): 1.5 is not valid. It should be less than or equal to 1."
+    assert (
+        str(caught.value) == f"sampler.top_p ({bad}): 1.5 is not valid. It should be less than or equal to 1."
+    )
 
 
 # Recipes
@@ -216,7 +249,9 @@ def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     verb = {"sft": SFTConfig, "quality": SFTConfig, "variable": SFTConfig}.get(
         path.stem.split("-")[0], TrainingConfig
     )  # of recipes for one verb
-    kind = {"conversion": ConvertConfig, "preference": DPOConfig, "rl": GRPOConfig}.get(path.parent.name, verb)
+    kind = {"conversion": ConvertConfig, "preference": DPOConfig, "rl": GRPOConfig}.get(
+        path.parent.name, verb
+    )
     build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)
 
@@ -242,11 +277,16 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
     )
     return RunConfig(
         model=ModelConfig(
-            path=draw(names), block_size=draw(maybe), logit_shift=draw(st.none() | st.booleans()), revision=draw(st.none() | texts)
+            path=draw(names),
+            block_size=draw(maybe),
+            logit_shift=draw(st.none() | st.booleans()),
+            revision=draw(st.none() | texts),
         ),
         data=DataConfig(train=draw(st.none() | names), max_rows=draw(maybe), seed=draw(st.integers())),
         sampler=SamplerConfig(
-            temperature=draw(st.just(0.0) | st.floats(1e-6, 1e6)), top_p=draw(st.floats(0, 1, exclude_min=True)), steps=draw(maybe)
+            temperature=draw(st.just(0.0) | st.floats(1e-6, 1e6)),
+            top_p=draw(st.floats(0, 1, exclude_min=True)),
+            steps=draw(maybe),
         ),
         lora=draw(st.none() | lora),
         training=draw(st.dictionaries(texts, plain(finite), max_size=3)),
@@ -262,7 +302,9 @@ def test_a_printed_config_loads_back(config: RunConfig) -> None:
     assert RunConfig(**parse_yaml(to_yaml(config), "here")) == config
 
 
-@pytest.mark.parametrize("config", [ModelConfig, DataSource, DataConfig, LoraSettings, SamplerConfig, RunConfig])
+@pytest.mark.parametrize(
+    "config", [ModelConfig, DataSource, DataConfig, LoraSettings, SamplerConfig, RunConfig]
+)
 def test_every_field_is_documented(config: type[Config]) -> None:
     assert not [name for name, field in config.model_fields.items() if not field.description]
 
@@ -290,13 +332,21 @@ def test_configs_are_frozen() -> None:
         ({"sampler": {"temperature": math.inf}}, "sampler.temperature", "It should be a finite number"),
         ({"sampler": {"temperature": -0.1}}, "sampler.temperature", "greater than or equal to 0"),
         ({"sampler": {"top_p": 0.0}}, "sampler.top_p", "greater than 0"),
-        ({"sampler": {"policy": "best"}}, "sampler.policy", "'confidence', 'margin', 'entropy', 'random' or 'left_to_right'"),
+        (
+            {"sampler": {"policy": "best"}},
+            "sampler.policy",
+            "'confidence', 'margin', 'entropy', 'random' or 'left_to_right'",
+        ),
         ({"lora": {"target_modules": 3}}, "lora.target_modules", "a valid string or a valid list"),
         ({"rewards": ["a", 3]}, "rewards.1", "a valid string"),
         ({"data": {"train": 3}}, "data.train", "a valid string or a valid list"),
         ({"data": {"train": []}}, "data.train", "at least 1 item"),
         ({"data": {"train": [{"weight": 1}]}}, "data.train.0.path", "Set it"),
-        ({"data": {"train": [{"path": "a"}, {"path": "b", "weight": 0}]}}, "data.train.1.weight", "greater than 0"),
+        (
+            {"data": {"train": [{"path": "a"}, {"path": "b", "weight": 0}]}},
+            "data.train.1.weight",
+            "greater than 0",
+        ),
         ({"data": {"train": [{"path": "a", "wieght": 1}]}}, "data.train.0.wieght", "Did you mean 'weight'?"),
         ({"training": {"x": {"y": object()}}}, "training.x.y", "a valid JSON value"),
     ],
@@ -309,7 +359,9 @@ def test_errors_name_key_value_and_remedy(values: dict[str, Any], where: str, re
 
 
 def test_a_config_of_its_own_names_its_own_keys() -> None:
-    with pytest.raises(ConfigError, match=r"^steps: 0 is not valid. It should be greater than or equal to 1.$"):
+    with pytest.raises(
+        ConfigError, match=r"^steps: 0 is not valid. It should be greater than or equal to 1.$"
+    ):
         SamplerConfig(steps=0)
 
 
@@ -321,7 +373,12 @@ def test_one_missing_letter_is_understood(name: str, gap: int) -> None:
 
 def test_lora_settings_are_those_of_peft() -> None:
     config = LoraSettings(r=3, alpha=5.0, dropout=0.25, target_modules=["q_proj"]).to_peft()
-    assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (3, 5.0, 0.25, {"q_proj"})
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.target_modules) == (
+        3,
+        5.0,
+        0.25,
+        {"q_proj"},
+    )
     assert config.task_type == "CAUSAL_LM"
 
 
@@ -356,27 +413,44 @@ class Arguments:
 
 def test_a_training_section_is_read_by_the_annotations() -> None:
     section = {"rate": "1e-5", "rows": 3, "optional": None, "extra": {"a": [1]}, "name": "b", "smooth": False}
-    assert build_training_args(Arguments, section, output_dir="out") == Arguments("out", 1e-5, 3, extra={"a": [1]}, name="b")
+    assert build_training_args(Arguments, section, output_dir="out") == Arguments(
+        "out", 1e-5, 3, extra={"a": [1]}, name="b"
+    )
 
 
 def test_what_pydantic_cannot_read_is_left_to_the_dataclass() -> None:
     value = object()
-    assert build_training_args(dataclasses.make_dataclass("Nested", [("field", Other)]), {"field": value}).field is value
+    assert (
+        build_training_args(dataclasses.make_dataclass("Nested", [("field", Other)]), {"field": value}).field
+        is value
+    )
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
         ({"rat": 1}, "training.rat: is not a known key. Did you mean 'rate'?"),
-        ({"derived": 1}, "training.derived: is not a known key. Known: extra, name, optional, other, rate, rows, smooth."),
+        (
+            {"derived": 1},
+            "training.derived: is not a known key. Known: extra, name, optional, other, rate, rows, smooth.",
+        ),
         ({"output_dir": "b"}, "training.output_dir: is set by the run itself. Remove it from this section."),
         ({"rows": True}, "training.rows: True is not valid. It should be a valid integer."),
-        ({"rows": 1.5}, "training.rows: 1.5 is not valid. It should be a valid integer, got a number with a fractional part."),
+        (
+            {"rows": 1.5},
+            (
+                "training.rows: 1.5 is not valid. It should be a valid integer, got a number with a "
+                "fractional part."
+            ),
+        ),
         ({"rate": True}, "training.rate: True is not valid. It should be a valid number."),
         ({"name": "c"}, "training.name: 'c' is not valid. It should be 'a' or 'b'."),
         ({"extra": 3}, "training.extra: 3 is not valid. It should be a valid dictionary or a valid string."),
         ({"rate": 2.0, "rows": 2}, "training.rate: rate must be at most 1. Change it in this section."),
-        ({"smooth": True, "rate": 0.5}, "training: smooth and rate exclude each other. Change it in this section."),
+        (
+            {"smooth": True, "rate": 0.5},
+            "training: smooth and rate exclude each other. Change it in this section.",
+        ),
         ({"rows": 10}, "training.rows: too many. Take fewer."),
     ],
 )
@@ -390,10 +464,19 @@ def test_training_arguments_are_known_by_their_own_names(tmp_path: Path) -> None
     from transformers import TrainingArguments
 
     section = parse_yaml(
-        "learning_rate: 1e-5\nsave_strategy: no\nlr_scheduler_type: cosine\nmax_steps: 7\nreport_to: [tensorboard]", "here"
+        (
+            "learning_rate: 1e-5\nsave_strategy: no\nlr_scheduler_type: cosine\nmax_steps: 7\nreport_to: "
+            "[tensorboard]"
+        ),
+        "here",
     )
     args = build_training_args(TrainingArguments, section, output_dir=str(tmp_path), use_cpu=True)
-    assert (args.learning_rate, args.save_strategy, args.lr_scheduler_type, args.max_steps) == (1e-5, "no", "cosine", 7)
+    assert (args.learning_rate, args.save_strategy, args.lr_scheduler_type, args.max_steps) == (
+        1e-5,
+        "no",
+        "cosine",
+        7,
+    )
     with pytest.raises(ConfigError, match=r"training\.learning_rat: .* Did you mean 'learning_rate'"):
         build_training_args(TrainingArguments, {"learning_rat": 1e-5})
     with pytest.raises(ConfigError, match=r"^training\.save_strategy: "):
@@ -403,14 +486,19 @@ def test_training_arguments_are_known_by_their_own_names(tmp_path: Path) -> None
 # The output folder
 
 
-def test_an_output_folder_in_use_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_folder_in_use_is_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_output_folder(tmp_path / "absent")
     check_output_folder(tmp_path)
     kept = write(tmp_path, "kept.txt", "mine")
     for options, remedy in (
         ({}, "Choose another"),
         ({"overwrite": False}, "Choose another, or write into it with --overwrite"),
-        ({"overwrite": False, "resume": False}, "Choose another, or continue with --resume, or write into it with --overwrite"),
+        (
+            {"overwrite": False, "resume": False},
+            "Choose another, or continue with --resume, or write into it with --overwrite",
+        ),
     ):
         with pytest.raises(TrainingError, match=rf"not empty\. {remedy}\.$"):
             check_output_folder(tmp_path, **options)
@@ -433,5 +521,7 @@ def test_one_reward_needs_no_brackets():
 
 
 def test_what_a_run_must_have_is_named_by_its_option():
-    with pytest.raises(ConfigError, match=r"output_dir: is required and not set. Set it, for example with --output DIR"):
+    with pytest.raises(
+        ConfigError, match=r"output_dir: is required and not set. Set it, for example with --output DIR"
+    ):
         RunConfig(**{name: value for name, value in RUN.items() if name != "output_dir"})

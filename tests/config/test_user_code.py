@@ -59,11 +59,17 @@ def test_a_file_is_run_once_until_it_changes(file):
 def test_what_is_wrong_with_a_name_is_one_error(target, what, remedy, file):
     with pytest.raises(ConfigError) as caught:
         load_function(target)
-    assert caught.value.where == target and what in caught.value.what and remedy.format(folder=file.parent) in caught.value.remedy
+    assert (
+        caught.value.where == target
+        and what in caught.value.what
+        and remedy.format(folder=file.parent) in caught.value.remedy
+    )
 
 
 def test_a_class_has_to_be_of_its_kind(file):
-    with pytest.raises(ConfigError, match=r"double: is of type function, not a subclass of builtins\.int\. Give package"):
+    with pytest.raises(
+        ConfigError, match=r"double: is of type function, not a subclass of builtins\.int\. Give package"
+    ):
         load_class("mine.py:double", int)
     with pytest.raises(ConfigError, match=r"Half: is a class, not a subclass of builtins\.int"):
         load_class("mine.py:Half", int)
@@ -92,5 +98,7 @@ def test_an_exception_in_a_file_is_named_with_its_line(source, code, what, tmp_p
 
 def test_reading_the_code_of_a_user_imports_no_torch():
     """Workers and the command line do it first."""
-    code = "import sys, unmask.config.user_code; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    code = (
+        "import sys, unmask.config.user_code; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,5 @@
-"""A setting that the others leave without effect is refused if it is given, and left out of records, which are accepted again."""
+"""A setting that the others leave without effect is refused if it is given, and left out of records, which
+are accepted again."""
 
 from __future__ import annotations
 
@@ -17,12 +18,36 @@ from unmask.errors import ConfigError
 
 URL = "http://localhost:8000"
 CONFIGS = [
-    *(SamplerConfig(), SamplerConfig(mode="self-speculative"), SamplerConfig(threshold=0.5), SamplerConfig(policy="random")),
-    *(SamplerConfig(entropy_bound=1.0, policy="entropy"), SamplerConfig(cache="prefix"), SamplerConfig(constraint={"json": True})),
-    *(ReviseConfig(), ReviseConfig(schedule="loop"), ConstraintConfig(regex="a"), ConstraintConfig(json=True), RolloutConfig()),
-    *(RolloutConfig(backend="server", url=URL), RolloutConfig(backend="vllm", url=URL), EvaluationConfig(task=["sudoku"])),
+    *(
+        SamplerConfig(),
+        SamplerConfig(mode="self-speculative"),
+        SamplerConfig(threshold=0.5),
+        SamplerConfig(policy="random"),
+    ),
+    *(
+        SamplerConfig(entropy_bound=1.0, policy="entropy"),
+        SamplerConfig(cache="prefix"),
+        SamplerConfig(constraint={"json": True}),
+    ),
+    *(
+        ReviseConfig(),
+        ReviseConfig(schedule="loop"),
+        ConstraintConfig(regex="a"),
+        ConstraintConfig(json=True),
+        RolloutConfig(),
+    ),
+    *(
+        RolloutConfig(backend="server", url=URL),
+        RolloutConfig(backend="vllm", url=URL),
+        EvaluationConfig(task=["sudoku"]),
+    ),
     *(EvaluationConfig(likelihood="a.txt"), EvaluationConfig(lm_eval=["piqa"])),
-    RunConfig(model={"path": "m"}, output_dir="o", sampler={"mode": "self-speculative"}, retention={"likelihood": "a.txt"}),
+    RunConfig(
+        model={"path": "m"},
+        output_dir="o",
+        sampler={"mode": "self-speculative"},
+        retention={"likelihood": "a.txt"},
+    ),
 ]
 
 
@@ -32,7 +57,9 @@ def test_a_record_of_every_value_is_accepted_again(config: Config) -> None:
     assert again == config and flat_values(again) == flat_values(config)
 
 
-CASES = [(config, error) for config in CONFIGS for error in config.without_effect() if getattr(config, error.where)]
+CASES = [
+    (config, error) for config in CONFIGS for error in config.without_effect() if getattr(config, error.where)
+]
 
 
 @pytest.mark.parametrize("config, error", CASES, ids=[f"{config!r}-{error.where}" for config, error in CASES])
@@ -44,4 +71,6 @@ def test_the_value_of_a_default_is_refused_if_it_is_given(config: Config, error:
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
-    SamplerConfig(threshold=0.5, order_temperature=0.0, filtered_confidence=False, top_forbidden=0, agreement_prompts=0)
+    SamplerConfig(
+        threshold=0.5, order_temperature=0.0, filtered_confidence=False, top_forbidden=0, agreement_prompts=0
+    )

@@ -1,4 +1,5 @@
-"""Distillation from the causal model: of some or all of its predictions, of hidden states, and on rows that the student samples."""
+"""Distillation from the causal model: of some or all of its predictions, of hidden states, and on rows that
+the student samples."""
 
 from __future__ import annotations
 
@@ -22,8 +23,19 @@ from unmask.models.load import with_pattern
 IDS = torch.randint(3, 12, (2, 9), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = torch.tensor([[1] * 5 + [2] * 4, [1] * 7 + [0] * 2])
 MASKABLE = (DOCUMENTS > 0) & (torch.arange(9) > 0)
-LONG = [{"text": "abcdefgh" * 3}, {"text": "hgfedcba" * 2}, {"text": "aabbccdd" * 3}, {"text": "cafebabe" * 2}]
-DISTILLED = {"attention": "block_causal", "block_size": 4, "logit_shift": True, "complementary": True, "distillation": 1.0}
+LONG = [
+    {"text": "abcdefgh" * 3},
+    {"text": "hgfedcba" * 2},
+    {"text": "aabbccdd" * 3},
+    {"text": "cafebabe" * 2},
+]
+DISTILLED = {
+    "attention": "block_causal",
+    "block_size": 4,
+    "logit_shift": True,
+    "complementary": True,
+    "distillation": 1.0,
+}
 
 
 def sharp(lm: DiffusionLM) -> DiffusionLM:
@@ -34,7 +46,9 @@ def sharp(lm: DiffusionLM) -> DiffusionLM:
     return lm
 
 
-def pair(attention: str = "bidirectional", block_size: int | None = None, shift: bool = False) -> tuple[DiffusionLM, DiffusionLM]:
+def pair(
+    attention: str = "bidirectional", block_size: int | None = None, shift: bool = False
+) -> tuple[DiffusionLM, DiffusionLM]:
     """A student and another model as its teacher."""
     lm, teacher = sharp(tiny(attention, block_size, logit_shift=shift)), sharp(tiny("causal")).frozen_copy()
     generator = torch.Generator().manual_seed(1)
@@ -49,8 +63,12 @@ def planned(lm: DiffusionLM) -> Any:
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-@pytest.mark.parametrize(("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 3, True)])
-def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(attention, block_size, shift, in_chunks, monkeypatch):
+@pytest.mark.parametrize(
+    ("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 3, True)]
+)
+def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(
+    attention, block_size, shift, in_chunks, monkeypatch
+):
     lm, teacher = pair(attention, block_size, shift)
     views = planned(lm)
     if in_chunks:
@@ -63,10 +81,14 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(attention, bl
     expected = F.kl_div(from_student[:, real], taught[:, real], log_target=True, reduction="none").sum(-1)
     torch.testing.assert_close(found.divergence_N, expected, rtol=1e-4, atol=1e-5)
     target = IDS[:, None].expand(-1, 2, -1)[views.target_BMT]
-    torch.testing.assert_close(found.log_prob_N, from_student.gather(1, target[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.log_prob_N, from_student.gather(1, target[:, None])[:, 0], rtol=1e-4, atol=1e-5
+    )
     assert expected.min() > 0 and found.divergence_N.requires_grad and found.distance_N.requires_grad
     found.divergence_N.sum().backward()
-    assert all(p.grad is None for p in teacher.model.parameters()) and any(p.grad.any() for p in lm.model.parameters())
+    assert all(p.grad is None for p in teacher.model.parameters()) and any(
+        p.grad.any() for p in lm.model.parameters()
+    )
 
 
 def one_view(lm: DiffusionLM, views: Any, view: int) -> torch.Tensor:
@@ -104,12 +126,18 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(context):
     assert len(found.distance_N) == MASKABLE.sum()
     assert found.distance_N.abs().max() < 1e-5 and found.divergence_N.abs().max() < 1e-5
     other, teacher = pair("block_causal", 1, True)
-    assert compare(other, teacher, IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4).distance_N.min() > 1e-3
+    assert (
+        compare(other, teacher, IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4).distance_N.min() > 1e-3
+    )
 
 
-@pytest.mark.parametrize(("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 4, True)])
+@pytest.mark.parametrize(
+    ("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 4, True)]
+)
 @pytest.mark.parametrize("hidden", [(1, 2), (2,), (1,)])
-def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(attention, block_size, shift, hidden):
+def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(
+    attention, block_size, shift, hidden
+):
     """Over all texts of the teacher: x_0 and its continuations x_1, x_2."""
     lm, teacher = pair(attention, block_size, shift)
     real = [token for token in range(lm.config.vocab_size) if token != lm.mask_token_id]
@@ -117,7 +145,9 @@ def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(att
     documents = torch.ones_like(ids_BT)
     hidden_BT = torch.isin(torch.arange(3), torch.tensor(hidden)).expand_as(ids_BT)
     log_p_BTV = teacher.logits(ids_BT)[:, :, real].log_softmax(-1)
-    place_BT = torch.tensor([real.index(token) if token in real else 0 for token in range(lm.config.vocab_size)])[ids_BT]
+    place_BT = torch.tensor(
+        [real.index(token) if token in real else 0 for token in range(lm.config.vocab_size)]
+    )[ids_BT]
     p_B = log_p_BTV[:, 1:].gather(2, place_BT[:, 1:, None]).sum((1, 2)).exp()
     assert p_B.sum().item() == pytest.approx(1)
     views = all_masked_views(hidden_BT)
@@ -127,7 +157,14 @@ def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(att
     p_N = p_B[:, None].expand_as(ids_BT)[hidden_BT]
     parameters = list(lm.model.parameters())
     gradients = [
-        torch.cat([g.flatten() for g in torch.autograd.grad((p_N * values).sum(), parameters, retain_graph=True, materialize_grads=True)])
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(
+                    (p_N * values).sum(), parameters, retain_graph=True, materialize_grads=True
+                )
+            ]
+        )
         for values in (-found.log_prob_N, found.divergence_N)
     ]
     difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
@@ -140,7 +177,9 @@ def test_the_teacher_reads_several_rows_at_once(rows, monkeypatch):
     views = planned(lm)
     one = compare(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", rows * 9 * lm.config.vocab_size)
-    torch.testing.assert_close(compare(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N, one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        compare(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N, one, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_where_nothing_is_scored_there_is_a_loss_of_0_with_gradients():
@@ -177,7 +216,9 @@ def test_the_teacher_is_the_model_before_its_conversion_also_after_a_resume(tmp_
 
 def test_distillation_is_a_share_of_the_loss_and_alignment_is_added(tmp_path):
     def first(**more: Any) -> dict[str, float]:
-        trainer = convert(tmp_path, tiny("causal"), **DISTILLED | {"packing": False, "max_steps": 1, "stages": [{}]} | more)
+        trainer = convert(
+            tmp_path, tiny("causal"), **DISTILLED | {"packing": False, "max_steps": 1, "stages": [{}]} | more
+        )
         trainer.train()
         return trainer.log_history[0]
 
@@ -191,10 +232,23 @@ def test_distillation_is_a_share_of_the_loss_and_alignment_is_added(tmp_path):
 
 
 def on_policy(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageTrainer:
-    settings = {"attention": "block_causal", "on_policy": 0.5, "rollout_tokens": 6, "packing": False, "max_steps": 6, **more}
+    settings = {
+        "attention": "block_causal",
+        "on_policy": 0.5,
+        "rollout_tokens": 6,
+        "packing": False,
+        "max_steps": 6,
+        **more,
+    }
     whole = convert(folder, lm or sharp(tiny("causal")), settings.pop("rows", LONG), **settings)
     return StageTrainer(
-        whole.lm, whole.args, whole.train_rows, stage=whole.args.stages[1], teacher=whole.teacher, steps_before=0, total_steps=4
+        whole.lm,
+        whole.args,
+        whole.train_rows,
+        stage=whole.args.stages[1],
+        teacher=whole.teacher,
+        steps_before=0,
+        total_steps=4,
     )
 
 
@@ -217,7 +271,9 @@ def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_
             assert learnt.tolist() == list(range(start, stop)) and start >= 1 and stop - start <= 6
             assert stop - start == 6 or after["input_ids"][row, stop - 1] == trainer.lm.eos_token_id
             assert torch.equal(after["input_ids"][row, :start], before["input_ids"][row, :start])
-            assert after["documents"][row].tolist() == [1] * stop + [0] * (len(after["documents"][row]) - stop)
+            assert after["documents"][row].tolist() == [1] * stop + [0] * (
+                len(after["documents"][row]) - stop
+            )
             assert not (after["input_ids"][row, :stop] == trainer.lm.mask_token_id).any()
     assert 8 <= len(chosen) <= 24 and len({row for _, row in chosen}) == 4  # about half
     trainer.state.global_step = 0
@@ -226,7 +282,9 @@ def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_
     for row, one in enumerate(alone):
         width = one["input_ids"].shape[1]
         assert torch.equal(one["maskable"][0], together["maskable"][row, :width])
-        assert torch.equal(one["input_ids"][0][one["maskable"][0]], together["input_ids"][row][together["maskable"][row]])
+        assert torch.equal(
+            one["input_ids"][0][one["maskable"][0]], together["input_ids"][row][together["maskable"][row]]
+        )
 
 
 def test_what_is_written_changes_with_the_model(tmp_path):
@@ -257,7 +315,13 @@ def test_rows_too_short_to_go_on_are_left_as_they_are(rows, tmp_path):
 
 
 def test_a_distilled_run_on_its_own_policy_resumes_bit_for_bit_in_the_middle(tmp_path):
-    run = {**DISTILLED, "on_policy": 0.5, "rollout_tokens": 4, "packing": False, "stages": [{"train": ["attention", "mask_token"]}, {}]}
+    run = {
+        **DISTILLED,
+        "on_policy": 0.5,
+        "rollout_tokens": 4,
+        "packing": False,
+        "stages": [{"train": ["attention", "mask_token"]}, {}],
+    }
     run |= {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
     straight = convert(tmp_path, rows=LONG, **run)
     straight.train()

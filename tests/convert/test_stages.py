@@ -41,11 +41,27 @@ def run(tmp_path: Path) -> Any:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in TEXTS))
 
     def invoke(training: str, *more: str, steps: int = 5, output: str = "out") -> Any:
-        quick = "{max_steps: %d, logging_steps: 1, max_length: 16, per_device_train_batch_size: 4, use_cpu: true, save_strategy: 'no'}"
-        (tmp_path / "quick.yaml").write_text(f"training: {quick % steps}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}")
+        quick = (
+            "{max_steps: %d, logging_steps: 1, max_length: 16, per_device_train_batch_size: 4, use_cpu: "
+            "true, save_strategy: 'no'}"
+        )
+        (tmp_path / "quick.yaml").write_text(
+            f"training: {quick % steps}\ndata: {{train: {tmp_path / 'rows.jsonl'}}}"
+        )
         (tmp_path / "stages.yaml").write_text(f"training:\n  {training}")
         files = ["--config", str(tmp_path / "quick.yaml"), "--config", str(tmp_path / "stages.yaml")]
-        return CliRunner().invoke(app, ["convert", "--model", str(tmp_path / "causal"), "--output", str(tmp_path / output), *files, *more])
+        return CliRunner().invoke(
+            app,
+            [
+                "convert",
+                "--model",
+                str(tmp_path / "causal"),
+                "--output",
+                str(tmp_path / output),
+                *files,
+                *more,
+            ],
+        )
 
     return invoke
 
@@ -58,7 +74,10 @@ def test_stages_come_from_yaml_and_go_back_into_it(stages, count, steps, run, tm
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     done = [sum(line["stage"] == number for line in lines) for number in range(1, count + 1)]
     assert done == {2: [1, 3], 5: [1] * 5}[count]
-    lm, written = load(tmp_path / "out/model"), parse_yaml((tmp_path / "out/config.yaml").read_text(), "config.yaml")
+    lm, written = (
+        load(tmp_path / "out/model"),
+        parse_yaml((tmp_path / "out/config.yaml").read_text(), "config.yaml"),
+    )
     assert (lm.attention, lm.block_size) == ("block_causal", 8 if count == 5 else 4)
     assert len(written["training"]["stages"]) == count and written["training"]["stages"][0]["rate"] == 0.5
     written["output_dir"] = str(tmp_path / "again")
@@ -75,7 +94,10 @@ def test_stages_come_from_yaml_and_go_back_into_it(stages, count, steps, run, tm
         ("[{}, {sahre: 1}]", "sahre"),
         ("[{train: attention}]", "training.stages"),
         ("[]", "there are no stages"),
-        ("[{}, {train: [attention, no_such_layer]}]", "stages, stage 2, train: 'no_such_layer' names no parameters of LlamaForCausalLM"),
+        (
+            "[{}, {train: [attention, no_such_layer]}]",
+            "stages, stage 2, train: 'no_such_layer' names no parameters of LlamaForCausalLM",
+        ),
         ("[{train: []}]", "stages, stage 1, train: the stage names no parameters"),
         ("[{train: [time_embedding]}]", "stages, stage 1, train: the stage names no parameters"),
         ("[{train: ['*.mlp.*']}]", "stages, stage 1, train: '*.mlp.*' is not a regular expression"),
@@ -109,7 +131,10 @@ def test_regular_expressions_choose_parameters_by_name(tmp_path):
         assert torch.equal(after, start[name]) != bool(re.search(r"layers\.1\..*mlp|norm", name)), name
 
 
-@pytest.mark.parametrize(("train", "whole"), [(["mask_token"], False), (["mask_token", "embed_tokens"], True), (["embed_tokens"], True)])
+@pytest.mark.parametrize(
+    ("train", "whole"),
+    [(["mask_token"], False), (["mask_token", "embed_tokens"], True), (["embed_tokens"], True)],
+)
 def test_the_mask_row_is_alone_but_where_the_table_is_named_as_well(train, whole, tmp_path):
     lm = tiny("causal")
     start = weights(lm)
@@ -125,7 +150,10 @@ def test_what_a_stage_freezes_it_gives_back_even_after_an_error():
     lm = tiny()
     lm.model.lm_head.weight.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in lm.model.named_parameters()}
-    with pytest.raises(RuntimeError), freezing(lm, ConversionStage(train=["attention", "mask_token", "lm_head"])):
+    with (
+        pytest.raises(RuntimeError),
+        freezing(lm, ConversionStage(train=["attention", "mask_token", "lm_head"])),
+    ):
         trained = {name for name, parameter in lm.model.named_parameters() if parameter.requires_grad}
         assert trained == {name for name in before if "self_attn" in name or "embed_tokens" in name}
         raise RuntimeError
@@ -146,13 +174,22 @@ def test_each_stage_has_its_own_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(StageTrainer, "micro_loss", spied)
     stages = [{"block_size": 1}, {"block_size": 4}, {"attention": "bidirectional"}, {}]
     convert(tmp_path, attention="block_causal", block_size=2, stages=stages, max_steps=4).train()
-    assert seen == [("block_causal", 1, False), ("block_causal", 4, True), ("bidirectional", None, True), ("block_causal", 2, True)]
+    assert seen == [
+        ("block_causal", 1, False),
+        ("block_causal", 4, True),
+        ("bidirectional", None, True),
+        ("block_causal", 2, True),
+    ]
 
 
 @pytest.mark.parametrize(("share", "number"), [(1e-9, 1), (1e9, 2)])
 def test_a_stage_without_a_step_is_refused_before_training(share, number, tmp_path):
     with pytest.raises(
-        ConfigError, match=rf"stages, stage {number}: its share.*none of the 4 steps.*max_steps of at least \d+.*larger share"
+        ConfigError,
+        match=(
+            rf"stages, stage {number}: its share.*none of the 4 steps.*max_steps of at least \d+.*larger "
+            r"share"
+        ),
     ):
         convert(tmp_path, stages=[{"share": share}, {"share": 1.0}, {"share": share}], max_steps=4)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""Each stage of a conversion trains the weights that it names at its learning rate; the result is a diffusion model."""
+"""Each stage of a conversion trains the weights that it names at its learning rate; the result is a diffusion
+model."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **mor
     names = ("eval_dataset", "progress", "peft_config", "callbacks", "data_collator")
     taken = {name: more.pop(name) for name in names if name in more}
     return ConvertTrainer(
-        lm or tiny("causal"), ConvertConfig(**settings(folder, max_steps=10, max_length=32) | more), rows or TEXTS, **taken
+        lm or tiny("causal"),
+        ConvertConfig(**settings(folder, max_steps=10, max_length=32) | more),
+        rows or TEXTS,
+        **taken,
     )
 
 
@@ -47,18 +51,28 @@ def converted(folder: Path, lm: DiffusionLM | None = None, **more: Any) -> dict[
 
 
 def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second", "train_loss"))} for line in lines]
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if not name.endswith(("_runtime", "_per_second", "train_loss"))
+        }
+        for line in lines
+    ]
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """The log of a run, without its timings and transformers' mean loss, which is that of the steps since the resume."""
+    """The log of a run, without its timings and transformers' mean loss, which is that of the steps since the
+    resume."""
     return untimed([json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()])
 
 
 def stage_trainer(folder: Path, rows: Any, **more: Any) -> StageTrainer:
     """The trainer of the second stage."""
     whole = convert(folder, rows=rows, **more)
-    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=STAGES[1], teacher=None, steps_before=1, total_steps=10)
+    return StageTrainer(
+        whole.lm, whole.args, whole.train_rows, stage=STAGES[1], teacher=None, steps_before=1, total_steps=10
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -98,13 +112,20 @@ def test_the_stages_share_the_steps_and_scale_the_rate(tmp_path):
 
 
 def test_a_stage_ends_at_its_final_rate(tmp_path):
-    stages = [ConversionStage(rate=1, final_rate=0.4), ConversionStage(rate=0.4, final_rate=0.1), ConversionStage(rate=1)]
+    stages = [
+        ConversionStage(rate=1, final_rate=0.4),
+        ConversionStage(rate=0.4, final_rate=0.1),
+        ConversionStage(rate=1),
+    ]
     trainer = convert(tmp_path, max_steps=12, lr_scheduler_type="constant", stages=stages)
     trainer.train()
     rates = [line["learning_rate"] for line in trainer.log_history if "loss" in line]
-    down = [0.5 + 0.5 * math.cos(math.pi * step / 4) for step in range(4)]  # the rate that a step is made with
+    # the rate that a step is made with
+    down = [0.5 + 0.5 * math.cos(math.pi * step / 4) for step in range(4)]
     assert rates == pytest.approx(
-        [1e-2 * (0.4 + 0.6 * share) for share in down] + [1e-2 * (0.1 + 0.3 * share) for share in down] + [1e-2] * 4
+        [1e-2 * (0.4 + 0.6 * share) for share in down]
+        + [1e-2 * (0.1 + 0.3 * share) for share in down]
+        + [1e-2] * 4
     )
 
 
@@ -144,7 +165,9 @@ def test_the_auxiliary_loss_is_the_causal_one_of_the_same_weights(tmp_path):
 
     without, added = losses(0.0), losses(0.25)
     pretrainer = make("pretrain", tmp_path, packing=True)
-    causal = pretrainer.compute_loss(pretrainer.model, batch(pretrainer, *range(len(pretrainer.train_dataset)))).item()
+    causal = pretrainer.compute_loss(
+        pretrainer.model, batch(pretrainer, *range(len(pretrainer.train_dataset)))
+    ).item()
     assert added["lm_cross_entropy"] == pytest.approx(causal, rel=1e-5)
     assert added["loss"] == pytest.approx(without["loss"] + 0.25 * causal, rel=1e-4)
 
@@ -206,7 +229,8 @@ def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path, capsys):
     ids=lambda lost: " ".join(lost) or "nothing",
 )
 def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
-    # A constant rate, so that a step too many shows; two steps an epoch, so that stages end in the middle of one.
+    # A constant rate, so that a step too many shows; two steps an epoch, so that stages end in the middle of
+    # one.
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
     straight = converted(tmp_path, **run)
     for name in lost:
@@ -217,13 +241,16 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
 
 
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
-@partly_slow("named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"], 1, 2)
+@partly_slow(
+    "named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"], 1, 2
+)
 def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, adapters, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
     run |= {"peft_config": lora()} if adapters else {}
     straight = convert(tmp_path / "first", **run)
     straight.train()
-    convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first")  # its own folder: the last checkpoint
+    # its own folder: the last checkpoint
+    convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first")
     trainer = convert(tmp_path / "second", tiny("causal"), **run)
     trainer.train(resume_from_checkpoint=tmp_path / "first" / named)
     assert equal(weights(trainer.lm), weights(straight.lm))
@@ -235,13 +262,20 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
     run = {"save_strategy": "steps", "save_steps": 2, "max_steps": 10}
     convert(tmp_path / "first", **run).train()
     make("sft", tmp_path / "sft", save_strategy="steps", save_steps=2).train()
-    for path, what in (("sft", "is no checkpoint of a conversion"), ("nowhere", "holds no complete checkpoint")):
+    for path, what in (
+        ("sft", "is no checkpoint of a conversion"),
+        ("nowhere", "holds no complete checkpoint"),
+    ):
         with pytest.raises(TrainingError, match=what):
             convert(tmp_path / "second", **run).train(resume_from_checkpoint=tmp_path / path)
     with pytest.raises(TrainingError, match=r"stage-3.*a later stage was trained already"):
-        convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-2")
+        convert(tmp_path / "first", **run).train(
+            resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-2"
+        )
     with pytest.raises(ConfigError, match=r"max_steps: would make another run .*max_steps 10, now 6"):
-        convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
+        convert(tmp_path / "third", **run | {"max_steps": 6}).train(
+            resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6"
+        )
     with pytest.raises(ConfigError, match=r"stages: would make another run"):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
     for record in (tmp_path / "first").rglob("run.json"):
@@ -250,7 +284,9 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
         pytest.warns(RuntimeWarning, match="earlier version"),
         pytest.raises(TrainingError, match="is after 6 steps of stage 2, which"),
     ):
-        convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
+        convert(tmp_path / "third", **run | {"max_steps": 6}).train(
+            resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6"
+        )
     with (
         pytest.warns(RuntimeWarning, match="earlier version"),
         pytest.raises(TrainingError, match="is of stage 3, but this conversion"),
@@ -272,14 +308,18 @@ def test_whole_weights_between_sharded_stages_keep_the_code_that_came_with_the_m
     config = json.loads((tmp_path / "mine/config.json").read_text()) | {"architectures": ["MineForCausalLM"]}
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
     (tmp_path / "mine/config.json").write_text(json.dumps(config))
-    trainer = convert(tmp_path / "run", load(tmp_path / "mine", trust_remote_code=True), stages=STAGES[1:2], max_steps=1)
+    trainer = convert(
+        tmp_path / "run", load(tmp_path / "mine", trust_remote_code=True), stages=STAGES[1:2], max_steps=1
+    )
     trainer.train()
     before = weights(trainer.lm)
     trainer._gather(trainer.trainer)
     assert type(trainer.lm.model).__name__ == "MineForCausalLM" and equal(weights(trainer.lm), before)
 
 
-@partly_slow("lost", [("stage-2/checkpoint-6", "stage-3"), ("stage-3",), ("stage-2", "stage-3"), ()], 0, ids=str)
+@partly_slow(
+    "lost", [("stage-2/checkpoint-6", "stage-3"), ("stage-3",), ("stage-2", "stage-3"), ()], 0, ids=str
+)
 def test_a_finished_stage_is_loaded_alone_and_the_log_is_that_of_the_whole_run(lost, tmp_path, monkeypatch):
     run = {"save_strategy": "steps", "save_steps": 2, "eval_dataset": TEXTS[:2]}
     straight = convert(tmp_path, **run)
@@ -290,11 +330,15 @@ def test_a_finished_stage_is_loaded_alone_and_the_log_is_that_of_the_whole_run(l
     trained: list[int] = []
     inner = StageTrainer.train
     monkeypatch.setattr(
-        StageTrainer, "train", lambda self, *rest, **more: (trained.append(self.args.seed - 41), inner(self, *rest, **more))
+        StageTrainer,
+        "train",
+        lambda self, *rest, **more: (trained.append(self.args.seed - 41), inner(self, *rest, **more)),
     )
     resumed = convert(tmp_path, **run)
     resumed.train(resume_from_checkpoint=True)
-    assert trained == [number for number in (1, 2, 3) if any(name.startswith(f"stage-{number}") for name in lost)]
+    assert trained == [
+        number for number in (1, 2, 3) if any(name.startswith(f"stage-{number}") for name in lost)
+    ]
     assert logged(tmp_path) == lines and untimed(resumed.log_history) == untimed(straight.log_history)
     assert equal(weights(resumed.lm), weights(straight.lm))
     told, first = (untimed(trainer.lm.config.unmask_history) for trainer in (resumed, straight))
@@ -306,7 +350,8 @@ def test_a_stage_killed_before_its_evaluation_is_evaluated(tmp_path):
     converted(tmp_path, **run)
     lines = logged(tmp_path)
     log = tmp_path / "training_logs.json"
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-2]))  # the summary of the last stage, and its evaluation
+    # the summary of the last stage, and its evaluation
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-2]))
     converted_again = convert(tmp_path, **run)
     converted_again.train(resume_from_checkpoint=True)
     assert logged(tmp_path) == lines
@@ -314,21 +359,33 @@ def test_a_stage_killed_before_its_evaluation_is_evaluated(tmp_path):
 
 def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.training.resume.fingerprints.STREAMED_ROWS", 1)
-    run = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2, "max_length": 7, "max_steps": 10}
+    run = {
+        "lr_scheduler_type": "constant",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_length": 7,
+        "max_steps": 10,
+    }
     seen: list[int] = []
 
     def recorded(rows: Any) -> Any:
         seen.extend(row["sample_id"] for row in rows)
         return Collator(0)(rows)
 
-    trainer = convert(tmp_path, rows=Dataset.from_list(TEXTS).to_iterable_dataset(), data_collator=recorded, **run)
+    trainer = convert(
+        tmp_path, rows=Dataset.from_list(TEXTS).to_iterable_dataset(), data_collator=recorded, **run
+    )
     trainer.train()
     assert sorted(set(seen)) == list(range(len(set(seen)))) and len(set(seen)) >= 40
     shutil.rmtree(tmp_path / "stage-2/checkpoint-6")
     shutil.rmtree(tmp_path / "stage-3")
     others = [*TEXTS[:-1], {"text": "abcabc"}]
-    with pytest.raises(DataError, match=r"train_dataset: the first \d\d rows of the stream are not those that the run read"):
-        convert(tmp_path, rows=Dataset.from_list(others).to_iterable_dataset(), **run).train(resume_from_checkpoint=True)
+    with pytest.raises(
+        DataError, match=r"train_dataset: the first \d\d rows of the stream are not those that the run read"
+    ):
+        convert(tmp_path, rows=Dataset.from_list(others).to_iterable_dataset(), **run).train(
+            resume_from_checkpoint=True
+        )
     resumed = convert(tmp_path, rows=Dataset.from_list(TEXTS).to_iterable_dataset(), **run)
     resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(trainer.lm))
@@ -352,7 +409,10 @@ def test_progress_goes_once_from_start_to_end(tmp_path):
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"attention: a model cannot be converted to causal attention.*bidirectional or block_causal"):
+    with pytest.raises(
+        ConfigError,
+        match=r"attention: a model cannot be converted to causal attention.*bidirectional or block_causal",
+    ):
         convert(tmp_path, attention="causal")
     with pytest.raises(ConfigError, match="block_size"):
         convert(tmp_path, attention="bidirectional", block_size=4)
@@ -365,11 +425,16 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(tmp_path, eval_dataset=[PAIRS[0], {"prompt": "a"}])
     assert not list(tmp_path.iterdir())
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"])
-    with pytest.raises(ConfigError, match=r"time_embedding and lora: adapters cannot train a time embedding.*without lora"):
+    with pytest.raises(
+        ConfigError, match=r"time_embedding and lora: adapters cannot train a time embedding.*without lora"
+    ):
         convert(tmp_path, peft_config=lora, time_embedding=True)
     with pytest.raises(ConfigError, match=r"stage 1, train: names no weights that take gradients"):
         convert(tmp_path, peft_config=lora, stages=[{"train": ["attention"]}])
-    for setting, named in (("modules_to_save", ["embed_tokens"]), ("target_modules", ["q_proj", "embed_tokens"])):
+    for setting, named in (
+        ("modules_to_save", ["embed_tokens"]),
+        ("target_modules", ["q_proj", "embed_tokens"]),
+    ):
         table = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | {setting: named})
         with pytest.raises(ConfigError, match=rf"{setting}: names the embedding table\. Leave it out"):
             convert(tmp_path, peft_config=table)
@@ -396,7 +461,9 @@ def test_a_conversion_with_adapters_trains_them_and_the_mask_row_and_merges_them
     end, others = weights(loaded), torch.arange(len(start["model.embed_tokens.weight"])) != mask
     for name, before in start.items():
         if name == "model.embed_tokens.weight" or (tied and name == "lm_head.weight"):
-            assert torch.equal(end[name][others], before[others]) and not torch.equal(end[name][mask], before[mask]), name
+            assert torch.equal(end[name][others], before[others]) and not torch.equal(
+                end[name][mask], before[mask]
+            ), name
         else:
             assert torch.equal(end[name], before) == ("_proj" not in name), name
     ids = torch.tensor([[1, 4, mask, 6]])
@@ -409,8 +476,14 @@ def test_the_first_stage_trains_the_adapters_of_attention_and_the_mask_row_alone
     trainer = convert(tmp_path, peft_config=lora(), stages=STAGES[:1])
     before = {name: parameter.clone() for name, parameter in trainer.lm.model.named_parameters()}
     trainer.train()
-    moved = {name for name, parameter in trainer.lm.model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert moved and all(("self_attn" in name and "lora" in name) or "trainable_tokens_delta" in name for name in moved)
+    moved = {
+        name
+        for name, parameter in trainer.lm.model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    assert moved and all(
+        ("self_attn" in name and "lora" in name) or "trainable_tokens_delta" in name for name in moved
+    )
     assert any("trainable_tokens_delta" in name for name in moved)
 
 
@@ -419,7 +492,10 @@ def test_a_model_with_adapters_continues_rows_itself_and_learns_from_a_teacher(t
     stages = [{"attention": "block_causal", "block_size": 2}, {"attention": "bidirectional"}]
     trainer = convert(tmp_path, peft_config=lora(), stages=stages, eval_dataset=TEXTS[:3], **own)
     trainer.train()
-    assert trainer.lm.attention == "bidirectional" and len([line for line in trainer.log_history if "eval_loss" in line]) == 2
+    assert (
+        trainer.lm.attention == "bidirectional"
+        and len([line for line in trainer.log_history if "eval_loss" in line]) == 2
+    )
 
 
 def test_a_stage_begins_without_the_optimizer_of_the_one_before(tmp_path):
@@ -446,13 +522,20 @@ def test_checkpoints_of_adapters_hold_no_table_where_the_mask_token_is_new(tmp_p
     for checkpoint in (tmp_path / "run").glob("stage-*/checkpoint-*"):
         with safe_open(checkpoint / "adapter_model.safetensors", framework="pt") as adapters:
             names = list(adapters.keys())
-        assert names and not any(name.endswith(("embed_tokens.weight", "lm_head.weight", "base_layer.weight")) for name in names), names
+        assert names and not any(
+            name.endswith(("embed_tokens.weight", "lm_head.weight", "base_layer.weight")) for name in names
+        ), names
     resumed = convert(tmp_path / "again", load(tmp_path / "causal"), peft_config=lora(), **run)
     resumed.train(resume_from_checkpoint=tmp_path / "run/stage-2/checkpoint-1")
     assert equal(weights(resumed.lm), weights(trainer.lm))
 
 
-@partly_slow("lost", [("stage-1/checkpoint-1", "stage-2", "stage-3"), ("stage-2/checkpoint-6", "stage-3"), ("stage-3",)], 1, ids=str)
+@partly_slow(
+    "lost",
+    [("stage-1/checkpoint-1", "stage-2", "stage-3"), ("stage-2/checkpoint-6", "stage-3"), ("stage-3",)],
+    1,
+    ids=str,
+)
 def test_a_conversion_with_adapters_resumes_bit_for_bit(lost, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
     straight = converted(tmp_path, peft_config=lora(), **run)
@@ -471,7 +554,10 @@ def test_attention_is_causal_at_first_and_full_after_its_share(tmp_path, monkeyp
     cross_entropy = DiffusionTrainer.cross_entropy
 
     def spied(self: StageTrainer, lm: DiffusionLM, rows: Any, views: Any) -> torch.Tensor:
-        mask, whole = (one.noised_inputs(rows["input_ids"], rows["documents"]).mask.allowed_B1QK[:, 0] for one in (lm, self.lm))
+        mask, whole = (
+            one.noised_inputs(rows["input_ids"], rows["documents"]).mask.allowed_B1QK[:, 0]
+            for one in (lm, self.lm)
+        )
         assert torch.equal(mask.tril(), whole.tril())
         seen[self.model.training].append((mask.triu(1).sum() / whole.triu(1).sum()).item())
         return cross_entropy(self, lm, rows, views)
@@ -479,13 +565,21 @@ def test_attention_is_causal_at_first_and_full_after_its_share(tmp_path, monkeyp
     monkeypatch.setattr(StageTrainer, "cross_entropy", spied)
     rows = [{"text": "abcdefgh" * 3}] * 8
     convert(tmp_path, attention_annealing=0.5, max_steps=20, rows=rows, eval_dataset=rows).train()
-    assert seen[True][:10] == pytest.approx([step / 11 for step in range(1, 11)], abs=0.15) and seen[True][9] < 1
+    assert (
+        seen[True][:10] == pytest.approx([step / 11 for step in range(1, 11)], abs=0.15) and seen[True][9] < 1
+    )
     assert seen[True][10:] == [1.0] * 10 and set(seen[False]) == {1.0}
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_conversion_resumed_in_the_middle_of_annealing_is_the_same_bit_for_bit(step, tmp_path):
-    run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 1, "attention_annealing": 0.8}
+    run = {
+        "lr_scheduler_type": "constant",
+        "packing": False,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "attention_annealing": 0.8,
+    }
     straight = converted(tmp_path, **run)
     assert not equal(straight, converted(tmp_path / "at_once", **run | {"attention_annealing": 0.0}))
     shutil.rmtree(tmp_path / "stage-3")
@@ -498,7 +592,10 @@ def test_a_conversion_resumed_in_the_middle_of_annealing_is_the_same_bit_for_bit
 
 def test_annealing_leaves_stages_of_blocks_alone(tmp_path):
     stages = [{"attention": "block_causal", "block_size": 4}]
-    plain, annealed = (converted(tmp_path / str(share), stages=stages, max_steps=2, attention_annealing=share) for share in (0.0, 1.0))
+    plain, annealed = (
+        converted(tmp_path / str(share), stages=stages, max_steps=2, attention_annealing=share)
+        for share in (0.0, 1.0)
+    )
     assert equal(plain, annealed)
 
 
@@ -506,9 +603,13 @@ def test_annealing_leaves_stages_of_blocks_alone(tmp_path):
 def test_with_a_causal_context_the_auxiliary_loss_takes_no_second_pass(context, passes, tmp_path):
     lm, calls = tiny("causal"), []
     lm.model.register_forward_hook(lambda *_: calls.append(1))
-    trainer = convert(tmp_path, lm, attention="block_causal", causal_context=context, stages=[{"lm_loss": 0.5}], max_steps=3)
+    trainer = convert(
+        tmp_path, lm, attention="block_causal", causal_context=context, stages=[{"lm_loss": 0.5}], max_steps=3
+    )
     trainer.train()
-    assert len(calls) == 3 * passes and all(line["lm_cross_entropy"] > 0 for line in trainer.log_history if "loss" in line)
+    assert len(calls) == 3 * passes and all(
+        line["lm_cross_entropy"] > 0 for line in trainer.log_history if "loss" in line
+    )
 
 
 RECIPES = {
@@ -518,7 +619,12 @@ RECIPES = {
     "growing": ("block_causal", 32),
     "distilled": ("block_causal", 4),
 }
-LONG = [{"text": "abcdefgh" * 4}, {"text": "hgfedcba" * 2}, {"text": "aabbccdd" * 3}, {"text": "cafe" * 3}] * 2
+LONG = [
+    {"text": "abcdefgh" * 4},
+    {"text": "hgfedcba" * 2},
+    {"text": "aabbccdd" * 3},
+    {"text": "cafe" * 3},
+] * 2
 
 
 STEPS = {name: 26 if name == "growing" else 10 for name in RECIPES}  # every stage has one at least
@@ -526,29 +632,46 @@ STEPS = {name: 26 if name == "growing" else 10 for name in RECIPES}  # every sta
 
 def recipe(name: str, folder: Path, **more: Any) -> ConvertConfig:
     own = {"rollout_tokens": 4} if name == "distilled" else {}
-    return ConvertConfig.for_recipe(name, **settings(folder, max_steps=STEPS[name], packing=False, **own) | more)
+    return ConvertConfig.for_recipe(
+        name, **settings(folder, max_steps=STEPS[name], packing=False, **own) | more
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_path):
     trainer = ConvertTrainer(tiny("causal"), recipe(name, tmp_path / "run"), LONG)
     trainer.train()
-    assert {line["stage"] for line in trainer.log_history if "loss" in line} >= {len(trainer.args.stages), len(trainer.args.stages) - 1}
+    assert {line["stage"] for line in trainer.log_history if "loss" in line} >= {
+        len(trainer.args.stages),
+        len(trainer.args.stages) - 1,
+    }
     trainer.save_model(tmp_path / "model")
     loaded = load(tmp_path / "model")
     assert (loaded.attention, loaded.block_size) == RECIPES[name] and loaded.settings == trainer.lm.settings
-    written = [generate(lm, ["abc", "h"], SamplerConfig(max_new_tokens=8)).tokens for lm in (trainer.lm, loaded)]
+    written = [
+        generate(lm, ["abc", "h"], SamplerConfig(max_new_tokens=8)).tokens for lm in (trainer.lm, loaded)
+    ]
     assert written[0] == written[1] and all(written[0])
 
 
 @pytest.mark.parametrize(
-    "name", ["block", "full", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(RECIPES.keys() - {"block", "full"}))]
+    "name",
+    [
+        "block",
+        "full",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(RECIPES.keys() - {"block", "full"})),
+    ],
 )
 def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
     """In float64 and with SGD, so that differences are visible."""
     ends = []
     for size, accumulation in ((4, 1), (1, 4)):
-        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "optim": "sgd", "learning_rate": 0.1}
+        sizes = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": accumulation,
+            "optim": "sgd",
+            "learning_rate": 0.1,
+        }
         lm = tiny("causal", dtype=torch.float64)
         trainer = ConvertTrainer(lm, recipe(name, tmp_path / str(size), max_grad_norm=1e9, **sizes), LONG)
         start = weights(lm)
@@ -557,7 +680,9 @@ def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
     assert not equal(ends[0], start)
     for end in ends[1:]:
         for key, weight in end.items():
-            torch.testing.assert_close(weight, ends[0][key], rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(
+                weight, ends[0][key], rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 def test_a_recipe_gives_way_to_other_settings(tmp_path):
@@ -578,8 +703,18 @@ def test_recipes_are_a_word_on_the_command_line(name, tmp_path):
         *(["rollout_tokens=4"] if name == "distilled" else []),
         "packing=false",
     ]
-    command = ["convert", "--recipe", name, "--model", str(tmp_path / "causal"), "--data", str(tmp_path / "rows.jsonl")]
-    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out"), *(f"training.{setting}" for setting in quick)])
+    command = [
+        "convert",
+        "--recipe",
+        name,
+        "--model",
+        str(tmp_path / "causal"),
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+    ]
+    result = CliRunner().invoke(
+        app, [*command, "--output", str(tmp_path / "out"), *(f"training.{setting}" for setting in quick)]
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     loaded = load(tmp_path / "out/model")
     assert (loaded.attention, loaded.block_size) == RECIPES[name]

@@ -32,15 +32,26 @@ def test_every_text_is_restored_and_none_of_it_is_unknown(text):
 def test_frequent_words_become_tokens_as_far_as_the_size_goes():
     assert len(TOKENIZER) < 300  # no more pairs to join
     smallest = TOKENIZER_SIZES[0]
-    assert len(train_tokenizer(TEXTS, smallest)) == smallest and len(train_tokenizer(TEXTS, smallest + 5)) == smallest + 5
-    assert TOKENIZER.tokenize("the cat") == ["the", "Ġcat"] and len(train_tokenizer(TEXTS, smallest).tokenize("the cat")) == 7
+    assert (
+        len(train_tokenizer(TEXTS, smallest)) == smallest
+        and len(train_tokenizer(TEXTS, smallest + 5)) == smallest + 5
+    )
+    assert (
+        TOKENIZER.tokenize("the cat") == ["the", "Ġcat"]
+        and len(train_tokenizer(TEXTS, smallest).tokenize("the cat")) == 7
+    )
 
 
 @pytest.mark.parametrize("size", ["", "8k", "0", "258", "1000001", "1000000000"])
 def test_a_size_that_has_no_room_for_the_bytes_or_fills_the_memory_is_refused(size):
-    with pytest.raises(ConfigError, match=rf"^tokenizer: 'train:{size}' has no size from 259 to 1,000,000\. .*train:8000"):
+    with pytest.raises(
+        ConfigError, match=rf"^tokenizer: 'train:{size}' has no size from 259 to 1,000,000\. .*train:8000"
+    ):
         ModelConfig(path="m", tokenizer=f"train:{size}")
-    assert [ModelConfig(path="m", tokenizer=f"train:{size}").tokenizer_size for size in (259, 1_000_000)] == [259, 1_000_000]
+    assert [ModelConfig(path="m", tokenizer=f"train:{size}").tokenizer_size for size in (259, 1_000_000)] == [
+        259,
+        1_000_000,
+    ]
 
 
 def test_long_data_is_read_to_a_limit(monkeypatch):
@@ -58,10 +69,24 @@ def test_long_data_is_read_to_a_limit(monkeypatch):
 def test_another_process_with_other_threads_makes_the_same_tokenizer():
     program = (
         "from unmask.data.byte_level import train_tokenizer; import hashlib\n"
-        f"print(hashlib.sha256(train_tokenizer({TEXTS}, 290).backend_tokenizer.to_str().encode()).hexdigest())"
+        f"print(hashlib.sha256(train_tokenizer({TEXTS}, "
+        "290).backend_tokenizer.to_str().encode()).hexdigest())"
     )
     made = set()
     for threads in ("1", "3"):
-        environment = {"PATH": "", "PYTHONPATH": str(REPOSITORY), "RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true"}
-        made.add(run_all([sys.executable, "-c", program], timeout=300, stdout=subprocess.PIPE, text=True, env=environment).stdout)
+        environment = {
+            "PATH": "",
+            "PYTHONPATH": str(REPOSITORY),
+            "RAYON_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "true",
+        }
+        made.add(
+            run_all(
+                [sys.executable, "-c", program],
+                timeout=300,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            ).stdout
+        )
     assert len(made) == 1 and len(made.pop().strip()) == 64

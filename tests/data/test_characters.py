@@ -21,7 +21,11 @@ def test_decoding_restores_the_text(alphabet, data):
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id and len(ids) == len(text) + 1
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids[1:]
-    assert tokenizer.decode(ids[1:]) == tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert (
+        tokenizer.decode(ids[1:])
+        == tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+        == text
+    )
     assert tokenizer.unk_token_id not in ids
     assert len(tokenizer) == len(SPECIAL) + len(set(alphabet))
 
@@ -47,7 +51,9 @@ def test_there_is_no_mask_token_until_one_is_added():
     tokenizer = character_tokenizer("ab")
     assert tokenizer.mask_token is None
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
-    assert tokenizer("a<mask>", add_special_tokens=False)["input_ids"] == [4, tokenizer.mask_token_id] == [4, 6]
+    assert (
+        tokenizer("a<mask>", add_special_tokens=False)["input_ids"] == [4, tokenizer.mask_token_id] == [4, 6]
+    )
 
 
 def test_repeated_characters_count_once_and_none_is_an_error():

@@ -1,4 +1,5 @@
-"""The text of a completion is what it adds to its prompt's, whatever the tokenizer, and however it arrives."""
+"""The text of a completion is what it adds to its prompt's, whatever the tokenizer, and however it
+arrives."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_it_is_the_difference_of_the_whole_and_the_prompt(kind, prompt, ids):
     """Though only the last tokens of the prompt are decoded."""
     before = encode_prompt(tokenizer(kind), prompt)
     whole, start = decode(kind, before + ids), decode(kind, before)
-    if whole.startswith(start):  # else invalid bytes have changed the prompt's last character, or a space has gone
+    # else invalid bytes have changed the prompt's last character, or a space has gone
+    if whole.startswith(start):
         assert text_after(tokenizer(kind), before, ids) == whole[len(start) :]
 
 
@@ -50,7 +52,9 @@ def test_it_is_the_difference_of_the_whole_and_the_prompt(kind, prompt, ids):
 @given(ids=SEQUENCES, special=st.lists(st.integers(0, 3), max_size=3))
 def test_without_a_text_before_it_it_is_the_whole(kind, ids, special):
     ids = [token % len(tokenizer(kind)) for token in ids]
-    assert text_after(tokenizer(kind), [tokenizer(kind).convert_tokens_to_ids(SPECIAL[at]) for at in special], ids) == decode(kind, ids)
+    assert text_after(
+        tokenizer(kind), [tokenizer(kind).convert_tokens_to_ids(SPECIAL[at]) for at in special], ids
+    ) == decode(kind, ids)
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -60,7 +64,11 @@ def test_encoded_and_decoded_a_text_is_the_same(kind, prompt, text):
         return  # as published, it drops the first space of all
     ids, completion = encode_pair(tokenizer(kind), prompt, text)
     assert text_after(tokenizer(kind), ids, completion, [tokenizer(kind).eos_token_id]) == text
-    assert encode_completion(tokenizer(kind), ids, text) == completion[:-1] == encode_completion(tokenizer(kind), prompt, text)
+    assert (
+        encode_completion(tokenizer(kind), ids, text)
+        == completion[:-1]
+        == encode_completion(tokenizer(kind), prompt, text)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +76,9 @@ def test_encoded_and_decoded_a_text_is_the_same(kind, prompt, text):
 def test_what_follows_a_word_comes_back_with_every_tokenizer(kind, text):
     made, lower = tokenizer(kind), kind.startswith("wordpiece")
     prompt = encode_prompt(made, "Once upon a time")
-    assert text_after(made, prompt, encode_completion(made, prompt, text)) == (text.lower() if lower else text)
+    assert text_after(made, prompt, encode_completion(made, prompt, text)) == (
+        text.lower() if lower else text
+    )
 
 
 @pytest.mark.parametrize("text", ["there", "\nthere", "\n\n\nthere", "n't"])
@@ -106,7 +116,10 @@ def test_the_bytes_of_tokens_join_to_the_text(kind, prompt, text):
     made = tokenizer(kind)
     before = encode_prompt(made, prompt)
     ids, begun = encode_completion(made, before, text), has_text(made, before)
-    written = [token_bytes(made, token, first=not begun and not has_text(made, ids[:at])) for at, token in enumerate(ids)]
+    written = [
+        token_bytes(made, token, first=not begun and not has_text(made, ids[:at]))
+        for at, token in enumerate(ids)
+    ]
     assert b"".join(written).decode() == text_after(made, before, ids)
 
 
@@ -116,7 +129,9 @@ def test_parts_of_a_character_have_their_bytes_and_names_of_their_own(kind):
     ids = encode_completion(made, "Once", "Ǆ\u2764")
     assert [token_bytes(made, token) for token in ids] == [bytes([byte]) for byte in "Ǆ\u2764".encode()]
     assert token_texts(made, encode_prompt(made, "Once"), ids) == ["", "Ǆ", "", "", "\u2764"]
-    assert [token_name(made, token) for token in ids] == [rf"bytes:\x{byte:02x}" for byte in "Ǆ\u2764".encode()]
+    assert [token_name(made, token) for token in ids] == [
+        rf"bytes:\x{byte:02x}" for byte in "Ǆ\u2764".encode()
+    ]
     assert (token_name(made, made.eos_token_id), token_bytes(made, made.eos_token_id)) == ("</s>", b"")
 
 
@@ -146,10 +161,15 @@ def test_it_may_grow_and_what_is_settled_stays(kind, prompt, ids, data):
 
 def test_half_a_character_and_spaces_that_may_go_are_held_back():
     ids = tokenizer("bytes")("Once 猫")["input_ids"]
-    assert [GrowingText(tokenizer("bytes")).settled(ids[:count]) for count in (len(ids) - 1, len(ids))] == ["Once ", "Once 猫"]
+    assert [GrowingText(tokenizer("bytes")).settled(ids[:count]) for count in (len(ids) - 1, len(ids))] == [
+        "Once ",
+        "Once 猫",
+    ]
     cleaned = tokenizer("wordpiece-cleaned")
     ids = cleaned("girl don't")["input_ids"]
-    assert GrowingText(cleaned).read(ids) == "girl don't" and GrowingText(cleaned).read(ids[:-1]) == "girl don '"
+    assert (
+        GrowingText(cleaned).read(ids) == "girl don't" and GrowingText(cleaned).read(ids[:-1]) == "girl don '"
+    )
     assert "girl don't".startswith(GrowingText(cleaned).settled(ids[:-1]))
 
 
@@ -157,7 +177,9 @@ def test_few_tokens_are_decoded_each_time(monkeypatch):
     made, decoded = tokenizer("llama"), []
     prompt, ids = encode_prompt(made, "Once upon a time " * 500), encode_completion(made, "a", "there" * 500)
     real = made.decode
-    monkeypatch.setattr(made, "decode", lambda ids, **options: decoded.append(len(ids)) or real(ids, **options))
+    monkeypatch.setattr(
+        made, "decode", lambda ids, **options: decoded.append(len(ids)) or real(ids, **options)
+    )
     growing = GrowingText(made, prompt)
     for number in range(1, len(ids)):
         growing.read(ids[:number])

@@ -35,10 +35,12 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLAIN = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}[assistant]{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ "
+    "m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 words = st.text(string.ascii_letters + " .\n", max_size=15)
@@ -59,12 +61,21 @@ def _spaced(**how: str) -> PreTrainedTokenizerFast:
     spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(**how), decoders.Metaspace(**how)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     text = [string.ascii_letters + " .[]", "and then and then the girl was here", " the and", "girl then"]
-    spaced.train_from_iterator(text, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=spaced, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=PLAIN)
+    spaced.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=spaced, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=PLAIN
+    )
 
 
 SPACED = {scheme: _spaced(prepend_scheme=scheme) for scheme in ("always", "first", "never")}
-BARE, CHAT, PLAIN_CHAT, SIMPLE = _tokenizer(), _tokenizer(CHATML), _tokenizer(PLAIN), _tokenizer(TEMPLATES["simple"])
+BARE, CHAT, PLAIN_CHAT, SIMPLE = (
+    _tokenizer(),
+    _tokenizer(CHATML),
+    _tokenizer(PLAIN),
+    _tokenizer(TEMPLATES["simple"]),
+)
 
 
 def _turn(role: str, content: str) -> dict:
@@ -83,7 +94,9 @@ def test_strings(prompt, completion):
     prompt_ids, completion_ids = encode_pair(BARE, prompt, completion)
     assert prompt_ids == encode_prompt(BARE, prompt) == BARE(prompt)["input_ids"]
     assert prompt_ids[0] == BARE.bos_token_id and BARE.bos_token_id not in prompt_ids[1:] + completion_ids
-    assert completion_ids[-1] == BARE.eos_token_id and BARE.eos_token_id not in prompt_ids + completion_ids[:-1]
+    assert (
+        completion_ids[-1] == BARE.eos_token_id and BARE.eos_token_id not in prompt_ids + completion_ids[:-1]
+    )
     assert (_text(BARE, prompt_ids), _text(BARE, completion_ids)) == (prompt, completion)
     assert all(type(token) is int for token in prompt_ids + completion_ids)
 
@@ -100,7 +113,12 @@ def test_a_real_tokenizer():
 
 @pytest.mark.parametrize(
     ("prompt", "answer"),
-    [("Once upon a time", ", there was a girl."), ("Once", " upon a time\nthere"), ("One day\n", "Lily saw"), ("", "Tim")],
+    [
+        ("Once upon a time", ", there was a girl."),
+        ("Once", " upon a time\nthere"),
+        ("One day\n", "Lily saw"),
+        ("", "Tim"),
+    ],
 )
 def test_an_answer_continues_the_prompt(prompt, answer):
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
@@ -126,7 +144,10 @@ def test_text_after_a_mask_token_continues_the_text(scheme, parts):
     keep, mask = [tokenizer.mask_token], tokenizer.mask_token_id
     after = [[mask, *encode_completion(tokenizer, "a", part)] for part in parts[1:]]
     text = "<mask>".join(parts)
-    assert encode_prompt(tokenizer, text, keep) == [*encode_prompt(tokenizer, parts[0]), *itertools.chain(*after)]
+    assert encode_prompt(tokenizer, text, keep) == [
+        *encode_prompt(tokenizer, parts[0]),
+        *itertools.chain(*after),
+    ]
     continuing = [*encode_completion(tokenizer, "a", parts[0]), *itertools.chain(*after)]
     assert encode_completion(tokenizer, "a", text, keep) == continuing
     asked = encode_prompt(tokenizer, [_turn("user", text)], keep)
@@ -138,7 +159,11 @@ def test_a_mask_token_that_takes_the_space_beside_it_still_does():
     """As that of XLM-RoBERTa, which stands for a word with the space before it."""
     tokenizer = _masking(SPACED["always"], lstrip=True)
     ids = encode_prompt(tokenizer, "then  <mask> then", ["<mask>"])
-    assert ids == [*encode_prompt(tokenizer, "then"), tokenizer.mask_token_id, *encode_completion(tokenizer, "a", " then")]
+    assert ids == [
+        *encode_prompt(tokenizer, "then"),
+        tokenizer.mask_token_id,
+        *encode_completion(tokenizer, "a", " then"),
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
@@ -187,8 +212,14 @@ def test_messages(tokenizer, system, question, answer):
     assert prompt_ids == encode_prompt(tokenizer, prompt)
     start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(prompt_ids) == start
-    assert completion_ids == [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert encode_example(tokenizer, {"prompt": prompt, "completion": completion}) == (prompt_ids, completion_ids)
+    assert completion_ids == [
+        *tokenizer(answer, add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
+    assert encode_example(tokenizer, {"prompt": prompt, "completion": completion}) == (
+        prompt_ids,
+        completion_ids,
+    )
     whole = encode_example(tokenizer, {"messages": prompt + completion})
     assert whole[0] + whole[1] == prompt_ids + completion_ids
     assert whole[0] == ([] if tokenizer is CHAT else [tokenizer.bos_token_id])
@@ -205,18 +236,24 @@ conversations = st.lists(st.tuples(words, words.filter(str.strip)), min_size=1, 
 
 
 def _conversation(pairs: list[tuple[str, str]], system: str = "") -> list[dict]:
-    turns = [_turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    turns = [
+        _turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
     return [_turn("system", system), *turns] if system else turns
 
 
 @pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE], ids=["chatml", "simple"])
 @given(pairs=conversations, system=words, rest=st.lists(words, max_size=1))
-def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(tokenizer, pairs, system, rest):
+def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(
+    tokenizer, pairs, system, rest
+):
     messages = _conversation(pairs, system) + [_turn("user", text) for text in rest]
     prompt, answer, learnt = encode_turns(tokenizer, messages, "all")
     assert (prompt, answer) == encode_turns(tokenizer, messages, "last")[:2]
     whole = tokenizer.apply_chat_template(_conversation(pairs, system), tokenize=False)
-    assert tokenizer.decode(prompt + answer) == whole.removesuffix("\n").removesuffix("\n" if tokenizer is SIMPLE else "")
+    assert tokenizer.decode(prompt + answer) == whole.removesuffix("\n").removesuffix(
+        "\n" if tokenizer is SIMPLE else ""
+    )
     assert answer == encode_pair(tokenizer, "", pairs[-1][1])[1] and len(learnt) == len(prompt)
     found, end = [[]], tokenizer.eos_token_id
     for token, is_learnt in zip(prompt, learnt, strict=True):
@@ -224,7 +261,9 @@ def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(
             found[-1].append(token)
         elif found[-1]:
             found.append([])
-    assert [run for run in found if run] == [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for _, text in pairs[:-1]]
+    assert [run for run in found if run] == [
+        [*tokenizer(text, add_special_tokens=False)["input_ids"], end] for _, text in pairs[:-1]
+    ]
 
 
 @pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE, PLAIN_CHAT], ids=["chatml", "simple", "plain"])
@@ -238,18 +277,32 @@ def test_the_last_answer_alone_is_a_completion(tokenizer, pairs, system):
 def test_white_space_in_an_earlier_answer_is_learnt_where_the_tokenizer_trims_it():
     core = Tokenizer(models.BPE())
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     core.train_from_iterator([""], trainer)
     core.post_processor = processors.ByteLevel(trim_offsets=True)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", chat_template=TEMPLATES["simple"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="</s>", chat_template=TEMPLATES["simple"]
+    )
     prompt, _, learnt = encode_turns(tokenizer, _conversation([("a  b", " b  c "), ("d", "e")]), "all")
-    assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == " b  c </s>"
+    assert (
+        tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+        == " b  c </s>"
+    )
 
 
 def _two_ends(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
     """A tokenizer whose EOS is none of its template's tokens, and EOS with the turn's end."""
     tokenizer = _tokenizer()
-    special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>"]
+    special = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|user|>",
+    ]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = template
     return tokenizer, [tokenizer.eos_token_id, *([] if (end := turn_end(tokenizer)) is None else [end])]
@@ -262,11 +315,16 @@ def _two_ends(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
         (LLAMA3, "<|eot_id|>"),
         (TEMPLATES["simple"], "</s>"),
         (CHATML.replace("<|im_end|>", " <|im_end|>"), "<|im_end|>"),  # as Mistral writes its own
-        ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}{{ eos_token }}", "<|im_end|>"),  # as Phi 3
+        # as Phi 3
+        (
+            "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}{{ eos_token }}",
+            "<|im_end|>",
+        ),
         (PLAIN, None),
         (PLAIN.replace("{{ m.content }}", "{{ m.content }}[end]"), None),
         (CHATML.replace("<|im_end|>", ""), None),
-        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", None),  # the next turn's beginning is no end
+        # the next turn's beginning is no end
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", None),
         ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", None),
         ("{{ raise_exception('no') }}", None),
         ("{% for m in messages %}", None),
@@ -291,10 +349,13 @@ def test_the_end_of_turn_closes_an_answer_without_an_additional_eos(template, en
     ids = encode_example(tokenizer, {"messages": _conversation(pairs)}, ends)[1]
     assert ids[-1] == ends[1] and tokenizer.eos_token_id not in ids
     alone = tokenizer.decode(encode_turns(tokenizer, _conversation(pairs), "last")[1])
-    assert alone.replace("\n", "").endswith(end + "</s>")  # a model that stops at EOS alone learns to write it
+    # a model that stops at EOS alone learns to write it
+    assert alone.replace("\n", "").endswith(end + "</s>")
 
 
-@pytest.mark.parametrize("closing", ["<|im_end|>", "</s>", "<|im_end|></s>", "<|im_end|>\n</s>\n", " <|im_end|>"])
+@pytest.mark.parametrize(
+    "closing", ["<|im_end|>", "</s>", "<|im_end|></s>", "<|im_end|>\n</s>\n", " <|im_end|>"]
+)
 @given(answer=words.filter(str.strip))
 def test_an_answer_that_has_any_end_token_ends_once(closing, answer):
     tokenizer, ends = _two_ends(CHATML)
@@ -307,7 +368,9 @@ def test_an_answer_that_has_any_end_token_ends_once(closing, answer):
     assert tokenizer.decode(encode_pair(tokenizer, "a", answer, ends)[1]) == answer + "</s>"
 
 
-@pytest.mark.parametrize("answer", ["b<|im_end|>c", "b<|im_end|>c</s>", "b</s>c<|im_end|>", "b<|im_end|><|im_end|>", "<|im_end|>b"])
+@pytest.mark.parametrize(
+    "answer", ["b<|im_end|>c", "b<|im_end|>c</s>", "b</s>c<|im_end|>", "b<|im_end|><|im_end|>", "<|im_end|>b"]
+)
 def test_an_answer_with_any_end_token_inside_is_refused(answer):
     tokenizer, ends = _two_ends(CHATML)
     for render_it in (
@@ -326,7 +389,11 @@ def test_an_answer_with_any_end_token_inside_is_refused(answer):
     ("turns", "message", "reason"),
     [
         ([_turn("user", "a")], "there is no turn of the assistant", "without an answer"),
-        ([_turn("assistant", "a")], "message 0 is the assistant's, but follows no message to answer", "answer without a question"),
+        (
+            [_turn("assistant", "a")],
+            "message 0 is the assistant's, but follows no message to answer",
+            "answer without a question",
+        ),
         (
             [_turn("user", "a"), _turn("assistant", "b"), _turn("assistant", "c")],
             "message 2 .* follows no message",
@@ -345,12 +412,15 @@ def test_conversations_without_an_answer_to_learn_are_refused(learn, turns, mess
 def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
     turns = _conversation([("a", "b"), ("c", "d")])
     forgets = _tokenizer(
-        "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}!{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% "
+        "endif %}!{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     with pytest.raises(DataError, match=r"renders the prompt differently.*only appends"):
         encode_turns(forgets, turns, "all")
-    with pytest.raises(DataError, match=r"does not end a turn of the assistant.*training\.learn=last") as caught:
+    with pytest.raises(
+        DataError, match=r"does not end a turn of the assistant.*training\.learn=last"
+    ) as caught:
         encode_turns(PLAIN_CHAT, turns, "all")
     assert caught.value.reason is None  # of the template: no row would be better
     assert encode_turns(PLAIN_CHAT, turns[:2], "all")[1] == encode_pair(BARE, "", "b")[1]
@@ -360,7 +430,10 @@ def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
 def test_an_earlier_answer_may_look_like_its_end(start):
     answer = "<|im_end|>"[start:]
     prompt, _, learnt = encode_turns(CHAT, _conversation([("a", answer), ("c", "d")]), "all")
-    assert CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == answer + "<|im_end|>"
+    assert (
+        CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+        == answer + "<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize("content", ["", None])
@@ -370,7 +443,10 @@ def test_an_earlier_answer_may_be_only_a_tool_call(content):
     said, calls = "{{ m.content or '' }}", "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}"
     tokenizer = _tokenizer(CHATML.replace("{{ m.content }}", said + calls))
     prompt, _, learnt = encode_turns(tokenizer, turns, "all")
-    assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == "f<|im_end|>"
+    assert (
+        tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+        == "f<|im_end|>"
+    )
     with pytest.raises(DataError, match="does not end a turn of the assistant"):
         encode_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said + calls)), turns, "all")
 
@@ -381,7 +457,10 @@ def test_a_template_by_name_or_from_a_file(tmp_path):
     assert read_template(str(path)) == CHATML
     assert read_template("simple") == TEMPLATES["simple"]
     for wrong in ("simpel", str(tmp_path)):
-        told = r"data\.chat_template: .*neither a template of Unmask.*Use data\.chat_template=simple, or the path"
+        told = (
+            r"data\.chat_template: .*neither a template of Unmask.*Use data\.chat_template=simple, or the "
+            r"path"
+        )
         with pytest.raises(ConfigError, match=told):
             read_template(wrong)
     with pytest.raises(DataError, match="the chat template is malformed") as caught:
@@ -398,11 +477,15 @@ def test_the_simple_template_needs_no_special_tokens():
 
 def test_a_started_answer_is_continued():
     begun = [_turn("user", "a"), _turn("assistant", "b")]
-    assert CHAT.decode(encode_prompt(CHAT, begun)) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+    assert (
+        CHAT.decode(encode_prompt(CHAT, begun)) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+    )
 
 
 def test_templates_that_cannot_serve_are_refused():
-    marks_the_last = _tokenizer("{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}")
+    marks_the_last = _tokenizer(
+        "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}"
+    )
     with pytest.raises(DataError, match="renders the prompt differently"):
         encode_pair(marks_the_last, [_turn("user", "a")], [_turn("assistant", "b")])
     refuses = _tokenizer("{{ raise_exception('roles must alternate') }}")
@@ -426,7 +509,8 @@ def test_a_tokenizer_without_an_end_of_sequence():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion"), [("a", [_turn("assistant", "b")]), ([_turn("user", "a")], "b"), ("a", None), ([_turn("user", "a")], [])]
+    ("prompt", "completion"),
+    [("a", [_turn("assistant", "b")]), ([_turn("user", "a")], "b"), ("a", None), ([_turn("user", "a")], [])],
 )
 def test_strings_and_messages_are_not_mixed(prompt, completion):
     with pytest.raises(DataError, match="different types"):
@@ -442,7 +526,9 @@ def test_an_answer_that_has_its_end_token_ends_once(tokenizer, answer, behind):
     assert encode_pair(tokenizer, "a", answer + eos + behind) == encode_pair(tokenizer, "a", answer)
     if tokenizer is not PLAIN_CHAT:
         again = asked + ended + asked
-        assert encode_turns(tokenizer, again + ended, "all") == encode_turns(tokenizer, _conversation([("a", answer)] * 2), "all")
+        assert encode_turns(tokenizer, again + ended, "all") == encode_turns(
+            tokenizer, _conversation([("a", answer)] * 2), "all"
+        )
 
 
 @pytest.mark.parametrize("answer", ["b{}c", "b{}{}", "{}b{}"])
@@ -463,7 +549,11 @@ def test_an_answer_with_an_end_token_inside_is_refused(answer):
 
 
 def test_language_modelling():
-    assert encode_example(BARE, {"text": "ab"}) == encode_pair(BARE, "", "ab") == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
+    assert (
+        encode_example(BARE, {"text": "ab"})
+        == encode_pair(BARE, "", "ab")
+        == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
+    )
     with pytest.raises(DataError, match="not a list of messages"):
         encode_example(CHAT, {"messages": "a"})
 
@@ -478,9 +568,15 @@ def test_preferences_with_an_implicit_prompt():
     prompt, good, bad = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
     explicit = {"prompt": prompt, "chosen": good, "rejected": bad}
     implied = {"chosen": prompt + good, "rejected": prompt + bad}
-    assert encode_preference(CHAT, implied) == encode_preference(CHAT, {**implied, "prompt": None}) == encode_preference(CHAT, explicit)
+    assert (
+        encode_preference(CHAT, implied)
+        == encode_preference(CHAT, {**implied, "prompt": None})
+        == encode_preference(CHAT, explicit)
+    )
     texts = {"chosen": "two and two: 4", "rejected": "two and two: 5"}
-    assert encode_preference(BARE, texts) == encode_preference(BARE, {"prompt": "two and two:", "chosen": " 4", "rejected": " 5"})
+    assert encode_preference(BARE, texts) == encode_preference(
+        BARE, {"prompt": "two and two:", "chosen": " 4", "rejected": " 5"}
+    )
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [("b", "c"), (" b", " c"), (ASKED + ANSWER, OTHER)])
@@ -502,7 +598,9 @@ def test_an_implicit_prompt_loses_nothing(prompt, a, b):
     assert chosen[0] == " " or chosen[0] != rejected[0] or min(len(chosen), len(rejected)) == 1
 
 
-turns = st.lists(st.builds(_turn, st.sampled_from(["user", "assistant"]), st.sampled_from("ab")), min_size=1, max_size=4)
+turns = st.lists(
+    st.builds(_turn, st.sampled_from(["user", "assistant"]), st.sampled_from("ab")), min_size=1, max_size=4
+)
 
 
 @given(turns, turns, turns)
@@ -535,7 +633,9 @@ def test_a_completion_is_a_single_answer(tokenizer, prompt, completion, reason):
 
 def test_preferences_that_differ_before_the_last_answer_are_refused():
     with pytest.raises(DataError, match="a turn of the user") as caught:
-        encode_preference(CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER})
+        encode_preference(
+            CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER}
+        )
     assert caught.value.reason == "other roles in the answer"
     alike = {"chosen": ASKED + OTHER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + OTHER}
     assert encode_preference(CHAT, alike)[0] == encode_prompt(CHAT, ASKED + OTHER + ASKED)
@@ -549,7 +649,8 @@ def test_is_conversational(field):
 
 
 SPACE_BEFORE_ANSWERS = (
-    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ "
+    "m.content }}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 """As Vicuna's: the model writes the space."""
@@ -564,19 +665,29 @@ def test_a_model_is_shown_its_answer_as_it_wrote_it(kind, template, space):
     written = text_after(tokenizer, prompt, answer, [tokenizer.eos_token_id])
     assert written == f"{space}the sun"
     conversation = [*ASKED, _turn("assistant", written), _turn("user", "a")]
-    assert encode_prompt(tokenizer, without_start(tokenizer, conversation))[: len(prompt) + len(answer) - 1] == [*prompt, *answer[:-1]]
-    assert without_start(tokenizer, [_turn("user", " a"), _turn("assistant", "\n b")]) == [_turn("user", " a"), _turn("assistant", "\n b")]
+    assert encode_prompt(tokenizer, without_start(tokenizer, conversation))[
+        : len(prompt) + len(answer) - 1
+    ] == [*prompt, *answer[:-1]]
+    assert without_start(tokenizer, [_turn("user", " a"), _turn("assistant", "\n b")]) == [
+        _turn("user", " a"),
+        _turn("assistant", "\n b"),
+    ]
 
 
 def _learnt(tokenizer, prompt: list[int], answer: list[int], learnt: list[bool]) -> str:
-    return tokenizer.decode([*(token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt), *answer])
+    return tokenizer.decode(
+        [*(token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt), *answer]
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([None, 0, 1])), min_size=1, max_size=4))
 def test_an_answer_with_weight_0_is_not_learnt(answers):
     turns = []
     for text, weight in answers:
-        turns += [_turn("user", "q"), _turn("assistant", text) | ({} if weight is None else {"weight": weight})]
+        turns += [
+            _turn("user", "q"),
+            _turn("assistant", text) | ({} if weight is None else {"weight": weight}),
+        ]
     wanted = [text for text, weight in answers if weight != 0]
     if not wanted:
         with pytest.raises(DataError, match="all answers have weight 0") as caught:
@@ -587,14 +698,18 @@ def test_an_answer_with_weight_0_is_not_learnt(answers):
     for learn, expected in (("all", wanted), ("last", wanted[-1:])):
         prompt, answer, learnt = encode_turns(CHAT, turns, learn)
         assert _learnt(CHAT, prompt, answer, learnt) == "".join(f"{text}<|im_end|>" for text in expected)
-        assert [*prompt, *answer] == encode_example(CHAT, {"messages": [_turn(t["role"], t["content"]) for t in turns[:through]]})[1]
+        assert [*prompt, *answer] == encode_example(
+            CHAT, {"messages": [_turn(t["role"], t["content"]) for t in turns[:through]]}
+        )[1]
 
 
 def test_an_answer_with_weight_0_is_refused_where_it_would_be_learnt():
     unlearnt = [ANSWER[0] | {"weight": 0}]
     for encode in (
         lambda: encode_pair(CHAT, ASKED, unlearnt),
-        lambda: encode_preference(CHAT, {"prompt": ASKED, "chosen": ANSWER, "rejected": [OTHER[0] | {"weight": 0}]}),
+        lambda: encode_preference(
+            CHAT, {"prompt": ASKED, "chosen": ANSWER, "rejected": [OTHER[0] | {"weight": 0}]}
+        ),
         lambda: encode_example(CHAT, {"messages": [*ASKED, *unlearnt, *ASKED, *ANSWER]}),
     ):
         with pytest.raises(DataError) as caught:
@@ -602,7 +717,11 @@ def test_an_answer_with_weight_0_is_refused_where_it_would_be_learnt():
         assert caught.value.where == "weight"
 
 
-@pytest.mark.parametrize("tokenizer", [BARE, CHAT, SPACED["always"], SPACED["never"]], ids=["characters", "chatml", "spaced", "unspaced"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [BARE, CHAT, SPACED["always"], SPACED["never"]],
+    ids=["characters", "chatml", "spaced", "unspaced"],
+)
 @pytest.mark.parametrize("parses", [False, True])
 def test_a_document_begins_and_ends_once(tokenizer, parses):
     """In every verb that reads texts, also if the text spells, or renders, its beginning and its end."""
@@ -610,9 +729,15 @@ def test_a_document_begins_and_ends_once(tokenizer, parses):
     tokenizer.parse_special_tokens = parses
     bos, eos = tokenizer.bos_token or "", tokenizer.eos_token
     begins = [tokenizer.bos_token_id] if tokenizer("")["input_ids"] else []
-    for before, after in itertools.product(["", bos] if parses else [""], ["", eos, f"{eos}\n" if parses else eos]):
+    for before, after in itertools.product(
+        ["", bos] if parses else [""], ["", eos, f"{eos}\n" if parses else eos]
+    ):
         prompt, ids = encode_example(tokenizer, {"text": f"{before}ab{after}"})
-        assert [*prompt, *ids] == [*begins, *tokenizer("ab", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        assert [*prompt, *ids] == [
+            *begins,
+            *tokenizer("ab", add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         [row] = iter_text_rows(tokenizer, [f"{before}ab{after}"], 64)
         assert row["input_ids"] == [tokenizer.bos_token_id, *ids]
 

@@ -11,7 +11,15 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.data.formats import PREFERENCES, PROMPT, SPEAKERS, SUPERVISED, TRACE_INSTRUCTIONS, UNPAIRED, Reader
+from unmask.data.formats import (
+    PREFERENCES,
+    PROMPT,
+    SPEAKERS,
+    SUPERVISED,
+    TRACE_INSTRUCTIONS,
+    UNPAIRED,
+    Reader,
+)
 from unmask.errors import DataError
 
 words = st.text("abc", min_size=1, max_size=5)
@@ -36,7 +44,11 @@ def read(rows: list[Any], formats: Any = SUPERVISED) -> list[dict[str, Any]]:
 def test_conversations_of_sharegpt_are_messages(turns, chosen, rejected):
     assert read([{"conversations": said(turns)}]) == [{"messages": messages(turns)}]
     sides = {"chosen": {"from": "gpt", "value": chosen}, "rejected": {"from": "gpt", "value": rejected}}
-    expected = {"prompt": messages(turns), "chosen": messages([("gpt", chosen)]), "rejected": messages([("gpt", rejected)])}
+    expected = {
+        "prompt": messages(turns),
+        "chosen": messages([("gpt", chosen)]),
+        "rejected": messages([("gpt", rejected)]),
+    }
     assert read([{"conversations": said(turns), **sides}], PREFERENCES) == [expected]
     in_lists = {name: [side] for name, side in sides.items()}
     assert read([{"conversations": said(turns), **in_lists}], PREFERENCES) == [expected]
@@ -48,7 +60,11 @@ def test_the_system_column_becomes_the_first_message(turns, system):
     turns = [turn for turn in turns if turn[0] != "system"] or [("human", "a")]
     row = {"conversations": said(turns), "system": system}
     first = [("system", system)]
-    assert read([row]) == read([row | {"conversations": said(first + turns)}]) == [{"messages": messages(first + turns)}]
+    assert (
+        read([row])
+        == read([row | {"conversations": said(first + turns)}])
+        == [{"messages": messages(first + turns)}]
+    )
     assert read([row | {"system": ""}]) == [{"messages": messages(turns)}]
     [same] = read([row | {"conversations": [{"from": "system", "value": system, "weight": 0}, *said(turns)]}])
     assert same == {"messages": [messages(first)[0] | {"weight": 0}, *messages(turns)]}
@@ -79,7 +95,13 @@ def test_the_formats_of_trl_are_unchanged_and_other_columns_left_out(formats, ro
 
 
 def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_thoughts():
-    row = {"question": "1+1?", "thinking_trajectories": ["one and\none", "no"], "attempt": "It is 2.", "solution": "2", "cot": None}
+    row = {
+        "question": "1+1?",
+        "thinking_trajectories": ["one and\none", "no"],
+        "attempt": "It is 2.",
+        "solution": "2",
+        "cot": None,
+    }
     answer = "<reasoning>\none and\none\n</reasoning>\n<answer>\nIt is 2.\n</answer>"
     prompt = [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n1+1?"}]
     assert read([row]) == [{"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}]
@@ -109,8 +131,14 @@ IN_MESSAGES = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "as
 REPEATED = {"prompt": "a", "chosen": CHAT, "rejected": CHAT}
 
 TABLES = [
-    [{"messages": CHAT}, {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}],
-    [{"conversations": said([("human", "a"), ("gpt", "b")])}, {"conversations": said([("system", "s"), ("human", "a")])}],
+    [
+        {"messages": CHAT},
+        {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]},
+    ],
+    [
+        {"conversations": said([("human", "a"), ("gpt", "b")])},
+        {"conversations": said([("system", "s"), ("human", "a")])},
+    ],
     [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d", "note": "e"}],
 ]
 
@@ -124,15 +152,41 @@ def test_a_null_in_a_table_counts_as_absent(rows):
 @pytest.mark.parametrize(
     ("formats", "first", "other", "message"),
     [
-        (SUPERVISED, {"text": "a"}, {"prompt": "a", "completion": "b"}, r"prompt, completion \(text\) after rows of text \(text\)"),
-        (SUPERVISED, {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, r"\(messages\) after .*\(text\)"),
-        (SUPERVISED, {"messages": CHAT}, {"conversations": said([("human", "a")])}, r"conversations \(messages of ShareGPT\) after"),
-        (SUPERVISED, {"messages": CHAT}, {"messages": said([("human", "a")])}, r"\(messages of ShareGPT\) after .*\(messages\)"),
+        (
+            SUPERVISED,
+            {"text": "a"},
+            {"prompt": "a", "completion": "b"},
+            r"prompt, completion \(text\) after rows of text \(text\)",
+        ),
+        (
+            SUPERVISED,
+            {"prompt": "a", "completion": "b"},
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            r"\(messages\) after .*\(text\)",
+        ),
+        (
+            SUPERVISED,
+            {"messages": CHAT},
+            {"conversations": said([("human", "a")])},
+            r"conversations \(messages of ShareGPT\) after",
+        ),
+        (
+            SUPERVISED,
+            {"messages": CHAT},
+            {"messages": said([("human", "a")])},
+            r"\(messages of ShareGPT\) after .*\(messages\)",
+        ),
         (
             PREFERENCES,
             {"prompt": "a", "chosen": "b", "rejected": "c"},
-            {"conversations": said([("human", "a")]), **{name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}},
-            r"a row of conversations, chosen, rejected \(messages of ShareGPT\) after rows of prompt, chosen, rejected \(text\)",
+            {
+                "conversations": said([("human", "a")]),
+                **{name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")},
+            },
+            (
+                r"a row of conversations, chosen, rejected \(messages of ShareGPT\) after rows of prompt, "
+                r"chosen, rejected \(text\)"
+            ),
         ),
         (
             PREFERENCES,
@@ -140,7 +194,12 @@ def test_a_null_in_a_table_counts_as_absent(rows):
             {"chosen": "ab", "rejected": "ac"},
             r"chosen, rejected \(text\) after",
         ),
-        (PREFERENCES, {"chosen": "ab", "rejected": "ac"}, {"chosen": CHAT, "rejected": CHAT}, r"\(messages\) after .*\(text\)"),
+        (
+            PREFERENCES,
+            {"chosen": "ab", "rejected": "ac"},
+            {"chosen": CHAT, "rejected": CHAT},
+            r"\(messages\) after .*\(text\)",
+        ),
         (PREFERENCES, TEXTS, REPEATED, r"\(text and messages\) after .*\(text\)"),
         (PREFERENCES, IN_MESSAGES, REPEATED, r"\(text and messages\) after .*\(messages\)"),
         (
@@ -149,7 +208,12 @@ def test_a_null_in_a_table_counts_as_absent(rows):
             REPEATED,
             r"a row of prompt, chosen, rejected \(text and messages\) after rows of chosen",
         ),
-        (PREFERENCES, IN_MESSAGES, {**IN_MESSAGES, "prompt": said([("human", "a")])}, r"\(messages of ShareGPT and messages\) after .*"),
+        (
+            PREFERENCES,
+            IN_MESSAGES,
+            {**IN_MESSAGES, "prompt": said([("human", "a")])},
+            r"\(messages of ShareGPT and messages\) after .*",
+        ),
     ],
 )
 def test_the_first_row_sets_the_format(formats, first, other, message):
@@ -170,7 +234,10 @@ def test_the_first_row_sets_the_format(formats, first, other, message):
         reader.read(other)
 
 
-@pytest.mark.parametrize("bad", [{"prompt": "a"}, {"prompt": "z", "chosen": CHAT}, {"chosen": " "}, {"chosen": 3}, {"rejected": "c"}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"prompt": "a"}, {"prompt": "z", "chosen": CHAT}, {"chosen": " "}, {"chosen": 3}, {"rejected": "c"}],
+)
 @pytest.mark.parametrize("good", [TEXTS, IN_MESSAGES, REPEATED])
 def test_a_bad_first_row_sets_no_format(bad, good):
     reader = Reader(PREFERENCES)
@@ -222,19 +289,51 @@ def test_a_later_row_is_told_what_the_first_has():
     [
         ({"text": "\n"}, "text: is empty", "empty"),
         ({"messages": []}, "messages: is empty", "empty"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}, "messages: is empty", "empty"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]},
+            "messages: is empty",
+            "empty",
+        ),
         ({"prompt": [{"role": "user", "content": ""}], "completion": CHAT[1:]}, "prompt: is empty", "empty"),
         ({"messages": [{"role": "user", "content": 3}]}, "content: a message cannot be", "wrong type"),
-        ({"conversations": [{"from": "human", "content": "a"}]}, "content: a message cannot be", "wrong type"),
-        ({"conversations": [{"from": "bard", "value": "a"}]}, "from: unknown speaker 'bard'.*human", "wrong type"),
-        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"from: unknown speaker \['human'\]", "wrong type"),
-        ({"prompt": [1, 2], "completion": "a"}, r"prompt: neither a text nor messages: \[1, 2\]", "wrong type"),
-        ({"prompt": [True], "completion": "a"}, r"prompt: neither a text nor messages: \[True\]", "wrong type"),
+        (
+            {"conversations": [{"from": "human", "content": "a"}]},
+            "content: a message cannot be",
+            "wrong type",
+        ),
+        (
+            {"conversations": [{"from": "bard", "value": "a"}]},
+            "from: unknown speaker 'bard'.*human",
+            "wrong type",
+        ),
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            r"from: unknown speaker \['human'\]",
+            "wrong type",
+        ),
+        (
+            {"prompt": [1, 2], "completion": "a"},
+            r"prompt: neither a text nor messages: \[1, 2\]",
+            "wrong type",
+        ),
+        (
+            {"prompt": [True], "completion": "a"},
+            r"prompt: neither a text nor messages: \[True\]",
+            "wrong type",
+        ),
         ({"messages": [CHAT]}, r"messages: neither a text nor messages", "wrong type"),
         ({"text": 3}, "text: neither a text nor messages: 3", "wrong type"),
-        ({"question": "a", "thinking_trajectories": ["b"], "attempt": 3}, "attempt: neither a text nor messages", "wrong type"),
+        (
+            {"question": "a", "thinking_trajectories": ["b"], "attempt": 3},
+            "attempt: neither a text nor messages",
+            "wrong type",
+        ),
         ({"messages": [{"role": 5, "content": "a"}]}, "role: a role cannot be 5", "wrong type"),
-        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "system: a system prompt cannot be 5", "wrong type"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}], "system": 5},
+            "system: a system prompt cannot be 5",
+            "wrong type",
+        ),
     ],
 )
 def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
@@ -247,10 +346,14 @@ def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
 def test_parts_of_text_are_joined(texts):
     parts = [{"type": "text", "text": text} for text in texts]
     expected = [CHAT[0], {"role": "assistant", "content": "".join(texts)}]
-    assert read([{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}]) == [{"messages": expected}]
+    assert read([{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}]) == [
+        {"messages": expected}
+    ]
 
 
-@pytest.mark.parametrize("part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text", "text": 3}, None])
+@pytest.mark.parametrize(
+    "part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text", "text": 3}, None]
+)
 def test_parts_that_are_no_text_are_refused(part):
     with pytest.raises(DataError, match="content: a part of a message cannot be") as caught:
         read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, CHAT[1]]}])
@@ -276,9 +379,21 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
     [
         ("text", "a row cannot be 'text'", "wrong type"),
         (None, "a row cannot be None", "wrong type"),
-        ({"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}, "tools: a text has no chat template", "with tools"),
-        ({"conversations": CHAT, "history": [["a", "b"]]}, "history: the column history is not supported", "with history"),
-        ({"prompt": "a", "completion": "b", "system": "c"}, "system: the column system is not supported", "with system"),
+        (
+            {"prompt": "a", "completion": "b", "tools": [{"name": "add"}]},
+            "tools: a text has no chat template",
+            "with tools",
+        ),
+        (
+            {"conversations": CHAT, "history": [["a", "b"]]},
+            "history: the column history is not supported",
+            "with history",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "system": "c"},
+            "system: the column system is not supported",
+            "with system",
+        ),
     ],
 )
 def test_rows_of_a_wrong_type_or_with_unsupported_columns_are_refused(row, message, reason):
@@ -298,7 +413,20 @@ def test_a_prompt_under_another_name_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["system", "system_prompt", "history", "functions", "documents", "images", "image", "videos", "video", "audio", "audios"]
+    "name",
+    [
+        "system",
+        "system_prompt",
+        "history",
+        "functions",
+        "documents",
+        "images",
+        "image",
+        "videos",
+        "video",
+        "audio",
+        "audios",
+    ],
 )
 def test_a_column_that_would_change_the_prompt_is_refused_in_every_format(name):
     rows = [
@@ -354,16 +482,31 @@ def test_tools_are_given_once():
 )
 def test_the_arguments_of_a_call_are_an_object(given, expected):
     def called(arguments):
-        return [{"type": "function", "function": {"name": "f", "arguments": arguments}}, {"name": "g", "arguments": arguments}]
+        return [
+            {"type": "function", "function": {"name": "f", "arguments": arguments}},
+            {"name": "g", "arguments": arguments},
+        ]
 
     for content in ("", None, "b"):
         row = {"messages": [CHAT[0], {"role": "assistant", "content": content, "tool_calls": called(given)}]}
         [found] = read([row])
-        assert found["messages"][1] == {"role": "assistant", "content": content, "tool_calls": called(expected)}
+        assert found["messages"][1] == {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": called(expected),
+        }
 
 
 @pytest.mark.parametrize(
-    "calls", ["f", '[{"name": "f"}]', ["f"], [{"name": "f", "arguments": "a b"}], [{"name": "f", "arguments": "[1]"}], {"a": 1}]
+    "calls",
+    [
+        "f",
+        '[{"name": "f"}]',
+        ["f"],
+        [{"name": "f", "arguments": "a b"}],
+        [{"name": "f", "arguments": "[1]"}],
+        {"a": 1},
+    ],
 )
 def test_calls_without_arguments_by_name_are_refused(calls):
     with pytest.raises(DataError, match="tool_calls: calls cannot be") as caught:
@@ -383,12 +526,17 @@ def test_calls_without_arguments_by_name_are_refused(calls):
 )
 def test_train_is_a_weight(given, read_as):
     answer = {"role": "assistant", "content": "c"}
-    assert read([{"messages": [*CHAT, CHAT[0], answer | given]}]) == [{"messages": [*CHAT, CHAT[0], answer | read_as]}]
-    assert read([{"messages": [CHAT[0] | {"train": False}, CHAT[1]]}]) == [{"messages": [CHAT[0] | {"weight": 0}, CHAT[1]]}]
+    assert read([{"messages": [*CHAT, CHAT[0], answer | given]}]) == [
+        {"messages": [*CHAT, CHAT[0], answer | read_as]}
+    ]
+    assert read([{"messages": [CHAT[0] | {"train": False}, CHAT[1]]}]) == [
+        {"messages": [CHAT[0] | {"weight": 0}, CHAT[1]]}
+    ]
 
 
 @pytest.mark.parametrize(
-    ("role", "given"), [("user", {"train": True}), ("assistant", {"train": "no"}), ("assistant", {"train": True, "weight": 0})]
+    ("role", "given"),
+    [("user", {"train": True}), ("assistant", {"train": "no"}), ("assistant", {"train": True, "weight": 0})],
 )
 def test_a_train_that_says_no_weight_is_refused(role, given):
     with pytest.raises(DataError, match="train") as caught:
@@ -396,7 +544,9 @@ def test_a_train_that_says_no_weight_is_refused(role, given):
     assert caught.value.reason == "wrong type"
 
 
-@pytest.mark.parametrize(("role", "weight"), [("assistant", 0.5), ("assistant", "0"), ("user", 1), ("system", 2)])
+@pytest.mark.parametrize(
+    ("role", "weight"), [("assistant", 0.5), ("assistant", "0"), ("user", 1), ("system", 2)]
+)
 def test_a_weight_is_0_or_1_and_only_answers_have_one(role, weight):
     with pytest.raises(DataError, match=f"the {role}'s message has weight") as caught:
         read([{"messages": [{"role": role, "content": "a", "weight": weight}, *CHAT]}])

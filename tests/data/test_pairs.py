@@ -1,4 +1,5 @@
-"""Rows of prompts and completions: no token is lost or repeated, and an end token is learnt only if there is one."""
+"""Rows of prompts and completions: no token is lost or repeated, and an end token is learnt only if there is
+one."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ MASKED.add_special_tokens({"mask_token": "<|mask|>"})
 MASKED.parse_special_tokens = True
 
 words = st.text(string.ascii_lowercase, min_size=1, max_size=9)
-pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda both: [{"prompt": p, "completion": c} for p, c in both])
+pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(
+    lambda both: [{"prompt": p, "completion": c} for p, c in both]
+)
 blocks = st.integers(1, 6)
 GOOD = {"prompt": "ab", "completion": "cd"}
 PREFERRED = {"prompt": "ab", "chosen": "cd", "rejected": "ce"}
@@ -52,7 +55,14 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def made(rows: Sequence[Any], limits: RowLimits | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER, **more: Any) -> list[Row]:
+def made(
+    rows: Sequence[Any],
+    limits: RowLimits | None = None,
+    *,
+    skip: bool = False,
+    tokenizer: Any = TOKENIZER,
+    **more: Any,
+) -> list[Row]:
     return pair_rows(tokenizer, rows, limits or RowLimits(40), DataReport("train_dataset", skip=skip), **more)
 
 
@@ -72,10 +82,18 @@ def test_the_completion_and_the_eos_tokens_after_it_are_learnt(pairs, canvas_len
 
 @given(words, words, blocks.filter(lambda size: size > 1), st.integers(0, 4))
 def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more):
-    """The sampler of a block-causal model fills the block that has the EOS, up to the number of new tokens."""
+    """The sampler of a block-causal model fills the block that has the EOS, up to the number of new
+    tokens."""
     lm = tiny_lm("llama", "block_causal", block_size)
-    prompt, completion = "".join("abcdefghijkl"[ord(c) % 12] for c in prompt), "".join("abcdefghijkl"[ord(c) % 12] for c in completion)
-    [row] = made([{"prompt": prompt, "completion": completion}], RowLimits(64, None, block_size), tokenizer=lm.tokenizer)
+    prompt, completion = (
+        "".join("abcdefghijkl"[ord(c) % 12] for c in prompt),
+        "".join("abcdefghijkl"[ord(c) % 12] for c in completion),
+    )
+    [row] = made(
+        [{"prompt": prompt, "completion": completion}],
+        RowLimits(64, None, block_size),
+        tokenizer=lm.tokenizer,
+    )
     at = len(encode_prompt(lm.tokenizer, prompt)) + len(completion)
     assert row["input_ids"].index(EOS) == at
     [request] = make_requests(lm, [prompt], SamplerConfig(max_new_tokens=len(completion) + block_size + more))
@@ -84,7 +102,9 @@ def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more
 
 
 @given(words, words, st.integers(2, 25), blocks, st.booleans(), st.booleans())
-def test_a_truncated_text_has_no_end_token(prompt, completion, max_length, block_size, truncate_prompt, truncate_completion):
+def test_a_truncated_text_has_no_end_token(
+    prompt, completion, max_length, block_size, truncate_prompt, truncate_completion
+):
     limits = RowLimits(max_length, None, block_size, truncate_prompt, truncate_completion)
     report = DataReport("train_dataset", skip=True)
     asked, answer = ids_of(prompt)[:-1], ids_of(completion)[1:]
@@ -92,14 +112,19 @@ def test_a_truncated_text_has_no_end_token(prompt, completion, max_length, block
         [row] = pair_rows(TOKENIZER, [{"prompt": prompt, "completion": completion}], limits, report)
     except DataError:
         assert report.dropped == {"too long": [0]} and len(asked + answer) > max_length
-        assert not (truncate_prompt and max_length - len(answer) >= 2)  # the beginning of sequence and a token
+        # the beginning of sequence and a token
+        assert not (truncate_prompt and max_length - len(answer) >= 2)
         assert not (truncate_completion and max_length // block_size * block_size > len(asked))
         return
     ids = row["input_ids"]
     learnt = [token for token, is_learnt in zip(ids, row["maskable"], strict=True) if is_learnt]
     cut = report.truncated["completion"]
     assert len(ids) <= max_length
-    assert report.truncated == {"completion": 1} if cut else report.truncated["prompt"] == (len(asked + answer) > max_length)
+    assert (
+        report.truncated == {"completion": 1}
+        if cut
+        else report.truncated["prompt"] == (len(asked + answer) > max_length)
+    )
     if cut:
         assert EOS not in ids and ids[: len(asked)] == asked and len(ids) % block_size == 0
         assert answer[: len(learnt)] == learnt and 0 < len(learnt) < len(answer)
@@ -117,13 +142,18 @@ def test_only_whole_answers_of_a_truncated_conversation_are_learnt(texts, max_le
     report = DataReport("train_dataset", skip=True)
     try:
         [row] = pair_rows(
-            CHAT, [{"messages": messages}], RowLimits(max_length, None, block_size, truncate_prompt=True), report, learn="all"
+            CHAT,
+            [{"messages": messages}],
+            RowLimits(max_length, None, block_size, truncate_prompt=True),
+            report,
+            learn="all",
         )
     except DataError:
         assert report.dropped == {"too long": [0]}
         return
     learnt = "".join(
-        CHAT.decode([token]) if is_learnt else "\0" for token, is_learnt in zip(row["input_ids"], row["maskable"], strict=True)
+        CHAT.decode([token]) if is_learnt else "\0"
+        for token, is_learnt in zip(row["input_ids"], row["maskable"], strict=True)
     )
     answers = [f"{text}</s>" for text in texts[1::2]]
     found = [part for part in learnt.split("\0") if part]
@@ -141,19 +171,33 @@ def test_messages_become_pairs():
         assert row["input_ids"] == prompt + completion
         assert row["maskable"] == [False] * len(prompt) + [True] * len(completion)
     [whole] = made([{"messages": chat["prompt"] + chat["completion"]}], tokenizer=CHAT)
-    assert whole["input_ids"] == prompt + completion and whole["maskable"] == [False] + [True] * (len(prompt + completion) - 1)
+    assert whole["input_ids"] == prompt + completion and whole["maskable"] == [False] + [True] * (
+        len(prompt + completion) - 1
+    )
 
 
 BAD = {
     "a column is missing": ({"prompt": "a"}, r"no column 'completion'"),
-    "without a value": ({"prompt": "a", "completion": None}, r"no value in column 'completion'.*filled: 'prompt'"),
+    "without a value": (
+        {"prompt": "a", "completion": None},
+        r"no value in column 'completion'.*filled: 'prompt'",
+    ),
     "empty": ({"prompt": "a", "completion": " \n"}, r"completion: is empty\. Fill it in"),
-    "too long": ({"prompt": "a" * 20, "completion": "b" * 19}, r"41 tokens, but a row holds 40\. Raise max_length"),
-    "mask token in the text": ({"prompt": "a", "completion": "<|mask|>"}, r"the text holds the mask token '<\|mask\|>'"),
+    "too long": (
+        {"prompt": "a" * 20, "completion": "b" * 19},
+        r"41 tokens, but a row holds 40\. Raise max_length",
+    ),
+    "mask token in the text": (
+        {"prompt": "a", "completion": "<|mask|>"},
+        r"the text holds the mask token '<\|mask\|>'",
+    ),
     "another format": ({"text": "a"}, r"a row of text \(text\) after rows of prompt, completion \(text\)"),
     "wrong type": ({"prompt": "a", "completion": 3}, r"completion: neither a text nor messages: 3"),
     "not valid Unicode": ({"prompt": "a", "completion": "\udc80"}, r"text: '\\udc80' is not valid Unicode"),
-    "malformed JSON": (DataError("malformed JSON", where="line 2", reason="malformed JSON"), r"line 2: malformed JSON"),
+    "malformed JSON": (
+        DataError("malformed JSON", where="line 2", reason="malformed JSON"),
+        r"line 2: malformed JSON",
+    ),
 }
 
 
@@ -182,7 +226,9 @@ def test_errors_that_concern_every_row_are_never_skipped():
 
 
 def test_a_canvas_must_hold_the_completion():
-    with pytest.raises(DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"):
+    with pytest.raises(
+        DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"
+    ):
         made([GOOD, {"prompt": "a", "completion": "abcde"}], RowLimits(40, 5))
     with pytest.raises(DataError, match=r"row 0: 13 tokens, but a row holds 12"):
         made([GOOD], RowLimits(12, 10))
@@ -199,7 +245,9 @@ def test_packed_rows_hold_every_row_once_and_waste_little(texts, canvas_length, 
     found = []
     for number, row in enumerate(together):
         assert row["sample_id"] == number and len(row["input_ids"]) <= 30
-        assert row["documents"] == sorted(row["documents"]) and set(row["documents"]) == set(range(1, max(row["documents"]) + 1))
+        assert row["documents"] == sorted(row["documents"]) and set(row["documents"]) == set(
+            range(1, max(row["documents"]) + 1)
+        )
         for document in set(row["documents"]):
             part = [at for at, other in enumerate(row["documents"]) if other == document]
             found.append(([row["input_ids"][at] for at in part], [row["maskable"][at] for at in part]))
@@ -210,41 +258,66 @@ def test_packed_rows_hold_every_row_once_and_waste_little(texts, canvas_length, 
 
 def test_packing_takes_the_best_fit():
     lengths = [[7, 3], [6, 4], [5]]
-    rows = [{"input_ids": [n] * n, "documents": [1] * n, "maskable": [False] + [True] * (n - 1), "sample_id": 0} for n in (3, 4, 5, 6, 7)]
+    rows = [
+        {"input_ids": [n] * n, "documents": [1] * n, "maskable": [False] + [True] * (n - 1), "sample_id": 0}
+        for n in (3, 4, 5, 6, 7)
+    ]
     assert [sorted({*row["input_ids"]}, reverse=True) for row in pack(rows, 10)] == lengths
 
 
 @pytest.mark.parametrize(
-    ("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 3, False), ("causal", None, True)]
+    ("attention", "block_size", "shift"),
+    [("bidirectional", None, False), ("block_causal", 3, False), ("causal", None, True)],
 )
 def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size, shift):
     lm = tiny_lm("llama", attention, block_size, shift=shift)
     limits = RowLimits(64, None, block_size or 1)
-    examples = [{"prompt": "abc", "completion": "defgh"}, {"prompt": "l", "completion": "ij"}, {"prompt": "kk", "completion": "a"}]
+    examples = [
+        {"prompt": "abc", "completion": "defgh"},
+        {"prompt": "l", "completion": "ij"},
+        {"prompt": "kk", "completion": "a"},
+    ]
 
     def scores(rows: Sequence[Row]) -> list[torch.Tensor]:
         """Log-probabilities of all learnt tokens of each row, all hidden."""
         batch = Collator(0)(rows)
         maskable_B1T = batch["maskable"][:, None]
         with torch.no_grad():
-            score_BMT = view_log_probs(lm, batch["input_ids"], batch["documents"], Views(maskable_B1T, maskable_B1T, maskable_B1T.float()))
-        return [score_T[maskable_T] for score_T, maskable_T in zip(score_BMT[:, 0], batch["maskable"], strict=True)]
+            score_BMT = view_log_probs(
+                lm,
+                batch["input_ids"],
+                batch["documents"],
+                Views(maskable_B1T, maskable_B1T, maskable_B1T.float()),
+            )
+        return [
+            score_T[maskable_T]
+            for score_T, maskable_T in zip(score_BMT[:, 0], batch["maskable"], strict=True)
+        ]
 
     apart = made(examples, limits, tokenizer=lm.tokenizer)
     together = made(examples, limits, tokenizer=lm.tokenizer, packed=True)
     assert len(together) == 1
     longest_first = sorted(apart, key=lambda row: -len(row["input_ids"]))
-    torch.testing.assert_close(torch.cat(scores(longest_first)), torch.cat(scores(together)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat(scores(longest_first)), torch.cat(scores(together)), rtol=0, atol=1e-12
+    )
 
 
 # Preferences
 
 
-def preferred(rows: Sequence[Any], limits: RowLimits | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER) -> Any:
+def preferred(
+    rows: Sequence[Any], limits: RowLimits | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER
+) -> Any:
     return preference_rows(tokenizer, rows, limits or RowLimits(40), DataReport("train_dataset", skip=skip))
 
 
-@given(st.lists(st.tuples(words, words, words).filter(lambda texts: texts[1] != texts[2]), min_size=1, max_size=4), blocks)
+@given(
+    st.lists(
+        st.tuples(words, words, words).filter(lambda texts: texts[1] != texts[2]), min_size=1, max_size=4
+    ),
+    blocks,
+)
 def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, block_size):
     limits = RowLimits(40, None, block_size)
     rows = preferred([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts], limits)
@@ -257,10 +330,14 @@ def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, bloc
 @given(words, words, words, st.integers(4, 20))
 def test_both_responses_keep_the_same_end_of_a_truncated_prompt(prompt, chosen, rejected, max_length):
     try:
-        [row] = preferred([{"prompt": prompt, "chosen": chosen, "rejected": rejected}], RowLimits(max_length, truncate_prompt=True))
+        [row] = preferred(
+            [{"prompt": prompt, "chosen": chosen, "rejected": rejected}],
+            RowLimits(max_length, truncate_prompt=True),
+        )
     except DataError as error:
         assert error.reason == ("chosen equals rejected" if chosen == rejected else "too long")
-        assert chosen == rejected or 2 + 1 + max(len(chosen), len(rejected)) > max_length  # BOS, a token, and EOS
+        # BOS, a token, and EOS
+        assert chosen == rejected or 2 + 1 + max(len(chosen), len(rejected)) > max_length
         return
     prompts = []
     for side, answer in ((row["chosen"], chosen), (row["rejected"], rejected)):
@@ -276,24 +353,40 @@ def test_both_responses_keep_the_same_end_of_a_truncated_prompt(prompt, chosen, 
 @pytest.mark.parametrize(
     ("reason", "bad", "message"),
     [
-        ("chosen equals rejected", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        (
+            "chosen equals rejected",
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "chosen and rejected are the same",
+        ),
         ("empty", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: is empty"),
         ("empty", {"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt: is empty"),
         ("too long", {"prompt": "a", "chosen": "b" * 38, "rejected": "b"}, "41 tokens, but a row holds 40"),
         ("mask token in the text", {"prompt": "a", "chosen": "b", "rejected": "<|mask|>"}, "the mask token"),
-        ("without a value", {"prompt": "a", "chosen": "b", "rejected": None}, "no value in column 'rejected'"),
+        (
+            "without a value",
+            {"prompt": "a", "chosen": "b", "rejected": None},
+            "no value in column 'rejected'",
+        ),
         (
             "another format",
             {"chosen": "b", "rejected": "c"},
             r"a row of chosen, rejected \(text\) after rows of prompt, chosen, rejected",
         ),
-        ("wrong type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "chosen: neither a text nor messages: 4"),
+        (
+            "wrong type",
+            {"prompt": "a", "chosen": 4, "rejected": "c"},
+            "chosen: neither a text nor messages: 4",
+        ),
     ],
 )
 def test_a_bad_preference_is_an_error_or_is_skipped_and_counted(reason, bad, message):
     with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
         preferred([PREFERRED, bad], tokenizer=MASKED)
-    rows = preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED) if reason != "another format" else None
+    rows = (
+        preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED)
+        if reason != "another format"
+        else None
+    )
     rows = rows or preferred([PREFERRED, bad, bad], skip=True, tokenizer=MASKED)
     assert rows == preferred([PREFERRED], tokenizer=MASKED)
     [(found, where)] = rows.report.dropped.items()
@@ -309,7 +402,9 @@ def test_each_response_has_its_own_length():
 def test_the_shared_preferences_are_all_read():
     path = shared_path("data", "preference", "llamafactory_dpo_en_demo.json")
     source = json.loads(path.read_text(encoding="utf-8"))
-    texts = [one["value"] for row in source for one in (*row["conversations"], row["chosen"], row["rejected"])]
+    texts = [
+        one["value"] for row in source for one in (*row["conversations"], row["chosen"], row["rejected"])
+    ]
     tokenizer = character_tokenizer("".join(sorted({*"".join(texts), *string.printable})))
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     tokenizer.chat_template = TEMPLATES["simple"]
@@ -317,10 +412,14 @@ def test_the_shared_preferences_are_all_read():
     assert len(rows) == rows.report.kept == 300
     for row, example in zip(rows, source, strict=True):
         spoken = "".join(
-            f"{SPEAKERS[one['from']]}:\n{one['value']}{'</s>' * (one['from'] == 'gpt')}\n\n" for one in example["conversations"]
+            f"{SPEAKERS[one['from']]}:\n{one['value']}{'</s>' * (one['from'] == 'gpt')}\n\n"
+            for one in example["conversations"]
         )
         for side in ("chosen", "rejected"):
-            assert tokenizer.decode(row[side]["input_ids"]) == f"<s>{spoken}assistant:\n{example[side]['value']}</s>"
+            assert (
+                tokenizer.decode(row[side]["input_ids"])
+                == f"<s>{spoken}assistant:\n{example[side]['value']}</s>"
+            )
             assert sum(row[side]["maskable"]) == len(example[side]["value"]) + 1
     lengths = [len(row["chosen"]["input_ids"]) for row in rows]
     short = preferred(source, RowLimits(1024), skip=True, tokenizer=tokenizer)
@@ -328,7 +427,11 @@ def test_the_shared_preferences_are_all_read():
     assert 0 < len(short) < len(cut) < 300 and cut.report.truncated["prompt"] == len(cut) - len(short)
     for found in (short, cut):
         assert found.report.kept + len(found.report.dropped["too long"]) == found.report.read == 300
-    assert max(lengths) > 1024 >= max(len(row[side]["input_ids"]) for row in cut for side in ("chosen", "rejected"))
+    assert (
+        max(lengths)
+        > 1024
+        >= max(len(row[side]["input_ids"]) for row in cut for side in ("chosen", "rejected"))
+    )
 
 
 @given(st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=4))
@@ -339,7 +442,9 @@ def test_unpaired_completions_keep_their_label(texts):
     assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
 
 
-@pytest.mark.parametrize(("good", "bad"), [(1, 0), (1.0, 0.0), ("1", "0"), ("true", "false"), (" True", "FALSE")])
+@pytest.mark.parametrize(
+    ("good", "bad"), [(1, 0), (1.0, 0.0), ("1", "0"), ("true", "false"), (" True", "FALSE")]
+)
 def test_a_label_may_be_a_number_or_text_of_a_table(good, bad):
     rows = made([GOOD | {"label": good}, GOOD | {"label": bad}], formats=UNPAIRED)
     assert [row["label"] for row in rows] == [True, False]
@@ -357,13 +462,24 @@ def test_a_label_is_a_boolean(label):
 @pytest.mark.parametrize("learn", ["all", "last"])
 def test_the_report_counts_all_learnt_answers(learn):
     turns = [("a", "bb"), ("cc", "ddd"), ("e", "f")]
-    messages = [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
-    rows = made([{"messages": messages}, {"messages": messages[:2]}], RowLimits(1024), tokenizer=CHAT, learn=learn)
+    messages = [
+        {"role": role, "content": text}
+        for pair in turns
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    rows = made(
+        [{"messages": messages}, {"messages": messages[:2]}], RowLimits(1024), tokenizer=CHAT, learn=learn
+    )
     summary = rows.report.to_dict()
     assert summary["answers"] == (4 if learn == "all" else 2)
     learnt = sorted(sum(row["maskable"]) for row in rows)
-    assert [summary["tokens"]["completion"][name] for name in ("shortest", "longest")] == [learnt[0], learnt[-1]]
-    assert summary["tokens"]["prompt"]["longest"] == max(len(row["maskable"]) - sum(row["maskable"]) for row in rows)
+    assert [summary["tokens"]["completion"][name] for name in ("shortest", "longest")] == [
+        learnt[0],
+        learnt[-1],
+    ]
+    assert summary["tokens"]["prompt"]["longest"] == max(
+        len(row["maskable"]) - sum(row["maskable"]) for row in rows
+    )
 
 
 @pytest.mark.parametrize(("max_length", "context"), [(10, None), (10, 30), (10, 12), (10, 10)])

@@ -59,6 +59,8 @@ def test_a_task_generates_problems_or_reads_one_source():
 
 
 def test_a_malformed_row_of_any_source_is_named(tmp_path):
-    Dataset.from_list([*PROBLEMS, {"question": "Why?", "answer": "Because."}]).to_parquet(tmp_path / "bad.parquet")
+    Dataset.from_list([*PROBLEMS, {"question": "Why?", "answer": "Because."}]).to_parquet(
+        tmp_path / "bad.parquet"
+    )
     with pytest.raises(DataError, match=r"bad\.parquet, row 6: not a problem whose answer"):
         read_problems(TASK, str(tmp_path / "bad.parquet"), 10, split="test")

@@ -23,7 +23,10 @@ def test_quantiles_are_lengths_in_order(found):
     assert [*summary] == ["shortest", "median", "90%", "99%", "longest"]
     assert [*summary.values()] == sorted(summary.values()) and {*summary.values()} <= {*found}
     assert (summary["shortest"], summary["longest"]) == (min(found), max(found))
-    for half in (sum(length <= summary["median"] for length in found), sum(length >= summary["median"] for length in found)):
+    for half in (
+        sum(length <= summary["median"] for length in found),
+        sum(length >= summary["median"] for length in found),
+    ):
         assert half >= len(found) / 2
 
 
@@ -83,7 +86,16 @@ def test_the_tables_have_every_figure(capsys):
     report.packed = 5
     report.show()
     shown = capsys.readouterr().out
-    for words in ("train_dataset: rows", "read", "30", "too long", "12 (row 18, 19,", "...)", "chosen equals rejected", "prompt cut"):
+    for words in (
+        "train_dataset: rows",
+        "read",
+        "30",
+        "too long",
+        "12 (row 18, 19,",
+        "...)",
+        "chosen equals rejected",
+        "prompt cut",
+    ):
         assert words in shown
     lines = [line.replace("│", " ").split() for line in shown.splitlines()]
     assert ["kept", "18"] in lines and ["packed", "into", "5"] in lines
@@ -94,7 +106,11 @@ def test_the_report_is_json_and_is_pickled_with_the_rows():
     report = example()
     summary = report.to_dict()
     assert json.loads(json.dumps(summary)) == summary
-    assert summary["truncated"] == {"prompt": 3} and summary["chosen_equals_rejected"] == 0 and "packed" not in summary
+    assert (
+        summary["truncated"] == {"prompt": 3}
+        and summary["chosen_equals_rejected"] == 0
+        and "packed" not in summary
+    )
     assert summary["tokens"]["rejected"]["histogram"] == {"2-3": 30}
     rows = report.attach([{"input_ids": [1]}])
     again = pickle.loads(pickle.dumps(rows))  # as a data loader sends it to its workers
@@ -127,7 +143,10 @@ def test_a_warning_says_that_few_rows_are_kept(capsys):
                     raise DataError("no good", reason="too long")
         rows = report.attach([*range(good)])
         if good < 20:
-            with pytest.warns(UnmaskWarning, match=rf"train_dataset: only {good} of 60 rows are kept \({60 - good} too long\)"):
+            with pytest.warns(
+                UnmaskWarning,
+                match=rf"train_dataset: only {good} of 60 rows are kept \({60 - good} too long\)",
+            ):
                 print_report(rows, wanted=True)
         print_report(rows, wanted=True)  # once
     assert "train_dataset: rows" in capsys.readouterr().out

@@ -43,7 +43,9 @@ def test_packing_concatenates_documents(texts, max_length, tokenizer):
     cuts = range(0, len(stream), max_length)
     assert [row["input_ids"] for row in rows] == [stream[start : start + max_length] for start in cuts]
     for start, row in zip(cuts, rows, strict=True):
-        assert row["documents"] == [number - numbers[start] + 1 for number in numbers[start : start + len(row["input_ids"])]]
+        assert row["documents"] == [
+            number - numbers[start] + 1 for number in numbers[start : start + len(row["input_ids"])]
+        ]
 
 
 @given(texts, lengths, st.booleans(), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
@@ -72,20 +74,30 @@ def test_an_unpacked_row_is_a_document_without_eos_if_cut(texts, max_length, tok
         assert set(row["documents"]) == {1}
 
 
-PATTERNS = [("causal", None, {}), ("bidirectional", None, {}), ("block_causal", 3, {}), ("block_causal", 3, {"causal_context": True})]
+PATTERNS = [
+    ("causal", None, {}),
+    ("bidirectional", None, {}),
+    ("block_causal", 3, {}),
+    ("block_causal", 3, {"causal_context": True}),
+]
 
 
 @pytest.mark.parametrize(("attention", "block_size", "more"), PATTERNS)
 @pytest.mark.parametrize("bos", [True, False])
-def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(attention, block_size, more, bos):
+def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(
+    attention, block_size, more, bos
+):
     lm = tiny_lm("llama", attention, block_size, shift=True, **more)
     if not bos:
         lm.tokenizer.bos_token = None
 
     def scores(texts):
-        """Log-probabilities of all learnt tokens, all hidden; with a causal context also those of the clean half."""
+        """Log-probabilities of all learnt tokens, all hidden; with a causal context also those of the clean
+        half."""
         (row,) = iter_text_rows(lm.tokenizer, texts, 64)
-        ids, documents, maskable = (torch.tensor([row[name]]) for name in ("input_ids", "documents", "maskable"))
+        ids, documents, maskable = (
+            torch.tensor([row[name]]) for name in ("input_ids", "documents", "maskable")
+        )
         views = Views(maskable[:, None], maskable[:, None], maskable[:, None].float())
         views = views.with_causal(maskable, 1.0) if more else views
         with torch.no_grad():
@@ -96,7 +108,9 @@ def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(a
     second = len("abc") + bos + 1
     assert torch.equal(packed[:, second:], moved[:, second:]) and not torch.equal(packed, moved)
     alone = [scores([text]) for text in ("abc", "defgh", "ij")]
-    torch.testing.assert_close(packed, torch.cat([log_prob_MT for log_prob_MT, _ in alone], 1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        packed, torch.cat([log_prob_MT for log_prob_MT, _ in alone], 1), rtol=0, atol=1e-12
+    )
     assert torch.equal(learnt, torch.cat([maskable for _, maskable in alone]))
 
 
@@ -110,7 +124,10 @@ def test_text_with_the_mask_token_is_refused_if_it_becomes_a_token():
 
 
 def test_the_error_for_a_null_text_names_the_row():
-    words = r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, or remove the row"
+    words = (
+        r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, "
+        r"or remove the row"
+    )
     with pytest.raises(DataError, match=words):
         list(Column([{"text": "a"}, {"text": None}], "text", "train_dataset"))
 

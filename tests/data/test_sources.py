@@ -21,7 +21,11 @@ from unmask.config.run import DataSource
 from unmask.data.sources import load_examples, load_mixture, load_records, load_rows, split_documents
 from unmask.errors import DataError, UnmaskWarning
 
-ROWS = [{"prompt": "0012", "completion": "a\nb"}, {"prompt": "3400", "completion": "2024-01-01"}, {"prompt": "7", "completion": ""}]
+ROWS = [
+    {"prompt": "0012", "completion": "a\nb"},
+    {"prompt": "3400", "completion": "2024-01-01"},
+    {"prompt": "7", "completion": ""},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +33,9 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "jsonl.gz", "parquet", "directory", "splits", "files"])
+@pytest.mark.parametrize(
+    "suffix", ["csv", "json", "jsonl", "jsonl.gz", "parquet", "directory", "splits", "files"]
+)
 def test_rows_are_read_unchanged(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     dataset = Dataset.from_list(ROWS)
@@ -65,7 +71,10 @@ MIXED = [{"chosen": "a"}, {"chosen": [{"role": "user", "content": "b"}]}, {"chos
 
 def test_examples_keep_values_of_mixed_types(tmp_path):
     """A table would have one type per column, and all columns in each row."""
-    for name, content in (("rows.json", json.dumps(MIXED)), ("rows.jsonl", "\n".join(map(json.dumps, MIXED)))):
+    for name, content in (
+        ("rows.json", json.dumps(MIXED)),
+        ("rows.jsonl", "\n".join(map(json.dumps, MIXED))),
+    ):
         (tmp_path / name).write_text(content)
         assert load_examples(tmp_path / name) == MIXED
         assert load_examples(str(tmp_path / name), max_rows=2) == MIXED[:2]
@@ -82,8 +91,14 @@ def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
         load_examples(path)
     first, malformed, other, second, cut = load_examples(path, keep_malformed=True)
     assert (first, second) == ({"a": 1}, {"a": 2})
-    assert [error.where for error in (malformed, other, cut)] == [f"{path}, line {number}" for number in (3, 4, 6)]
-    assert [error.reason for error in (malformed, other, cut)] == ["malformed JSON", "wrong type", "malformed JSON"]
+    assert [error.where for error in (malformed, other, cut)] == [
+        f"{path}, line {number}" for number in (3, 4, 6)
+    ]
+    assert [error.reason for error in (malformed, other, cut)] == [
+        "malformed JSON",
+        "wrong type",
+        "malformed JSON",
+    ]
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: byte 7 is not UTF-8"):
         load_examples(path)
@@ -115,7 +130,9 @@ def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suf
     path = damaged_folder(home, suffix)
     places = [f"{home}, part 2 of 2", str(path)] if suffix == "parquet" else [f"{path}, line 300"] * 2
     for source, where in zip((home, path), places, strict=True):
-        with pytest.raises(DataError, match=r"the rest cannot be read: .*Write the file again|malformed JSON") as error:
+        with pytest.raises(
+            DataError, match=r"the rest cannot be read: .*Write the file again|malformed JSON"
+        ) as error:
             list(load_rows(source, streaming=True))
         assert error.value.where == where
     rows = iter(load_rows(home, streaming=True))
@@ -123,11 +140,14 @@ def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suf
 
 
 def test_a_stream_of_files_keeps_its_columns_and_its_shuffle(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # datasets waits 5 seconds after each pass
+    # datasets waits 5 seconds after each pass
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     home = tmp_path / "rows"
     home.mkdir()
     for number in range(3):
-        Dataset.from_dict({"text": [f"{number}{row}" for row in range(4)]}).to_parquet(home / f"train-{number}.parquet")
+        Dataset.from_dict({"text": [f"{number}{row}" for row in range(4)]}).to_parquet(
+            home / f"train-{number}.parquet"
+        )
     stream = load_rows(home, streaming=True)
     assert (stream.column_names, stream.num_shards) == (["text"], 3)
     assert list(stream) == [{"text": f"{number}{row}"} for number in range(3) for row in range(4)]
@@ -152,7 +172,9 @@ def test_columns_may_be_absent_in_some_rows_and_values_nested(tmp_path):
     assert list(load_rows(path)) == [{"a": 1, "messages": None}, {"a": 2, "messages": messages}]
 
 
-paragraphs = st.lists(st.text(st.sampled_from("ab .\t"), min_size=1).filter(str.strip), min_size=1, max_size=4).map("\n".join)
+paragraphs = st.lists(
+    st.text(st.sampled_from("ab .\t"), min_size=1).filter(str.strip), min_size=1, max_size=4
+).map("\n".join)
 
 
 def documents_of(text):
@@ -269,7 +291,12 @@ def test_other_names_are_loaded_from_the_hub(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [datasets.exceptions.DatasetNotFoundError("gone"), ConnectionError("offline"), ValueError("Unknown split 'train'")]
+    "error",
+    [
+        datasets.exceptions.DatasetNotFoundError("gone"),
+        ConnectionError("offline"),
+        ValueError("Unknown split 'train'"),
+    ],
 )
 def test_errors_of_the_hub(monkeypatch, error):
     def refuse(*arguments, **options):
@@ -309,7 +336,10 @@ def test_a_stream_is_read_lazily(tmp_path):
 
 CONTENTS = {
     "txt": "One\ntwo\n\n007\n",
-    "jsonl": '{"text": "007", "day": "2024-01-01", "id": 123456789012345678901234567890}\n{"text": "b", "other": "\\ud800"}\n',
+    "jsonl": (
+        '{"text": "007", "day": "2024-01-01", "id": 123456789012345678901234567890}\n{"text": "b", '
+        '"other": "\\ud800"}\n'
+    ),
     "json": '[{"text": "1e5", "id": 123456789012345678901234567890}, {"text": null, "id": "a"}]',
     "csv": "text,number\n007,NA\n1e5,\n",
     "tsv": "text\tnumber\n007\t1\n",
@@ -332,7 +362,11 @@ def test_a_file_reads_the_same_alone_in_a_folder_and_in_a_stream(suffix, packed,
         mixture = load_mixture([DataSource(path=str(source), text_column="text")] * 2, seed=0)
         assert {row["text"] for row in mixture} == {row["text"] for row in alone}
     (tmp_path / "rows" / name.replace("train", "test")).write_bytes((tmp_path / name).read_bytes())
-    assert list(load_examples(tmp_path / "rows", split="test")) == alone == list(load_examples(tmp_path / "rows"))
+    assert (
+        list(load_examples(tmp_path / "rows", split="test"))
+        == alone
+        == list(load_examples(tmp_path / "rows"))
+    )
     with pytest.raises(DataError, match="no split 'other'"):
         load_examples(tmp_path / "rows", split="other")
 
@@ -348,7 +382,18 @@ def test_a_parquet_file_reads_the_same_in_a_folder(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("beside", [[], ["a.csv"], ["a.csv", "b.csv"], ["a.txt"]])
 @pytest.mark.parametrize(
-    "name", ["z.csv.xz", "z.csv.bz2", "z.txt.bz2", "z.jsonl.zst", "z.csv.zip", "z.zip", "z.ndjson", "z.NDJSON", "z.arrow"]
+    "name",
+    [
+        "z.csv.xz",
+        "z.csv.bz2",
+        "z.txt.bz2",
+        "z.jsonl.zst",
+        "z.csv.zip",
+        "z.zip",
+        "z.ndjson",
+        "z.NDJSON",
+        "z.arrow",
+    ],
 )
 def test_a_kind_that_is_refused_alone_is_refused_in_a_folder(name, beside, tmp_path):
     home = tmp_path / "rows"
@@ -358,10 +403,19 @@ def test_a_kind_that_is_refused_alone_is_refused_in_a_folder(name, beside, tmp_p
     for other in beside:
         (home / other).write_text("text\n007\n")
     for source in (home / name, home):
-        for read in (load_rows, load_examples, lambda source: list(load_records(source)), lambda source: load_rows(source, streaming=True)):
+        for read in (
+            load_rows,
+            load_examples,
+            lambda source: list(load_records(source)),
+            lambda source: load_rows(source, streaming=True),
+        ):
             with pytest.raises(DataError, match="unknown kind of file") as caught:
                 read(source)
-            assert Path(caught.value.where or "").name == name and caught.value.remedy and "are read" in caught.value.remedy
+            assert (
+                Path(caught.value.where or "").name == name
+                and caught.value.remedy
+                and "are read" in caught.value.remedy
+            )
 
 
 def test_a_folder_of_another_kind_names_a_file(tmp_path):
@@ -373,7 +427,9 @@ def test_a_folder_of_another_kind_names_a_file(tmp_path):
 
 
 def test_the_files_that_a_readme_names_are_read(tmp_path):
-    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.jsonl\n---\n")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.jsonl\n---\n"
+    )
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
     assert list(load_rows(tmp_path)) == [{"text": "b"}]
@@ -407,8 +463,13 @@ def test_a_value_that_no_table_can_hold_is_no_traceback(value, tmp_path):
 def write_sources(folder):
     """Write 300 documents of a, and 200 of b, whose text column has another name and is not the only one."""
     (folder / "a.txt").write_text("\n".join(f"a{index}" for index in range(300)))
-    (folder / "b.jsonl").write_text("\n".join(json.dumps({"content": f"b{index}", "id": index}) for index in range(200)))
-    return [DataSource(path=str(folder / "a.txt"), weight=3), DataSource(path=str(folder / "b.jsonl"), weight=1.0, text_column="content")]
+    (folder / "b.jsonl").write_text(
+        "\n".join(json.dumps({"content": f"b{index}", "id": index}) for index in range(200))
+    )
+    return [
+        DataSource(path=str(folder / "a.txt"), weight=3),
+        DataSource(path=str(folder / "b.jsonl"), weight=1.0, text_column="content"),
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -434,7 +495,9 @@ def test_sources_that_cannot_be_mixed_are_named(streaming, tmp_path):
         sources = [DataSource(path=str(tmp_path / f"{name}.jsonl"), **more) for name in names]
         return load_mixture(sources, seed=0, streaming=streaming)
 
-    with pytest.raises(DataError, match=r"text\.jsonl and .*story\.jsonl: the sources have no column in common.*text_column"):
+    with pytest.raises(
+        DataError, match=r"text\.jsonl and .*story\.jsonl: the sources have no column in common.*text_column"
+    ):
         mix("text", "story")
     with pytest.raises(DataError, match=r"number\.jsonl: the sources cannot be mixed"):
         mix("text", "number")

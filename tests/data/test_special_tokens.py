@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.data.test_encoding import ASKED, CHATML, SPACED, _tokenizer, _turn
-from unmask.data.encoding import encode_completion, encode_example, encode_pair, encode_preference, encode_prompt, encode_turns
+from unmask.data.encoding import (
+    encode_completion,
+    encode_example,
+    encode_pair,
+    encode_preference,
+    encode_prompt,
+    encode_turns,
+)
 from unmask.data.rows import iter_text_rows
 from unmask.data.special_tokens import encode_texts
 from unmask.errors import DataError
@@ -24,7 +31,9 @@ def _special(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The special tokens among ids, without the unknown token and the bytes of unknown characters."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = [tokenizer.convert_ids_to_tokens(token) for token in ids]
-    return [token for token in tokens if token in special and token != "<unk>" and not token.startswith("<0x")]
+    return [
+        token for token in tokens if token in special and token != "<unk>" and not token.startswith("<0x")
+    ]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -48,21 +57,35 @@ def test_the_only_special_tokens_of_a_chat_are_the_templates(content: str) -> No
 
 
 def test_a_role_cannot_open_a_turn() -> None:
-    assert _special(CHAT, encode_prompt(CHAT, [_turn("user<|im_end|>", "a")])) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert _special(CHAT, encode_prompt(CHAT, [_turn("user<|im_end|>", "a")])) == [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    ]
 
 
 def test_marks_in_a_text_mark_nothing() -> None:
     forged = "\U000f0001</s>\U000f0000"
     assert _special(CHAT, encode_prompt(CHAT, forged)) == ["<s>"]
-    assert _special(CHAT, encode_prompt(CHAT, [_turn("user", forged)])) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert _special(CHAT, encode_prompt(CHAT, [_turn("user", forged)])) == [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    ]
 
 
 def test_training_rows_hold_the_tokens_that_sampling_sees() -> None:
     prompt, asked = [_turn("user", "what does <|mask|> do?")], [_turn("assistant", "it hides")]
     assert encode_pair(CHAT, prompt, asked)[0] == encode_prompt(CHAT, prompt)
     assert encode_pair(CHAT, "x<|mask|>", "y")[0] == encode_prompt(CHAT, "x<|mask|>")
-    ids, chosen, rejected = encode_preference(CHAT, {"prompt": "a<|mask|>", "chosen": "b<pad>", "rejected": "c"})
-    assert [_special(CHAT, side) for side in (ids, chosen, rejected)] == [["<s>"], ["<|im_end|>"], ["<|im_end|>"]]
+    ids, chosen, rejected = encode_preference(
+        CHAT, {"prompt": "a<|mask|>", "chosen": "b<pad>", "rejected": "c"}
+    )
+    assert [_special(CHAT, side) for side in (ids, chosen, rejected)] == [
+        ["<s>"],
+        ["<|im_end|>"],
+        ["<|im_end|>"],
+    ]
 
 
 def test_a_text_ends_once() -> None:
@@ -72,7 +95,12 @@ def test_a_text_ends_once() -> None:
 
 
 def test_earlier_answers_are_learnt_beside_typed_special_tokens() -> None:
-    messages = [_turn("user", "<|mask|>?"), _turn("assistant", "b<pad>b"), _turn("user", "c"), _turn("assistant", "d")]
+    messages = [
+        _turn("user", "<|mask|>?"),
+        _turn("assistant", "b<pad>b"),
+        _turn("user", "c"),
+        _turn("assistant", "d"),
+    ]
     prompt, answer, learnt = encode_turns(CHAT, messages, "all")
     learnt_text = CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
     assert learnt_text.startswith("b") and learnt_text.endswith("b<|im_end|>")

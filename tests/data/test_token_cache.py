@@ -28,7 +28,9 @@ corpora = st.lists(words | st.just(""), min_size=1, max_size=8).filter(any)
 
 
 def stream(source, max_length=4) -> StreamedRows:
-    return StreamedRows(Column(source, "text", "train_dataset"), partial(iter_text_rows, TOKENIZER, max_length=max_length))
+    return StreamedRows(
+        Column(source, "text", "train_dataset"), partial(iter_text_rows, TOKENIZER, max_length=max_length)
+    )
 
 
 # Streams
@@ -40,7 +42,9 @@ def test_a_stream_repeats_the_corpus_with_increasing_sample_ids(texts, max_lengt
     expected = [{**row, "sample_id": index} for index, row in enumerate(rows * 3)]
     streamed = stream([{"text": text} for text in texts], max_length)
     assert list(islice(streamed, len(expected))) == expected
-    assert list(islice(streamed.skip(skipped), len(expected)))[: len(expected[skipped:])] == expected[skipped:]
+    assert (
+        list(islice(streamed.skip(skipped), len(expected)))[: len(expected[skipped:])] == expected[skipped:]
+    )
     assert list(islice(streamed.skip(1).skip(skipped), 2)) == list(islice(streamed.skip(skipped + 1), 2))
 
 
@@ -59,7 +63,9 @@ def test_a_stream_is_read_lazily():
 
 
 def test_a_shuffled_source_has_another_order_in_each_pass_reproducibly():
-    source = Dataset.from_dict({"text": list("abcdefgh")}).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
+    source = (
+        Dataset.from_dict({"text": list("abcdefgh")}).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
+    )
     streamed = stream(source, max_length=3)
     one, other = (list(islice(streamed, 16)) for _ in range(2))
     assert one == other
@@ -106,7 +112,12 @@ def test_a_cache_is_reused_only_for_the_same_inputs(tmp_path):
     other = character_tokenizer(string.ascii_lowercase[::-1])
     without_bos = character_tokenizer(string.ascii_lowercase)
     without_bos.bos_token = None
-    changes = [{"texts": TEXTS[::-1]}, {"texts": ["abchello", "z" * 30]}, {"max_length": 5}, {"packed": False}]
+    changes = [
+        {"texts": TEXTS[::-1]},
+        {"texts": ["abchello", "z" * 30]},
+        {"max_length": 5},
+        {"packed": False},
+    ]
     changes += [{"tokenizer": other}, {"tokenizer": without_bos}]
     for number, change in enumerate(changes, start=2):
         assert caches(**change) == number
@@ -140,14 +151,18 @@ def test_a_damaged_cache_is_refused_with_file_and_remedy(name, damage, what, tmp
         (home / name).unlink()
     else:
         (home / name).write_bytes(damage((home / name).read_bytes()))
-    with pytest.raises(DataError, match=f"{home / name}: the token cache is {what}.*Remove the folder {home}"):
+    with pytest.raises(
+        DataError, match=f"{home / name}: the token cache is {what}.*Remove the folder {home}"
+    ):
         cached(tmp_path)
 
 
 def test_a_cache_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(ConfigError, match=f"token_cache: cannot create the folder {folder}: .*Choose another"):
+        with pytest.raises(
+            ConfigError, match=f"token_cache: cannot create the folder {folder}: .*Choose another"
+        ):
             cached(folder)
 
 

@@ -1,4 +1,5 @@
-"""A row has the same token ids in every verb, and those of TRL's trainers: over kinds of rows, columns and chat templates."""
+"""A row has the same token ids in every verb, and those of TRL's trainers: over kinds of rows, columns and
+chat templates."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id
 WITH_TOOLS = ("qwen2_5", "qwen3_training", "llama3_1")
 TEMPLATES = (*WITH_TOOLS, "llama3")
 
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
 
 
@@ -73,11 +81,15 @@ CALLED = [QUESTION, said("assistant", "", tool_calls=[CALL]), said("tool", "20 C
 
 def lm_of(tokenizer: PreTrainedTokenizerBase) -> Any:
     ends = [tokenizer.eos_token_id]
-    return SimpleNamespace(tokenizer=tokenizer, eos_token_ids=ends, context_length=None, block_size=None, autoregressive=True)
+    return SimpleNamespace(
+        tokenizer=tokenizer, eos_token_ids=ends, context_length=None, block_size=None, autoregressive=True
+    )
 
 
 def config(kind: Any, **more: Any) -> Any:
-    return kind(output_dir="unused", report_to="none", max_unknown=1.0, use_cpu=True, **{"max_length": 1 << 16} | more)
+    return kind(
+        output_dir="unused", report_to="none", max_unknown=1.0, use_cpu=True, **{"max_length": 1 << 16} | more
+    )
 
 
 def split(row: dict[str, Any], document: int = 1) -> tuple[list[int], list[int]]:
@@ -87,7 +99,9 @@ def split(row: dict[str, Any], document: int = 1) -> tuple[list[int], list[int]]
     return [token for token, learnt in of_row if not learnt], [token for token, learnt in of_row if learnt]
 
 
-def in_every_verb(tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[str, Any]) -> dict[str, tuple[list[int], list[int]]]:
+def in_every_verb(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[str, Any]
+) -> dict[str, tuple[list[int], list[int]]]:
     """Prompt and answer as each verb makes them of a row."""
     lm, row = lm_of(tokenizer), {"prompt": prompt, **more}
     pair = row | {"completion": [ANSWER]}
@@ -97,7 +111,9 @@ def in_every_verb(tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[st
     sft, dpo, kto = config(SFTConfig, learn="last"), config(DPOConfig), config(DPOConfig, loss_type="kto")
     made = {
         "sft": split(SFTTrainer.make_rows(lm, sft, [pair], "train")[0]),
-        "sft on messages": split(SFTTrainer.make_rows(lm, sft, [{"messages": [*prompt, ANSWER], **more}], "train")[0]),
+        "sft on messages": split(
+            SFTTrainer.make_rows(lm, sft, [{"messages": [*prompt, ANSWER], **more}], "train")[0]
+        ),
         "dpo": split(DPOTrainer.make_rows(lm, dpo, [preference], "train")[0]),
         "dpo, implicit": split(DPOTrainer.make_rows(lm, dpo, [whole], "train")[0]),
         "kto": split(DPOTrainer.make_rows(lm, kto, labelled, "train")[0]["response"]),
@@ -106,15 +122,21 @@ def in_every_verb(tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[st
     made["grpo"] = GRPOTrainer.make_rows(lm, config(GRPOConfig), [row], "train")[0].ids, answer
     made["evaluate"] = evaluated_prompts(lm, [row])[0], answer
     for columns in (pair, {"messages": [*prompt, ANSWER], **more}):
-        made[f"likelihood of {next(iter(columns))}"] = likelihood_parts(lm, Reader(SUPERVISED).read(columns))[-1]
+        made[f"likelihood of {next(iter(columns))}"] = likelihood_parts(lm, Reader(SUPERVISED).read(columns))[
+            -1
+        ]
     return made
 
 
-def of_trl(trainer: Any, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **more: Any) -> dict[str, Any]:
+def of_trl(
+    trainer: Any, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     """A row as a trainer of TRL tokenizes it, in a table that keeps its types."""
     off = dict.fromkeys(("assistant_only_loss", "packing", "shuffle_dataset"), False)
     args = SimpleNamespace(dataset_num_proc=None, dataset_text_field="text", max_length=None, **off)
-    self = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True, calculate_KL=False, **more)
+    self = SimpleNamespace(
+        _tokenizer=tokenizer, chat_template=None, completion_only_loss=True, calculate_KL=False, **more
+    )
     table = datasets.IterableDataset.from_generator(lambda: iter([row]))
     rest = (False, None) if trainer is trl.SFTTrainer else ()
     return next(iter(trainer._prepare_dataset(self, table, tokenizer, args, *rest, "train")))
@@ -131,7 +153,11 @@ def without_tail(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_row_has_the_same_ids_in_every_verb_and_in_trl(template, columns):
     tokenizer, more = TOKENIZERS[template], COLUMNS[columns]
-    shows_tools = template in WITH_TOOLS or "tools" not in json.dumps(list(more.items())) or columns in ("empty", "null")
+    shows_tools = (
+        template in WITH_TOOLS
+        or "tools" not in json.dumps(list(more.items()))
+        or columns in ("empty", "null")
+    )
     for prompt in PROMPTS.values():
         if not shows_tools:
             with pytest.raises(DataError, match="the chat template does not write tools"):
@@ -144,13 +170,19 @@ def test_a_row_has_the_same_ids_in_every_verb_and_in_trl(template, columns):
         theirs = of_trl(trl.SFTTrainer, tokenizer, {"prompt": prompt, "completion": [ANSWER], **row})
         assert ids + answer == without_tail(tokenizer, theirs["input_ids"])
         assert [label != -100 for label in theirs["labels"]].index(True) == len(ids)
-        pair = of_trl(trl.DPOTrainer, tokenizer, {"prompt": prompt, "chosen": [ANSWER], "rejected": [OTHER], **row})
+        pair = of_trl(
+            trl.DPOTrainer, tokenizer, {"prompt": prompt, "chosen": [ANSWER], "rejected": [OTHER], **row}
+        )
         assert (pair["prompt_ids"], without_tail(tokenizer, pair["chosen_ids"])) == (ids, answer)
-        labelled = of_trl(trl.KTOTrainer, tokenizer, {"prompt": prompt, "completion": [ANSWER], "label": True, **row})
+        labelled = of_trl(
+            trl.KTOTrainer, tokenizer, {"prompt": prompt, "completion": [ANSWER], "label": True, **row}
+        )
         assert (labelled["prompt_ids"], without_tail(tokenizer, labelled["completion_ids"])) == (ids, answer)
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
         options = row.get("chat_template_kwargs", {})
-        rendered = trl.apply_chat_template({"prompt": prompt}, tokenizer, **{"tools": tools, **options})["prompt"]
+        rendered = trl.apply_chat_template({"prompt": prompt}, tokenizer, **{"tools": tools, **options})[
+            "prompt"
+        ]
         assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
@@ -168,11 +200,15 @@ def test_a_call_without_words_is_learnt_as_trl_renders_it(template):
             continue
         for row in rows:
             [made] = SFTTrainer.make_rows(lm, config(SFTConfig, learn=learn), [row], "train")
-            assert made["input_ids"] == without_tail(tokenizer, of_trl(trl.SFTTrainer, tokenizer, row)["input_ids"])
+            assert made["input_ids"] == without_tail(
+                tokenizer, of_trl(trl.SFTTrainer, tokenizer, row)["input_ids"]
+            )
             learnt = tokenizer.decode(split(made)[1])
             assert ("Bern" in learnt) == (learn == "all" or len(row["messages"]) == 2)
         [made] = SFTTrainer.make_rows(lm, config(SFTConfig), [pair], "train")
-        assert made["input_ids"] == without_tail(tokenizer, of_trl(trl.SFTTrainer, tokenizer, pair)["input_ids"])
+        assert made["input_ids"] == without_tail(
+            tokenizer, of_trl(trl.SFTTrainer, tokenizer, pair)["input_ids"]
+        )
 
 
 @pytest.mark.parametrize("template", WITH_TOOLS)
@@ -184,7 +220,8 @@ def test_arguments_in_json_have_the_ids_of_those_in_objects_in_every_verb(templa
         prompt = [QUESTION, said("assistant", "", tool_calls=[call]), said("tool", "20 C")]
         made.append(in_every_verb(tokenizer, prompt, {"tools": [TOOL]}))
         assert len({json.dumps(ids) for ids in made[-1].values()}) == 1
-        assert made[-1]["sft"][0] == encode_prompt(tokenizer, prompt, options={"tools": [TOOL]})  # as `generate` has it
+        # as `generate` has it
+        assert made[-1]["sft"][0] == encode_prompt(tokenizer, prompt, options={"tools": [TOOL]})
     assert made[0] == made[1]
     assert f'": {json.dumps(json.loads(arguments or "{}"))}}}' in tokenizer.decode(made[0]["sft"][0])
 
@@ -210,7 +247,10 @@ def test_reasoning_that_the_template_leaves_out_is_refused(template, learn, name
 
 
 def test_reasoning_of_earlier_turns_that_a_template_drops_on_purpose_is_context():
-    tokenizer, reasoning = tokenizer_of("qwen2_5"), "{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    tokenizer, reasoning = (
+        tokenizer_of("qwen2_5"),
+        "{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}",
+    )
     message = "{{ m.role }}:" + reasoning + "{{ m.content }}<|im_end|>"
     tokenizer.chat_template = f"{{% for m in messages %}}{message}{{% endfor %}}{{% if add_generation_prompt %}}assistant:{{% endif %}}"
     row = {
@@ -247,7 +287,14 @@ def test_reasoning_of_earlier_turns_that_a_template_drops_on_purpose_is_context(
 def test_a_column_that_would_change_a_prompt_and_is_not_read_is_refused_by_every_verb(more, where):
     tokenizer = TOKENIZERS["qwen3_training"]
     lm, prompt = lm_of(tokenizer), PROMPTS["question"]
-    row = {"prompt": prompt, "completion": [ANSWER], "chosen": [ANSWER], "rejected": [OTHER], "label": True, **more}
+    row = {
+        "prompt": prompt,
+        "completion": [ANSWER],
+        "chosen": [ANSWER],
+        "rejected": [OTHER],
+        "label": True,
+        **more,
+    }
     for trainer, args in [
         (SFTTrainer, config(SFTConfig)),
         (DPOTrainer, config(DPOConfig)),
@@ -264,7 +311,10 @@ def test_a_column_that_would_change_a_prompt_and_is_not_read_is_refused_by_every
 
 @pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
 def test_texts_have_no_template_to_read_a_column(name):
-    more = {"tools": {"tools": [TOOL]}, "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}}}[name]
+    more = {
+        "tools": {"tools": [TOOL]},
+        "chat_template_kwargs": {"chat_template_kwargs": {"enable_thinking": False}},
+    }[name]
     lm = lm_of(TOKENIZERS["qwen3_training"])
     for row in ({"prompt": "a", "completion": "b"}, {"text": "a"}):
         with pytest.raises(DataError, match=name) as caught:
@@ -276,8 +326,12 @@ def test_texts_have_no_template_to_read_a_column(name):
 
 
 def test_prompts_are_read_as_sft_reads_them():
-    """Parts of content are joined, columns of a table that are null count as absent, and messages of ShareGPT are messages."""
-    lm, expected = lm_of(TOKENIZERS["qwen3_training"]), encode_row(TOKENIZERS["qwen3_training"], {"prompt": [QUESTION]})
+    """Parts of content are joined, columns of a table that are null count as absent, and messages of ShareGPT
+    are messages."""
+    lm, expected = (
+        lm_of(TOKENIZERS["qwen3_training"]),
+        encode_row(TOKENIZERS["qwen3_training"], {"prompt": [QUESTION]}),
+    )
     for prompt in (
         [said("user", [{"type": "text", "text": "Is it "}, {"type": "text", "text": "warm?"}])],
         [said("user", "Is it warm?", tool_calls=None, reasoning_content=None)],
@@ -288,4 +342,9 @@ def test_prompts_are_read_as_sft_reads_them():
         assert encode_row(lm.tokenizer, read_prompt(row)) == expected
         [made] = GRPOTrainer.make_rows(lm, config(GRPOConfig, num_generations=2), [row], "train").rows
         assert made == {"prompt": [QUESTION], "answer": 3}
-        assert split(SFTTrainer.make_rows(lm, config(SFTConfig), [row | {"completion": [ANSWER]}], "train")[0])[0] == expected
+        assert (
+            split(SFTTrainer.make_rows(lm, config(SFTConfig), [row | {"completion": [ANSWER]}], "train")[0])[
+                0
+            ]
+            == expected
+        )

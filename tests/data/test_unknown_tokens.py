@@ -74,19 +74,27 @@ def test_unknown_words_are_named_most_frequent_first_and_not_all():
 
 
 def byte_level(**special: str) -> PreTrainedTokenizerBase:
-    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 @pytest.mark.parametrize(
-    "special", [{}, {"unk_token": "<|end|>", "eos_token": "<|end|>", "bos_token": "<|end|>"}], ids=["none", "as GPT-2"]
+    "special",
+    [{}, {"unk_token": "<|end|>", "eos_token": "<|end|>", "bos_token": "<|end|>"}],
+    ids=["none", "as GPT-2"],
 )
 def test_byte_level_tokenizers_know_every_text(special):
     tokenizer = byte_level(**special)
     unknown = UnknownTokens(0.0)
-    unknown.count(tokenizer, [*tokenizer("ähm 再见 🙂")["input_ids"], tokenizer.convert_tokens_to_ids("<|end|>") or 0], "ähm 再见 🙂")
+    unknown.count(
+        tokenizer,
+        [*tokenizer("ähm 再见 🙂")["input_ids"], tokenizer.convert_tokens_to_ids("<|end|>") or 0],
+        "ähm 再见 🙂",
+    )
     unknown.check("here")
     assert unknown.fraction == 0 and unknown.tokens > 10
 
@@ -117,14 +125,20 @@ TRAINERS: dict[str, tuple[Callable[..., Any], Any, str, list[dict[str, str]]]] =
 def test_every_trainer_refuses_text_that_its_tokenizer_lacks_unless_a_setting_allows_it(name, tmp_path):
     trainer, config, attention, known = TRAINERS[name]
     rows = known * 2 + [{key: LACKING[key] for key in known[0]}]
-    more = {"grpo": ROLLOUT, "convert text": {"stages": [{}]}, "convert pairs": {"stages": [{}]}}.get(name, {})
-    with pytest.raises(DataError, match=r"^train_dataset[^:]*: \d+\.\d% of the tokens are unknown .*'0'.*max_unknown"):
+    more = {"grpo": ROLLOUT, "convert text": {"stages": [{}]}, "convert pairs": {"stages": [{}]}}.get(
+        name, {}
+    )
+    with pytest.raises(
+        DataError, match=r"^train_dataset[^:]*: \d+\.\d% of the tokens are unknown .*'0'.*max_unknown"
+    ):
         trainer(tiny(attention), config(**settings(tmp_path), **more), rows)
     trainer(tiny(attention), config(**settings(tmp_path), **more, max_unknown=1.0), rows)
 
 
 @pytest.mark.parametrize("bad_rows", ["error", "skip"])
-def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_what_it_lacks(bad_rows, tmp_path):
+def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_what_it_lacks(
+    bad_rows, tmp_path
+):
     rows = [{"prompt": "abc", "chosen": "10", "rejected": "01"}]
     with pytest.raises(DataError, match=r": .* unknown to the tokenizer. It lacks '[01]'"):
         DPOTrainer(tiny(), DPOConfig(**settings(tmp_path), bad_rows=bad_rows), rows)
@@ -144,7 +158,9 @@ class Stream:
 def test_a_stream_is_refused_as_soon_as_too_much_of_it_is_unknown(clean, tmp_path):
     rows = Stream([{"text": "abcd"}] * clean + [{"text": "0101"}] * 300 + [{"text": "abcd"}] * 100_000)
     with pytest.raises(DataError, match=r"train_dataset: .*unknown to the tokenizer"):
-        PretrainTrainer(tiny("causal"), PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)), rows).train()
+        PretrainTrainer(
+            tiny("causal"), PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)), rows
+        ).train()
 
 
 def test_a_token_cache_made_of_unknown_text_is_not_read_by_a_run_that_refuses_it(tmp_path):
@@ -156,7 +172,9 @@ def test_a_token_cache_made_of_unknown_text_is_not_read_by_a_run_that_refuses_it
 
 def test_the_report_says_how_much_is_unknown(tmp_path, capsys):
     trainer = SFTTrainer(
-        tiny(), SFTConfig(**settings(tmp_path, disable_tqdm=False), max_unknown=0.5), [*PAIRS, {"prompt": "a", "completion": "x1x"}]
+        tiny(),
+        SFTConfig(**settings(tmp_path, disable_tqdm=False), max_unknown=0.5),
+        [*PAIRS, {"prompt": "a", "completion": "x1x"}],
     )
     found = trainer.train_dataset.report.to_dict()["unknown_tokens"]
     assert found["examples"] == ["x", "1"] and 0 < found["fraction"] < 0.1

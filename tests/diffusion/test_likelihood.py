@@ -40,7 +40,9 @@ def test_the_exact_likelihood_is_the_mean_over_all_orders(kind):
     ids, maskable = batch()
     expected = [sum(toy.any_order(table) for table in tables(lm, row)) for row in ids]
     assert exact_log_likelihood(lm, ids, None, maskable).tolist() == pytest.approx(expected, abs=1e-12)
-    assert exact_log_likelihood(lm, ids, None, maskable, chunk=3).tolist() == pytest.approx(expected, abs=1e-12)
+    assert exact_log_likelihood(lm, ids, None, maskable, chunk=3).tolist() == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 @partly_slow("kind", [*toy.KINDS, "causal"], 0, 1, 5)
@@ -59,7 +61,9 @@ def test_the_bound_lies_below_the_exact_likelihood(kind):
     lm = toy.toy(kind)
     ids, maskable = batch(12)
     exact = exact_log_likelihood(lm, ids, None, maskable)
-    bound = torch.tensor([sum(toy.lower_bound(table) for table in tables(lm, row)) for row in ids], dtype=torch.float64)
+    bound = torch.tensor(
+        [sum(toy.lower_bound(table) for table in tables(lm, row)) for row in ids], dtype=torch.float64
+    )
     if kind == "causal without a shift":  # one order only: no gap
         torch.testing.assert_close(bound, exact, rtol=0, atol=1e-12)
     else:
@@ -72,10 +76,21 @@ def test_the_estimate_averages_to_the_bound(kind, samples):
     lm = toy.toy(kind)
     ids, maskable = batch(1)
     number = 200
-    estimate = elbo(lm, ids.expand(number, -1), None, maskable.expand(number, -1), Draw(0, torch.arange(number)), samples=samples).value_B
-    exact, error = sum(toy.lower_bound(table) for table in tables(lm, ids[0])), estimate.std().item() / math.sqrt(number)
+    estimate = elbo(
+        lm,
+        ids.expand(number, -1),
+        None,
+        maskable.expand(number, -1),
+        Draw(0, torch.arange(number)),
+        samples=samples,
+    ).value_B
+    exact, error = (
+        sum(toy.lower_bound(table) for table in tables(lm, ids[0])),
+        estimate.std().item() / math.sqrt(number),
+    )
     assert error < 0.05 * abs(exact)
-    assert estimate.mean().item() == pytest.approx(exact, abs=5 * error + 1e-6 * abs(exact))  # weights are float32
+    # weights are float32
+    assert estimate.mean().item() == pytest.approx(exact, abs=5 * error + 1e-6 * abs(exact))
 
 
 def test_chunks_do_not_change_the_estimate():
@@ -83,7 +98,9 @@ def test_chunks_do_not_change_the_estimate():
     ids, maskable = batch()
     draw = Draw(0, torch.arange(4))
     whole = elbo(lm, ids, None, maskable, draw, samples=5).value_B
-    torch.testing.assert_close(elbo(lm, ids, None, maskable, draw, samples=5, chunk=3).value_B, whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        elbo(lm, ids, None, maskable, draw, samples=5, chunk=3).value_B, whole, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
@@ -113,14 +130,19 @@ def test_nothing_to_predict_is_certain():
     nothing = torch.zeros_like(maskable)
     assert exact_log_likelihood(lm, ids, None, nothing).tolist() == [0] * 4
     nothing_estimated = elbo(lm, ids, None, nothing, Draw(0, torch.arange(4)), samples=3)
-    assert nothing_estimated.value_B.tolist() == [0] * 4 and nothing_estimated.standard_error_B.tolist() == [0] * 4
+    assert (
+        nothing_estimated.value_B.tolist() == [0] * 4
+        and nothing_estimated.standard_error_B.tolist() == [0] * 4
+    )
 
 
 @torch.enable_grad()
 def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
     """For groups of several sizes, some not contiguous, and a row without groups."""
     group_BT = torch.tensor([[-1, 0, 0, 1, 1, 1, 2], [0, -1, 3, 0, 3, 0, -1], [-1] * 7])
-    log_prob_BMT = -torch.rand(3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    log_prob_BMT = -torch.rand(
+        3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     log_prob_BMT.requires_grad_()
     expected = []
     for row, group_T in zip(log_prob_BMT, group_BT, strict=True):
@@ -136,10 +158,15 @@ def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
     weights_B = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
     found_B = any_order(group_BT, log_prob_BMT)
     torch.testing.assert_close(found_B, torch.stack(expected), rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad((weights_B * part).sum(), log_prob_BMT)[0] for part in (found_B, torch.stack(expected))]
+    gradients = [
+        torch.autograd.grad((weights_B * part).sum(), log_prob_BMT)[0]
+        for part in (found_B, torch.stack(expected))
+    ]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
     views = exact_views(group_BT, 3)
-    assert torch.equal(gradients[0] != 0, views.target_BMT) and torch.equal(views.target_BMT, views.hidden_BMT)
+    assert torch.equal(gradients[0] != 0, views.target_BMT) and torch.equal(
+        views.target_BMT, views.hidden_BMT
+    )
 
 
 def test_too_many_orders_are_refused():
@@ -155,10 +182,19 @@ def test_the_standard_error_is_that_of_repeated_estimates(kind, samples):
     """Its square averages to the variance of the estimate, which is unbiased for an even number of pairs."""
     lm, number = toy.toy(kind), 1500 // samples * 4
     ids, maskable = batch(1)
-    found = elbo(lm, ids.expand(number, -1), None, maskable.expand(number, -1), Draw(0, torch.arange(number)), samples=samples)
+    found = elbo(
+        lm,
+        ids.expand(number, -1),
+        None,
+        maskable.expand(number, -1),
+        Draw(0, torch.arange(number)),
+        samples=samples,
+    )
     assert found.difference_BP.shape == (number, (samples - 1) // 4)
     squared_B = found.standard_error_B**2
-    error = math.hypot(squared_B.std().item(), found.value_B.sub(found.value_B.mean()).square().std().item()) / math.sqrt(number)
+    error = math.hypot(
+        squared_B.std().item(), found.value_B.sub(found.value_B.mean()).square().std().item()
+    ) / math.sqrt(number)
     assert squared_B.mean().item() == pytest.approx(found.value_B.var().item(), abs=4 * error)
     assert error < 0.2 * squared_B.mean()
 
@@ -167,7 +203,11 @@ def test_an_error_that_the_views_do_not_tell_is_not_known():
     lm = toy.toy()
     ids, maskable = batch(1)
     for samples in (1, 2, 3, 4):
-        assert elbo(lm, ids, None, maskable, Draw(0, torch.tensor([1])), samples=samples).standard_error_B.isnan().all()
+        assert (
+            elbo(lm, ids, None, maskable, Draw(0, torch.tensor([1])), samples=samples)
+            .standard_error_B.isnan()
+            .all()
+        )
     one = torch.arange(TOTAL)[None] == PROMPT
     assert elbo(lm, ids, None, one, Draw(0, torch.tensor([1])), samples=3).standard_error_B.tolist() == [
         0
@@ -195,11 +235,16 @@ def test_masks_are_those_of_the_key_whatever_is_before_them(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "first", "last", "apart"), [({}, 5, 5, (1, 0)), ({"shared": 3}, 3, 8, (3, 3)), ({"shared": 0}, 0, 11, (0, 0))]
+    ("options", "first", "last", "apart"),
+    [({}, 5, 5, (1, 0)), ({"shared": 3}, 3, 8, (3, 3)), ({"shared": 0}, 0, 11, (0, 0))],
 )
-def test_completions_of_different_lengths_share_both_ends_of_their_masks(options, first, last, apart, monkeypatch):
+def test_completions_of_different_lengths_share_both_ends_of_their_masks(
+    options, first, last, apart, monkeypatch
+):
     lm = toy.toy()
-    longer, shorter = (seen_masks(lm, monkeypatch, 2, length, samples=201, **options)[1:] for length in (12, 11))
+    longer, shorter = (
+        seen_masks(lm, monkeypatch, 2, length, samples=201, **options)[1:] for length in (12, 11)
+    )
     ends = [longer[:, :first] == shorter[:, :first], longer[:, -last:] == shorter[:, -last:]]
     assert torch.cat(ends, 1).float().mean(0).min() > 0.8  # half of them would be equal by chance
     one, other = (masks[:, begin : begin + 5] for masks, begin in zip((longer, shorter), apart, strict=True))

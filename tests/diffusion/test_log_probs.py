@@ -23,13 +23,17 @@ def batch(rows=3):
 
 
 def planned(lm, ids, maskable, padding=None, views=4):
-    return exact_count_views(noise_groups(lm, maskable, padding), Draw(0, torch.arange(len(ids))), num_views=views)
+    return exact_count_views(
+        noise_groups(lm, maskable, padding), Draw(0, torch.arange(len(ids))), num_views=views
+    )
 
 
 def every_set_of(positions):
     """One view for every set of hidden tokens."""
     hidden = torch.zeros(1, 2 ** len(positions), TOTAL, dtype=torch.bool)
-    hidden[0, :, positions] = torch.arange(2 ** len(positions))[:, None] >> torch.arange(len(positions)) & 1 == 1
+    hidden[0, :, positions] = (
+        torch.arange(2 ** len(positions))[:, None] >> torch.arange(len(positions)) & 1 == 1
+    )
     return Views(hidden, hidden, hidden.float())
 
 
@@ -60,7 +64,9 @@ def test_what_is_hidden_and_not_scored_is_hidden_all_the_same():
     logits = lm.logits(torch.full_like(ids, lm.mask_token_id))
     expected = logits.log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
     torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
-    assert (scores[:, 0] - view_log_probs(lm, ids, None, all_masked_views(maskable))[:, 0])[maskable].abs().max() > 1e-3
+    assert (scores[:, 0] - view_log_probs(lm, ids, None, all_masked_views(maskable))[:, 0])[
+        maskable
+    ].abs().max() > 1e-3
     assert (scores[:, 0][prompt] == 0).all()
 
 
@@ -85,7 +91,9 @@ def test_chunks_change_neither_scores_nor_gradients(kind):
 def test_only_scored_rows_reach_the_head(kind):
     lm = toy.toy(kind)
     computed = []
-    lm.model.get_output_embeddings().register_forward_hook(lambda head, args, out: computed.append(out.shape[:-1].numel()))
+    lm.model.get_output_embeddings().register_forward_hook(
+        lambda head, args, out: computed.append(out.shape[:-1].numel())
+    )
     ids, maskable = batch()
     views = planned(lm, ids, maskable)
     view_log_probs(lm, ids, None, views)
@@ -102,7 +110,9 @@ def test_where_nothing_is_scored_no_pass_is_made_unless_it_takes_gradients():
     ids, maskable = batch()
     nothing = torch.zeros(3, 2, TOTAL, dtype=torch.bool)
     views = planned(lm, ids, maskable)
-    only_last = Views(views.hidden_BMT, views.target_BMT & (torch.arange(3) == 2)[:, None, None], views.weight_BMT)
+    only_last = Views(
+        views.hidden_BMT, views.target_BMT & (torch.arange(3) == 2)[:, None, None], views.weight_BMT
+    )
     with torch.no_grad():
         scores = view_log_probs(lm, ids, None, Views(nothing, nothing, nothing.float()))
         assert scores.shape == (3, 2, TOTAL) and not scores.any() and not calls
@@ -126,7 +136,10 @@ def test_padding_changes_nothing(kind):
         return torch.cat(tensors if left else tensors[::-1], -1)
 
     for left in (True, False):
-        padded = [beside(left, [blank.to(part.dtype), part]) for part in (views.hidden_BMT, views.target_BMT, views.weight_BMT)]
+        padded = [
+            beside(left, [blank.to(part.dtype), part])
+            for part in (views.hidden_BMT, views.target_BMT, views.weight_BMT)
+        ]
         scores = view_log_probs(lm, beside(left, [extra, ids]), beside(left, [extra, real]), Views(*padded))
         torch.testing.assert_close(scores, beside(left, [blank.double(), expected]), **EXACT)
 
@@ -136,7 +149,12 @@ def test_packed_documents_are_scored_as_they_are_alone(kind):
     lm = toy.toy(kind)
     ids, maskable = batch(2)
     views = planned(lm, ids, maskable)
-    packed = Views(*(torch.cat(list(part[:, None]), -1) for part in (views.hidden_BMT, views.target_BMT, views.weight_BMT)))
+    packed = Views(
+        *(
+            torch.cat(list(part[:, None]), -1)
+            for part in (views.hidden_BMT, views.target_BMT, views.weight_BMT)
+        )
+    )
     documents = torch.tensor([[1] * TOTAL + [2] * TOTAL])
     scores = view_log_probs(lm, ids.reshape(1, -1), documents, packed)
     torch.testing.assert_close(scores[0], torch.cat(list(view_log_probs(lm, ids, None, views)), -1), **EXACT)
@@ -169,7 +187,8 @@ def test_scores_have_the_precision_of_the_model():
         (("block_causal", 3, False), None, [[-1, 0, 0, 1, 1, 1, 2, 2, 2]]),
         (("bidirectional", None, False), [1, 1, 1, 1, 2, 2, 2, 2, 0], [[-1, 0, 0, 0, 1, 1, 1, 1, -1]]),
         (("block_causal", 3, False), [1, 1, 1, 1, 2, 2, 2, 2, 0], [[-1, 0, 0, 1, 2, 2, 2, 3, -1]]),
-        (("block_causal", 3, False), [0, 0, 1, 1, 1, 1, 1, 1, 1], [[-1, -1, 1, 1, 1, 2, 2, 2, 3]]),  # the grid begins with the document
+        # the grid begins with the document
+        (("block_causal", 3, False), [0, 0, 1, 1, 1, 1, 1, 1, 1], [[-1, -1, 1, 1, 1, 2, 2, 2, 3]]),
     ],
 )
 def test_tokens_are_noised_together_by_document_and_block(attention, documents, expected):
@@ -195,7 +214,9 @@ def test_the_loss_and_its_gradient(seed):
     log_prob_BMT, views = a_case(seed)
     loss = weighted_cross_entropy(log_prob_BMT, views)
     cells = [(b, v, t) for b in range(2) for v in range(3) for t in range(4) if views.target_BMT[b, v, t]]
-    assert loss.item() == pytest.approx(-sum(views.weight_BMT[cell].item() * log_prob_BMT[cell].item() for cell in cells))
+    assert loss.item() == pytest.approx(
+        -sum(views.weight_BMT[cell].item() * log_prob_BMT[cell].item() for cell in cells)
+    )
     loss.backward()
     torch.testing.assert_close(log_prob_BMT.grad, -views.weight_BMT.double())
 
@@ -204,8 +225,13 @@ def test_the_loss_and_its_gradient(seed):
 def test_losses_of_single_views_and_rows_add_up(seed):
     log_prob_BMT, views = a_case(seed)
     whole = weighted_cross_entropy(log_prob_BMT, views)
-    by_view = [weighted_cross_entropy(log_prob_BMT[:, v : v + 1], views.select(slice(None), slice(v, v + 1))) for v in range(3)]
-    by_row = [weighted_cross_entropy(log_prob_BMT[b : b + 1], views.select(slice(b, b + 1))) for b in range(2)]
+    by_view = [
+        weighted_cross_entropy(log_prob_BMT[:, v : v + 1], views.select(slice(None), slice(v, v + 1)))
+        for v in range(3)
+    ]
+    by_row = [
+        weighted_cross_entropy(log_prob_BMT[b : b + 1], views.select(slice(b, b + 1))) for b in range(2)
+    ]
     torch.testing.assert_close(sum(by_view), whole)
     torch.testing.assert_close(sum(by_row), whole)
 

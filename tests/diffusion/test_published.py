@@ -1,4 +1,5 @@
-"""Likelihoods, losses and weights that the authors' own code gave for the same model, rows and masks (data/published.json names it).
+"""Likelihoods, losses and weights that the authors' own code gave for the same model, rows and masks
+(data/published.json names it).
 
 Shapes: B rows, M views, T positions, D hidden width, K vocabulary.
 """
@@ -41,7 +42,9 @@ class Injected:
 def at_times(record: dict[str, Any]) -> tuple[Views, Tensor]:
     """Views with the recorded masks and times, and their groups [B, T], which are whole rows."""
     group_BT = torch.tensor(record["maskable"]) - 1
-    time_BM = (torch.tensor(record["time"], dtype=torch.float64)[:, None] - NOISE.low) / (NOISE.high - NOISE.low)
+    time_BM = (torch.tensor(record["time"], dtype=torch.float64)[:, None] - NOISE.low) / (
+        NOISE.high - NOISE.low
+    )
     draw: Any = Injected(torch.tensor(record["hidden"]).bool()[:, None], time_BM)
     return random_views(group_BT, draw, NOISE), group_BT
 
@@ -74,7 +77,9 @@ def test_losses_are_the_published_ones_given_their_masks_and_times(name):
     loss = weighted_cross_entropy(scored(IDS_BT, head_DK, shared), shared) / items
     loss.backward()
     assert loss.item() == pytest.approx(record["loss"], rel=1e-6)
-    torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7
+    )
 
 
 def test_the_loss_of_diffullama_is_divided_by_the_hidden_tokens_of_a_micro_batch():
@@ -85,13 +90,18 @@ def test_the_loss_of_diffullama_is_divided_by_the_hidden_tokens_of_a_micro_batch
     loss = loss * (group_BT >= 0).sum() / views.hidden_BMT.sum()
     loss.backward()
     assert loss.item() == pytest.approx(record["loss"], rel=1e-6)
-    torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7
+    )
 
 
 def test_the_cosine_schedule_of_mdlm_has_a_name():
     record, schedule = PUBLISHED["of"]["mdlm, cosine"], get_schedule("mdlm-cosine")
-    time_N, rate_N, weight_N = (torch.tensor(record[name], dtype=torch.float64) for name in ("time", "rate", "weight"))
-    torch.testing.assert_close(0.999 * schedule.mask_rate(time_N), rate_N)  # it leaves 0.001 of the tokens visible at t = 1
+    time_N, rate_N, weight_N = (
+        torch.tensor(record[name], dtype=torch.float64) for name in ("time", "rate", "weight")
+    )
+    # it leaves 0.001 of the tokens visible at t = 1
+    torch.testing.assert_close(0.999 * schedule.mask_rate(time_N), rate_N)
     torch.testing.assert_close(schedule.weight(time_N), weight_N)
     assert ((get_schedule("cosine").mask_rate(time_N) - rate_N).abs() > 0.05).any()  # ours is another one
     block = PUBLISHED["of"]["bd3lm, cosine"]  # hides 0.001 more, and adds as much to a divisor

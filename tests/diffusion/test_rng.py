@@ -66,7 +66,12 @@ def test_all_53_bits_are_random():
 
 
 def test_streams_seeds_views_steps_and_positions_are_independent():
-    samples = [draws(stream=stream) for stream in Stream] + [draws(seed=1), draws(view=1), draws(step=1), draws(position=1)]
+    samples = [draws(stream=stream) for stream in Stream] + [
+        draws(seed=1),
+        draws(view=1),
+        draws(step=1),
+        draws(position=1),
+    ]
     correlation = torch.corrcoef(torch.stack(samples)) - torch.eye(len(samples))
     assert correlation.abs().max() < 5 / math.sqrt(COUNT)
     for one, other in itertools.combinations(samples, 2):
@@ -108,7 +113,9 @@ def test_equal_sequences_get_keys_of_their_own(sequences):
 @given(st.lists(ids, min_size=1, max_size=6), st.randoms())
 def test_keys_do_not_depend_on_the_order_but_among_equals(sequences, random):
     shuffled = random.sample(sequences, len(sequences))
-    assert sorted(zip(sequences, sequence_keys(sequences), strict=True)) == sorted(zip(shuffled, sequence_keys(shuffled), strict=True))
+    assert sorted(zip(sequences, sequence_keys(sequences), strict=True)) == sorted(
+        zip(shuffled, sequence_keys(shuffled), strict=True)
+    )
 
 
 @given(ids, ids, st.integers(0, 3), st.integers(0, 3))

@@ -33,7 +33,9 @@ def test_nothing_is_hidden_at_0_and_everything_at_1(name):
 
 
 def test_an_unknown_schedule_is_an_error():
-    with pytest.raises(ConfigError, match=r"schedule: unknown schedule 'quadratic'.*linear, cosine, geometric"):
+    with pytest.raises(
+        ConfigError, match=r"schedule: unknown schedule 'quadratic'.*linear, cosine, geometric"
+    ):
         get_schedule("quadratic")
 
 
@@ -43,16 +45,22 @@ def test_times_are_drawn_from_their_band_alone(low, high, timesteps):
     noise = Noise(get_schedule("linear"), low, high, timesteps)
     times = noise.time(torch.arange(10_000, dtype=torch.float64) / 10_000)
     if timesteps is None:
-        assert times[0] == low and torch.allclose(times, torch.linspace(low, high, 10_001, dtype=torch.float64)[:-1])
+        assert times[0] == low and torch.allclose(
+            times, torch.linspace(low, high, 10_001, dtype=torch.float64)[:-1]
+        )
         return
-    allowed = [step / timesteps for step in range(1, timesteps + 1) if low - 1e-9 <= step / timesteps <= high + 1e-9]
+    allowed = [
+        step / timesteps for step in range(1, timesteps + 1) if low - 1e-9 <= step / timesteps <= high + 1e-9
+    ]
     assert times.unique().tolist() == pytest.approx(allowed, abs=1e-12)
     counts = times.unique(return_counts=True)[1].double() / 10_000
     assert (counts - 1 / len(allowed)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("weighting", "expected"), [("uniform", lambda t: torch.ones_like(t)), ("1/t", lambda t: 1 / t)])
+@pytest.mark.parametrize(
+    ("weighting", "expected"), [("uniform", lambda t: torch.ones_like(t)), ("1/t", lambda t: 1 / t)]
+)
 def test_other_weightings_are_what_they_are_called(schedule, weighting, expected):
     times = torch.linspace(0.01, 1, 50, dtype=torch.float64)
     for timesteps in (None, 50):
@@ -61,14 +69,18 @@ def test_other_weightings_are_what_they_are_called(schedule, weighting, expected
         plan = random_views(GROUPS, Draw(0, torch.arange(5)), noise, num_views=3)
         weight = plan.weight_BMT[plan.hidden_BMT] * 3
         assert (weight >= 1 - 1e-6).all() and (weight <= (1 + 1e-6 if weighting == "uniform" else 4)).all()
-    torch.testing.assert_close(Noise(get_schedule("linear"), weighting="1/t").weight(times), Noise(get_schedule("linear")).weight(times))
+    torch.testing.assert_close(
+        Noise(get_schedule("linear"), weighting="1/t").weight(times),
+        Noise(get_schedule("linear")).weight(times),
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_weights_of_a_pair_are_those_of_both_rates(schedule):
     groups, draw = torch.zeros(200, 8, dtype=torch.long), Draw(0, torch.arange(200))
     pairs = {
-        weighting: complementary_pair(groups, draw, Noise(get_schedule(schedule), weighting=weighting)) for weighting in ("1/t", "uniform")
+        weighting: complementary_pair(groups, draw, Noise(get_schedule(schedule), weighting=weighting))
+        for weighting in ("1/t", "uniform")
     }
     first, second = pairs["uniform"].weight_BMT.unbind(1)
     assert torch.equal(first + second, torch.full_like(first, 0.5))
@@ -87,14 +99,22 @@ SETS = list(itertools.product([False, True], repeat=TOKENS))
 
 
 def distribution():
-    """Every sequence: its probability, and the conditionals of its tokens as `toy.conditionals` gives them."""
-    joint = torch.randn([2] * TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).mul(1.5).flatten().softmax(0)
+    """Every sequence: its probability, and the conditionals of its tokens as `toy.conditionals` gives
+    them."""
+    joint = (
+        torch.randn([2] * TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        .mul(1.5)
+        .flatten()
+        .softmax(0)
+    )
     joint = joint.view([2] * TOKENS)
     for row in itertools.product([0, 1], repeat=TOKENS):
         table = torch.zeros(2**TOKENS, TOKENS, dtype=torch.float64)
         for number in range(2**TOKENS):
             hidden = [number >> i & 1 == 1 for i in range(TOKENS)]
-            seen = joint[tuple(slice(None) if hide else slice(x, x + 1) for hide, x in zip(hidden, row, strict=True))]
+            seen = joint[
+                tuple(slice(None) if hide else slice(x, x + 1) for hide, x in zip(hidden, row, strict=True))
+            ]
             for i in [i for i in range(TOKENS) if hidden[i]]:
                 table[number, i] = seen.narrow(i, row[i], 1).sum().log() - seen.sum().log()
         yield joint[row].item(), table
@@ -102,7 +122,10 @@ def distribution():
 
 def planned(schedule, timesteps, table):
     """The expectation of the plan."""
-    noise, groups = Noise(get_schedule(schedule), timesteps=timesteps), torch.zeros(len(SETS), TOKENS, dtype=torch.long)
+    noise, groups = (
+        Noise(get_schedule(schedule), timesteps=timesteps),
+        torch.zeros(len(SETS), TOKENS, dtype=torch.long),
+    )
     hidden, total = torch.tensor(SETS), 0.0
     for step in range(1, timesteps + 1):
         middle = torch.full((len(SETS),), (step - 0.5) / timesteps, dtype=torch.float64)
@@ -115,13 +138,23 @@ def planned(schedule, timesteps, table):
 
 
 def defined(schedule, timesteps, table):
-    """sum over i of (alpha(i - 1) - alpha(i)) / (1 - alpha(i)) times the expected log-probability of what is hidden at i."""
+    """sum over i of (alpha(i - 1) - alpha(i)) / (1 - alpha(i)) times the expected log-probability of what is
+    hidden at i."""
     total = 0.0
     for step in range(1, timesteps + 1):
-        last, now = (1 - SCHEDULES[schedule].mask_rate(torch.tensor(s / timesteps, dtype=torch.float64)).item() for s in (step - 1, step))
+        last, now = (
+            1 - SCHEDULES[schedule].mask_rate(torch.tensor(s / timesteps, dtype=torch.float64)).item()
+            for s in (step - 1, step)
+        )
         for number in range(2**TOKENS):
             hide = number.bit_count()
-            total += (last - now) / (1 - now) * (1 - now) ** hide * now ** (TOKENS - hide) * table[number].sum().item()
+            total += (
+                (last - now)
+                / (1 - now)
+                * (1 - now) ** hide
+                * now ** (TOKENS - hide)
+                * table[number].sum().item()
+            )
     return total
 
 
@@ -130,7 +163,8 @@ def test_discrete_times_average_to_their_bound_which_rises_to_the_continuous_one
     exact, bounds = 0.0, dict.fromkeys((1, 2, 4, 8, 16, 32), 0.0)
     for probability, table in distribution():
         continuous = toy.lower_bound(table)
-        assert continuous == pytest.approx(math.log(probability), rel=1e-9)  # its conditionals fit together: there is no gap
+        # its conditionals fit together: there is no gap
+        assert continuous == pytest.approx(math.log(probability), rel=1e-9)
         exact += probability * continuous
         for timesteps in bounds:
             discrete = defined(schedule, timesteps, table)
@@ -146,7 +180,10 @@ def test_bands_and_pairs_that_cannot_be_are_refused():
         ({"low": 0.8, "high": 0.2}, "min_time, max_time: times from 0.8 to 0.2"),
         ({"high": 1.5}, "times from 0.001 to 1.5"),
         ({"timesteps": 0}, "num_timesteps: no multiple of 1/0"),
-        ({"low": 0.3, "high": 0.4, "timesteps": 4}, "num_timesteps: no multiple of 1/4 lies between 0.3 and 0.4"),
+        (
+            {"low": 0.3, "high": 0.4, "timesteps": 4},
+            "num_timesteps: no multiple of 1/4 lies between 0.3 and 0.4",
+        ),
         ({"weighting": "2/t"}, "weighting: unknown weighting '2/t'.*elbo, 1/t, uniform, cart"),
     ]:
         with pytest.raises(ConfigError, match=words):

@@ -29,7 +29,8 @@ from unmask.diffusion.views import (
 )
 from unmask.models.attention import Layout, segments
 
-# Rows of groups: one, several of different sizes, ones that are not in one piece, single tokens, nothing at all.
+# Rows of groups: one, several of different sizes, ones that are not in one piece, single tokens, nothing at
+# all.
 GROUPS = torch.tensor(
     [
         [-1, -1, 0, 0, 0, 0, 0, 0],
@@ -49,7 +50,9 @@ def linear(views):
 PLANS = {
     "random": linear(1),
     "random, stratified": linear(4),
-    "random, cosine": lambda groups, draw: random_views(groups, draw, Noise(get_schedule("cosine")), num_views=2),
+    "random, cosine": lambda groups, draw: random_views(
+        groups, draw, Noise(get_schedule("cosine")), num_views=2
+    ),
     "complementary": lambda groups, draw: complementary_pair(groups, draw, Noise(get_schedule("linear"))),
     "exact count": lambda groups, draw: exact_count_views(groups, draw, num_views=1),
     "exact count, stratified": lambda groups, draw: exact_count_views(groups, draw, num_views=4),
@@ -92,7 +95,9 @@ def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
     keys = torch.tensor([11, 3, 8, 900, 2**60])
     together = plan(GROUPS, Draw(5, keys))
     order = torch.tensor([3, 0, 4, 1, 2])
-    for one, other in zip(parts(together.select(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True):
+    for one, other in zip(
+        parts(together.select(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True
+    ):
         assert torch.equal(one, other)
     padded = plan(torch.cat([GROUPS, torch.full((5, 3), -1)], 1), Draw(5, keys))
     for one, other in zip(parts(together), parts(padded), strict=True):
@@ -107,7 +112,10 @@ def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
 def test_seed_key_and_iteration_each_give_another_plan(plan):
     groups, _ = many([0, 0, 0, 0, 0, 0, 0, 0], 20)
     keys = torch.arange(20)
-    plans = [plan(groups, draw).hidden_BMT for draw in (Draw(0, keys), Draw(1, keys), Draw(0, keys + 20), Draw(0, keys, 1))]
+    plans = [
+        plan(groups, draw).hidden_BMT
+        for draw in (Draw(0, keys), Draw(1, keys), Draw(0, keys + 20), Draw(0, keys, 1))
+    ]
     assert torch.equal(plans[0], plan(groups, Draw(0, keys)).hidden_BMT)
     for one, other in itertools.combinations(plans, 2):
         assert not torch.equal(one, other)
@@ -150,7 +158,9 @@ def test_random_views_have_one_time_per_group_stratified_over_the_views(views):
     times = []
     for at in (slice(0, 6), slice(6, 12)):
         weight = plan.weight_BMT[..., at].amax(-1)  # 1 / t / views, and 0 where nothing was hidden
-        assert torch.equal(plan.weight_BMT[..., at], torch.where(plan.hidden_BMT[..., at], weight[..., None], 0))
+        assert torch.equal(
+            plan.weight_BMT[..., at], torch.where(plan.hidden_BMT[..., at], weight[..., None], 0)
+        )
         times.append(torch.where(weight > 0, 1 / (weight * views), torch.nan))
     start = 0.2 + 0.4 * torch.arange(views) / views
     within = torch.stack(times)[~torch.stack(times).isnan().any(-1)]
@@ -164,8 +174,13 @@ def test_random_views_hide_at_the_rate_of_their_schedule():
     for schedule, low, high in [("linear", 0.3, 0.3), ("cosine", 0.5, 0.5)]:
         hidden = random_views(groups, draw, Noise(get_schedule(schedule), low, high)).hidden_BMT
         rate = {"linear": 0.3, "cosine": math.cos(math.pi / 4)}[schedule]
-        assert hidden.double().mean().item() == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / 40000))
-        assert torch.corrcoef(hidden.squeeze(1).T.double()).fill_diagonal_(0).abs().max() < 5 / math.sqrt(5000)  # tokens independently
+        assert hidden.double().mean().item() == pytest.approx(
+            rate, abs=5 * math.sqrt(rate * (1 - rate) / 40000)
+        )
+        # tokens independently
+        assert torch.corrcoef(hidden.squeeze(1).T.double()).fill_diagonal_(0).abs().max() < 5 / math.sqrt(
+            5000
+        )
 
 
 @pytest.mark.parametrize("name", ["complementary", "exact count, complementary"])
@@ -194,35 +209,50 @@ def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
     prompt = torch.zeros_like(completion)
     prompt[:, 1:6] = True
     plan = all_masked_views(completion, prompt, Draw(0, torch.arange(2000)), prompt_rate=0.15)
-    assert torch.equal(plan.target_BMT[:, 0], completion) and torch.equal(plan.weight_BMT, plan.target_BMT.float())
+    assert torch.equal(plan.target_BMT[:, 0], completion) and torch.equal(
+        plan.weight_BMT, plan.target_BMT.float()
+    )
     assert plan.hidden_BMT[..., 6:].all() and not plan.hidden_BMT[..., 0].any()
-    assert plan.hidden_BMT[..., 1:6].double().mean().item() == pytest.approx(0.15, abs=5 * math.sqrt(0.15 * 0.85 / 10000))
+    assert plan.hidden_BMT[..., 1:6].double().mean().item() == pytest.approx(
+        0.15, abs=5 * math.sqrt(0.15 * 0.85 / 10000)
+    )
     plain = all_masked_views(completion)
     assert torch.equal(plain.hidden_BMT[:, 0], completion)
 
 
 def test_views_are_taken_apart_by_view_and_by_row():
     plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), num_views=3)
-    for *pieces, whole in zip(*(parts(plan.select(slice(None), slice(index, index + 1))) for index in range(3)), parts(plan), strict=True):
+    for *pieces, whole in zip(
+        *(parts(plan.select(slice(None), slice(index, index + 1))) for index in range(3)),
+        parts(plan),
+        strict=True,
+    ):
         assert torch.equal(torch.cat(pieces, 1), whole)
     chosen = plan.select(torch.tensor([4, 1]))
     assert torch.equal(chosen.hidden_BMT, plan.hidden_BMT[[4, 1]]) and chosen.count == 3
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
-@pytest.mark.parametrize(("pattern", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)])
+@pytest.mark.parametrize(
+    ("pattern", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)]
+)
 def test_cart_weighs_by_the_visible_tokens_near(pattern, block_size, p):
     documents = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
     run = segments(Layout.of(documents), pattern, block_size)
     plan = random_views(
-        torch.where(documents > 0, run, -1), Draw(0, torch.arange(2)), Noise(get_schedule("linear"), weighting="cart"), num_views=3
+        torch.where(documents > 0, run, -1),
+        Draw(0, torch.arange(2)),
+        Noise(get_schedule("linear"), weighting="cart"),
+        num_views=3,
     )
     weights = cart_weights(plan, run, documents, p=p)
     assert torch.equal(weights.hidden_BMT, plan.hidden_BMT) and weights.weight_BMT.dtype == torch.float32
     for row, view, at in plan.hidden_BMT.nonzero().tolist():
         near = 0.0
         for other in range(12):
-            clean = run[row, other] < run[row, at] or (run[row, other] == run[row, at] and not plan.hidden_BMT[row, view, other])
+            clean = run[row, other] < run[row, at] or (
+                run[row, other] == run[row, at] and not plan.hidden_BMT[row, view, other]
+            )
             if documents[row, other] == documents[row, at] and clean:
                 near += p / 2 * (1 - p) ** (abs(other - at) - 1)
         assert weights.weight_BMT[row, view, at].item() == pytest.approx(near / 3, rel=1e-5, abs=1e-6)
@@ -241,11 +271,16 @@ EXACT_PLANS = {
     "exact count": (exact_count_views, [1, 2, 3, 5, 8]),
     "exact count, complementary": (lambda groups, draw, num_views: exact_count_pair(groups, draw), [2]),
     "elbo": (elbo_views, [1, 2, 3, 4, 5, 8]),
-    "pairs of counts": (lambda groups, draw, num_views: pairs_of_counts(groups, draw, pairs=num_views // 2), [2, 4]),
+    "pairs of counts": (
+        lambda groups, draw, num_views: pairs_of_counts(groups, draw, pairs=num_views // 2),
+        [2, 4],
+    ),
 }
 
 
-@pytest.mark.parametrize(("plan", "views"), [(plan, views) for plan, counts in EXACT_PLANS.values() for views in counts])
+@pytest.mark.parametrize(
+    ("plan", "views"), [(plan, views) for plan, counts in EXACT_PLANS.values() for views in counts]
+)
 def test_plans_of_exact_counts_average_to_the_exact_bound(tables, plan, views):
     groups, by_group = tables
     draw = listed_counts(groups.shape[1])
@@ -276,7 +311,9 @@ EXACT_SCHEDULES = ["linear", "cosine"]  # the geometric one hides some tokens at
 
 def expected_random(groups, tables, schedule, views=1, low=0.0, high=1.0, points=30):
     draw, probability_NM = listed_subsets(groups.shape[1], RATES[schedule], views, low, high, points)
-    plan = random_views(groups.expand(len(draw.time_N), -1), draw, Noise(get_schedule(schedule), low, high), num_views=views)
+    plan = random_views(
+        groups.expand(len(draw.time_N), -1), draw, Noise(get_schedule(schedule), low, high), num_views=views
+    )
     return (probability_NM * estimates(plan, tables)).sum().item()
 
 
@@ -317,7 +354,8 @@ def test_with_real_random_numbers_the_average_is_the_same(plan):
     total = estimates(plan(groups.expand(number, -1), Draw(0, torch.arange(number))), tables).sum(1)
     exact, error = bound_of(tables), total.std().item() / math.sqrt(number)
     assert error < 0.01 * abs(exact)
-    assert total.mean().item() == pytest.approx(exact, abs=5 * error + 1e-3 * abs(exact))  # + the bias of the smallest times
+    # + the bias of the smallest times
+    assert total.mean().item() == pytest.approx(exact, abs=5 * error + 1e-3 * abs(exact))
 
 
 def test_plans_of_exact_counts_vary_far_less_than_independent_times_at_equal_cost(tables):
@@ -328,7 +366,12 @@ def test_plans_of_exact_counts_vary_far_less_than_independent_times_at_equal_cos
     def variance(*plans):
         return sum(estimates(plan, by_group).sum(1) for plan in plans).var().item() / len(plans) ** 2
 
-    independent = variance(*[random_views(groups, Draw(0, keys, iteration), Noise(get_schedule("linear"))) for iteration in range(views)])
+    independent = variance(
+        *[
+            random_views(groups, Draw(0, keys, iteration), Noise(get_schedule("linear")))
+            for iteration in range(views)
+        ]
+    )
     assert independent > 5 * variance(exact_count_views(groups, Draw(0, keys), num_views=views))
     assert independent > 10 * variance(elbo_views(groups, Draw(0, keys), num_views=views))
 
@@ -337,11 +380,15 @@ SUCCESSIVE = 64
 
 
 def visited(start, count, groups=1, seed=0, views=1):
-    """The times [N, V] of successive sequences and their groups, recovered from masks whose random numbers are all equal."""
+    """The times [N, V] of successive sequences and their groups, recovered from masks whose random numbers
+    are all equal."""
     group = torch.arange(groups).expand(count, -1)
     draw = Draw(seed, torch.zeros(count, dtype=torch.long), rows_before_B=torch.arange(start, start + count))
     noise = Noise(replace(get_schedule("linear"), mask_rate=torch.ones_like, weight=lambda t: t), low=0.0)
-    return random_views(group, draw, noise, num_views=views).weight_BMT.double().transpose(1, 2).flatten(0, 1) * views
+    return (
+        random_views(group, draw, noise, num_views=views).weight_BMT.double().transpose(1, 2).flatten(0, 1)
+        * views
+    )
 
 
 def star_discrepancy(times):
@@ -352,11 +399,19 @@ def star_discrepancy(times):
 
 def test_times_of_successive_rows_are_spread_more_evenly_than_random_ones():
     keys, seeds = torch.arange(200)[:, None], range(20)
-    random = [star_discrepancy(times) for times in uniform(0, keys, position=torch.arange(SUCCESSIVE), stream=Stream.TIME)]
+    random = [
+        star_discrepancy(times)
+        for times in uniform(0, keys, position=torch.arange(SUCCESSIVE), stream=Stream.TIME)
+    ]
     typical = sum(random) / len(random)
     for start in (0, 1, 64, 999):
-        assert sum(star_discrepancy(visited(start, SUCCESSIVE, seed=seed)[:, 0]) for seed in seeds) / len(seeds) < typical / 3
-        blocks = [star_discrepancy(visited(start, SUCCESSIVE // 16, groups=16, seed=seed)[:, 0]) for seed in seeds]
+        assert (
+            sum(star_discrepancy(visited(start, SUCCESSIVE, seed=seed)[:, 0]) for seed in seeds) / len(seeds)
+            < typical / 3
+        )
+        blocks = [
+            star_discrepancy(visited(start, SUCCESSIVE // 16, groups=16, seed=seed)[:, 0]) for seed in seeds
+        ]
         assert sum(blocks) / len(seeds) < 0.4 * typical
     for view in range(4):  # within its stretch of time
         assert star_discrepancy(visited(0, SUCCESSIVE, views=4)[:, view] * 4 - view) < typical / 2

@@ -1,8 +1,9 @@
-"""The samplers of LLaDA (and d1), Dream and SDAR, one prompt at a time, written from their definitions: no code of Unmask but the model's
-logits and the random numbers. Positions of equal confidence are taken from left to right.
+"""The samplers of LLaDA (and d1), Dream and SDAR, one prompt at a time, written from their definitions: no
+code of Unmask but the model's logits and the random numbers. Positions of equal confidence are taken from
+left to right.
 
-Each is a generator: it gives the token ids that it wants predicted, is sent their logits, and returns the canvas after the prompt. So
-`run` can compute those of many prompts at once.
+Each is a generator: it gives the token ids that it wants predicted, is sent their logits, and returns the
+canvas after the prompt. So `run` can compute those of many prompts at once.
 
 Shapes: B prompts, T tokens, V vocabulary.
 """
@@ -55,8 +56,8 @@ def llada(
 ) -> Sampler:
     """Blocks from left to right; each step keeps the predictions of highest probability (Nie et al. 2025).
 
-    `as_written`: the rule about confidence as the text has it, -inf at end tokens; else as the code has it at temperature 0, where the
-    end tokens have no part in any distribution.
+    `as_written`: the rule about confidence as the text has it, -inf at end tokens; else as the code has it at
+    temperature 0, where the end tokens have no part in any distribution.
     """
     ids = prompt + [lm.mask_token_id] * length
     eos, ends = lm.eos_token_ids[0], list(lm.eos_token_ids)
@@ -72,19 +73,34 @@ def llada(
             if confidence_eos_eot_inf and not as_written:
                 logits_TV[:, ends] = -torch.inf
             prob_TV = logits_TV.softmax(-1)
-            confidence = {at: float(prob_TV[at, token_T[at]]) for at in range(start, start + block) if ids[at] == lm.mask_token_id}
+            confidence = {
+                at: float(prob_TV[at, token_T[at]])
+                for at in range(start, start + block)
+                if ids[at] == lm.mask_token_id
+            }
             if confidence_eos_eot_inf and as_written:
-                confidence = {at: -1.0 if int(token_T[at]) in ends else value for at, value in confidence.items()}
+                confidence = {
+                    at: -1.0 if int(token_T[at]) in ends else value for at, value in confidence.items()
+                }
             for at in most_confident(confidence)[:count]:
                 ids[at] = int(token_T[at])
     return ids[len(prompt) :]
 
 
 def dream(
-    lm: DiffusionLM, prompt: list[int], length: int, steps: int, *, temperature: float, top_p: float, rounded_down: bool, key: int
+    lm: DiffusionLM,
+    prompt: list[int],
+    length: int,
+    steps: int,
+    *,
+    temperature: float,
+    top_p: float,
+    rounded_down: bool,
+    key: int,
 ) -> Sampler:
-    """At times from 1 to 0.001, each step keeps those of lowest entropy, under the distribution that tokens are drawn from (Ye et al.
-    2025). `rounded_down`: their number is the hidden ones times 1 - s / t, rounded down, in the last step the rest; else length / steps."""
+    """At times from 1 to 0.001, each step keeps those of lowest entropy, under the distribution that tokens
+    are drawn from (Ye et al. 2025). `rounded_down`: their number is the hidden ones times 1 - s / t, rounded
+    down, in the last step the rest; else length / steps."""
     ids = prompt + [lm.mask_token_id] * length
     time = torch.linspace(1, LAST_TIME, steps + 1)
     drawn = 0  # steps that changed something: those number the random draws
@@ -116,8 +132,9 @@ def sdar(
     key: int,
     block: int = 4,
 ) -> Sampler:
-    """Blocks of absolute positions; each step keeps the most confident token, or with a threshold below 1 all above it (Cheng et al. 2025).
-    It ends after a block with an end token. Temperature 0 stands for temperature 1 with the most probable token only."""
+    """Blocks of absolute positions; each step keeps the most confident token, or with a threshold below 1 all
+    above it (Cheng et al. 2025). It ends after a block with an end token. Temperature 0 stands for
+    temperature 1 with the most probable token only."""
     total = -(-(len(prompt) + length) // block) * block
     ids = prompt + [lm.mask_token_id] * (total - len(prompt))
     steps = 0
@@ -160,6 +177,7 @@ def largest(prob_V: Tensor, k: int) -> Tensor:
 
 
 def draw(prob_V: Tensor, key: int, step: int, position: int) -> int:
-    """The token at which the cumulative distribution exceeds the uniform number of this sequence, step and position."""
+    """The token at which the cumulative distribution exceeds the uniform number of this sequence, step and
+    position."""
     number = uniform(0, torch.tensor(key), step=step, position=position, stream=Stream.TOKEN)
     return int((prob_V.cumsum(-1) <= number).sum().clamp_max(int(prob_V.nonzero()[-1])))

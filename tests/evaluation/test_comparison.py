@@ -21,7 +21,12 @@ def part(scores, task="sudoku", *, groups=None, metric="solved", lower=False, **
         Item(id=name, group=(groups or {}).get(name, name), scores={} if score is None else {metric: score})
         for name, score in scores.items()
     ]
-    return TaskScores(task=task, protocol=protocol, metrics={metric: Metric(mean=0.5, higher_is_better=not lower)}, items=items)
+    return TaskScores(
+        task=task,
+        protocol=protocol,
+        metrics={metric: Metric(mean=0.5, higher_is_better=not lower)},
+        items=items,
+    )
 
 
 def result(name, *parts):
@@ -36,7 +41,11 @@ def test_shared_items_are_paired_by_id_whatever_their_order():
     before = part({"a": 0.0, "b": 0.0, "c": 1.0, "x": 1.0, "n": None})
     after = part({"n": 1.0, "c": 1.0, "y": 0.0, "z": 0.0, "b": 1.0, "a": 0.0})
     (difference,), (shared,) = compare([result("A", before), result("B", after)])
-    assert (difference.items, difference.before, difference.after) == (3, pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert (difference.items, difference.before, difference.after) == (
+        3,
+        pytest.approx(1 / 3),
+        pytest.approx(2 / 3),
+    )
     assert difference.change.mean == pytest.approx(1 / 3) and difference.fraction
     assert (shared.shared, shared.only_first, shared.only_other, shared.unscored) == (4, 1, 2, 1)
 
@@ -48,21 +57,29 @@ def test_the_order_of_files_of_items_changes_nothing_but_the_sign():
     (forth,), _ = compare([result("A", part(before)), result("B", part(after))])
     assert compare([result("A", part(before)), result("B", part(turned))]).differences == [forth]
     (back,), _ = compare([result("B", part(after)), result("A", part(before))])
-    assert (back.change.low, back.change.high) == pytest.approx((-forth.change.high, -forth.change.low)) and back.p_value == forth.p_value
+    assert (back.change.low, back.change.high) == pytest.approx(
+        (-forth.change.high, -forth.change.low)
+    ) and back.p_value == forth.p_value
 
 
 def test_items_of_one_group_count_as_one():
     groups = {f"{number:03}": str(number // 20) for number in range(100)}
     before, after = numbered([0.0] * 100), numbered([1.0] * 60 + [0.0] * 40)
     (alone,), _ = compare([result("A", part(before)), result("B", part(after))])
-    (grouped,), _ = compare([result("A", part(before, groups=groups)), result("B", part(after, groups=groups))])
+    (grouped,), _ = compare(
+        [result("A", part(before, groups=groups)), result("B", part(after, groups=groups))]
+    )
     assert alone.significant and alone.verdict == "better"
     assert grouped.change.mean == alone.change.mean and grouped.p_value == 0.25 and not grouped.verdict
 
 
 def test_all_differences_are_corrected_together_and_lower_may_be_better():
-    before = [part(numbered([0.0] * 8), task) for task in ("a", "b")] + [part(numbered([0.75] * 12), "c", metric="nats", lower=True)]
-    after = [part(numbered([1.0] * 8), task) for task in ("a", "b")] + [part(numbered([0.25] * 12), "c", metric="nats", lower=True)]
+    before = [part(numbered([0.0] * 8), task) for task in ("a", "b")] + [
+        part(numbered([0.75] * 12), "c", metric="nats", lower=True)
+    ]
+    after = [part(numbered([1.0] * 8), task) for task in ("a", "b")] + [
+        part(numbered([0.25] * 12), "c", metric="nats", lower=True)
+    ]
     found, _ = compare([result("A", *before), result("B", *after), result("C", *before)])
     assert [(each.task, each.other) for each in found] == [(task, other) for other in "BC" for task in "abc"]
     assert [each.adjusted for each in found] == holm([each.p_value for each in found])
@@ -84,7 +101,10 @@ def test_other_protocols_are_compared_and_named():
 def test_points_of_a_curve_are_compared_each_with_its_own():
     points = [part({"a": float(steps == 8)}, sampler={"steps": steps, "seed": 0}) for steps in (4, 8)]
     found, _ = compare([result("A", *points), result("B", *points)])
-    assert [(each.task, each.before) for each in found] == [("sudoku, steps 4", 0.0), ("sudoku, steps 8", 1.0)]
+    assert [(each.task, each.before) for each in found] == [
+        ("sudoku, steps 4", 0.0),
+        ("sudoku, steps 8", 1.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,10 +112,16 @@ def test_points_of_a_curve_are_compared_each_with_its_own():
     [
         ([result("A", part({"a": 1.0}))], "a comparison needs two results"),
         ([result("A", part({"a": 1.0})), result("B", part({"b": 1.0}))], "B: shares no scored item with A"),
-        ([result("A", part({"a": 1.0})), result("B", part({"a": 1.0}, "count"))], "tasks count, there sudoku"),
+        (
+            [result("A", part({"a": 1.0})), result("B", part({"a": 1.0}, "count"))],
+            "tasks count, there sudoku",
+        ),
         ([result("A", part({"a": 1.0})), result("B", part({"a": None}))], "B: shares no scored item with A"),
         ([result("A", part({"a": 1.0})), result("B")], "tasks none, there sudoku"),
-        ([result("A", part({"a": 1.0}), part({"b": 1.0})), result("B", part({"a": 1.0}))], "A: the task sudoku is there twice"),
+        (
+            [result("A", part({"a": 1.0}), part({"b": 1.0})), result("B", part({"a": 1.0}))],
+            "A: the task sudoku is there twice",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_error(results, message):
@@ -116,12 +142,16 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_items_depend_on_eac
     for _ in range(trials):
         group = np.repeat(np.arange(50), rng.integers(1, 6, 50))
         ability = rng.uniform(size=50)[group]  # of the problem: common to both models
-        shift = rng.choice([-0.4, 0.5], p=[0.5, 0.5], size=50)[group]  # what the second model gains on this group; 0.05 on average
+        # what the second model gains on this group; 0.05 on average
+        shift = rng.choice([-0.4, 0.5], p=[0.5, 0.5], size=50)[group]
         before = rng.uniform(size=len(group)) < ability.clip(0.4, 0.5)
         after = rng.uniform(size=len(group)) < ability.clip(0.4, 0.5) + shift
         of_group = {f"{number:03}": str(name) for number, name in enumerate(group)}
         for groups in (of_group, None):
-            sides = [result(name, part(numbered(side.astype(float)), groups=groups)) for name, side in (("A", before), ("B", after))]
+            sides = [
+                result(name, part(numbered(side.astype(float)), groups=groups))
+                for name, side in (("A", before), ("B", after))
+            ]
             covered = not compare(sides).differences[0].change.excludes(0.05)
             if groups is None:
                 by_item += covered
@@ -134,7 +164,10 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_items_depend_on_eac
 def test_the_picture_has_a_line_for_each_difference_and_text_is_escaped(tmp_path):
     rng = np.random.default_rng(2)
     tasks = ["sudoku", "<b>$x_1$</b> & more"]
-    sides = [result(name, *(part(numbered(rng.uniform(size=20)), task) for task in tasks)) for name in ("A", "B & <B>")]
+    sides = [
+        result(name, *(part(numbered(rng.uniform(size=20)), task) for task in tasks))
+        for name in ("A", "B & <B>")
+    ]
     comparison = compare(sides)
     for name in ("forest.svg", "forest.png", "again.svg"):
         write_forest_plot(comparison, "A", tmp_path / name)
@@ -146,7 +179,8 @@ def test_the_picture_has_a_line_for_each_difference_and_text_is_escaped(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("metric", "fraction"), [("solved", True), ("acc_norm", True), ("nats per token", False), ("entropy", False), ("passes", False)]
+    ("metric", "fraction"),
+    [("solved", True), ("acc_norm", True), ("nats per token", False), ("entropy", False), ("passes", False)],
 )
 def test_only_fractions_are_shown_in_percent(metric, fraction):
     parts = [result(name, part({"a": 0.2, "b": 0.9}, metric=metric)) for name in "AB"]

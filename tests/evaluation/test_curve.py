@@ -21,8 +21,8 @@ def test_aup_of_a_curve_without_loss_is_the_plain_area():
 
 
 def test_aup_of_a_curve_that_loses_too_much_ends_before():
-    # 75 = 80 - 5 counts at 2 tokens per pass, 74 at 4 does not. w(75) = exp(-3 * 5 / 80) = 0.829029, w(80) = 1:
-    # 80 + (2 - 1) / 2 * (75 * 0.829029 + 80) = 80 + 0.5 * (62.177182 + 80) = 151.088591
+    # 75 = 80 - 5 counts at 2 tokens per pass, 74 at 4 does not. w(75) = exp(-3 * 5 / 80) = 0.829029, w(80) =
+    # 1: 80 + (2 - 1) / 2 * (75 * 0.829029 + 80) = 80 + 0.5 * (62.177182 + 80) = 151.088591
     assert aup([1, 2, 4], [80, 75, 74]) == pytest.approx(151.088591, abs=1e-5)
 
 
@@ -47,28 +47,47 @@ def test_aup_is_the_published_formula(pairs, best):
     pairs = sorted(pairs, key=lambda pair: pair[0])
     top = max(y for _, y in pairs) if best is None else best
     kept = [(rate, y, min(math.exp(-3 * (1 - y / top)), 1)) for rate, y in pairs if y >= pairs[0][1] - 5]
-    sum_of_trapezoids = sum((r - q) * (y * w + x * v) / 2 for (q, x, v), (r, y, w) in itertools.pairwise(kept))
-    assert aup(*zip(*pairs, strict=True), best=best) == pytest.approx(kept[0][0] * kept[0][1] + sum_of_trapezoids)
+    sum_of_trapezoids = sum(
+        (r - q) * (y * w + x * v) / 2 for (q, x, v), (r, y, w) in itertools.pairwise(kept)
+    )
+    assert aup(*zip(*pairs, strict=True), best=best) == pytest.approx(
+        kept[0][0] * kept[0][1] + sum_of_trapezoids
+    )
 
 
 def point(solved, passes, *, tokens=8):
-    items = [Item(id=str(n), group=str(n), scores={"solved": float(value)}, tokens=tokens, passes=passes) for n, value in enumerate(solved)]
+    items = [
+        Item(id=str(n), group=str(n), scores={"solved": float(value)}, tokens=tokens, passes=passes)
+        for n, value in enumerate(solved)
+    ]
     return TaskScores(task="shuffle", protocol={}, metrics={}, items=items)
 
 
 def test_the_area_of_points_is_that_of_their_scores_and_rates():
     solved = [1] * 8 + [0] * 2
-    assert area_under([point(solved, 8), point(solved, 2)]) == pytest.approx(aup([1, 4], [80, 80])) == pytest.approx(320)
+    assert (
+        area_under([point(solved, 8), point(solved, 2)])
+        == pytest.approx(aup([1, 4], [80, 80]))
+        == pytest.approx(320)
+    )
 
 
 def test_without_shared_items_there_is_no_area():
-    other = TaskScores(task="shuffle", protocol={}, metrics={}, items=[Item(id="z", group="z", scores={"solved": 1.0}, tokens=1, passes=1)])
+    other = TaskScores(
+        task="shuffle",
+        protocol={},
+        metrics={},
+        items=[Item(id="z", group="z", scores={"solved": 1.0}, tokens=1, passes=1)],
+    )
     with pytest.raises(DataError, match="no item has the score 'solved' at all points"):
         area_under([point([1], 8), other])
 
 
 def test_speed_is_measured_over_all_items_together():
-    items = [Item(id=str(n), group=str(n), tokens=tokens, passes=passes) for n, (tokens, passes) in enumerate([(8, 2), (2, 2), (8, 4)])]
+    items = [
+        Item(id=str(n), group=str(n), tokens=tokens, passes=passes)
+        for n, (tokens, passes) in enumerate([(8, 2), (2, 2), (8, 4)])
+    ]
     metrics = with_speed(TaskScores(task="t", protocol={}, metrics={}, items=items)).metrics
     assert metrics["tokens per pass"].mean == 18 / 8 and metrics["passes"].mean == pytest.approx(8 / 3)
     assert metrics["tokens per pass"].low < 18 / 8 < metrics["tokens per pass"].high
@@ -85,9 +104,15 @@ def test_passes_are_no_success_rate():
 def test_points_keep_the_rest_of_the_sampler():
     sampler = SamplerConfig(seed=3, policy="entropy")
     samplers = curve_samplers(sampler, "entropy_bound=0.1, 0.5,1")
-    assert [each.entropy_bound for each in samplers] == [0.1, 0.5, 1.0] and {each.policy for each in samplers} == {"entropy"}
+    assert [each.entropy_bound for each in samplers] == [0.1, 0.5, 1.0] and {
+        each.policy for each in samplers
+    } == {"entropy"}
     assert {each.seed for each in samplers} == {3}
-    assert [each.cache for each in curve_samplers(SamplerConfig(), "cache=exact,prefix,dual")] == ["exact", "prefix", "dual"]
+    assert [each.cache for each in curve_samplers(SamplerConfig(), "cache=exact,prefix,dual")] == [
+        "exact",
+        "prefix",
+        "dual",
+    ]
     assert [each.steps for each in curve_samplers(SamplerConfig(), "steps=8,16")] == [8, 16]
 
 

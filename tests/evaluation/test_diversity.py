@@ -1,4 +1,5 @@
-"""Diversity and generative perplexity: hand calculations, the library's figures, and why none of them is enough alone."""
+"""Diversity and generative perplexity: hand calculations, the library's figures, and why none of them is
+enough alone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from unmask.evaluation.statistics import group_interval, ratio
 from unmask.models.load import load
 
 CAUSAL = ("causal", None, True)
-TEXTS = ["the cat sat on the mat", "the cat sat on a chair", "rain fell all night long", "a dog barked at the cat"]
+TEXTS = [
+    "the cat sat on the mat",
+    "the cat sat on a chair",
+    "rain fell all night long",
+    "a dog barked at the cat",
+]
 GROUPS = ["a", "b", "b", "c"]
 
 
@@ -35,7 +41,11 @@ def test_entropy_by_hand():
 def test_distinct_by_hand():
     """Words: a b a | a b; 5 words of 2 kinds; ab, ba, ab of 2 kinds; aba."""
     found = distinct(["a b a", "a b"])
-    assert {name: interval.mean for name, interval in found.items()} == {"distinct-1": 2 / 5, "distinct-2": 2 / 3, "distinct-3": 1.0}
+    assert {name: interval.mean for name, interval in found.items()} == {
+        "distinct-1": 2 / 5,
+        "distinct-2": 2 / 3,
+        "distinct-3": 1.0,
+    }
     assert all((interval.low, interval.high) == (-math.inf, math.inf) for interval in found.values())
     assert [interval.mean for interval in distinct(["a", ""]).values()] == [1.0, 0.0, 0.0]
 
@@ -56,7 +66,9 @@ def test_perplexity_is_that_of_the_likelihoods_of_all_tokens():
     log_probs = log_likelihood(judge, prompts, texts, "exact")
     assert found.value.mean == pytest.approx(math.exp(-float(log_probs.sum()) / 10), rel=1e-12)
     assert (found.texts, found.tokens) == (4, 10)
-    sums_N2 = np.array([(-float(log_prob), len(text)) for log_prob, text in zip(log_probs, texts, strict=True) if text])
+    sums_N2 = np.array(
+        [(-float(log_prob), len(text)) for log_prob, text in zip(log_probs, texts, strict=True) if text]
+    )
     nats = group_interval(sums_N2, ratio, range(4))
     assert (found.value.low, found.value.high) == pytest.approx((math.exp(nats.low), math.exp(nats.high)))
 
@@ -76,7 +88,12 @@ def test_the_order_of_texts_does_not_matter(order):
 
     def figures(texts, prompts, groups, words):
         perplexity = generative_perplexity(judge, prompts, texts, groups).value
-        intervals = [token_entropy(judge.tokenizer, texts, groups), *distinct(words).values(), self_bleu(words), perplexity]
+        intervals = [
+            token_entropy(judge.tokenizer, texts, groups),
+            *distinct(words).values(),
+            self_bleu(words),
+            perplexity,
+        ]
         return [figure for interval in intervals for figure in (interval.mean, interval.low, interval.high)]
 
     assert figures(*shuffled) == pytest.approx(figures(texts, prompts, GROUPS, TEXTS))
@@ -90,9 +107,15 @@ def test_repetition_lowers_perplexity_and_every_measure_of_diversity():
         "Tom had a big red ball. One day he went to the park with his mom and saw a dog.",
         "The sun was hot and the bird wanted some water, so it flew to the old tree.",
     ]
-    repeated = ["Once upon a time, there was a girl. " * 12, "Tim and his mom went to the park. " * 12, "She was very happy. " * 20]
+    repeated = [
+        "Once upon a time, there was a girl. " * 12,
+        "Tim and his mom went to the park. " * 12,
+        "She was very happy. " * 20,
+    ]
     groups = ["a", "b", "c"]
-    perplexity = [generative_perplexity(judge, [""] * 3, texts, groups).value.mean for texts in (varied, repeated)]
+    perplexity = [
+        generative_perplexity(judge, [""] * 3, texts, groups).value.mean for texts in (varied, repeated)
+    ]
     entropy = [token_entropy(judge.tokenizer, texts, groups).mean for texts in (varied, repeated)]
     assert perplexity[1] < perplexity[0] and entropy[1] < entropy[0]
     for before, after in zip(distinct(varied).values(), distinct(repeated).values(), strict=True):

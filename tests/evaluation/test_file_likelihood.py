@@ -1,4 +1,5 @@
-"""The likelihood of a file is that of its documents, says how well it is known, and is shared among processes."""
+"""The likelihood of a file is that of its documents, says how well it is known, and is shared among
+processes."""
 
 from __future__ import annotations
 
@@ -49,8 +50,13 @@ def test_the_metric_is_over_all_tokens_and_an_item_over_its_own(lm, estimator, p
     bos = [lm.tokenizer.bos_token_id]
     nats = -log_likelihood(lm, [bos] * len(texts), texts, estimator, 8, 5).double()
     tokens = list(map(len, texts))
-    assert [item.scores[NATS_PER_TOKEN] for item in scores.items] == [float(n) / count for n, count in zip(nats, tokens, strict=True)]
-    assert metric.mean == pytest.approx(float(nats.sum()) / sum(tokens)) and metric.low < metric.mean < metric.high
+    assert [item.scores[NATS_PER_TOKEN] for item in scores.items] == [
+        float(n) / count for n, count in zip(nats, tokens, strict=True)
+    ]
+    assert (
+        metric.mean == pytest.approx(float(nats.sum()) / sum(tokens))
+        and metric.low < metric.mean < metric.high
+    )
     assert len({item.id for item in scores.items}) == len(texts) and scores.protocol["tokens"] == sum(tokens)
     assert (metric.standard_error is None) == (estimator == "exact")
 
@@ -58,12 +64,17 @@ def test_the_metric_is_over_all_tokens_and_an_item_over_its_own(lm, estimator, p
 def test_too_few_samples_tell_no_error(path):
     scores = measured(BIDIRECTIONAL, path, samples=2)
     assert scores.metrics[NATS_PER_TOKEN].standard_error is None
-    assert [item.details["standard_error"] for item in scores.items] == [None, None, 0, None, None]  # the bound of one token is exact
+    # the bound of one token is exact
+    assert [item.details["standard_error"] for item in scores.items] == [None, None, 0, None, None]
 
 
 def test_equal_documents_have_equal_estimates(path):
     one, _, _, repeated, _ = measured(BIDIRECTIONAL, path).items
-    assert one.scores == repeated.scores and one.details == repeated.details and one.details["standard_error"] > 0
+    assert (
+        one.scores == repeated.scores
+        and one.details == repeated.details
+        and one.details["standard_error"] > 0
+    )
 
 
 def test_fewer_documents_have_the_same_scores(path):
@@ -101,7 +112,9 @@ def test_processes_share_documents(path, tmp_path, monkeypatch):
     """Each document is measured once, and all processes have the scores of one."""
     models = [causal_model() for _rank in range(2)]  # threads may not share one
     calls, barrier, compute = [], threading.Barrier(2), file_likelihood.log_likelihoods
-    monkeypatch.setattr(file_likelihood, "log_likelihoods", lambda *arguments: calls.append(arguments) or compute(*arguments))
+    monkeypatch.setattr(
+        file_likelihood, "log_likelihoods", lambda *arguments: calls.append(arguments) or compute(*arguments)
+    )
     found = {}
 
     def process(rank):
@@ -126,13 +139,18 @@ def test_a_file_without_text_is_one_error(tmp_path):
 def chat_model():
     lm = character_model(string.ascii_lowercase + ":\n", hidden=16, layers=1, context=128, seed=0)
     lm.tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token "
+        "}}{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     return lm
 
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "a"}]
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ho"},
+    {"role": "user", "content": "a"},
+]
 ANSWER = [{"role": "assistant", "content": "b"}]
 
 
@@ -150,7 +168,9 @@ def test_of_rows_for_fine_tuning_the_answers_are_measured(row, tmp_path):
     """The tokens that `unmask sft` learns, but for those that fill a block, given all before them."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     lm = chat_model()
-    [learnt] = pair_rows(lm.tokenizer, [row], RowLimits(128), DataReport("rows"), ends=lm.eos_token_ids, learn="all")
+    [learnt] = pair_rows(
+        lm.tokenizer, [row], RowLimits(128), DataReport("rows"), ends=lm.eos_token_ids, learn="all"
+    )
     by_token = prompt_log_probs(lm, learnt["input_ids"], 0, lambda part: part()).log_probs
     expected = [value for value, maskable in zip(by_token, learnt["maskable"], strict=True) if maskable]
     scores = measured(lm, str(tmp_path / "rows.jsonl"))
@@ -159,7 +179,9 @@ def test_of_rows_for_fine_tuning_the_answers_are_measured(row, tmp_path):
 
 
 def test_the_column_with_the_texts_is_named(path, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"content": text, "text": "4"}) + "\n" for text in TEXTS))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"content": text, "text": "4"}) + "\n" for text in TEXTS)
+    )
     named = Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "content").measure(CAUSAL)
     assert named.items == measured(CAUSAL, path).items
     with pytest.raises(DataError, match="--text-column=content") as error:
@@ -168,7 +190,9 @@ def test_the_column_with_the_texts_is_named(path, tmp_path):
 
 
 def test_a_bad_row_is_named(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n'
+    )
     with pytest.raises(DataError) as error:
         measured(chat_model(), str(tmp_path / "rows.jsonl"))
     assert error.value.where.endswith("rows.jsonl, row 1, completion")

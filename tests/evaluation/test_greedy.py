@@ -17,7 +17,10 @@ def test_it_is_what_generation_writes(kind):
         written = generate(lm, [prompt], SamplerConfig(max_new_tokens=5, stop_at_eos=False)).tokens[0]
         assert is_greedy(lm, prompt, written)
         for place in range(5):
-            other = [(token + 1) % toy.VOCABULARY if index == place else token for index, token in enumerate(written)]
+            other = [
+                (token + 1) % toy.VOCABULARY if index == place else token
+                for index, token in enumerate(written)
+            ]
             assert not is_greedy(lm, prompt, other)
 
 

@@ -11,7 +11,10 @@ from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.result_file import Item
 
 IDENTITY = {"model": {"fingerprint": "abc"}, "protocols": {"sudoku": {"seed": 0}}}
-ITEMS = [Item(id=str(n), group="g", scores={"solved": 1 / 3}, prompt="ü", completions=["a\u2028b"]) for n in range(4)]
+ITEMS = [
+    Item(id=str(n), group="g", scores={"solved": 1 / 3}, prompt="ü", completions=["a\u2028b"])
+    for n in range(4)
+]
 
 
 def test_items_are_read_as_they_were_written(tmp_path):

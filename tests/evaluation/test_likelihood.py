@@ -31,9 +31,15 @@ def any_toy(kind):
 
 
 def tables(lm, prompt, completion):
-    ids = [*lm.tokenizer(prompt)["input_ids"], *lm.tokenizer(completion, add_special_tokens=False)["input_ids"]]
+    ids = [
+        *lm.tokenizer(prompt)["input_ids"],
+        *lm.tokenizer(completion, add_special_tokens=False)["input_ids"],
+    ]
     row = torch.tensor(ids)
-    return [toy.conditionals(lm, row, positions) for positions in toy.groups(lm, len(ids) - len(completion), len(ids))]
+    return [
+        toy.conditionals(lm, row, positions)
+        for positions in toy.groups(lm, len(ids) - len(completion), len(ids))
+    ]
 
 
 @pytest.mark.parametrize("estimator", ["exact", "elbo"])
@@ -44,19 +50,29 @@ def test_a_causal_model_has_its_stock_likelihood(tmp_path, estimator):
     expected = []
     for prompt, completion in PAIRS:
         ids = lm.tokenizer(prompt + completion, return_tensors="pt")["input_ids"]
-        log_prob = stock(ids, attention_mask=torch.ones_like(ids)).logits[0, :-1, : toy.VOCABULARY].log_softmax(-1)
+        log_prob = (
+            stock(ids, attention_mask=torch.ones_like(ids)).logits[0, :-1, : toy.VOCABULARY].log_softmax(-1)
+        )
         expected.append(log_prob.gather(1, ids[0, 1:, None])[len(ids[0]) - 1 - len(completion) :].sum())
-    torch.testing.assert_close(log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=3), torch.stack(expected), **EXACT)
+    torch.testing.assert_close(
+        log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=3),
+        torch.stack(expected),
+        **EXACT,
+    )
 
 
 @partly_slow("kind", toy.KINDS, 0, 1)
 def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
     lm = toy.toy(kind)
     exact = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")
-    assert exact.tolist() == pytest.approx([sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10)
+    assert exact.tolist() == pytest.approx(
+        [sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10
+    )
     bounds = [sum(map(toy.lower_bound, tables(lm, *pair))) for pair in PAIRS]
     repeats = 20
-    estimates = torch.stack([log_likelihood(lm, PROMPTS, COMPLETIONS, "elbo", samples=3, seed=seed) for seed in range(repeats)])
+    estimates = torch.stack(
+        [log_likelihood(lm, PROMPTS, COMPLETIONS, "elbo", samples=3, seed=seed) for seed in range(repeats)]
+    )
     errors = estimates.std(0) / math.sqrt(repeats)
     for mean, error, bound in zip(estimates.mean(0).tolist(), errors.tolist(), bounds, strict=True):
         assert mean == pytest.approx(bound, abs=5 * error + 1e-5)
@@ -68,7 +84,10 @@ def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
 def test_a_pair_does_not_depend_on_its_batch(kind, estimator):
     lm = any_toy(kind)
     together = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=5)
-    alone = [log_likelihood(lm, [prompt], [completion], estimator=estimator, samples=5) for prompt, completion in PAIRS]
+    alone = [
+        log_likelihood(lm, [prompt], [completion], estimator=estimator, samples=5)
+        for prompt, completion in PAIRS
+    ]
     torch.testing.assert_close(together, torch.cat(alone), **EXACT)
     backwards = log_likelihood(lm, PROMPTS[::-1], COMPLETIONS[::-1], estimator=estimator, samples=5)
     torch.testing.assert_close(backwards.flip(0), together, **EXACT)
@@ -82,19 +101,29 @@ def test_results_are_in_the_order_of_the_pairs():
     scores = log_likelihood(lm, prompts, completions, samples=4)
     of_pair = dict(zip(zip(prompts, completions, strict=True), scores.tolist(), strict=True))
     assert len(of_pair) == 25
-    assert scores.tolist() == pytest.approx([of_pair[pair] for pair in zip(prompts, completions, strict=True)], abs=1e-10)
+    assert scores.tolist() == pytest.approx(
+        [of_pair[pair] for pair in zip(prompts, completions, strict=True)], abs=1e-10
+    )
 
 
 def test_text_and_ids_are_the_same():
     lm = toy.toy()
     prompts = [lm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    completions = [lm.tokenizer(completion, add_special_tokens=False)["input_ids"] for completion in COMPLETIONS]
-    assert torch.equal(log_likelihood(lm, prompts, completions, samples=4), log_likelihood(lm, PROMPTS, COMPLETIONS, samples=4))
+    completions = [
+        lm.tokenizer(completion, add_special_tokens=False)["input_ids"] for completion in COMPLETIONS
+    ]
+    assert torch.equal(
+        log_likelihood(lm, prompts, completions, samples=4),
+        log_likelihood(lm, PROMPTS, COMPLETIONS, samples=4),
+    )
 
 
 def test_messages_are_rendered_by_the_template():
     lm = toy.toy()
-    lm.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    lm.tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}b{% "
+        "endif %}"
+    )
     rendered = lm.tokenizer("aab", add_special_tokens=False)["input_ids"]
     scores = log_likelihood(lm, [[{"role": "user", "content": "aa"}]], ["ab"], estimator="exact")
     assert torch.equal(scores, log_likelihood(lm, [rendered], ["ab"], estimator="exact"))
@@ -107,7 +136,8 @@ def test_only_the_seed_changes_the_estimate():
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
     assert torch.equal(log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=0), one)
-    others = [log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=seed) for seed in range(1, 5)]  # of few masks two may be the same
+    # of few masks two may be the same
+    others = [log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=seed) for seed in range(1, 5)]
     assert not all(torch.equal(other, one) for other in others)
     exact = [log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact", seed=seed) for seed in (0, 1)]
     assert torch.equal(*exact)
@@ -115,7 +145,10 @@ def test_only_the_seed_changes_the_estimate():
 
 def test_more_samples_are_more_accurate():
     lm = toy.toy()
-    spread = [torch.stack([log_likelihood(lm, ["ab"], ["abba"], samples=n, seed=seed) for seed in range(20)]).std() for n in (3, 31)]
+    spread = [
+        torch.stack([log_likelihood(lm, ["ab"], ["abba"], samples=n, seed=seed) for seed in range(20)]).std()
+        for n in (3, 31)
+    ]
     assert spread[1] < 0.5 * spread[0]
 
 
@@ -149,7 +182,9 @@ def test_no_pairs_and_empty_completions():
 def test_only_a_logit_shift_needs_a_prompt():
     lm = toy.toy()
     expected = toy.any_order(toy.conditionals(lm, torch.tensor([4, 5, 4]), [0, 1, 2]))
-    assert log_likelihood(lm, [[]], [[4, 5, 4]], estimator="exact").item() == pytest.approx(expected, abs=1e-10)
+    assert log_likelihood(lm, [[]], [[4, 5, 4]], estimator="exact").item() == pytest.approx(
+        expected, abs=1e-10
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,10 +193,25 @@ def test_only_a_logit_shift_needs_a_prompt():
         ("bidirectional", {"estimator": "guess"}, ConfigError, "estimator 'guess'"),
         ("bidirectional", {"samples": 0}, ConfigError, "0 samples"),
         ("bidirectional", {"completions": ["a"]}, GenerationError, "2 prompts and 1 completions"),
-        ("bidirectional", {"completions": ["a", "b" * 31]}, GenerationError, "pair 1: 2 prompt and 31 completion.*context of 32"),
-        ("bidirectional", {"completions": ["a", "ab" * 7], "estimator": "exact"}, GenerationError, "14 tokens"),
+        (
+            "bidirectional",
+            {"completions": ["a", "b" * 31]},
+            GenerationError,
+            "pair 1: 2 prompt and 31 completion.*context of 32",
+        ),
+        (
+            "bidirectional",
+            {"completions": ["a", "ab" * 7], "estimator": "exact"},
+            GenerationError,
+            "14 tokens",
+        ),
         ("causal", {"prompts": ["a", []]}, GenerationError, "pair 1: the prompt is empty"),
-        ("blocks of three with a shift", {"prompts": [[], "a"]}, GenerationError, "pair 0: the prompt is empty"),
+        (
+            "blocks of three with a shift",
+            {"prompts": [[], "a"]},
+            GenerationError,
+            "pair 0: the prompt is empty",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(kind, asked, error, words):
@@ -191,7 +241,12 @@ def test_a_real_model_prefers_english():
 
 
 def test_the_default_is_exact_where_that_is_cheap():
-    kinds = {"bidirectional": "elbo", "blocks of three": "exact", "causal": "exact", "causal without a shift": "elbo"}
+    kinds = {
+        "bidirectional": "elbo",
+        "blocks of three": "exact",
+        "causal": "exact",
+        "causal without a shift": "elbo",
+    }
     assert {kind: default_estimator(any_toy(kind)) for kind in kinds} == kinds
     assert default_estimator(toy.toy(attention=("block_causal", 5, True))) == "elbo"
 
@@ -205,7 +260,8 @@ def test_small_blocks_are_summed_over_all_orders(size, shift):
 
 
 def test_completions_of_one_prompt_have_common_masks():
-    """Of equal tokens the estimates are equal, those of another prompt's key are not, and `keys` sets them."""
+    """Of equal tokens the estimates are equal, those of another prompt's key are not, and `keys` sets
+    them."""
     lm = toy.toy()
     found = log_likelihoods(lm, ["ab"] * 2, ["abbab", "abbaa"], samples=9)
     difference = (found.differences[0] - found.differences[1]).square().sum().sqrt()
@@ -237,9 +293,14 @@ def test_few_samples_give_no_interval_except_of_what_is_known():
         assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=samples).half_widths().isinf().all()
     for completion in ([4], [5, 4]):
         found = log_likelihoods(lm, ["ab"], [completion], "elbo", samples=3)
-        row_T, start = torch.tensor([*encode_prompt(lm.tokenizer, "ab"), *completion]), len(encode_prompt(lm.tokenizer, "ab"))
+        row_T, start = (
+            torch.tensor([*encode_prompt(lm.tokenizer, "ab"), *completion]),
+            len(encode_prompt(lm.tokenizer, "ab")),
+        )
         truth = toy.lower_bound(toy.conditionals(lm, row_T, list(range(start, len(row_T)))))
-        assert float(found.values[0]) == pytest.approx(float(truth), abs=1e-6) and found.half_widths().tolist() == [0.0]
+        assert float(found.values[0]) == pytest.approx(
+            float(truth), abs=1e-6
+        ) and found.half_widths().tolist() == [0.0]
     assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=17).half_widths().isfinite().all()
 
 
@@ -252,14 +313,18 @@ def test_the_interval_holds_the_bound_as_often_as_it_says(samples):
         row = toy.random_row(toy.PROMPT + 4 + number % 4, seed=number).tolist()
         truth = toy.lower_bound(toy.conditionals(lm, torch.tensor(row), list(range(toy.PROMPT, len(row)))))
         prompts, completions = [row[: toy.PROMPT]] * 20, [row[toy.PROMPT :]] * 20
-        found = log_likelihoods(lm, prompts, completions, "elbo", samples=samples, keys=range(20 * number, 20 * number + 20))
+        found = log_likelihoods(
+            lm, prompts, completions, "elbo", samples=samples, keys=range(20 * number, 20 * number + 20)
+        )
         inside += int(((found.values - truth).abs() <= found.half_widths()).sum())
     assert 0.93 <= inside / 2000 <= 0.97
 
 
 def test_a_causal_pair_may_be_one_token_longer_than_the_context():
     lm = any_toy("causal")
-    assert log_likelihood(lm, ["b"], ["a" * 32 if len(lm.tokenizer("b")["input_ids"]) == 1 else "a" * 31]).isfinite()
+    assert log_likelihood(
+        lm, ["b"], ["a" * 32 if len(lm.tokenizer("b")["input_ids"]) == 1 else "a" * 31]
+    ).isfinite()
     with pytest.raises(GenerationError, match="exceed the context"):
         log_likelihood(lm, ["b"], ["a" * 33])
 
@@ -278,5 +343,9 @@ def test_the_likelihood_of_a_text_is_that_of_the_tokens_that_wrote_it(kind, prom
 
 def test_the_likelihood_of_what_a_model_of_stories_writes():
     lm = load(str(shared_path("models", "stories260K")))
-    made = generate(lm, ["Once upon a time", "Once upon a time,", "One day"], SamplerConfig(max_new_tokens=24))
-    assert torch.equal(log_likelihood(lm, made.prompts, made.texts), log_likelihood(lm, made.prompts, made.tokens))
+    made = generate(
+        lm, ["Once upon a time", "Once upon a time,", "One day"], SamplerConfig(max_new_tokens=24)
+    )
+    assert torch.equal(
+        log_likelihood(lm, made.prompts, made.texts), log_likelihood(lm, made.prompts, made.tokens)
+    )

@@ -22,7 +22,10 @@ def there(lm: DiffusionLM) -> DiffusionLM:
 
 def test_a_task_has_the_items_of_a_cpu() -> None:
     lm = float64_model()
-    found, expected = (evaluate_task(model, TASK, ROWS[:4], DRAWN, attempts=2, pass_at=[1, 2]).items for model in (there(lm), lm))
+    found, expected = (
+        evaluate_task(model, TASK, ROWS[:4], DRAWN, attempts=2, pass_at=[1, 2]).items
+        for model in (there(lm), lm)
+    )
     assert found == expected
 
 
@@ -30,5 +33,8 @@ def test_a_task_has_the_items_of_a_cpu() -> None:
 @pytest.mark.parametrize("estimator", ["exact", "elbo"])
 def test_likelihoods_are_those_of_a_cpu(kind: str, estimator: str) -> None:
     lm = toy.toy(kind)
-    found, expected = (log_likelihood(model, ["ab", "b"], ["ba", "abab"], estimator, samples=2).tolist() for model in (there(lm), lm))
+    found, expected = (
+        log_likelihood(model, ["ab", "b"], ["ba", "abab"], estimator, samples=2).tolist()
+        for model in (there(lm), lm)
+    )
     assert found == pytest.approx(expected, abs=1e-9)

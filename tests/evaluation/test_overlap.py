@@ -21,13 +21,22 @@ from unmask.evaluation.text_metrics import GeneratedTexts, text_metrics
 from unmask.tasks import get_task
 
 TEXTS = ["the cat sat", "A dog barked at the old grey postman.", "rain fell all night on the roof", ""]
-REFERENCES = ["the cat sat on the mat", "The dog barked at the postman all day.", "rain fell all night on the roof", "nothing at all"]
+REFERENCES = [
+    "the cat sat on the mat",
+    "The dog barked at the postman all day.",
+    "rain fell all night on the roof",
+    "nothing at all",
+]
 GROUPS = ["a", "b", "b", "c"]
 TOKENIZER = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).tokenizer
 
 
-def overlap(metrics: list[str], texts: list[str], references: list[str], groups: list[str]) -> dict[str, Interval]:
-    written = GeneratedTexts(texts=texts, prompts=texts, references=references, groups=groups, tokenizer=TOKENIZER)
+def overlap(
+    metrics: list[str], texts: list[str], references: list[str], groups: list[str]
+) -> dict[str, Interval]:
+    written = GeneratedTexts(
+        texts=texts, prompts=texts, references=references, groups=groups, tokenizer=TOKENIZER
+    )
     return text_metrics(metrics, written).values
 
 
@@ -35,7 +44,10 @@ def test_means_are_the_figures_of_the_libraries():
     found = overlap(["rouge", "bleu"], TEXTS, REFERENCES, GROUPS)
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"])
     for name in ("rouge1", "rouge2", "rougeL"):
-        each = [scorer.score(reference, text)[name].fmeasure for text, reference in zip(TEXTS, REFERENCES, strict=True)]
+        each = [
+            scorer.score(reference, text)[name].fmeasure
+            for text, reference in zip(TEXTS, REFERENCES, strict=True)
+        ]
         assert found[name].mean == pytest.approx(sum(each) / 4)
     assert found["bleu"].mean == pytest.approx(sacrebleu.corpus_bleu(TEXTS, [REFERENCES]).score / 100)
     assert list(found) == ["rouge1", "rouge2", "rougeL", "bleu"]
@@ -43,7 +55,8 @@ def test_means_are_the_figures_of_the_libraries():
 
 
 def test_values_computed_by_hand():
-    """Three of six words: precision 1, recall 1/2. Two pairs of five: 1 and 2/5. BLEU of 4-grams 1 times exp(1 - 6/5) for brevity."""
+    """Three of six words: precision 1, recall 1/2. Two pairs of five: 1 and 2/5. BLEU of 4-grams 1 times
+    exp(1 - 6/5) for brevity."""
     rouge = overlap(["rouge"], ["the cat sat"], ["the cat sat on the mat"], ["a"])
     assert [interval.mean for interval in rouge.values()] == pytest.approx([2 / 3, 4 / 7, 2 / 3])
     bleu = overlap(["bleu"], ["the cat sat on the"], ["the cat sat on the mat"], ["a"])["bleu"]
@@ -58,10 +71,17 @@ def test_the_interval_of_bleu_is_that_of_corpora_without_a_group():
     def corpus_bleu(kept_R6):
         kept = [[text for text, keep in zip(texts, row, strict=True) if keep] for row in kept_R6]
         right = [[text for text, keep in zip(references, row, strict=True) if keep] for row in kept_R6]
-        return np.array([sacrebleu.corpus_bleu(*pair).score / 100 for pair in zip(kept, [[each] for each in right], strict=True)])
+        return np.array(
+            [
+                sacrebleu.corpus_bleu(*pair).score / 100
+                for pair in zip(kept, [[each] for each in right], strict=True)
+            ]
+        )
 
     expected = group_interval(values_N1, corpus_bleu, groups)
-    assert (found.mean, found.low, found.high) == pytest.approx((expected.mean, max(expected.low, 0), min(expected.high, 1)))
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (expected.mean, max(expected.low, 0), min(expected.high, 1))
+    )
 
 
 def test_identical_texts_score_one():
@@ -71,7 +91,12 @@ def test_identical_texts_score_one():
 
 def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
     task, path = get_task("text"), tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Text {n}:", "completion": text}) + "\n" for n, text in enumerate(REFERENCES)))
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": f"Text {n}:", "completion": text}) + "\n"
+            for n, text in enumerate(REFERENCES)
+        )
+    )
     rows = read_problems(task, str(path), None, split="test")
     lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     texts = [f"so: <answer>{TEXTS[0]}</answer>", *TEXTS[1:]]

@@ -1,4 +1,5 @@
-"""Every protocol: valid, with sources, and its tokens are those of a plain transcription of its authors' sampler."""
+"""Every protocol: valid, with sources, and its tokens are those of a plain transcription of its authors'
+sampler."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ from unmask.generation import naive, sampler
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
-PROMPTS = [torch.randint(4, 9, (4 + seed % 4,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(64)]
+PROMPTS = [
+    torch.randint(4, 9, (4 + seed % 4,), generator=torch.Generator().manual_seed(seed)).tolist()
+    for seed in range(64)
+]
 KEYS = list(range(64))
 SOURCE = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(blob|tree)/[0-9a-f]{40}/")
 LENGTH = 12
-END_BIAS = {"llada": [2.0, 1.0], "d1": [2.0, 1.0], "dream": [-1.0, 0.0], "sdar": [1.0, 0.0]}  # so that end tokens are neither rare nor all
+# so that end tokens are neither rare nor all
+END_BIAS = {"llada": [2.0, 1.0], "d1": [2.0, 1.0], "dream": [-1.0, 0.0], "sdar": [1.0, 0.0]}
 EVERY = [
     (name if variant is None else f"{name}/{variant}", task)
     for name in protocol_names()
@@ -38,7 +43,8 @@ EVERY = [
 
 @cache
 def random_model(name: str) -> DiffusionLM:
-    """Of the pattern of the protocol's models, in float64, with two end tokens: EOS and, as a turn's end, "f". Both are frequent."""
+    """Of the pattern of the protocol's models, in float64, with two end tokens: EOS and, as a turn's end,
+    "f". Both are frequent."""
     attention, block_size = ("block_causal", 4) if name == "sdar" else ("bidirectional", None)
     model, tokenizer = stock("phi", layers=2)
     for weight in model.parameters():
@@ -53,7 +59,8 @@ def random_model(name: str) -> DiffusionLM:
 
 
 def shortened(name: str, task: str) -> tuple[SamplerConfig, dict[str, bool]]:
-    """The sampler of a protocol at a length of 12 tokens, with as many steps per token and up to 3 blocks; and its rules about EOS."""
+    """The sampler of a protocol at a length of 12 tokens, with as many steps per token and up to 3 blocks;
+    and its rules about EOS."""
     protocol = read_protocol(name, task)
     config = protocol.sampler(random_model(protocol.name))
     given = {"max_new_tokens": LENGTH}
@@ -61,16 +68,22 @@ def shortened(name: str, task: str) -> tuple[SamplerConfig, dict[str, bool]]:
         given["steps"] = LENGTH * config.steps // config.max_new_tokens
     if config.block_size and protocol.name != "sdar":
         given["block_size"] = LENGTH // min(config.max_new_tokens // config.block_size, 3)
-    rules = {"logits_eos_inf": protocol.logits_eos_inf, "confidence_eos_eot_inf": protocol.confidence_eos_eot_inf}
+    rules = {
+        "logits_eos_inf": protocol.logits_eos_inf,
+        "confidence_eos_eot_inf": protocol.confidence_eos_eot_inf,
+    }
     return protocol.sampler(random_model(protocol.name), given), rules
 
 
 def distinct_samplers() -> list[ParameterSet]:
-    """A protocol and a task for each distinct sampler of each file; those that only variants have are slow."""
+    """A protocol and a task for each distinct sampler of each file; those that only variants have are
+    slow."""
     found: dict[str, ParameterSet] = {}
     for name, task in sorted(EVERY, key=lambda pair: "/" in pair[0]):
         if read_protocol(name, task).generation is not None:
-            case = pytest.param(name, task, id=f"{name}-{task}", marks=[pytest.mark.slow] if "/" in name else [])
+            case = pytest.param(
+                name, task, id=f"{name}-{task}", marks=[pytest.mark.slow] if "/" in name else []
+            )
             found.setdefault(name.partition("/")[0] + shortened(name, task)[0].model_dump_json(), case)
     return list(found.values())
 
@@ -79,14 +92,40 @@ def transcribed(name: str, config: SamplerConfig, rules: dict[str, bool]) -> lis
     """The canvases that the authors' sampler fills."""
     lm = random_model(name)
     if name == "sdar":
-        settings = {"temperature": config.temperature, "top_k": config.top_k, "threshold": config.threshold or 1.0}
+        settings = {
+            "temperature": config.temperature,
+            "top_k": config.top_k,
+            "threshold": config.threshold or 1.0,
+        }
         after = {"confidence_after_filters": config.filtered_confidence}
-        return run(lm, [sdar(lm, prompt, LENGTH, key=key, **settings, **after) for prompt, key in zip(PROMPTS, KEYS, strict=True)])
+        return run(
+            lm,
+            [
+                sdar(lm, prompt, LENGTH, key=key, **settings, **after)
+                for prompt, key in zip(PROMPTS, KEYS, strict=True)
+            ],
+        )
     if name.startswith("dream"):
-        settings = {"temperature": config.temperature, "top_p": config.top_p, "rounded_down": config.schedule == "dream"}
-        return run(lm, [dream(lm, prompt, LENGTH, config.steps, key=key, **settings) for prompt, key in zip(PROMPTS, KEYS, strict=True)])
+        settings = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "rounded_down": config.schedule == "dream",
+        }
+        return run(
+            lm,
+            [
+                dream(lm, prompt, LENGTH, config.steps, key=key, **settings)
+                for prompt, key in zip(PROMPTS, KEYS, strict=True)
+            ],
+        )
     removed = {"as_written": rules["confidence_eos_eot_inf"] and not config.filtered_confidence}
-    return run(lm, [llada(lm, prompt, LENGTH, config.steps, config.block_size, **rules, **removed) for prompt in PROMPTS])
+    return run(
+        lm,
+        [
+            llada(lm, prompt, LENGTH, config.steps, config.block_size, **rules, **removed)
+            for prompt in PROMPTS
+        ],
+    )
 
 
 def cut(canvas: list[int], ends: tuple[int, ...]) -> list[int]:
@@ -100,19 +139,24 @@ def test_the_tokens_are_those_of_the_authors_sampler(name, task):
     family = name.partition("/")[0]
     lm, expected = random_model(family), transcribed(family, config, rules)
     generation = sampler.generate(lm, PROMPTS, config.model_copy(update={"trace": True}), KEYS)
-    if family == "sdar":  # the last block may be larger there; and decoding stops there after a block with an end token, as here
+    # the last block may be larger there; and decoding stops there after a block with an end token, as here
+    if family == "sdar":
         whole = [LENGTH - (len(prompt) + LENGTH) % 4 for prompt in PROMPTS]
         canvases = [trace.canvas[:end] for trace, end in zip(generation.trace, whole, strict=True)]
         assert canvases == [canvas[:end] for canvas, end in zip(expected, whole, strict=True)]
     else:
         canvases = [trace.canvas for trace in generation.trace]
         assert canvases == expected
-        assert generation.tokens == ([cut(canvas, lm.eos_token_ids) for canvas in expected] if config.stop_at_eos else expected)
+        assert generation.tokens == (
+            [cut(canvas, lm.eos_token_ids) for canvas in expected] if config.stop_at_eos else expected
+        )
     assert len({tuple(canvas) for canvas in canvases}) > 40
     assert naive.generate(lm, PROMPTS[:4], config, KEYS[:4]).tokens == generation.tokens[:4]
 
 
-@pytest.mark.parametrize("task, others", [("humaneval", {"logits_eos_inf": False}), ("gsm8k", {"confidence_eos_eot_inf": False})])
+@pytest.mark.parametrize(
+    "task, others", [("humaneval", {"logits_eos_inf": False}), ("gsm8k", {"confidence_eos_eot_inf": False})]
+)
 def test_the_rules_about_eos_change_tokens(task, others):
     lm = random_model("llada-instruct")
     config, rules = shortened("llada-instruct", task)
@@ -123,7 +167,10 @@ def test_the_rules_about_eos_change_tokens(task, others):
 
 
 def test_the_rule_as_coded_and_as_written_differ():
-    coded, written = (transcribed("llada-instruct", *shortened(name, "gsm8k")) for name in ("llada-instruct", "llada-instruct/as-written"))
+    coded, written = (
+        transcribed("llada-instruct", *shortened(name, "gsm8k"))
+        for name in ("llada-instruct", "llada-instruct/as-written")
+    )
     assert 0 < sum(a != b for a, b in zip(coded, written, strict=True)) < 64
 
 
@@ -148,9 +195,18 @@ def test_a_protocol_names_its_sources_by_commit(name):
 def test_known_settings():
     """As the authors' files have them."""
     gsm8k = read_protocol("llada-instruct", "gsm8k")
-    assert (gsm8k.shots, gsm8k.template, gsm8k.confidence_eos_eot_inf, gsm8k.generation["steps"]) == (4, True, True, 512)
+    assert (gsm8k.shots, gsm8k.template, gsm8k.confidence_eos_eot_inf, gsm8k.generation["steps"]) == (
+        4,
+        True,
+        True,
+        512,
+    )
     blocks = read_protocol("llada-instruct/blocks", "gsm8k")
-    assert (blocks.confidence_eos_eot_inf, blocks.generation["block_size"], blocks.generation["steps"]) == (False, 8, 256)
+    assert (blocks.confidence_eos_eot_inf, blocks.generation["block_size"], blocks.generation["steps"]) == (
+        False,
+        8,
+        256,
+    )
     assert read_protocol("llada-instruct", "humaneval").logits_eos_inf
     assert read_protocol("llada-base", "mmlu_anatomy").likelihood_samples == 1
     assert read_protocol("llada-base", "truthfulqa_mc2").guidance == 2.0
@@ -193,20 +249,34 @@ def test_unknown_names(name, task, message):
 
 
 def test_a_task_scored_by_likelihood_has_no_sampler():
-    with pytest.raises(ConfigError, match="protocol llada-base: the answers of piqa are scored by likelihood"):
+    with pytest.raises(
+        ConfigError, match="protocol llada-base: the answers of piqa are scored by likelihood"
+    ):
         read_protocol("llada-base", "piqa").sampler(random_model("llada-base"))
 
 
 def test_stop_strings_are_those_of_lm_evals_task():
     """Of tasks that Unmask has too, where its authors' code obeys lm-eval's."""
     tasks = Path(pytest.importorskip("lm_eval.tasks").__file__).parent
-    for name, task in (("llada-base", "gsm8k"), ("llada-base", "humaneval"), ("llada-base", "mbpp"), ("dream-base", "mbpp")):
+    for name, task in (
+        ("llada-base", "gsm8k"),
+        ("llada-base", "humaneval"),
+        ("llada-base", "mbpp"),
+        ("dream-base", "mbpp"),
+    ):
         published = re.search(r"\n  until:\n((?:    - .*\n)+)", (tasks / task / f"{task}.yaml").read_text())
         assert read_protocol(name, task).until == parse_yaml(published.group(1), task)
-    assert read_protocol("dream-base", "humaneval").until == [] and read_protocol("dream-base", "humaneval").ignore_until
+    assert (
+        read_protocol("dream-base", "humaneval").until == []
+        and read_protocol("dream-base", "humaneval").ignore_until
+    )
     for name in ("llada-base", "dream-base"):
         assert any(line.startswith("Stop strings:") for line in read_protocol(name, "mbpp").differences)
 
 
 def test_a_text_ends_before_the_first_stop_string():
-    assert ended("a. b\n\nc", ["\n\n", "."]) == "a" and ended("abc", ["d"]) == "abc" and ended("abc", []) == "abc"
+    assert (
+        ended("a. b\n\nc", ["\n\n", "."]) == "a"
+        and ended("abc", ["d"]) == "abc"
+        and ended("abc", []) == "abc"
+    )

@@ -8,10 +8,19 @@ import pytest
 from unmask.errors import DataError
 from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, Trace, read_result
 
-ITEM = Item(id="a", group="g", scores={"solved": 1.0}, prompt="2+2=", completions=["4"], traces=[Trace(tokens=["4"], steps=[0])])
+ITEM = Item(
+    id="a",
+    group="g",
+    scores={"solved": 1.0},
+    prompt="2+2=",
+    completions=["4"],
+    traces=[Trace(tokens=["4"], steps=[0])],
+)
 METRIC = Metric(mean=1.0, low=0.2)
 RESULT = EvaluationResult(
-    model={"path": "m"}, arguments={"task": ["t"]}, tasks=[TaskScores(task="t", protocol={}, metrics={"solved": METRIC}, items=[ITEM])]
+    model={"path": "m"},
+    arguments={"task": ["t"]},
+    tasks=[TaskScores(task="t", protocol={}, metrics={"solved": METRIC}, items=[ITEM])],
 )
 
 
@@ -22,13 +31,25 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
 
 def test_infinite_numbers_are_read_as_they_were_written(tmp_path):
     """The perplexity of a text that is impossible is infinite."""
-    item = ITEM.model_copy(update={"scores": {"perplexity": math.inf}, "details": {"log_likelihood": "-Infinity"}})
-    metrics = {"perplexity": Metric(mean=math.inf), "lowest": Metric(mean=-math.inf), "mcc": Metric(mean=math.nan)}
-    written = RESULT.model_copy(update={"tasks": [TaskScores(task="t", protocol={}, metrics=metrics, items=[item])]})
+    item = ITEM.model_copy(
+        update={"scores": {"perplexity": math.inf}, "details": {"log_likelihood": "-Infinity"}}
+    )
+    metrics = {
+        "perplexity": Metric(mean=math.inf),
+        "lowest": Metric(mean=-math.inf),
+        "mcc": Metric(mean=math.nan),
+    }
+    written = RESULT.model_copy(
+        update={"tasks": [TaskScores(task="t", protocol={}, metrics=metrics, items=[item])]}
+    )
     written.write(tmp_path / "result.json")
-    json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    json.loads(
+        (tmp_path / "result.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
+    )
     (read,) = read_result(tmp_path / "result.json").tasks
-    assert read.items == [item] and read.metrics["perplexity"].mean == -read.metrics["lowest"].mean == math.inf
+    assert (
+        read.items == [item] and read.metrics["perplexity"].mean == -read.metrics["lowest"].mean == math.inf
+    )
     assert math.isnan(read.metrics["mcc"].mean)
 
 
@@ -43,7 +64,10 @@ def test_infinite_numbers_are_read_as_they_were_written(tmp_path):
         ('{"format": 1, "model": {}, "arguments": {}, "tasks": [{"task": "t"}]}', "tasks.0.protocol"),
         ('{"format": ' + "1" * 5000 + "}", "no whole JSON"),
         ('{"format": 1, "model": ' + "[" * 100_000 + "]" * 100_000 + "}", "no whole JSON"),
-        (RESULT.model_dump_json().replace('"mean":1.0', '"mean":NaN'), r"result\.json: NaN is no finite number"),
+        (
+            RESULT.model_dump_json().replace('"mean":1.0', '"mean":NaN'),
+            r"result\.json: NaN is no finite number",
+        ),
         (RESULT.model_dump_json().replace('"solved":1.0', '"solved":1e999'), "1e999 is no finite number"),
         (RESULT.model_dump_json().replace('"steps":[0]', '"steps":[0,1]'), "1 tokens with 2 steps"),
         (RESULT.model_dump_json().replace('"passes":0', '"passes":-1'), r"items\.0\.passes"),

@@ -27,7 +27,8 @@ from unmask.evaluation.statistics import (
 
 @pytest.mark.parametrize(
     ("successes", "total", "low", "high"),
-    [(5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],  # the last: Newcombe 1998, table I
+    # the last: Newcombe 1998, table I
+    [(5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
 )
 def test_wilson_gives_the_published_bounds(successes, total, low, high):
     interval = wilson_interval(successes, total)
@@ -64,7 +65,8 @@ SCORES = {  # from 0 to 1
     "rare fractions": (lambda rng, size: rng.beta(0.3, 3, size), 0.3 / 3.3),
     "attempts": (lambda rng, size: rng.binomial(8, rng.beta(2, 2, size)) / 8, 0.5),
 }
-COVERAGE = (0.92, 0.99)  # of 93% to 98% (symmetric values in five rows), with two standard deviations of 2,000 trials
+# of 93% to 98% (symmetric values in five rows), with two standard deviations of 2,000 trials
+COVERAGE = (0.92, 0.99)
 
 
 def coverage(draw, truth: float, trials: int = 2000) -> float:
@@ -110,7 +112,11 @@ def chances(values, probabilities, count):
 )
 def test_the_interval_of_graded_scores_leaves_room_for_a_rare_one(values, probabilities, count):
     truth = np.dot(values, probabilities)
-    found = sum(chance for drawn, chance in chances(values, probabilities, count) if not mean_interval(drawn, range(count)).excludes(truth))
+    found = sum(
+        chance
+        for drawn, chance in chances(values, probabilities, count)
+        if not mean_interval(drawn, range(count)).excludes(truth)
+    )
     assert found >= 0.95 - 1e-9
 
 
@@ -121,7 +127,11 @@ def test_the_interval_of_graded_scores_leaves_room_for_a_rare_one(values, probab
 )
 def test_values_that_mostly_agree_have_an_interval_only_if_enough_differ(values, probabilities, count):
     truth = np.dot(values, probabilities)
-    intervals = [(mean_interval(drawn, range(count)), chance) for drawn, chance in chances(values, probabilities, count) if drawn.max() > 1]
+    intervals = [
+        (mean_interval(drawn, range(count)), chance)
+        for drawn, chance in chances(values, probabilities, count)
+        if drawn.max() > 1
+    ]
     assert sum(chance for each, chance in intervals if each.excludes(truth)) <= 0.07
     assert mean_interval([3.0] * 21 + [4.0] * 20, range(41)).low > -math.inf
     assert mean_interval([3.0] * 21 + [4.0] * 19, range(40)).low == -math.inf
@@ -130,7 +140,10 @@ def test_values_that_mostly_agree_have_an_interval_only_if_enough_differ(values,
 @pytest.mark.parametrize(("solved", "count"), [(0, 5), (1, 5), (3, 8), (20, 40), (5, 1000), (500, 1000)])
 def test_the_interval_of_scores_is_clopper_and_pearsons_for_verdicts(solved, count):
     sums = np.stack([np.repeat([1.0, 0.0], [solved, count - solved]), np.ones(count)], axis=1)
-    interval, exact = statistics._interval_of_scores(sums, 0.0, 1.0), scipy.stats.binomtest(solved, count).proportion_ci(0.95, "exact")
+    interval, exact = (
+        statistics._interval_of_scores(sums, 0.0, 1.0),
+        scipy.stats.binomtest(solved, count).proportion_ci(0.95, "exact"),
+    )
     assert (interval.low, interval.high) == pytest.approx((exact.low, exact.high), abs=1e-5)
 
 
@@ -149,9 +162,17 @@ def test_the_interval_of_scores_is_a_quantile_of_means_under_exponential_weights
 def test_the_interval_of_a_rate_holds_it_as_often_as_it_says(count):
     """Over all rates: of a single one no interval can, as few counts are possible."""
     rates = np.linspace(0.005, 0.995, 199)
-    intervals = [mean_interval([1.0] * solved + [0.0] * (count - solved), range(count)) for solved in range(count + 1)]
-    chances = [math.comb(count, solved) * rates**solved * (1 - rates) ** (count - solved) for solved in range(count + 1)]
-    held = sum(chance * [not each.excludes(rate) for rate in rates] for chance, each in zip(chances, intervals, strict=True))
+    intervals = [
+        mean_interval([1.0] * solved + [0.0] * (count - solved), range(count)) for solved in range(count + 1)
+    ]
+    chances = [
+        math.comb(count, solved) * rates**solved * (1 - rates) ** (count - solved)
+        for solved in range(count + 1)
+    ]
+    held = sum(
+        chance * [not each.excludes(rate) for rate in rates]
+        for chance, each in zip(chances, intervals, strict=True)
+    )
     assert 0.93 <= held.mean() <= 0.97
 
 
@@ -163,7 +184,9 @@ def test_the_interval_of_a_rate_in_groups_holds_it_as_often_as_it_says(count):
         return (rng.random(len(groups)) < rng.beta(1, 1, count)[groups]).astype(float), groups
 
     assert coverage(lambda rng: mean_interval(*draw(rng)), 0.5, trials=600) >= 0.94
-    rows = coverage(lambda rng: (lambda values, groups: mean_interval(values, range(len(values))))(*draw(rng)), 0.5)
+    rows = coverage(
+        lambda rng: (lambda values, groups: mean_interval(values, range(len(values))))(*draw(rng)), 0.5
+    )
     assert rows < 0.9  # rows alone would say too much
 
 
@@ -179,7 +202,9 @@ def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(count):
 
     def in_groups(rng):
         groups = np.repeat(np.arange(count), rng.integers(1, 6, count))
-        return paired_difference(np.zeros(len(groups)), 0.3 + rng.normal(size=count)[groups] + rng.normal(size=len(groups)), groups)
+        return paired_difference(
+            np.zeros(len(groups)), 0.3 + rng.normal(size=count)[groups] + rng.normal(size=len(groups)), groups
+        )
 
     def skewed(rng):
         return paired_difference(np.zeros(count), rng.exponential(2, count), range(count))
@@ -231,13 +256,17 @@ def test_order_of_rows_does_not_matter(seed):
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(1, 4))
 def test_the_interval_of_fractions_is_of_fractions(values, copies):
     interval = mean_interval(values * copies, list(range(len(values))) * copies)
-    assert interval.low == -math.inf or 0 <= interval.low <= interval.mean + 1e-12 <= interval.high + 2e-12 <= 1 + 3e-12
+    assert (
+        interval.low == -math.inf
+        or 0 <= interval.low <= interval.mean + 1e-12 <= interval.high + 2e-12 <= 1 + 3e-12
+    )
 
 
 def test_values_without_skewness_have_students_interval():
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     interval = mean_interval(values, range(7))
-    half = scipy.stats.t.ppf(0.975, 5) * np.std(values, ddof=1) / math.sqrt(7)  # a degree of freedom less, for the skewness
+    # a degree of freedom less, for the skewness
+    half = scipy.stats.t.ppf(0.975, 5) * np.std(values, ddof=1) / math.sqrt(7)
     assert (interval.low, interval.high) == pytest.approx((4 - half, 4 + half))
     assert paired_difference(np.zeros(7), values, range(7)) == interval
 
@@ -247,15 +276,21 @@ def test_the_interval_of_a_skewed_mean_is_longer_on_the_side_of_its_tail():
     assert interval.high - interval.mean > 1.5 * (interval.mean - interval.low)
 
 
-@pytest.mark.parametrize("values", [np.random.default_rng(4).normal(size=50), np.random.default_rng(4).integers(0, 2, 50)])
+@pytest.mark.parametrize(
+    "values", [np.random.default_rng(4).normal(size=50), np.random.default_rng(4).integers(0, 2, 50)]
+)
 def test_copies_of_a_row_within_its_group_add_no_certainty(values):
-    once, copied = mean_interval(values, np.arange(50)), mean_interval(np.repeat(values, 5), np.repeat(np.arange(50), 5))
+    once, copied = (
+        mean_interval(values, np.arange(50)),
+        mean_interval(np.repeat(values, 5), np.repeat(np.arange(50), 5)),
+    )
     assert (copied.mean, copied.low, copied.high) == pytest.approx((once.mean, once.low, once.high), abs=0.01)
 
 
 def test_values_that_agree_have_the_interval_of_scores_or_none():
     same = mean_interval([0.5] * 8, range(8))
-    assert same.high - 0.5 == pytest.approx(0.5 - same.low) == pytest.approx(0.5 * (1 - 0.025 ** (1 / 8)))  # the weight of one more
+    # the weight of one more
+    assert same.high - 0.5 == pytest.approx(0.5 - same.low) == pytest.approx(0.5 * (1 - 0.025 ** (1 / 8)))
     assert mean_interval([7.0] * 8, range(8)) == Interval(7.0, -math.inf, math.inf)
     same = paired_difference([0.5] * 8, [0.5] * 8, range(8))
     assert same.mean == 0 and same.low == pytest.approx(-same.high) and 0 < same.high < 0.4
@@ -302,13 +337,16 @@ def test_different_shapes_are_refused():
 def test_an_interval_is_formatted_with_its_bounds():
     interval = Interval(0.934, 0.912, 0.951)
     assert f"{interval:.1%}" == "93.4% [91.2%, 95.1%]" and f"{interval:+.2f}" == "+0.93 [+0.91, +0.95]"
-    assert interval.excludes(0.0) and not interval.excludes(0.951) and not Interval(0.0, 0.0, 0.0).excludes(0.0)
+    assert (
+        interval.excludes(0.0) and not interval.excludes(0.951) and not Interval(0.0, 0.0, 0.0).excludes(0.0)
+    )
 
 
 def test_holm_is_the_hand_calculation():
     # sorted: .01 * 4, .02 * 3, .03 * 2, .04 * 1; each at least the one before
     assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert holm([0.005, 0.011, 0.02, 0.04, 0.13]) == pytest.approx([0.025, 0.044, 0.06, 0.08, 0.13])  # Aickin and Gensler 1996, table 2
+    # Aickin and Gensler 1996, table 2
+    assert holm([0.005, 0.011, 0.02, 0.04, 0.13]) == pytest.approx([0.025, 0.044, 0.06, 0.08, 0.13])
     assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([0.2]) == [0.2] and holm([]) == []
 
 
@@ -323,10 +361,17 @@ def test_holm_is_between_no_correction_and_bonferroni_and_keeps_the_order(p_valu
 def test_sign_flips_equal_their_enumeration():
     values, groups = np.array([0.5, 0.25, 1.0, -0.25, 0.75, 0.5, 0.0]), [0, 0, 1, 2, 3, 4, 5]
     sums = [0.75, 1.0, -0.25, 0.75, 0.5]
-    flips = [abs(sum(sign * each for sign, each in zip(signs, sums, strict=True))) for signs in itertools.product((1, -1), repeat=5)]
+    flips = [
+        abs(sum(sign * each for sign, each in zip(signs, sums, strict=True)))
+        for signs in itertools.product((1, -1), repeat=5)
+    ]
     exact = sum(flip >= abs(sum(sums)) for flip in flips) / len(flips)
     assert sign_flip_p_value(values, groups) == exact
-    assert sign_flip_p_value(values, groups) == sign_flip_p_value(-values, groups) == sign_flip_p_value(values[::-1], groups[::-1])
+    assert (
+        sign_flip_p_value(values, groups)
+        == sign_flip_p_value(-values, groups)
+        == sign_flip_p_value(values[::-1], groups[::-1])
+    )
 
 
 @pytest.mark.parametrize(("count", "smallest"), [(1, 1.0), (2, 0.5), (5, 2 / 32)])
@@ -357,7 +402,9 @@ def test_true_hypotheses_are_rejected_at_most_as_often_as_stated_also_of_many_wi
     assert single / trials <= 0.09 and family / trials <= 0.09  # 0.05 and two standard deviations
 
 
-@pytest.mark.parametrize(("degrees", "expected"), [(1, 12.706), (2, 4.303), (3, 3.182), (8, 2.306), (31, 2.040), (1000, 1.962)])
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(1, 12.706), (2, 4.303), (3, 3.182), (8, 2.306), (31, 2.040), (1000, 1.962)]
+)
 def test_students_quantiles_are_those_of_the_tables(degrees, expected):
     assert statistics.student_quantile(degrees) == pytest.approx(expected, abs=5e-4)
     assert statistics.student_quantile(0) == math.inf

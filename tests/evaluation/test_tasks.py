@@ -50,20 +50,28 @@ def test_right_wrong_and_malformed_answers(monkeypatch):
     assert perfect.solved == perfect.values == [1.0] * len(ROWS)
     assert poor.solved == none.solved == none.values == [0.0] * len(ROWS)
     assert all(0 < value < 1 for value in poor.values)
-    assert {name: interval.mean for name, interval in perfect.metrics.items()} == {"solved": 1.0, "value": 1.0}
+    assert {name: interval.mean for name, interval in perfect.metrics.items()} == {
+        "solved": 1.0,
+        "value": 1.0,
+    }
     assert poor.groups == [row["group"] for row in ROWS] and poor.completions == wrong
 
     gain = perfect.gain_over(poor)
     assert gain.mean == gain.high == 1.0 and 0.4 < gain.low < 1.0
     half = result_of(right[:6] + wrong[6:], monkeypatch)
     assert half.metrics["solved"].low < half.metrics["solved"].mean == 0.5 < half.metrics["solved"].high
-    assert half.gain_over(poor).mean == pytest.approx(0.5) and half.gain_over(perfect).mean == pytest.approx(-0.5)
+    assert half.gain_over(poor).mean == pytest.approx(0.5) and half.gain_over(perfect).mean == pytest.approx(
+        -0.5
+    )
 
 
 @pytest.mark.parametrize(
     ("verify", "says"),
     [
-        (lambda completion, row: 1 / len(completion), r"verify raised ZeroDivisionError: division by zero, line \d+ of test_tasks\.py"),
+        (
+            lambda completion, row: 1 / len(completion),
+            r"verify raised ZeroDivisionError: division by zero, line \d+ of test_tasks\.py",
+        ),
         (lambda completion, row: 1.0, r"verify returned 1\.0: return OK, WRONG or Verdict"),
     ],
 )
@@ -87,7 +95,12 @@ def test_the_scores_hold_the_figures_and_the_completions(monkeypatch):
     result = result_of([row["completion"] for row in ROWS[:3]] + ["", "1", "\n␄"] * 3, monkeypatch)
     scores, solved = result.to_scores(shots=0), result.metrics["solved"]
     assert (scores.metrics["solved"].mean, scores.metrics["solved"].low) == (solved.mean, solved.low)
-    assert (scores.task, len(scores.items), scores.protocol["shots"], scores.protocol["rows"]) == ("sudoku", 12, 0, 12)
+    assert (scores.task, len(scores.items), scores.protocol["shots"], scores.protocol["rows"]) == (
+        "sudoku",
+        12,
+        0,
+        12,
+    )
     assert [one.completions for one in scores.items] == [[text] for text in result.completions]
     assert scores.items[0].prompt == ROWS[0]["prompt"] and scores.total("tokens") == 12
 
@@ -98,7 +111,10 @@ def test_the_default_sampler_is_greedy_with_the_task_s_answer_length():
     assert max(map(len, expected.tokens)) == TASK.max_completion
     assert evaluate_task(LM, TASK, ROWS).completions == expected.texts
     drawn = evaluate_task(LM, TASK, ROWS, SamplerConfig(max_new_tokens=4, temperature=1.0))
-    assert drawn.completions == generate(LM, [row["prompt"] for row in ROWS], greedy.model_copy(update={"temperature": 1.0})).texts
+    assert (
+        drawn.completions
+        == generate(LM, [row["prompt"] for row in ROWS], greedy.model_copy(update={"temperature": 1.0})).texts
+    )
 
 
 def test_unseen_solutions_are_reported_separately():
@@ -114,7 +130,13 @@ def test_unseen_solutions_are_reported_separately():
 
 @pytest.mark.parametrize(
     ("data", "knows"),
-    [(["sudoku"], True), (["sudoku", "sudoku"], True), (["sudoku", "pairs.jsonl"], False), (["sudoku", None], False), ([], False)],
+    [
+        (["sudoku"], True),
+        (["sudoku", "sudoku"], True),
+        (["sudoku", "pairs.jsonl"], False),
+        (["sudoku", None], False),
+        ([], False),
+    ],
 )
 def test_only_a_model_whose_history_is_all_of_the_task_knows_what_it_has_not_seen(data, knows):
     lm = character_model(TASK.alphabet, hidden=16, layers=1, context=128, seed=0)
@@ -123,7 +145,11 @@ def test_only_a_model_whose_history_is_all_of_the_task_knows_what_it_has_not_see
 
 
 def test_unverified_rows_are_left_out_and_counted(monkeypatch):
-    verdicts = [Verdict(None, "infrastructure", "no sandbox"), Verdict(1.0, "ok"), Verdict(0.0, "timeout")] * 4
+    verdicts = [
+        Verdict(None, "infrastructure", "no sandbox"),
+        Verdict(1.0, "ok"),
+        Verdict(0.0, "timeout"),
+    ] * 4
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts)
     result = result_of(["?"] * 12, monkeypatch)
     assert (len(result.solved), result.metrics["solved"].mean) == (8, 0.5)
@@ -142,7 +168,8 @@ def float64_model():
 
 
 def test_an_item_depends_on_no_batch_and_no_order():
-    lm, rows = float64_model(), [*ROWS, *ROWS[:3], {**ROWS[0], "group": "another"}]  # equal rows, and equal prompts of different rows
+    # equal rows, and equal prompts of different rows
+    lm, rows = float64_model(), [*ROWS, *ROWS[:3], {**ROWS[0], "group": "another"}]
     expected = evaluate_task(lm, TASK, rows, DRAWN, attempts=2, pass_at=[1, 2]).items
     assert len({item.id for item in expected}) == len(rows)
     for batch_size in (1, 3, 8):
@@ -153,7 +180,9 @@ def test_an_item_depends_on_no_batch_and_no_order():
 
 
 def test_one_attempt_is_the_first_of_several():
-    one, three = (evaluate_task(float64_model(), TASK, ROWS, DRAWN, attempts=attempts).items for attempts in (1, 3))
+    one, three = (
+        evaluate_task(float64_model(), TASK, ROWS, DRAWN, attempts=attempts).items for attempts in (1, 3)
+    )
     assert [item.completions[0] for item in one] == [item.completions[0] for item in three]
     assert any(len(set(item.completions)) > 1 for item in three)
 
@@ -168,7 +197,10 @@ def test_pass_at_k_is_the_mean_over_all_subsets(attempts, data):
 
 @pytest.mark.parametrize(
     ("attempts", "pass_at", "temperature", "message"),
-    [(2, [3], 1.0, "pass_at: 3 of 2 attempts"), (2, [], 0.0, "attempts: 2 attempts at temperature 0 are all the same")],
+    [
+        (2, [3], 1.0, "pass_at: 3 of 2 attempts"),
+        (2, [], 0.0, "attempts: 2 attempts at temperature 0 are all the same"),
+    ],
 )
 def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, message):
     sampler = SamplerConfig(temperature=temperature)
@@ -179,4 +211,7 @@ def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, m
 def test_traces_have_the_step_of_each_token():
     (first, *_) = evaluate_task(LM, TASK, ROWS[:2], SamplerConfig(trace=True)).items
     (trace,) = first.traces
-    assert "".join(trace.tokens).startswith(first.completions[0]) and len(trace.steps) == len(trace.tokens) == first.tokens
+    assert (
+        "".join(trace.tokens).startswith(first.completions[0])
+        and len(trace.steps) == len(trace.tokens) == first.tokens
+    )

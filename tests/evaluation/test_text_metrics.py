@@ -22,7 +22,14 @@ TEXTS, PROMPTS, GROUPS = ["abab", "<answer>bb</answer>", "aaaa"], ["a", "b", "a"
 
 def test_every_metric_is_that_of_its_function():
     judge = toy.toy(attention=("causal", None, True))
-    of = GeneratedTexts(texts=TEXTS, prompts=PROMPTS, references=["abab", "bb", "b"], groups=GROUPS, tokenizer=judge.tokenizer, judge=judge)
+    of = GeneratedTexts(
+        texts=TEXTS,
+        prompts=PROMPTS,
+        references=["abab", "bb", "b"],
+        groups=GROUPS,
+        tokenizer=judge.tokenizer,
+        judge=judge,
+    )
     found = text_metrics(list(METRICS), of)
     answers = ["abab", "bb", "aaaa"]
     perplexity = diversity.generative_perplexity(judge, PROMPTS, TEXTS, GROUPS)
@@ -51,17 +58,34 @@ def test_what_a_metric_lacks_is_said(metrics, reference, judge, message):
         check_text_metrics(metrics, "sudoku", has_reference=reference, has_judge=judge)
 
 
-@pytest.mark.parametrize(("metric", "library"), [("rouge", "rouge_score"), ("bleu", "sacrebleu"), ("self-bleu", "sacrebleu")])
+@pytest.mark.parametrize(
+    ("metric", "library"), [("rouge", "rouge_score"), ("bleu", "sacrebleu"), ("self-bleu", "sacrebleu")]
+)
 def test_a_missing_library_is_named(metric, library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=rf"metric {metric}: needs {library}, .*pip install 'unmask\[eval\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"metric {metric}: needs {library}, .*pip install 'unmask\[eval\]'"
+    ):
         check_text_metrics([metric], "text", has_reference=True, has_judge=False)
 
 
 def test_the_command_line_measures_every_metric(tmp_path):
-    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4)))
-    command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--task", "text", "--max-new-tokens", "4"]
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(
+        tmp_path / "model"
+    )
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4))
+    )
+    command = [
+        "evaluate",
+        str(tmp_path / "model"),
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--task",
+        "text",
+        "--max-new-tokens",
+        "4",
+    ]
     command += ["--output", str(tmp_path / "out.json")]
     for name in METRICS:
         command += ["--metric", name]
@@ -72,5 +96,7 @@ def test_the_command_line_measures_every_metric(tmp_path):
     scores = read_result(tmp_path / "out.json").tasks[0]
     for name in ("solved", "rouge1", "rougeL", "bleu", "entropy", "distinct-3", "self-bleu", "perplexity"):
         assert name in scores.metrics and name in made.stdout
-    assert scores.protocol["judged"]["tokens"] > 0 and scores.protocol["judge"]["path"] == str(tmp_path / "model")
+    assert scores.protocol["judged"]["tokens"] > 0 and scores.protocol["judge"]["path"] == str(
+        tmp_path / "model"
+    )
     assert scores.metrics["perplexity"].mean > 1 and not scores.metrics["perplexity"].higher_is_better

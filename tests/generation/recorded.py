@@ -1,4 +1,5 @@
-"""A float32 model whose weights follow from keyed numbers, so that outputs of published samplers over it can be replayed anywhere."""
+"""A float32 model whose weights follow from keyed numbers, so that outputs of published samplers over it can
+be replayed anywhere."""
 
 from __future__ import annotations
 
@@ -14,18 +15,32 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-SCALES = {"lm_head.weight": 2.4, "model.embed_tokens.weight": 2.0}  # wide, so that some predictions are sure and few nearly tie
+# wide, so that some predictions are sure and few nearly tie
+SCALES = {"lm_head.weight": 2.4, "model.embed_tokens.weight": 2.0}
 
 
 @cache
 def recorded_model(attention: str, block_size: int | None, logit_shift: bool, seed: int = 0) -> DiffusionLM:
-    """A Llama of two layers: weight number i of a parameter is uniform around 0, by (seed, hash of its name, i); norms are 1."""
+    """A Llama of two layers: weight number i of a parameter is uniform around 0, by (seed, hash of its name,
+    i); norms are 1."""
     tokenizer = character_tokenizer(ALPHABET)
-    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id)).eval()
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**shape, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id)
+    ).eval()
     for name, weight in model.named_parameters():
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         number = uniform(seed, torch.tensor(key), position=torch.arange(weight.numel()), stream=Stream.MASK)
         scale = SCALES.get(name, 0.9)
-        weight.data = torch.ones_like(weight) if weight.dim() == 1 else (scale * (number - 0.5)).view_as(weight).float()
-    return make_diffusion(model, tokenizer, attention=attention, block_size=block_size, logit_shift=logit_shift)
+        weight.data = (
+            torch.ones_like(weight) if weight.dim() == 1 else (scale * (number - 0.5)).view_as(weight).float()
+        )
+    return make_diffusion(
+        model, tokenizer, attention=attention, block_size=block_size, logit_shift=logit_shift
+    )

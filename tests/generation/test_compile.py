@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("dynamo_as_it_was")
 @every_pattern
 def test_few_graphs_serve_a_whole_generation(attention, block_size):
     plain, graphs = tiny("phi", attention, block_size, eos_bias=-9.0), []
-    config = SamplerConfig(max_new_tokens=12, temperature=0.7, tokens_per_step=2 if attention != "causal" else None)
+    config = SamplerConfig(
+        max_new_tokens=12, temperature=0.7, tokens_per_step=2 if attention != "causal" else None
+    )
     lm = plain.bind(copy.deepcopy(plain.model))
 
     def backend(graph, inputs):

@@ -1,4 +1,5 @@
-"""Weights are loaded in other threads, which changes torch's default dtype meanwhile: requests do not depend on it."""
+"""Weights are loaded in other threads, which changes torch's default dtype meanwhile: requests do not depend
+on it."""
 
 from __future__ import annotations
 

@@ -55,8 +55,10 @@ def test_stopping_changes_no_token_before_the_first_end(attention, block_size, s
     assert generation.forward_passes == slow.forward_passes and generation.texts == slow.texts
     for prompt, trace, tokens in zip(generation.prompts, generation.trace, generation.tokens, strict=True):
         size = config.block_size or block_size or 1
-        before = 0 if attention == "bidirectional" else len(prompt) % size  # of the first block, which the prompt begins
-        decoded = -(-(before + len(tokens)) // size) * size - before  # to the end of the block that ends the text
+        # of the first block, which the prompt begins
+        before = 0 if attention == "bidirectional" else len(prompt) % size
+        # to the end of the block that ends the text
+        decoded = -(-(before + len(tokens)) // size) * size - before
         assert [step >= 0 for step in trace.steps] == [at < decoded for at in range(length)]
 
 

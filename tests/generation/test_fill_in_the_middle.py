@@ -42,7 +42,9 @@ def test_a_prompt_is_before_prefix_hole_suffix_end(known):
     assert fill_format(lm.tokenizer) == known
     assert fim_prompt(lm, "ab", "cd") == [bos, before, a, b, hole, c, d, end]
     assert fim_prompt(lm, "", "") == [bos, before, hole, end]
-    generation = generate(lm, [fim_prompt(lm, "ab", "cd")], SamplerConfig(max_new_tokens=8, allowed_tokens=[ends_middle]))
+    generation = generate(
+        lm, [fim_prompt(lm, "ab", "cd")], SamplerConfig(max_new_tokens=8, allowed_tokens=[ends_middle])
+    )
     assert generation.tokens == [[ends_middle]] and generation.texts == [""]
 
 
@@ -86,12 +88,16 @@ def test_a_user_s_text_holds_no_hole(known):
 
 
 def test_models_that_cannot_are_refused():
-    with pytest.raises(GenerationError, match=r"no tokens for fill-in-the-middle. Use a model .*StarCoder.*<fim_prefix>"):
+    with pytest.raises(
+        GenerationError, match=r"no tokens for fill-in-the-middle. Use a model .*StarCoder.*<fim_prefix>"
+    ):
         fim_prompt(tiny(), "a", "b")
     with pytest.raises(GenerationError, match=r"bidirectional attention. Use unmask.infill"):
         fim_prompt(tiny("phi", "bidirectional"), "a", "b")
     for known in FORMATS:
         lm = family(known, ends=False)
         end = lm.tokenizer.convert_tokens_to_ids(known.ends_middle)
-        with pytest.raises(GenerationError, match=rf"does not stop at .* Load it with eos_token_ids=\[\d+, {end}\]"):
+        with pytest.raises(
+            GenerationError, match=rf"does not stop at .* Load it with eos_token_ids=\[\d+, {end}\]"
+        ):
             fim_prompt(lm, "a", "b")

@@ -43,7 +43,11 @@ def test_each_step_is_a_frame():
     lm = tiny("phi", "bidirectional", None)
     config = SamplerConfig(max_new_tokens=6, tokens_per_step=2, policy="random", stop_at_eos=False)
     frames, generation = check(lm, make_requests(lm, [[4, 5]], config)[0], config)
-    assert [frame.step for frame in frames] == [1, 2, 3] and [len(frame.revealed) for frame in frames] == [2, 2, 2]
+    assert [frame.step for frame in frames] == [1, 2, 3] and [len(frame.revealed) for frame in frames] == [
+        2,
+        2,
+        2,
+    ]
     probabilities = {each.position: each.log_prob for frame in frames for each in frame.revealed}
     assert [probabilities[2 + place] for place in range(6)] == generation.log_probs[0]
 

@@ -27,7 +27,8 @@ CONFIG = SamplerConfig()
 
 
 class Markov(DiffusionLM):
-    """A Markov chain over tokens, read as a diffusion model: each hidden token has its exact distribution given the visible ones."""
+    """A Markov chain over tokens, read as a diffusion model: each hidden token has its exact distribution
+    given the visible ones."""
 
     step_VV: torch.Tensor
 
@@ -50,12 +51,19 @@ class Markov(DiffusionLM):
     def _conditionals(self, ids: list[int]) -> torch.Tensor:
         """log p(token | visible tokens elsewhere) [T, V], by forward and backward sums."""
         size = len(self.step_VV)
-        seen = [torch.eye(size).double()[token] if token != self.mask_token_id else torch.ones(size).double() for token in ids]
+        seen = [
+            torch.eye(size).double()[token] if token != self.mask_token_id else torch.ones(size).double()
+            for token in ids
+        ]
         letter_V = torch.zeros(size).double()
         letter_V[LETTERS[0] : LETTERS[-1] + 1] = 1 / len(LETTERS)
-        forward = itertools.accumulate(seen[:-1], lambda state_V, seen_V: (state_V * seen_V) @ self.step_VV, initial=letter_V)
+        forward = itertools.accumulate(
+            seen[:-1], lambda state_V, seen_V: (state_V * seen_V) @ self.step_VV, initial=letter_V
+        )
         backward = itertools.accumulate(
-            seen[:0:-1], lambda state_V, seen_V: self.step_VV @ (state_V * seen_V), initial=torch.ones(size).double()
+            seen[:0:-1],
+            lambda state_V, seen_V: self.step_VV @ (state_V * seen_V),
+            initial=torch.ones(size).double(),
         )
         both_TV = torch.stack([*forward]) * torch.stack([*backward]).flip(0)
         return (both_TV / both_TV.sum(1, keepdim=True)).log()
@@ -72,8 +80,11 @@ def test_scores_are_the_posterior_of_the_length_where_the_model_is_exact(seed):
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(6, generator=generator).double().pow(4)
     weights /= weights.sum()
-    rows = torch.stack([weights.roll(shift) for shift in range(6)])  # both sides of a gap are as probable at any place
-    before, after = (torch.randint(4, 10, (size,), generator=generator).tolist() for size in (1 + seed % 3, 1 + seed % 4))
+    # both sides of a gap are as probable at any place
+    rows = torch.stack([weights.roll(shift) for shift in range(6)])
+    before, after = (
+        torch.randint(4, 10, (size,), generator=generator).tolist() for size in (1 + seed % 3, 1 + seed % 4)
+    )
     (found,) = find_lengths(Markov.of(rows), [[before, after]], CONFIG, 9, "<gap>")
     exact = distances(rows, before[-1], after[0], 9)
     scores = found.gaps[0].scores
@@ -84,7 +95,8 @@ def test_scores_are_the_posterior_of_the_length_where_the_model_is_exact(seed):
 
 
 def slow(stay: float) -> torch.Tensor:
-    """Each letter is followed by itself, or by the next one in a circle: the distance of two letters has one most likely length."""
+    """Each letter is followed by itself, or by the next one in a circle: the distance of two letters has one
+    most likely length."""
     return stay * torch.eye(6).double() + (1 - stay) * torch.eye(6).double().roll(1, 1)
 
 
@@ -122,7 +134,9 @@ TEXTS = [[[4, 5, 6], [7, 8]], [[4], [5, 9, 6], [7, 7]], [[9, 4, 5, 6, 7, 8], [4,
 
 
 @pytest.mark.parametrize("logit_shift", [True, False])
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "tokens_per_step": 2, "trace": True}, {"threshold": 0.2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1.0, "tokens_per_step": 2, "trace": True}, {"threshold": 0.2}]
+)
 def test_the_result_is_that_of_the_same_text_with_the_lengths_told(logit_shift, settings):
     lm, config = tiny("phi", "bidirectional", logit_shift=logit_shift), SamplerConfig(**settings)
     found = sampler.infill(lm, TEXTS, config, length="auto", max_gap=7)
@@ -179,7 +193,9 @@ def test_nothing_beyond_another_gap_is_compared():
 def test_a_text_is_cut_at_its_marks_before_it_is_tokenised():
     lm = tiny("phi", "bidirectional")
     mask, bos = lm.mask_token_id, lm.tokenizer.bos_token_id
-    marked = sampler.infill(lm, ["ab[gap]cd" + lm.tokenizer.mask_token + "e"], length="auto", max_gap=9, gap_mark="[gap]")
+    marked = sampler.infill(
+        lm, ["ab[gap]cd" + lm.tokenizer.mask_token + "e"], length="auto", max_gap=9, gap_mark="[gap]"
+    )
     listed = sampler.infill(lm, [[[bos, 4, 5], [6, 7, mask, 8]]], length="auto", max_gap=9)
     assert marked == listed and marked.tokens[0][-2] != mask
 
@@ -216,8 +232,12 @@ def test_only_lengths_that_fit_the_constraint_are_tried():
         assert gap.length in {1, 4, 6, 8} and set(gap.scores) <= {1, 4, 6, 8}
     for text, gaps in zip(generation.texts, generation.gaps, strict=True):
         assert re.fullmatch("(ab){2,5}|f", text[gaps[0].start : gaps[0].start + gaps[0].length])
-    with pytest.raises(GenerationError, match=r"has 1 to 3 tokens: the shortest has 5. Set max_gap to 5 or more"):
-        sampler.infill(lm, TEXTS, SamplerConfig(constraint=ConstraintConfig(choice=["abcde"])), length="auto", max_gap=3)
+    with pytest.raises(
+        GenerationError, match=r"has 1 to 3 tokens: the shortest has 5. Set max_gap to 5 or more"
+    ):
+        sampler.infill(
+            lm, TEXTS, SamplerConfig(constraint=ConstraintConfig(choice=["abcde"])), length="auto", max_gap=3
+        )
 
 
 @pytest.mark.parametrize(
@@ -235,8 +255,14 @@ def test_only_lengths_that_fit_the_constraint_are_tried():
         ([{"role": "user", "content": "a<gap>b"}], r"neither a string nor lists of token ids"),
         ([[4], [99]], r"token id 99 is outside the vocabulary"),
         ([[], [4]], r"the first token is hidden"),
-        ([[4] * 20, [5] * 12], rf"32 tokens and 1 gap of up to 9 exceed the context of {CONTEXT}. Set max_gap to at most 8"),
-        ([[4] * 20, [5] * 5, [5] * 5], r"30 tokens and 2 gaps of up to 9 exceed the context of 40. Set max_gap to at most 5"),
+        (
+            [[4] * 20, [5] * 12],
+            rf"32 tokens and 1 gap of up to 9 exceed the context of {CONTEXT}. Set max_gap to at most 8",
+        ),
+        (
+            [[4] * 20, [5] * 5, [5] * 5],
+            r"30 tokens and 2 gaps of up to 9 exceed the context of 40. Set max_gap to at most 5",
+        ),
         ([[4] * 20, [5] * 20], r"exceed the context of 40. Shorten the text"),
     ],
 )
@@ -259,7 +285,10 @@ def test_searches_that_cannot_be_made_are_refused():
     with pytest.raises(GenerationError, match="texts is one string"):
         sampler.infill(lm, "ab<gap>c", length="auto", max_gap=9)
     for attention, block_size in (("causal", None), ("block_causal", 4)):
-        with pytest.raises(GenerationError, match=r"does not see the text after a gap. Use a bidirectional model .*fim_prompt"):
+        with pytest.raises(
+            GenerationError,
+            match=r"does not see the text after a gap. Use a bidirectional model .*fim_prompt",
+        ):
             sampler.infill(tiny("phi", attention, block_size), ["ab<gap>c"], length="auto", max_gap=9)
     with pytest.raises(GenerationError, match="length: 'any'"):
         sampler.infill(lm, ["ab<gap>c"], length="any")

@@ -24,7 +24,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def rounded(dtype: torch.dtype, attention: str, block_size: int | None) -> tuple[unmask.DiffusionLM, unmask.DiffusionLM]:
+def rounded(
+    dtype: torch.dtype, attention: str, block_size: int | None
+) -> tuple[unmask.DiffusionLM, unmask.DiffusionLM]:
     """A model in 16 bits, and the same weights in 32."""
     half = tiny("gpt2", attention, block_size).frozen_copy()
     half.model.to(dtype)

@@ -35,7 +35,13 @@ def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_s
 def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):
     """A key of the first layer depends on its own token only, so any difference is a wrong position."""
     lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
-    shared = {"block_size": 4, "temperature": 1.0, "cache": cache, "guidance": 0.5, "revise": {"eta": 0.5} if logit_shift else None}
+    shared = {
+        "block_size": 4,
+        "temperature": 1.0,
+        "cache": cache,
+        "guidance": 0.5,
+        "revise": {"eta": 0.5} if logit_shift else None,
+    }
     config = SamplerConfig(max_new_tokens=12, refresh_interval=refresh_interval, **shared)
     generation = sampler.generate(lm, PROMPTS, config)
     assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens and generation.agreement == 1.0
@@ -45,7 +51,9 @@ def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift)
 def test_a_cache_is_refreshed_at_its_interval(cache):
     lm, seen = tiny("phi", "bidirectional", eos_bias=-9.0), []
     config = SamplerConfig(max_new_tokens=8, cache=cache, refresh_interval=3, agreement_prompts=0)
-    hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    hook = lm.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     sampler.generate(lm, [[4, 5, 6]], config)
     hook.remove()
     assert [width == 11 for width in seen] == [step % 3 == 0 for step in range(8)]
@@ -62,7 +70,9 @@ def test_stale_keys_cost_agreement_and_save_work(cache):
     lm = tiny("phi", "bidirectional", eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=16, block_size=4, cache=cache, agreement_prompts=8)
     seen = []
-    hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    hook = lm.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     generation = sampler.generate(lm, PROMPTS, config.model_copy(update={"agreement_prompts": 0}))
     hook.remove()
     assert generation.agreement is None and len(seen) == 16
@@ -87,7 +97,11 @@ def test_agreement_of_infilling_counts_hidden_positions(monkeypatch):
     monkeypatch.setattr(sampler, "agreement", lambda exact, lossy: seen.append((exact, lossy)) or 0.5)
     generation = sampler.infill(lm, [text], config)
     (((exact,), (lossy,)),) = seen
-    assert generation.agreement == 0.5 and lossy == [generation.tokens[0][1], generation.tokens[0][4]] and len(exact) == 2
+    assert (
+        generation.agreement == 0.5
+        and lossy == [generation.tokens[0][1], generation.tokens[0][4]]
+        and len(exact) == 2
+    )
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
@@ -95,9 +109,14 @@ def test_an_early_commit_ends_a_block_with_confident_predictions(attention, bloc
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     generation = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1e-9))
     blocks = {"bidirectional": 1}.get(attention, 12 // (block_size or 12))
-    assert all(passes <= blocks + 1 for passes in generation.forward_passes) and generation.agreement is not None
+    assert (
+        all(passes <= blocks + 1 for passes in generation.forward_passes) and generation.agreement is not None
+    )
     never = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1.0))
-    assert never.agreement == 1.0 and never.tokens == naive.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12)).tokens
+    assert (
+        never.agreement == 1.0
+        and never.tokens == naive.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12)).tokens
+    )
 
 
 @torch.no_grad()
@@ -113,8 +132,12 @@ def test_an_early_commit_waits_for_the_least_confident_position():
         at = hidden[0].nonzero()[prob_NV.amax(-1).float().argmax()]
         ids[0, at], hidden[0, at] = prob_NV[prob_NV.amax(-1).float().argmax()].argmax(), False
     for bar in sorted(margins)[1:]:
-        generation = sampler.generate(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6, early_commit=bar - 1e-9))
-        assert generation.forward_passes == [1 + next(step for step, margin in enumerate(margins) if margin >= bar - 1e-9)]
+        generation = sampler.generate(
+            lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6, early_commit=bar - 1e-9)
+        )
+        assert generation.forward_passes == [
+            1 + next(step for step, margin in enumerate(margins) if margin >= bar - 1e-9)
+        ]
 
 
 def test_lossy_and_exact_requests_share_an_engine():
@@ -134,14 +157,19 @@ def test_lossy_and_exact_requests_share_an_engine():
 
 
 def test_a_deterministic_run_computes_every_sequence_on_its_own():
-    """In float32, where the batch shape changes rounding: the log-probabilities are those of each sequence alone, bit for bit."""
+    """In float32, where the batch shape changes rounding: the log-probabilities are those of each sequence
+    alone, bit for bit."""
     exact = tiny("phi", "block_causal", 4, eos_bias=-9.0)
     lm, rows = exact.bind(copy.deepcopy(exact.model).float()), []
     config = SamplerConfig(max_new_tokens=6, deterministic=True)
     keys = list(range(len(PROMPTS)))
-    hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    hook = lm.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
     generation = sampler.generate(lm, PROMPTS, config, keys)
     hook.remove()
     assert set(rows) == {1}
     alone = [sampler.generate(lm, [prompt], config, [key]) for prompt, key in zip(PROMPTS, keys, strict=True)]
-    assert generation.tokens == [one.tokens[0] for one in alone] and generation.log_probs == [one.log_probs[0] for one in alone]
+    assert generation.tokens == [one.tokens[0] for one in alone] and generation.log_probs == [
+        one.log_probs[0] for one in alone
+    ]

@@ -1,4 +1,5 @@
-"""The naive sampler: greedy decoding of a causal model is that of transformers, and each step is one forward pass."""
+"""The naive sampler: greedy decoding of a causal model is that of transformers, and each step is one forward
+pass."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ PROMPTS = [[1, 4, 5, 6], [7], [9, 8, 7, 6, 5, 4, 4], [1, 9]]
 
 def test_the_signature_is_that_of_the_sampler():
     here, there = (inspect.signature(each).parameters.values() for each in (naive.generate, sampler.generate))
-    assert [(each.name, each.default, each.kind) for each in here] == [(each.name, each.default, each.kind) for each in there]
+    assert [(each.name, each.default, each.kind) for each in here] == [
+        (each.name, each.default, each.kind) for each in there
+    ]
 
 
 @pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
@@ -45,7 +48,9 @@ def test_each_step_is_one_forward_pass(attention, block_size, steps, monkeypatch
     blocks = 1 if attention == "bidirectional" else -(-7 // (block_size or 1))
     steps = steps and max(steps, blocks)
     logits = lm.logits
-    monkeypatch.setattr(lm, "logits", lambda ids_BT, **rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, **rest))[1])
+    monkeypatch.setattr(
+        lm, "logits", lambda ids_BT, **rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, **rest))[1]
+    )
     config = SamplerConfig(max_new_tokens=7, steps=steps, temperature=1.0, stop_at_eos=False)
     generation = naive.generate(lm, PROMPTS, config)
     assert len(seen) == sum(generation.forward_passes) and {batch for batch, _ in seen} == {1}
@@ -61,7 +66,9 @@ def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, atten
     stock_model, tokenizer = stock()
     stock_model.get_output_embeddings().weight.data.zero_()
     lm = make_diffusion(stock_model, tokenizer, attention=attention, block_size=block_size)
-    generation = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=7, threshold=0.9, forbidden_tokens=[lm.eos_token_id]))
+    generation = generate(
+        lm, PROMPTS, SamplerConfig(max_new_tokens=7, threshold=0.9, forbidden_tokens=[lm.eos_token_id])
+    )
     assert generation.steps == [list(range(7))] * 4 and generation.forward_passes == [7] * 4
 
 
@@ -70,6 +77,8 @@ def test_the_policies_differ():
     lm = tiny("phi", "bidirectional")
     orders = set()
     for policy in get_args(SamplerConfig.model_fields["policy"].annotation):
-        generation = naive.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, policy=policy, stop_at_eos=False))
+        generation = naive.generate(
+            lm, PROMPTS, SamplerConfig(max_new_tokens=12, policy=policy, stop_at_eos=False)
+        )
         orders.add(str(generation.steps))
     assert len(orders) == 5

@@ -25,7 +25,8 @@ pytestmark = needs_gpu
 PROMPTS = [[4, 5, 6], [7] * 5]
 
 
-# GPT-2 has no rotary embeddings, whose sines and cosines are of float32 and differ between devices in their last bits.
+# GPT-2 has no rotary embeddings, whose sines and cosines are of float32 and differ between devices in their
+# last bits.
 
 
 def there(lm: DiffusionLM) -> DiffusionLM:
@@ -46,13 +47,22 @@ def on_gpu(*pattern: str | int | bool | None) -> DiffusionLM:
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_settings_give_the_tokens_of_a_cpu(attention, block_size, logit_shift, data):
-    config, prompts = data.draw(configs(attention, block_size)), data.draw(prompt_lists(shortest=int(logit_shift)))
+    config, prompts = (
+        data.draw(configs(attention, block_size)),
+        data.draw(prompt_lists(shortest=int(logit_shift))),
+    )
     pattern = (attention, block_size, logit_shift)
-    assert_same(sampler.generate(on_gpu(*pattern), prompts, config), sampler.generate(tiny("gpt2", *pattern), prompts, config))
+    assert_same(
+        sampler.generate(on_gpu(*pattern), prompts, config),
+        sampler.generate(tiny("gpt2", *pattern), prompts, config),
+    )
 
 
 EACH: dict[str, dict[str, Any]] = {
-    **{policy: {"policy": policy, "steps": 4} for policy in ("confidence", "margin", "entropy", "random", "left_to_right")},
+    **{
+        policy: {"policy": policy, "steps": 4}
+        for policy in ("confidence", "margin", "entropy", "random", "left_to_right")
+    },
     "threshold": {"threshold": 0.2},
     "factor": {"factor": 0.5},
     "entropy bound": {"policy": "entropy", "entropy_bound": 2.0},
@@ -72,11 +82,16 @@ EACH: dict[str, dict[str, Any]] = {
     [("block_causal", 4, 1.0), pytest.param("bidirectional", None, 0.0, marks=pytest.mark.slow)],
 )
 def test_each_setting_gives_the_tokens_of_a_cpu(attention, block_size, temperature, each):
-    config = SamplerConfig(max_new_tokens=8, block_size=4, temperature=temperature, stop_at_eos=False, trace=True, **EACH[each])
+    config = SamplerConfig(
+        max_new_tokens=8, block_size=4, temperature=temperature, stop_at_eos=False, trace=True, **EACH[each]
+    )
     if config.cache != "exact" and attention != "bidirectional":
         pytest.skip("models by blocks have their own cache")
     pattern = (attention, block_size)
-    assert_same(sampler.generate(on_gpu(*pattern), PROMPTS, config), sampler.generate(tiny("gpt2", *pattern), PROMPTS, config))
+    assert_same(
+        sampler.generate(on_gpu(*pattern), PROMPTS, config),
+        sampler.generate(tiny("gpt2", *pattern), PROMPTS, config),
+    )
 
 
 CHOSEN = {
@@ -94,7 +109,10 @@ CHOSEN = {
 def test_what_must_fit_gives_the_same_tokens(attention, block_size, chosen):
     if chosen == "revised" and (attention == "causal" or block_size == 1):
         pytest.skip("blocks of one token have nothing to hide")
-    config, lm = SamplerConfig(max_new_tokens=6, trace=True, **CHOSEN[chosen]), tiny("gpt2", attention, block_size)
+    config, lm = (
+        SamplerConfig(max_new_tokens=6, trace=True, **CHOSEN[chosen]),
+        tiny("gpt2", attention, block_size),
+    )
     found = sampler.generate(there(lm), PROMPTS, config)
     # Where only one token fits, rounding decides which position is revealed first.
     assert found.tokens == sampler.generate(lm, PROMPTS, config).tokens
@@ -102,18 +120,34 @@ def test_what_must_fit_gives_the_same_tokens(attention, block_size, chosen):
 
 @pytest.mark.parametrize("constraint", [{"regex": "[abc]{3}d*"}, {"choice": ["aba", "d"]}])
 def test_constraints_give_the_tokens_of_a_cpu(constraint):
-    config, pattern = SamplerConfig(max_new_tokens=6, temperature=1.0, constraint=constraint), ("block_causal", 4)
-    assert sampler.generate(on_gpu(*pattern), PROMPTS, config).tokens == sampler.generate(tiny("gpt2", *pattern), PROMPTS, config).tokens
+    config, pattern = (
+        SamplerConfig(max_new_tokens=6, temperature=1.0, constraint=constraint),
+        ("block_causal", 4),
+    )
+    assert (
+        sampler.generate(on_gpu(*pattern), PROMPTS, config).tokens
+        == sampler.generate(tiny("gpt2", *pattern), PROMPTS, config).tokens
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("verified", "candidates"), [(False, 1), (True, 1), pytest.param(True, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("verified", "candidates"), [(False, 1), (True, 1), pytest.param(True, 3, marks=pytest.mark.slow)]
+)
 def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified, candidates):
     lm = tiny("gpt2", "block_causal", 4, True, causal_context=True)
-    settings = {"max_new_tokens": 8, "temperature": temperature, "candidates": candidates, "stop_at_eos": False}
+    settings = {
+        "max_new_tokens": 8,
+        "temperature": temperature,
+        "candidates": candidates,
+        "stop_at_eos": False,
+    }
     config = SamplerConfig(mode="self-speculative", **settings)
     found = sampler.generate(there(lm), PROMPTS, config, verifier=there(tiny("gpt2")) if verified else None)
-    assert found.tokens == sampler.generate(lm, PROMPTS, config, verifier=tiny("gpt2") if verified else None).tokens
+    assert (
+        found.tokens
+        == sampler.generate(lm, PROMPTS, config, verifier=tiny("gpt2") if verified else None).tokens
+    )
 
 
 def test_gaps_are_found_and_filled_as_on_a_cpu():
@@ -125,7 +159,10 @@ def test_gaps_are_found_and_filled_as_on_a_cpu():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_finds_the_lengths_fills_gaps_as_on_a_cpu(temperature):
-    lm, config = with_length_tokens(expand=2.0, delete=1.0, family="gpt2"), SamplerConfig(temperature=temperature, tokens_per_step=2)
+    lm, config = (
+        with_length_tokens(expand=2.0, delete=1.0, family="gpt2"),
+        SamplerConfig(temperature=temperature, tokens_per_step=2),
+    )
     texts = [[[1, 4, 5, 6], [7, 4]], [[1, 5, 5], [6, 7], [4, 5]]]
     found = unmask.infill(there(lm), texts, config, length="auto", max_gap=6)
     expected = unmask.infill(lm, texts, config, length="auto", max_gap=6)
@@ -138,7 +175,9 @@ def test_likelihoods_are_those_of_a_cpu(attention, block_size):
     lm = tiny("gpt2", attention, block_size)
     estimator = "exact" if lm.autoregressive else "elbo"
     found = unmask.log_likelihood(there(lm), PROMPTS, PROMPTS[::-1], estimator=estimator)
-    assert found.tolist() == pytest.approx(unmask.log_likelihood(lm, PROMPTS, PROMPTS[::-1], estimator=estimator).tolist(), abs=1e-9)
+    assert found.tolist() == pytest.approx(
+        unmask.log_likelihood(lm, PROMPTS, PROMPTS[::-1], estimator=estimator).tolist(), abs=1e-9
+    )
 
 
 @needs_cuda
@@ -148,7 +187,9 @@ def test_cuda_graphs_give_the_same_tokens(attention, block_size, temperature):
     lm, graphs = tiny("gpt2", attention, block_size), there(tiny("gpt2", attention, block_size))
     graphs.cuda_graphs = True
     block = 4 if attention == "bidirectional" else None
-    config = SamplerConfig(max_new_tokens=16, block_size=block, temperature=temperature, stop_at_eos=False, trace=True)
+    config = SamplerConfig(
+        max_new_tokens=16, block_size=block, temperature=temperature, stop_at_eos=False, trace=True
+    )
     for _ in range(3):
         for prompts in (PROMPTS, PROMPTS[:1]):
             assert_same(sampler.generate(graphs, prompts, config), sampler.generate(lm, prompts, config))
@@ -158,6 +199,7 @@ def test_cuda_graphs_give_the_same_tokens(attention, block_size, temperature):
 def test_noise_has_the_same_bits():
     key_B1, position_T = torch.arange(5)[:, None] * 0x1234567890ABCDE, torch.arange(300)
     here, there = (
-        uniform(3, key_B1.to(device), position=position_T.to(device), step=2, stream=Stream.TOKEN).cpu() for device in ("cpu", GPU)
+        uniform(3, key_B1.to(device), position=position_T.to(device), step=2, stream=Stream.TOKEN).cpu()
+        for device in ("cpu", GPU)
     )
     assert torch.equal(here, there)

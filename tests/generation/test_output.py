@@ -27,12 +27,21 @@ def test_completions_are_cut_at_their_first_eos_and_traces_are_not(stop_at_eos):
     canvases = [[4, eos, 5, eos, 6, 7], [4, 5, 6, 7, 8, 9], [eos, 4, mask, mask, mask, mask]]
     steps = [[-1 if token == mask else at for at, token in enumerate(ids)] for ids in canvases]
     traces = [Trace(ids, when, [-0.5] * 6, 6) for ids, when in zip(canvases, steps, strict=True)]
-    requests = [Request([4], [4, *[mask] * 6], [False, *[True] * 6], 1, key, [(1, 7)], [[1] * 6], stop_at_eos) for key in range(3)]
+    requests = [
+        Request([4], [4, *[mask] * 6], [False, *[True] * 6], 1, key, [(1, 7)], [[1] * 6], stop_at_eos)
+        for key in range(3)
+    ]
     generation = make_generation(lm, requests, traces, SamplerConfig(stop_at_eos=stop_at_eos, trace=True))
     expected = [canvases[0][:2], canvases[1], [eos]] if stop_at_eos else [*canvases[:2], [eos, 4]]
     assert generation.tokens == expected
-    assert generation.texts == [lm.tokenizer.decode([token for token in tokens if token != eos]) for tokens in expected]
-    assert [len(steps) for steps in generation.steps] == [len(values) for values in generation.log_probs] == list(map(len, expected))
+    assert generation.texts == [
+        lm.tokenizer.decode([token for token in tokens if token != eos]) for tokens in expected
+    ]
+    assert (
+        [len(steps) for steps in generation.steps]
+        == [len(values) for values in generation.log_probs]
+        == list(map(len, expected))
+    )
     assert generation.trace == traces
     assert make_generation(lm, requests, traces, SamplerConfig()).trace is None
 
@@ -59,26 +68,36 @@ cases = st.builds(
 @examples(4)
 @given(case=cases, decoding_block=st.sampled_from([None, 1, 2, 4, 8]))
 def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, case, decoding_block):
-    """For every state, rebuilt from the trace, the model gives the recorded log-probabilities and the greedy tokens."""
+    """For every state, rebuilt from the trace, the model gives the recorded log-probabilities and the greedy
+    tokens."""
     lm = tiny("phi", attention, block_size, logit_shift)
     size = decoding_block if attention == "bidirectional" else None
-    fewest = 8 // {"causal": 1, "block_causal": block_size}.get(attention, size or 8) + 1  # every block takes a step
+    # every block takes a step
+    fewest = 8 // {"causal": 1, "block_causal": block_size}.get(attention, size or 8) + 1
     case = case._replace(steps=case.steps and min(max(case.steps, fewest), 8))
     config = SamplerConfig(max_new_tokens=8, trace=True, block_size=size, **case._asdict())
     prompts = [[4, 5], [6, 7, 8, 9, 4], [5]]
     generation = generate(lm, prompts, config)
     assert generation.denoising_steps == generation.forward_passes
-    for request, trace, passes in zip(make_requests(lm, prompts, config), generation.trace, generation.forward_passes, strict=True):
+    for request, trace, passes in zip(
+        make_requests(lm, prompts, config), generation.trace, generation.forward_passes, strict=True
+    ):
         assert passes == trace.forward_passes == max(trace.steps) + 1
         assert [token == lm.mask_token_id for token in trace.canvas] == [step < 0 for step in trace.steps]
-        assert all(log_prob == 0 for log_prob, step in zip(trace.log_probs, trace.steps, strict=True) if step < 0)
+        assert all(
+            log_prob == 0 for log_prob, step in zip(trace.log_probs, trace.steps, strict=True) if step < 0
+        )
         replay(lm, request, trace, config)
 
 
 @torch.no_grad()
 def replay(lm, request: Request, trace: Trace, config: SamplerConfig) -> None:
     start = len(request.prompt)
-    plan = [(block, count) for block, counts in zip(request.blocks, request.counts, strict=True) for count in counts]
+    plan = [
+        (block, count)
+        for block, counts in zip(request.blocks, request.counts, strict=True)
+        for count in counts
+    ]
     for step, ((first, stop), count) in enumerate(plan[: trace.forward_passes]):
         hidden = [start + at for at, revealed in enumerate(trace.steps) if revealed < 0 or revealed >= step]
         revealed = [start + at for at, when in enumerate(trace.steps) if when == step]
@@ -91,7 +110,10 @@ def replay(lm, request: Request, trace: Trace, config: SamplerConfig) -> None:
             assert log_prob == pytest.approx(log_probs_TV[position, token].item(), abs=1e-10)
             assert config.temperature > 0 or token == log_probs_TV[position].argmax()
         if config.temperature == 0 and config.policy == "confidence":
-            best = sorted((position for position in hidden if first <= position < stop), key=lambda at: -log_probs_TV[at].max().float())
+            best = sorted(
+                (position for position in hidden if first <= position < stop),
+                key=lambda at: -log_probs_TV[at].max().float(),
+            )
             assert sorted(best[:count]) == revealed
 
 

@@ -1,4 +1,5 @@
-"""Tokens are drawn from the exact distribution, filters keep the most likely ones, and each policy ranks by its measure."""
+"""Tokens are drawn from the exact distribution, filters keep the most likely ones, and each policy ranks by
+its measure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, Top
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import ConfigError, GenerationError
-from unmask.generation.policies import best, count_remasked, decide, draw, first_by_priority, keep_likely, num_accepted, penalise_and_ban
+from unmask.generation.policies import (
+    best,
+    count_remasked,
+    decide,
+    draw,
+    first_by_priority,
+    keep_likely,
+    num_accepted,
+    penalise_and_ban,
+)
 
 POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
 LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
@@ -33,7 +43,9 @@ def random_logits(seed: int, rows: int, width: int, dtype: torch.dtype = torch.f
 def decide_rows(logits_NV: torch.Tensor, first_key: int = 0, **settings):
     rows = len(logits_NV)
     zero_N = torch.zeros(rows, dtype=torch.long)
-    return decide(logits_NV, SamplerConfig(**settings), torch.arange(first_key, first_key + rows), zero_N, zero_N)
+    return decide(
+        logits_NV, SamplerConfig(**settings), torch.arange(first_key, first_key + rows), zero_N, zero_N
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -46,7 +58,9 @@ def test_a_token_of_probability_one_half_is_drawn_half_of_the_time(dtype):
     for round_ in range(rounds):
         decision = decide_rows(logits_NV.expand(rows, -1), first_key=round_ * rows, temperature=1.0)
         counts += torch.bincount(decision.token_N, minlength=tail + 1)
-        torch.testing.assert_close(decision.log_prob_N.exp(), torch.where(decision.token_N == 700, 0.5, 0.5 / tail).to(dtype))
+        torch.testing.assert_close(
+            decision.log_prob_N.exp(), torch.where(decision.token_N == 700, 0.5, 0.5 / tail).to(dtype)
+        )
     total = rows * rounds
     assert abs(counts[700] - total / 2) < 5 * math.sqrt(total / 4)
     tail_counts = torch.cat([counts[:700], counts[701:]])
@@ -55,9 +69,13 @@ def test_a_token_of_probability_one_half_is_drawn_half_of_the_time(dtype):
     assert abs(chi_square - (tail - 1)) < 5 * math.sqrt(2 * (tail - 1))
 
 
-@given(st.lists(st.sampled_from([0.0, 5e-324]) | st.floats(0, 1e3), min_size=1, max_size=12).filter(any), noises)
+@given(
+    st.lists(st.sampled_from([0.0, 5e-324]) | st.floats(0, 1e3), min_size=1, max_size=12).filter(any), noises
+)
 def test_tokens_of_weight_zero_are_never_drawn(weights, noise):
-    token = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([noise], dtype=torch.float64)).item()
+    token = draw(
+        torch.tensor([weights], dtype=torch.float64), torch.tensor([noise], dtype=torch.float64)
+    ).item()
     assert weights[token] > 0
 
 
@@ -108,17 +126,32 @@ def test_filters_keep_the_first_of_equally_likely_tokens():
     assert (keep_likely(weight_NV, 0, 0.5) > 0).tolist() == [[False, True, True, False, False]]
 
 
-@given(seeds, st.sampled_from([0.0, 1.0]), st.sampled_from(POLICIES), st.booleans(), st.sets(st.integers(0, 4), min_size=1, max_size=3))
+@given(
+    seeds,
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from(POLICIES),
+    st.booleans(),
+    st.sets(st.integers(0, 4), min_size=1, max_size=3),
+)
 def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, policy, filtered, last):
-    """The order of the others stays, by the confidence they had; with `filtered_confidence`, by that among the other tokens alone."""
+    """The order of the others stays, by the confidence they had; with `filtered_confidence`, by that among
+    the other tokens alone."""
     logits_NV = random_logits(seed, 6, 5)
-    settings = {"policy": policy, "temperature": temperature, "filtered_confidence": filtered and policy not in ("random", "left_to_right")}
-    before, after = decide_rows(logits_NV, **settings), decide_rows(logits_NV, **settings, reveal_last=sorted(last))
+    settings = {
+        "policy": policy,
+        "temperature": temperature,
+        "filtered_confidence": filtered and policy not in ("random", "left_to_right"),
+    }
+    before, after = (
+        decide_rows(logits_NV, **settings),
+        decide_rows(logits_NV, **settings, reveal_last=sorted(last)),
+    )
     assert torch.equal(after.token_N, before.token_N) and torch.equal(after.log_prob_N, before.log_prob_N)
     expected_N = before.priority_N
     if settings["filtered_confidence"]:
         others_NV = logits_NV.index_fill(1, torch.tensor(sorted(last)), -torch.inf)
-        expected_N = decide_rows(others_NV, policy=policy, filtered_confidence=True).priority_N  # temperature 0 counts as 1
+        # temperature 0 counts as 1
+        expected_N = decide_rows(others_NV, policy=policy, filtered_confidence=True).priority_N
         if policy == "confidence":
             expected_N = others_NV.log_softmax(-1).gather(1, after.token_N[:, None])[:, 0].float()
     is_last_N = torch.tensor([token in last for token in after.token_N.tolist()])
@@ -126,7 +159,9 @@ def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, policy,
     torch.testing.assert_close(after.priority_N[~is_last_N], expected_N[~is_last_N])
 
 
-@pytest.mark.parametrize("rule", [{"threshold": 1e-9}, {"factor": 0.5}, {"policy": "entropy", "entropy_bound": 50.0}])
+@pytest.mark.parametrize(
+    "rule", [{"threshold": 1e-9}, {"factor": 0.5}, {"policy": "entropy", "entropy_bound": 50.0}]
+)
 def test_parallel_rules_reveal_the_last_tokens_last(rule):
     """All others at once; where no other is hidden, one at a time."""
     config = SamplerConfig(reveal_last=[0], **rule)
@@ -136,7 +171,9 @@ def test_parallel_rules_reveal_the_last_tokens_last(rule):
     count_B = num_accepted(priority_N[None], config)
     assert first_by_priority(priority_N[None], count_B).tolist() == [[False, True, False, True]]
     priority_N[[1, 3]] = -torch.inf
-    assert first_by_priority(priority_N[None], num_accepted(priority_N[None], config)).tolist() == [[True, False, False, False]]
+    assert first_by_priority(priority_N[None], num_accepted(priority_N[None], config)).tolist() == [
+        [True, False, False, False]
+    ]
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}])
@@ -146,11 +183,19 @@ def test_narrow_settings_are_greedy(settings):
     assert torch.equal(decision.token_N, logits_NV.argmax(-1))
 
 
-@given(seeds, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from(POLICIES), st.integers(0, 4), st.floats(0.05, 1))
+@given(
+    seeds,
+    st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    st.sampled_from(POLICIES),
+    st.integers(0, 4),
+    st.floats(0.05, 1),
+)
 def test_log_probs_are_of_the_model_under_all_settings(seed, temperature, policy, top_k, top_p):
     logits_NV = random_logits(seed, 5, 7)
     decision = decide_rows(logits_NV, policy=policy, temperature=temperature, top_k=top_k, top_p=top_p)
-    expected_N = torch.stack([row_V.log_softmax(-1)[token] for row_V, token in zip(logits_NV, decision.token_N, strict=True)])
+    expected_N = torch.stack(
+        [row_V.log_softmax(-1)[token] for row_V, token in zip(logits_NV, decision.token_N, strict=True)]
+    )
     torch.testing.assert_close(decision.log_prob_N, expected_N)
     assert decision.log_prob_N.isfinite().all() and decision.priority_N.isfinite().all()
     if temperature == 0:
@@ -160,7 +205,9 @@ def test_log_probs_are_of_the_model_under_all_settings(seed, temperature, policy
 @given(seeds, st.sampled_from([0.0, 1.0]))
 def test_priorities(seed, temperature):
     logits_NV = random_logits(seed, 6, 5)
-    by_policy = {policy: decide_rows(logits_NV, policy=policy, temperature=temperature) for policy in POLICIES}
+    by_policy = {
+        policy: decide_rows(logits_NV, policy=policy, temperature=temperature) for policy in POLICIES
+    }
     probs = logits_NV.softmax(-1).tolist()
     best = [sorted(row, reverse=True) for row in probs]
     expected = {
@@ -172,22 +219,33 @@ def test_priorities(seed, temperature):
     }
     for policy, decision in by_policy.items():
         assert decision.priority_N.tolist() == pytest.approx(expected[policy])
-        assert torch.equal(decision.token_N, by_policy["random"].token_N)  # the policy orders, it does not choose tokens
+        # the policy orders, it does not choose tokens
+        assert torch.equal(decision.token_N, by_policy["random"].token_N)
 
 
-@given(seeds, st.sampled_from([0.0, 0.6, 1.7]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.7]), st.sampled_from([None, [1, 2, 4, 5]]))
+@given(
+    seeds,
+    st.sampled_from([0.0, 0.6, 1.7]),
+    st.sampled_from([0, 3]),
+    st.sampled_from([1.0, 0.7]),
+    st.sampled_from([None, [1, 2, 4, 5]]),
+)
 def test_filtered_priorities_are_those_of_the_filtered_distribution(seed, temperature, top_k, top_p, allowed):
     """Ye et al. 2025 (Dream): after temperature and filters, and at temperature 0 after the filters alone."""
     logits_NV = random_logits(seed, 6, 6)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "allowed_tokens": allowed}
     allowed_V = torch.tensor([allowed is None or token in allowed for token in range(6)])
-    kept_NV = keep_likely((logits_NV.masked_fill(~allowed_V, -torch.inf) / (temperature or 1.0)).softmax(-1), top_k, top_p)
+    kept_NV = keep_likely(
+        (logits_NV.masked_fill(~allowed_V, -torch.inf) / (temperature or 1.0)).softmax(-1), top_k, top_p
+    )
     probs = (kept_NV / kept_NV.sum(-1, keepdim=True)).tolist()
     for policy in ("confidence", "margin", "entropy"):
         decision = decide_rows(logits_NV, policy=policy, filtered_confidence=True, trace=True, **settings)
         best = [sorted(row, reverse=True) for row in probs]
         expected = {
-            "confidence": [math.log(row[token]) for row, token in zip(probs, decision.token_N.tolist(), strict=True)],
+            "confidence": [
+                math.log(row[token]) for row, token in zip(probs, decision.token_N.tolist(), strict=True)
+            ],
             "margin": [row[0] - row[1] for row in best],
             "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
         }
@@ -199,7 +257,8 @@ def test_filtered_priorities_are_those_of_the_filtered_distribution(seed, temper
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rounding_does_not_rank_equal_positions(policy):
-    """All positions of an empty canvas can be equal: their order must not depend on the last bit of a float64."""
+    """All positions of an empty canvas can be equal: their order must not depend on the last bit of a
+    float64."""
     logits_NV = random_logits(1, 1, 6).repeat(5, 1) * (1 + torch.arange(5)[:, None] * 2.0**-52)
     priorities = decide_rows(logits_NV, policy=policy).priority_N
     assert priorities.dtype == torch.float32
@@ -219,19 +278,28 @@ def test_noise_is_keyed_by_sequence_step_position_and_seed():
         settings = SamplerConfig(temperature=1.0, seed=seed)
         of = [torch.tensor(value).expand(3) for value in (key, step, position)]
         decision = decide(torch.zeros(3, 10**5), settings, *of)
-        assert len(set(decision.token_N.tolist())) == 1  # nothing else matters, such as the place in the batch
+        # nothing else matters, such as the place in the batch
+        assert len(set(decision.token_N.tolist())) == 1
         return decision.token_N[0].item()
 
     assert len({tokens(), tokens(seed=1), tokens(key=1), tokens(step=1), tokens(position=1)}) == 5
     assert tokens() == tokens()
 
 
-@given(st.lists(st.lists(st.sampled_from([-math.inf, 0.0, 0.5, 1.0]), min_size=5, max_size=5), min_size=1, max_size=4), st.data())
+@given(
+    st.lists(
+        st.lists(st.sampled_from([-math.inf, 0.0, 0.5, 1.0]), min_size=5, max_size=5), min_size=1, max_size=4
+    ),
+    st.data(),
+)
 def test_the_first_by_priority_and_then_by_position(priorities, data):
     counts = [data.draw(st.integers(0, 6)) for _ in priorities]
     chosen_BT = first_by_priority(torch.tensor(priorities), torch.tensor(counts))
     for row, count, chosen_T in zip(priorities, counts, chosen_BT, strict=True):
-        ranked = sorted((position for position in range(5) if row[position] > -math.inf), key=lambda position: -row[position])
+        ranked = sorted(
+            (position for position in range(5) if row[position] > -math.inf),
+            key=lambda position: -row[position],
+        )
         assert chosen_T.nonzero().flatten().tolist() == sorted(ranked[:count])
 
 
@@ -241,7 +309,13 @@ def priorities(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor([row + [-math.inf] * (width - len(row)) for row in rows])
 
 
-@given(st.lists(st.lists(st.sampled_from([0.95, 0.9, 0.9 - 1e-6, 0.5, 0.5 - 1e-6]), min_size=1, max_size=6), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.95, 0.9, 0.9 - 1e-6, 0.5, 0.5 - 1e-6]), min_size=1, max_size=6),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_a_threshold_reveals_all_that_reach_it_or_exactly_one(probs):
     """It does not reveal all positions that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
     priority_BW = priorities([[math.log(p) for p in row] for row in probs])
@@ -251,13 +325,19 @@ def test_a_threshold_reveals_all_that_reach_it_or_exactly_one(probs):
 
 def test_a_factor_raises_the_bar_for_each_further_token():
     """Of n revealed together the n-th must be at least 1 - factor / (n + 1) probable."""
-    priority_BW = priorities([[math.log(p) for p in row] for row in ([0.9, 0.75, 0.5], [0.9, 0.6, 0.76], [0.1, 0.1])])
+    priority_BW = priorities(
+        [[math.log(p) for p in row] for row in ([0.9, 0.75, 0.5], [0.9, 0.6, 0.76], [0.1, 0.1])]
+    )
     assert num_accepted(priority_BW, SamplerConfig(factor=1.0)).tolist() == [2, 2, 1]
 
 
 def test_an_entropy_bound_holds_for_the_sum():
     priority_BW = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
-    assert num_accepted(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
+    assert num_accepted(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [
+        2,
+        2,
+        1,
+    ]
 
 
 tenths = st.integers(0, 40).map(lambda number: number / 10)
@@ -265,8 +345,11 @@ tenths = st.integers(0, 40).map(lambda number: number / 10)
 
 @given(st.lists(tenths, min_size=1, max_size=7), tenths.map(lambda bound: bound + 0.05))
 def test_the_rule_of_the_eb_sampler_leaves_the_largest_entropy_out(entropies, bound):
-    """The largest set whose entropies sum to at most the bound without their maximum (Ben-Hamu et al. 2025), over all sets."""
-    sets = [chosen for size in range(1, len(entropies) + 1) for chosen in itertools.combinations(entropies, size)]
+    """The largest set whose entropies sum to at most the bound without their maximum (Ben-Hamu et al. 2025),
+    over all sets."""
+    sets = [
+        chosen for size in range(1, len(entropies) + 1) for chosen in itertools.combinations(entropies, size)
+    ]
     largest = max(len(chosen) for chosen in sets if sum(chosen) - max(chosen) <= bound)
     config = SamplerConfig(policy="entropy", entropy_bound=bound, entropy_rule="sum-minus-max")
     assert num_accepted(priorities([[-entropy for entropy in entropies]]), config).tolist() == [largest]
@@ -278,7 +361,9 @@ def test_the_rule_of_the_eb_sampler_leaves_the_largest_entropy_out(entropies, bo
 def test_tokens_that_are_revealed_last_wait_for_the_eb_sampler_too():
     lowest = torch.finfo(torch.float32).min
     config = SamplerConfig(policy="entropy", entropy_bound=1.0, entropy_rule="sum-minus-max")
-    assert num_accepted(priorities([[-0.1, lowest, lowest], [-torch.inf, lowest, lowest]]), config).tolist() == [1, 1]
+    assert num_accepted(
+        priorities([[-0.1, lowest, lowest], [-torch.inf, lowest, lowest]]), config
+    ).tolist() == [1, 1]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.floats(0, 0.99))
@@ -298,7 +383,9 @@ def test_records_are_those_of_the_distributions(seed, temperature, top_k, top_p)
     probs_NV = logits_NV.softmax(-1)
     torch.testing.assert_close(decision.entropy_N, torch.special.entr(probs_NV).sum(-1))
     kept_NV = keep_likely((logits_NV / temperature).softmax(-1), top_k, top_p)
-    expected_N = (kept_NV / kept_NV.sum(-1, keepdim=True)).log().gather(1, decision.token_N[:, None]).squeeze(1)
+    expected_N = (
+        (kept_NV / kept_NV.sum(-1, keepdim=True)).log().gather(1, decision.token_N[:, None]).squeeze(1)
+    )
     torch.testing.assert_close(decision.sampled_log_prob_N, expected_N)
     greedy = decide_rows(logits_NV, trace=True)
     assert (greedy.sampled_log_prob_N == 0).all()
@@ -322,7 +409,9 @@ def test_repetition_is_penalised_as_transformers_does_it():
     ids_NT = torch.randint(0, 11, (5, 6), generator=torch.Generator().manual_seed(1))
     present_NV = torch.zeros(5, 11, dtype=torch.bool).scatter_(1, ids_NT, True)
     expected_NV = RepetitionPenaltyLogitsProcessor(1.7)(ids_NT, logits_NV.clone())
-    torch.testing.assert_close(penalise_and_ban(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV)
+    torch.testing.assert_close(
+        penalise_and_ban(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV
+    )
 
 
 @pytest.mark.parametrize("width", [1, 255, 256, 257, 700])

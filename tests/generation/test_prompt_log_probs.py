@@ -1,4 +1,5 @@
-"""The log-probabilities of a prompt's tokens are those with which the model writes them from left to right."""
+"""The log-probabilities of a prompt's tokens are those with which the model writes them from left to
+right."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ def measured(lm, ids, top=0):
 def test_they_are_those_of_a_text_written_from_left_to_right(kind, tokens_per_pass, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_PASS", tokens_per_pass)
     lm = toy.toy(kind)
-    config = SamplerConfig(max_new_tokens=11, policy="left_to_right", temperature=2.0, stop_at_eos=False, top_log_probs=3, trace=True)
+    config = SamplerConfig(
+        max_new_tokens=11,
+        policy="left_to_right",
+        temperature=2.0,
+        stop_at_eos=False,
+        top_log_probs=3,
+        trace=True,
+    )
     for seed in range(3):
         written = unmask.generate(lm, [[4]], config.model_copy(update={"seed": seed}))
         found = measured(lm, [4, *written.tokens[0]], top=3)
@@ -32,12 +40,16 @@ def test_they_are_those_of_a_text_written_from_left_to_right(kind, tokens_per_pa
         assert found.log_probs[1:] == pytest.approx(written.log_probs[0], abs=1e-9)
         [trace] = written.trace
         assert [[token for token, _ in each] for each in found.top[1:]] == trace.top_ids
-        assert [[value for _, value in each] for each in found.top[1:]] == [pytest.approx(each, abs=1e-9) for each in trace.top_log_probs]
+        assert [[value for _, value in each] for each in found.top[1:]] == [
+            pytest.approx(each, abs=1e-9) for each in trace.top_log_probs
+        ]
 
 
 def test_a_causal_model_gives_those_of_transformers():
     lm, ids = toy.toy(attention=("causal", None, True)), toy.random_row(20, seed=3).clamp_min(1).tolist()
-    model = AutoModelForCausalLM.from_config(copy.copy(lm.config), dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        copy.copy(lm.config), dtype=torch.float64, attn_implementation="eager"
+    )
     model.load_state_dict(lm.model.state_dict())
     passes = []
     found = prompt_log_probs(lm, ids, 1, lambda part: passes.append(part) or part())
@@ -46,14 +58,18 @@ def test_a_causal_model_gives_those_of_transformers():
     log_prob_TV = logits_TV.log_softmax(-1)
     expected = log_prob_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     assert found.log_probs[1:] == pytest.approx(expected, abs=1e-9) and len(passes) == 1
-    assert [most[0] for most in found.top[1:]] == [(int(row.argmax()), pytest.approx(float(row.max()), abs=1e-9)) for row in log_prob_TV]
+    assert [most[0] for most in found.top[1:]] == [
+        (int(row.argmax()), pytest.approx(float(row.max()), abs=1e-9)) for row in log_prob_TV
+    ]
 
 
 def test_a_token_that_is_the_most_probable_one_has_its_very_number():
     """Clients compare the two to know whether a text is greedy."""
     for kind in toy.KINDS:
         lm = toy.toy(kind)
-        greedy = unmask.generate(lm, [[4]], SamplerConfig(max_new_tokens=8, policy="left_to_right", stop_at_eos=False))
+        greedy = unmask.generate(
+            lm, [[4]], SamplerConfig(max_new_tokens=8, policy="left_to_right", stop_at_eos=False)
+        )
         found = measured(lm, [4, *greedy.tokens[0]], top=1)
         assert found.log_probs[1:] == [most[0][1] for most in found.top[1:]]
 

@@ -1,6 +1,8 @@
-"""Tokens of published samplers, recorded with the model of `recorded.py`, equal Unmask's, given the same random numbers.
+"""Tokens of published samplers, recorded with the model of `recorded.py`, equal Unmask's, given the same
+random numbers.
 
-Each file of `data/` names the repository, file, function and commit; each case has the published arguments and Unmask's settings."""
+Each file of `data/` names the repository, file, function and commit; each case has the published arguments
+and Unmask's settings."""
 
 from __future__ import annotations
 
@@ -33,5 +35,15 @@ def test_a_published_sampler_gives_these_tokens(case):
 def test_every_sampler_is_recorded():
     settings = [case.values[0]["settings"] for case in CASES]
     assert len(settings) > 40
-    for name in ("steps", "threshold", "guidance", "schedule", "filtered_confidence", "order_temperature", "top_p", "top_k", "cache"):
+    for name in (
+        "steps",
+        "threshold",
+        "guidance",
+        "schedule",
+        "filtered_confidence",
+        "order_temperature",
+        "top_p",
+        "top_k",
+        "cache",
+    ):
         assert any(name in given for given in settings), name

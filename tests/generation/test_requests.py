@@ -1,4 +1,5 @@
-"""Decoding blocks cover all hidden positions in order; impossible requests are refused before anything is computed."""
+"""Decoding blocks cover all hidden positions in order; impossible requests are refused before anything is
+computed."""
 
 from __future__ import annotations
 
@@ -35,25 +36,40 @@ def test_counts_are_even_with_the_larger_first(sizes, steps):
     shares = [max(1, steps // len(sizes) + (index < steps % len(sizes))) for index in range(len(sizes))]
     if all(share <= size for share, size in zip(shares, sizes, strict=True)):
         assert total == max(steps, len(sizes))
-        assert list(map(len, counts)) == sorted(map(len, counts), reverse=True) and len(counts[0]) - len(counts[-1]) <= 1
+        assert (
+            list(map(len, counts)) == sorted(map(len, counts), reverse=True)
+            and len(counts[0]) - len(counts[-1]) <= 1
+        )
     else:
-        assert any(len(block) == size < share for block, size, share in zip(counts, sizes, shares, strict=True))
+        assert any(
+            len(block) == size < share for block, size, share in zip(counts, sizes, shares, strict=True)
+        )
 
 
 @every_pattern
-@given(start=st.integers(1, 9), blocks=st.integers(1, 5), decoding_block=st.none() | st.integers(1, 5), steps=st.none() | st.integers(1, 9))
+@given(
+    start=st.integers(1, 9),
+    blocks=st.integers(1, 5),
+    decoding_block=st.none() | st.integers(1, 5),
+    steps=st.none() | st.integers(1, 9),
+)
 def test_blocks_tile_the_completion(attention, block_size, start, blocks, decoding_block, steps):
     size = decoding_block if attention == "bidirectional" else None
     count = blocks * (decoding_block or 1)
     lm = tiny("phi", attention, block_size)
-    fewest = math.ceil(count / {"causal": 1, "block_causal": block_size, "bidirectional": size or count}[attention])
-    config = SamplerConfig(max_new_tokens=count, block_size=size, steps=min(max(steps, fewest), count) if steps else None)
+    fewest = math.ceil(
+        count / {"causal": 1, "block_causal": block_size, "bidirectional": size or count}[attention]
+    )
+    config = SamplerConfig(
+        max_new_tokens=count, block_size=size, steps=min(max(steps, fewest), count) if steps else None
+    )
     (request,) = make_requests(lm, [[4] * start], config)
     assert request.length == start + count and request.prompt == [4] * start
     positions = [position for first, stop in request.blocks for position in range(first, stop)]
     assert positions == list(range(start, start + count))
     grid = {"causal": 1, "block_causal": block_size, "bidirectional": size or count}[attention]
-    anchor = start if attention == "bidirectional" else 0  # blocks begin at the completion, or lie on the attention grid
+    # blocks begin at the completion, or lie on the attention grid
+    anchor = start if attention == "bidirectional" else 0
     assert all((first - anchor) % grid == 0 for first, _ in request.blocks[1:])
     assert all((first - anchor) // grid == (stop - 1 - anchor) // grid for first, stop in request.blocks)
     assert request.counts == step_counts([stop - first for first, stop in request.blocks], config)
@@ -63,7 +79,8 @@ def test_blocks_tile_the_completion(attention, block_size, start, blocks, decodi
 @pytest.mark.parametrize("logit_shift", [False, True])
 @given(start=st.integers(1, 17), count=st.integers(1, 24), part=st.integers(1, 8))
 def test_sub_blocks_are_aligned_to_their_block(logit_shift, start, count, part):
-    """With a logit shift the first token of a block, which the clean text before it predicts, is its own sub-block."""
+    """With a logit shift the first token of a block, which the clean text before it predicts, is its own
+    sub-block."""
     lm = tiny("phi", "block_causal", 8, logit_shift)
     (request,) = make_requests(lm, [[4] * start], SamplerConfig(max_new_tokens=count, sub_block_size=part))
     spans = [range(first, stop) for first, stop in request.blocks]
@@ -87,7 +104,10 @@ def test_the_context_may_be_filled_to_the_last_token():
 def test_tokens_per_step_are_the_inverse_of_steps(sizes, tokens):
     counts = step_counts(sizes, SamplerConfig(tokens_per_step=tokens))
     assert [sum(block) for block in counts] == sizes
-    assert all(max(block) <= tokens and len(block) == -(-size // tokens) for block, size in zip(counts, sizes, strict=True))
+    assert all(
+        max(block) <= tokens and len(block) == -(-size // tokens)
+        for block, size in zip(counts, sizes, strict=True)
+    )
 
 
 @given(sizes, st.integers(1, 80), st.sampled_from(["dream", "ancestral"]), st.integers(0, 99))
@@ -100,7 +120,8 @@ def test_every_schedule_reveals_all_tokens_and_skips_empty_steps(sizes, steps, s
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_the_schedule_of_dream_rounds_down(size, steps):
-    """Of the hidden tokens the fraction 1 - s / t, at equidistant times t > s from 1 to 0.001; the last step reveals the rest."""
+    """Of the hidden tokens the fraction 1 - s / t, at equidistant times t > s from 1 to 0.001; the last step
+    reveals the rest."""
     left, expected = size, []
     for step in range(steps - 1):
         time, later = (1 - (1 - Fraction(1, 1000)) * number / steps for number in (step, step + 1))
@@ -115,10 +136,12 @@ def test_the_schedule_of_dream_rounds_down(size, steps):
 
 @pytest.mark.slow
 def test_the_ancestral_schedule_reveals_tokens_independently():
-    """A token is still hidden after step i of n with probability 1 - 0.999 i / n (Sahoo et al. 2024), independently of other tokens."""
+    """A token is still hidden after step i of n with probability 1 - 0.999 i / n (Sahoo et al. 2024),
+    independently of other tokens."""
     steps, size, rounds = 4, 3, 4000
     config = SamplerConfig(steps=steps, schedule="ancestral")
-    first = sum(step_counts([size], config, key)[0] == [size] for key in range(rounds)) / rounds  # all at one step
+    # all at one step
+    first = sum(step_counts([size], config, key)[0] == [size] for key in range(rounds)) / rounds
     shares = [0.999 / 4] * 3 + [1 - 3 * 0.999 / 4]
     expected = sum(share**size for share in shares)
     assert abs(first - expected) < 4 * math.sqrt(expected * (1 - expected) / rounds)
@@ -127,7 +150,12 @@ def test_the_ancestral_schedule_reveals_tokens_independently():
 
 def test_more_steps_than_tokens_fit_a_schedule_that_skips():
     lm = tiny("phi", "bidirectional")
-    assert sum(make_requests(lm, [[4]], SamplerConfig(max_new_tokens=8, steps=40, schedule="dream"))[0].counts[0]) == 8
+    assert (
+        sum(
+            make_requests(lm, [[4]], SamplerConfig(max_new_tokens=8, steps=40, schedule="dream"))[0].counts[0]
+        )
+        == 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,29 +188,47 @@ def test_fewer_steps_than_blocks_are_refused(attention, block_size, settings, fe
 def test_infilling_covers_every_hidden_position_once(attention, block_size, data):
     lm = tiny("phi", attention, block_size, False)
     ids = data.draw(
-        st.lists(st.sampled_from([4, 5, lm.mask_token_id]), min_size=1, max_size=20).filter(lambda ids: lm.mask_token_id in ids)
+        st.lists(st.sampled_from([4, 5, lm.mask_token_id]), min_size=1, max_size=20).filter(
+            lambda ids: lm.mask_token_id in ids
+        )
     )
     size = data.draw(st.none() | st.integers(1, 6)) if attention == "bidirectional" else None
     (request,) = make_infill_requests(lm, [ids], SamplerConfig(block_size=size))
     assert request.ids == request.prompt == ids and request.start == 0 and not request.stop_at_eos
     hidden = [at for at, token in enumerate(ids) if token == lm.mask_token_id]
     planned = [at for first, stop in request.blocks for at in range(first, stop) if at in hidden]
-    assert planned == hidden and all(any(first <= at < stop for at in hidden) for first, stop in request.blocks)
-    assert [sum(block) for block in request.counts] == [sum(first <= at < stop for at in hidden) for first, stop in request.blocks]
+    assert planned == hidden and all(
+        any(first <= at < stop for at in hidden) for first, stop in request.blocks
+    )
+    assert [sum(block) for block in request.counts] == [
+        sum(first <= at < stop for at in hidden) for first, stop in request.blocks
+    ]
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"steps": 3, "tokens_per_step": 2}, r"tokens_per_step: steps and tokens_per_step contradict one another. Set one of them"),
+        (
+            {"steps": 3, "tokens_per_step": 2},
+            r"tokens_per_step: steps and tokens_per_step contradict one another. Set one of them",
+        ),
         ({"steps": 3, "threshold": 0.9}, "steps and threshold contradict"),
         ({"threshold": 0.9, "factor": 1.0}, "threshold and factor contradict"),
         ({"threshold": 0.9, "remask": 0.1}, "remask: cannot be combined with threshold"),
-        ({"threshold": 0.9, "policy": "random"}, "threshold: cannot be combined with policy 'random'. Use policy 'confidence'"),
+        (
+            {"threshold": 0.9, "policy": "random"},
+            "threshold: cannot be combined with policy 'random'. Use policy 'confidence'",
+        ),
         ({"entropy_bound": 0.9}, "Use policy 'entropy'"),
-        ({"order_temperature": 1.0, "policy": "random"}, "order_temperature: has no effect with policy 'random'"),
+        (
+            {"order_temperature": 1.0, "policy": "random"},
+            "order_temperature: has no effect with policy 'random'",
+        ),
         ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature: has no effect with threshold"),
-        ({"filtered_confidence": True, "policy": "random"}, "filtered_confidence: has no effect with policy 'random'"),
+        (
+            {"filtered_confidence": True, "policy": "random"},
+            "filtered_confidence: has no effect with policy 'random'",
+        ),
         (
             {"threshold": 0.9, "schedule": "dream"},
             "schedule: 'dream' cannot be combined with threshold, which does not fix the number of steps",
@@ -197,11 +243,17 @@ def test_infilling_covers_every_hidden_position_once(attention, block_size, data
         ({"guidance": 1e39}, "guidance"),
         ({"repetition_penalty": 1e-50}, "repetition_penalty"),
         ({"early_commit": 0.5, "remask": 0.5}, "early_commit: cannot be combined with remask"),
-        ({"revise": {}, "threshold": 0.9}, "revise: cannot be combined with threshold, which does not fix the number of steps"),
+        (
+            {"revise": {}, "threshold": 0.9},
+            "revise: cannot be combined with threshold, which does not fix the number of steps",
+        ),
         ({"revise": {}, "remask": 0.5}, "revise: cannot be combined with remask"),
         ({"revise": {}, "drafts": 2}, "revise: cannot be combined with drafts"),
         ({"revise": {}, "early_commit": 0.5}, "revise: cannot be combined with early_commit"),
-        ({"revise": {"schedule": "loop"}, "schedule": "dream"}, "revise: cannot be combined with schedule 'dream'"),
+        (
+            {"revise": {"schedule": "loop"}, "schedule": "dream"},
+            "revise: cannot be combined with schedule 'dream'",
+        ),
         ({"revise": {"t_on": 0.5}}, "revise.t_on: has no effect with schedule 'cap'"),
         ({"revise": {"schedule": "loop", "t_off": 0.6}}, "revise.t_off: 0.6 is not below t_on, 0.55"),
         ({"revise": {"temperature": 1e-9}}, "revise.temperature: 1e-09 is not valid"),
@@ -224,7 +276,12 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"steps": 9}, "steps: 9 steps for 8 tokens"),
         ("bidirectional", None, {"block_size": 3}, "block_size 3: does not divide the 8 new tokens"),
         ("bidirectional", None, {"block_size": 16}, "block_size 16: does not divide"),
-        ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens: token id 99 is outside the vocabulary"),
+        (
+            "bidirectional",
+            None,
+            {"allowed_tokens": [99]},
+            "allowed_tokens: token id 99 is outside the vocabulary",
+        ),
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
         ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
         ("bidirectional", None, {"reveal_last": [99]}, "reveal_last: token id 99"),
@@ -233,11 +290,36 @@ def test_settings_that_contradict_one_another(settings, message):
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
         ("causal", None, {"revise": {}}, "revise: blocks of one token have no visible token to hide"),
         ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
-        ("bidirectional", None, {"sub_block_size": 2}, "sub_block_size: 2 for bidirectional attention. Use block_size in its place"),
-        ("causal", None, {"sub_block_size": 2}, "sub_block_size: 2 for causal attention. Leave it out for this model"),
-        ("block_causal", 4, {"block_size": 2}, "block 2 for an attention block of 4. Leave it out for this model, or sample with sub"),
-        ("block_causal", 4, {"block_size": 8}, "block_size: decoding block 8 for an attention block of 4. Leave it out for this model"),
-        ("block_causal", 4, {"sub_block_size": 5}, "sub_block_size: 5 for block_causal attention by 4 tokens. Use the attention block's"),
+        (
+            "bidirectional",
+            None,
+            {"sub_block_size": 2},
+            "sub_block_size: 2 for bidirectional attention. Use block_size in its place",
+        ),
+        (
+            "causal",
+            None,
+            {"sub_block_size": 2},
+            "sub_block_size: 2 for causal attention. Leave it out for this model",
+        ),
+        (
+            "block_causal",
+            4,
+            {"block_size": 2},
+            "block 2 for an attention block of 4. Leave it out for this model, or sample with sub",
+        ),
+        (
+            "block_causal",
+            4,
+            {"block_size": 8},
+            "block_size: decoding block 8 for an attention block of 4. Leave it out for this model",
+        ),
+        (
+            "block_causal",
+            4,
+            {"sub_block_size": 5},
+            "sub_block_size: 5 for block_causal attention by 4 tokens. Use the attention block's",
+        ),
         ("block_causal", 4, {"cache": "prefix"}, "cache: prefix for a model whose cache is exact"),
     ],
 )
@@ -304,14 +386,21 @@ def _stories() -> DiffusionLM:
     return load(shared_path("models", "stories260K"), attention="bidirectional", logit_shift=False)
 
 
-@given(words=st.lists(st.text("aeinorstyAT,.", min_size=1, max_size=8), min_size=1, max_size=9), data=st.data())
+@given(
+    words=st.lists(st.text("aeinorstyAT,.", min_size=1, max_size=8), min_size=1, max_size=9), data=st.data()
+)
 def test_masks_in_a_text_stand_for_its_tokens(words, data):
     """Wherever they are: also within words, where no space follows."""
     lm = _stories()
     bos, *whole = lm.tokenizer(" ".join(words))["input_ids"]
     masked = data.draw(st.sets(st.integers(0, len(whole) - 1), min_size=1))
-    assume(whole[0] != lm.tokenizer.convert_tokens_to_ids("\u2581") or 1 not in masked)  # a space that the tokenizer writes before nothing
+    # a space that the tokenizer writes before nothing
+    assume(whole[0] != lm.tokenizer.convert_tokens_to_ids("\u2581") or 1 not in masked)
     pieces = [piece.replace("\u2581", " ") for piece in lm.tokenizer.convert_ids_to_tokens(whole)]
     text = "".join(lm.tokenizer.mask_token if at in masked else piece for at, piece in enumerate(pieces))
-    [request] = make_infill_requests(lm, [text.removeprefix(" ")], SamplerConfig())  # the tokenizer writes the first space
-    assert request.ids == [bos, *(lm.mask_token_id if at in masked else token for at, token in enumerate(whole))]
+    # the tokenizer writes the first space
+    [request] = make_infill_requests(lm, [text.removeprefix(" ")], SamplerConfig())
+    assert request.ids == [
+        bos,
+        *(lm.mask_token_id if at in masked else token for at, token in enumerate(whole)),
+    ]

@@ -1,4 +1,5 @@
-"""The batched sampler gives the tokens of the naive one; they depend on prompt, repeat number and settings only."""
+"""The batched sampler gives the tokens of the naive one; they depend on prompt, repeat number and settings
+only."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import ALPHABET, PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists, tiny
+from tests.generation.tiny_models import (
+    ALPHABET,
+    PATTERNS,
+    PROMPTS,
+    Watch,
+    configs,
+    every_pattern,
+    prompt_lists,
+    tiny,
+)
 from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
@@ -27,19 +37,26 @@ def assert_same(one, other):
     for got, expected in zip(one.log_probs, other.log_probs, strict=True):
         assert got == pytest.approx(expected, abs=1e-10)
     for got, expected in zip(one.trace or [], other.trace or [], strict=True):
-        assert (got.canvas, got.steps, got.forward_passes) == (expected.canvas, expected.steps, expected.forward_passes)
+        assert (got.canvas, got.steps, got.forward_passes) == (
+            expected.canvas,
+            expected.steps,
+            expected.forward_passes,
+        )
         for name in ("log_probs", "sampled_log_probs", "entropies"):
             assert getattr(got, name) == pytest.approx(getattr(expected, name), abs=1e-10), name
 
 
 @every_pattern
 @pytest.mark.parametrize(
-    "family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), pytest.param("gpt2", True, marks=pytest.mark.slow)]
+    "family, logit_shift",
+    [("phi", False), ("phi", True), ("gpt2", False), pytest.param("gpt2", True, marks=pytest.mark.slow)],
 )
 @examples(5)
 @given(data=st.data())
 def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size, logit_shift, data):
-    lm = tiny(family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
+    lm = tiny(
+        family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0]))
+    )
     prompts = data.draw(prompt_lists(shortest=int(logit_shift)))
     config = data.draw(configs(attention, block_size))
     fast = sampler.generate(lm, prompts, config)
@@ -55,7 +72,9 @@ def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, b
     steps = 7 if block_size == 1 or attention == "causal" else 4
 
     def by_prompt(prompts, **change):
-        config = SamplerConfig(max_new_tokens=7, steps=steps, temperature=temperature, policy="margin", **change)
+        config = SamplerConfig(
+            max_new_tokens=7, steps=steps, temperature=temperature, policy="margin", **change
+        )
         found = defaultdict(list)
         for prompt, tokens in zip(prompts, sampler.generate(lm, prompts, config).tokens, strict=True):
             found[prompt].append(tokens)
@@ -87,7 +106,9 @@ def test_repeated_prompts_are_computed_once_in_any_order(attention, block_size):
 def test_equal_prompts_are_sampled_independently_and_decoded_alike(attention, block_size):
     lm = tiny("gpt2", attention, block_size)
     for temperature, different in ((1.0, 6), (0.0, 1)):
-        generation = sampler.generate(lm, ["abc"] * 6, SamplerConfig(max_new_tokens=12, temperature=temperature, stop_at_eos=False))
+        generation = sampler.generate(
+            lm, ["abc"] * 6, SamplerConfig(max_new_tokens=12, temperature=temperature, stop_at_eos=False)
+        )
         assert len(set(map(tuple, generation.tokens))) == different
 
 
@@ -132,30 +153,41 @@ def test_a_completion_ends_with_its_first_eos_and_leaves_the_batch(attention, bl
     lm = tiny("phi", attention, block_size)
     decoding_block = 3 if attention == "bidirectional" else None
     steps = 12 if block_size == 1 or attention == "causal" else 7
-    config = SamplerConfig(max_new_tokens=12, steps=steps, block_size=decoding_block, temperature=5.0, trace=True)
+    config = SamplerConfig(
+        max_new_tokens=12, steps=steps, block_size=decoding_block, temperature=5.0, trace=True
+    )
     prompts = PROMPTS * 3
     with Watch(lm) as watch:
         generation = sampler.generate(lm, prompts, config)
     lengths, heads = set(), 0
-    for request, tokens, trace in zip(make_requests(lm, prompts, config), generation.tokens, generation.trace, strict=True):
+    for request, tokens, trace in zip(
+        make_requests(lm, prompts, config), generation.tokens, generation.trace, strict=True
+    ):
         lengths.add(len(tokens))
         assert lm.eos_token_id not in tokens[:-1]
         assert tokens[-1] == lm.eos_token_id or len(tokens) == 12
-        last = len(request.prompt) + len(tokens)  # the block that holds the first EOS is completed, and is the last
-        done = [counts for (start, _), counts in zip(request.blocks, request.counts, strict=True) if start < last]
+        # the block that holds the first EOS is completed, and is the last
+        last = len(request.prompt) + len(tokens)
+        done = [
+            counts for (start, _), counts in zip(request.blocks, request.counts, strict=True) if start < last
+        ]
         assert trace.forward_passes == sum(map(len, done))
         assert sum(step >= 0 for step in trace.steps) == sum(map(sum, done))
         heads += sum(sum(counts[index:]) for counts in done for index in range(len(counts)))
     assert len(lengths) > 4 and 12 in lengths
-    prompts_read = 0 if attention == "bidirectional" else len(set(prompts))  # at most: short ones lie within the first block
+    # at most: short ones lie within the first block
+    prompts_read = 0 if attention == "bidirectional" else len(set(prompts))
     assert watch.rows <= sum(generation.forward_passes) + prompts_read
-    assert watch.heads <= heads + prompts_read  # logits are computed at the hidden rows of the current block and nowhere else
+    # logits are computed at the hidden rows of the current block and nowhere else
+    assert watch.heads <= heads + prompts_read
 
 
 @every_pattern
 def test_without_the_stop_every_token_is_returned(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=2.0)
-    generation = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=6, stop_at_eos=False, temperature=1.0))
+    generation = sampler.generate(
+        lm, PROMPTS, SamplerConfig(max_new_tokens=6, stop_at_eos=False, temperature=1.0)
+    )
     assert any(lm.eos_token_id in tokens[:-1] for tokens in generation.tokens)
     assert [len(tokens) for tokens in generation.tokens] == generation.forward_passes == [6] * len(PROMPTS)
     assert set("".join(generation.texts)) <= set(ALPHABET)
@@ -172,7 +204,9 @@ def test_a_model_without_end_tokens_never_stops(generate):
 @pytest.mark.parametrize("family", ["phi", "gpt2"])
 def test_blocks_of_one_with_a_shift_are_the_causal_model(family, temperature):
     config = SamplerConfig(max_new_tokens=9, temperature=temperature, trace=True)
-    causal, blocks = (sampler.generate(tiny(family, *pattern, True), PROMPTS, config) for pattern in PATTERNS[:2])
+    causal, blocks = (
+        sampler.generate(tiny(family, *pattern, True), PROMPTS, config) for pattern in PATTERNS[:2]
+    )
     assert_same(blocks, causal)
     without = sampler.generate(tiny(family, *PATTERNS[1], False), PROMPTS, config)
     assert without.tokens != causal.tokens
@@ -203,11 +237,16 @@ def test_requests_that_cannot_be_served(generate):
     fitting = SamplerConfig(max_new_tokens=30)
     with pytest.raises(GenerationError, match=r"prompts: prompts is one string\. Give a list"):
         generate(tiny(), "abc", fitting)
-    with pytest.raises(GenerationError, match=r"prompt 1: 11 prompt tokens and 30 new ones exceed the context of 40\. .*max_new_tokens"):
+    with pytest.raises(
+        GenerationError,
+        match=r"prompt 1: 11 prompt tokens and 30 new ones exceed the context of 40\. .*max_new_tokens",
+    ):
         generate(tiny(), [[4] * 10, [4] * 11], fitting)
     with pytest.raises(GenerationError, match=r"prompt 2: the prompt is empty\. Give at least one token"):
         generate(tiny(), [[4], [5], []], fitting)
-    with pytest.raises(GenerationError, match=r"block_size: decoding block 2 for an attention block of 4\. Leave it out"):
+    with pytest.raises(
+        GenerationError, match=r"block_size: decoding block 2 for an attention block of 4\. Leave it out"
+    ):
         generate(tiny("phi", "block_causal", 4), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
     with pytest.raises(GenerationError, match="decoding block 2 for an attention block of 1"):
         generate(tiny(), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
@@ -230,12 +269,17 @@ def test_infilling_is_that_of_the_naive_sampler(logit_shift, attention, block_si
     texts = data.draw(texts_with_holes(lm))
     config = data.draw(configs(attention, block_size))
     steps = config.steps and config.steps + max(map(len, texts))  # at least one for each block
-    config = config.model_copy(update={"forbidden_tokens": [lm.eos_token_id], "allowed_tokens": None, "steps": steps})
+    config = config.model_copy(
+        update={"forbidden_tokens": [lm.eos_token_id], "allowed_tokens": None, "steps": steps}
+    )
     filled = sampler.infill(lm, texts, config)
     assert_same(filled, naive.complete(lm, make_infill_requests(lm, texts, config), config))
     for ids, tokens in zip(texts, filled.tokens, strict=True):
         assert len(tokens) == len(ids) and not {lm.mask_token_id, lm.eos_token_id} & set(tokens)
-        assert all(token in (given, *[token] * (given == lm.mask_token_id)) for given, token in zip(ids, tokens, strict=True))
+        assert all(
+            token in (given, *[token] * (given == lm.mask_token_id))
+            for given, token in zip(ids, tokens, strict=True)
+        )
 
 
 def test_remasked_tokens_do_not_depend_on_rounding():
@@ -244,7 +288,11 @@ def test_remasked_tokens_do_not_depend_on_rounding():
     for seed in range(12):
         config = SamplerConfig(max_new_tokens=7, tokens_per_step=2, remask=0.6, stop_at_eos=False, seed=seed)
         alone = sampler.generate(lm, [[]], config).tokens[0]
-        assert alone == sampler.generate(lm, [[], [5]], config).tokens[0] == naive.generate(lm, [[]], config).tokens[0]
+        assert (
+            alone
+            == sampler.generate(lm, [[], [5]], config).tokens[0]
+            == naive.generate(lm, [[]], config).tokens[0]
+        )
 
 
 @every_pattern
@@ -256,7 +304,9 @@ def test_infilling_reads_up_to_the_end_of_the_block(attention, block_size):
         texts = [[4, 5, 6, 7, 8, mask, 4, 5, 6], [4, 5, 6, 7, 8, mask, 4, 5, 6]]
         texts[1][changed] = 8
         one, other = sampler.infill(lm, texts, keys=[0, 0]).log_probs
-        assert (abs(one[at] - other[at]) > 1e-9) == (changed // block == at // block or attention == "bidirectional"), changed
+        assert (abs(one[at] - other[at]) > 1e-9) == (
+            changed // block == at // block or attention == "bidirectional"
+        ), changed
 
 
 def test_infilling_reads_text_with_mask_tokens():

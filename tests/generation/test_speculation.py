@@ -25,7 +25,8 @@ MODE = "self-speculative"
 DISTRIBUTIONS = [
     ([0.5, 0.2, 0.2, 0.1, 0.0], [0.1, 0.2, 0.6, 0.0, 0.1]),
     ([0.9, 0.1, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0]),
-    ([0.4, 0.3, 0.2, 0.1, 0.0], [0.6, 0.25, 0.05, 0.1, 0.0]),  # a second candidate is kept with a chance of 0.4
+    # a second candidate is kept with a chance of 0.4
+    ([0.4, 0.3, 0.2, 0.1, 0.0], [0.6, 0.25, 0.05, 0.1, 0.0]),
 ]
 
 
@@ -35,9 +36,13 @@ def draws(
     """Tokens of many keys, the rank of the candidate that each is, and the candidates."""
     config, key_N = SamplerConfig(mode=MODE, temperature=1.0), torch.arange(count)
     position_N = torch.full_like(key_N, 3)
-    draft_NK, drafted_NKV = speculation.draw_drafts(drafted_V.log().expand(count, -1), candidates, config, key_N, position_N)
+    draft_NK, drafted_NKV = speculation.draw_drafts(
+        drafted_V.log().expand(count, -1), candidates, config, key_N, position_N
+    )
     offered = [(key_N, draft_NK[:, rank], drafted_NKV[:, rank]) for rank in range(candidates)]
-    decision, rank_N = speculation.verify(target_V.log().expand(count, -1), offered, config, key_N, position_N)
+    decision, rank_N = speculation.verify(
+        target_V.log().expand(count, -1), offered, config, key_N, position_N
+    )
     return decision.token_N, rank_N, draft_NK
 
 
@@ -48,24 +53,36 @@ def p_value(token_N: torch.Tensor, target_V: torch.Tensor) -> float:
 
 
 def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) -> list[float]:
-    """The chance that the token is the candidate of each rank, by the sum over all candidates that may be drawn."""
-    kept = float(torch.minimum(target_V, drafted_V).sum())  # the largest chance that any rule can have (Leviathan et al. 2023)
+    """The chance that the token is the candidate of each rank, by the sum over all candidates that may be
+    drawn."""
+    # the largest chance that any rule can have (Leviathan et al. 2023)
+    kept = float(torch.minimum(target_V, drafted_V).sum())
     if candidates == 1:
         return [kept]
     later = torch.zeros(candidates - 1)
     for draft in drafted_V.nonzero().flatten().tolist():
         refused = float(drafted_V[draft] - torch.minimum(target_V, drafted_V)[draft])
-        rest_V, others_V = (target_V - drafted_V).clamp_min(0), drafted_V.index_fill(0, torch.tensor([draft]), 0)
+        rest_V, others_V = (
+            (target_V - drafted_V).clamp_min(0),
+            drafted_V.index_fill(0, torch.tensor([draft]), 0),
+        )
         if refused > 0 and others_V.sum() > 0:
-            later += refused * torch.tensor(chances(rest_V / rest_V.sum(), others_V / others_V.sum(), candidates - 1))
+            later += refused * torch.tensor(
+                chances(rest_V / rest_V.sum(), others_V / others_V.sum(), candidates - 1)
+            )
     return [kept, *later.tolist()]
 
 
-@partly_slow("candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.nightly) for count in (3, 6))], 0, 1)
+@partly_slow(
+    "candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.nightly) for count in (3, 6))], 0, 1
+)
 @partly_slow("target, drafted", DISTRIBUTIONS, 2)
 def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
     """With six candidates there are more than tokens to draw."""
-    target_V, drafted_V = torch.tensor(target, dtype=torch.float64), torch.tensor(drafted, dtype=torch.float64)
+    target_V, drafted_V = (
+        torch.tensor(target, dtype=torch.float64),
+        torch.tensor(drafted, dtype=torch.float64),
+    )
     token_N, rank_N, draft_NK = draws(target_V, drafted_V, candidates)
     assert p_value(token_N, target_V) > 1e-3
     is_kept_N = rank_N >= 0
@@ -84,9 +101,15 @@ def test_candidates_differ_and_are_in_order_at_temperature_0():
     logits_NV = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     one = torch.tensor([7])
     draft_NK, drafted_NKV = speculation.draw_drafts(logits_NV, 3, SamplerConfig(mode=MODE), one, one)
-    assert draft_NK.tolist() == [[1, 3, 2]] and drafted_NKV.argmax(-1).equal(draft_NK) and (drafted_NKV.sum(-1) == 1).all()
+    assert (
+        draft_NK.tolist() == [[1, 3, 2]]
+        and drafted_NKV.argmax(-1).equal(draft_NK)
+        and (drafted_NKV.sum(-1) == 1).all()
+    )
     same_N = torch.arange(500)
-    draft_NK, _ = speculation.draw_drafts(logits_NV.expand(500, -1), 4, SamplerConfig(mode=MODE, temperature=1.0), same_N, same_N)
+    draft_NK, _ = speculation.draw_drafts(
+        logits_NV.expand(500, -1), 4, SamplerConfig(mode=MODE, temperature=1.0), same_N, same_N
+    )
     assert (draft_NK.sort(1).values == torch.arange(4)).all()
 
 
@@ -102,7 +125,11 @@ def test_a_tree_has_the_likeliest_nodes(drafts, candidates):
         and tree.width <= 2 * candidates - 1
         and list(map(len, ranks)) == sorted(map(len, ranks)) == tree.depth_J.tolist()
     )
-    every = (path for depth in range(drafts + 1) for path in itertools.product(range(1, 2 * candidates), repeat=depth))
+    every = (
+        path
+        for depth in range(drafts + 1)
+        for path in itertools.product(range(1, 2 * candidates), repeat=depth)
+    )
     costs = sorted(math.prod(3 * rank for rank in path) for path in every)
     assert sorted(math.prod(3 * rank for rank in path) for path in ranks) == costs[: len(ranks)]
     for parent, nodes in enumerate(tree.children):
@@ -117,7 +144,9 @@ def test_without_a_draft_the_token_is_drawn():
     config, key_N = SamplerConfig(mode=MODE, temperature=1.0), torch.arange(20_000)
     none_NV, zero_N = torch.zeros(len(key_N), 3, dtype=torch.float64), torch.zeros_like(key_N)
     for offered in ([], [(key_N, zero_N, none_NV)] * 2):
-        decision, rank_N = speculation.verify(target_V.log().expand(len(key_N), -1), offered, config, key_N, zero_N)
+        decision, rank_N = speculation.verify(
+            target_V.log().expand(len(key_N), -1), offered, config, key_N, zero_N
+        )
         assert (rank_N == -1).all() and p_value(decision.token_N, target_V) > 1e-3
 
 
@@ -132,9 +161,22 @@ def causal_greedy(lm, prompts, **settings) -> list[list[int]]:
 @given(data=st.data())
 def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 0.0, 2.0]))
-    lm = tiny(family, "block_causal", block_size, logit_shift, causal_context=True, eos_bias=bias, time_embedding=data.draw(st.booleans()))
-    prompts, same = data.draw(prompt_lists(1)), {"max_new_tokens": data.draw(st.integers(1, 12)), "stop_at_eos": data.draw(st.booleans())}
-    generation = sampler.generate(lm, prompts, SamplerConfig(mode=MODE, batch_size=3, candidates=data.draw(st.integers(1, 6)), **same))
+    lm = tiny(
+        family,
+        "block_causal",
+        block_size,
+        logit_shift,
+        causal_context=True,
+        eos_bias=bias,
+        time_embedding=data.draw(st.booleans()),
+    )
+    prompts, same = (
+        data.draw(prompt_lists(1)),
+        {"max_new_tokens": data.draw(st.integers(1, 12)), "stop_at_eos": data.draw(st.booleans())},
+    )
+    generation = sampler.generate(
+        lm, prompts, SamplerConfig(mode=MODE, batch_size=3, candidates=data.draw(st.integers(1, 6)), **same)
+    )
     assert generation.tokens == causal_greedy(lm, prompts, **same)
 
 
@@ -144,8 +186,13 @@ def test_greedy_tokens_of_a_thousand_prompts(logit_shift, block_size, candidates
     lm = tiny("phi", "block_causal", block_size, logit_shift, causal_context=True)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 10, (1 + n % 7,), generator=generator).tolist() for n in range(1000)]
-    generation = sampler.generate(lm, prompts, SamplerConfig(mode=MODE, max_new_tokens=12, candidates=candidates, batch_size=250))
-    assert generation.tokens == sampler.generate(lm.as_causal(), prompts, SamplerConfig(max_new_tokens=12, batch_size=250)).tokens
+    generation = sampler.generate(
+        lm, prompts, SamplerConfig(mode=MODE, max_new_tokens=12, candidates=candidates, batch_size=250)
+    )
+    assert (
+        generation.tokens
+        == sampler.generate(lm.as_causal(), prompts, SamplerConfig(max_new_tokens=12, batch_size=250)).tokens
+    )
     assert sum(generation.forward_passes) < sum(map(len, generation.tokens))
 
 
@@ -162,15 +209,27 @@ def enumerated(lm, prompt, letters, length, temperature) -> dict[tuple[int, ...]
 def chi_square(generation, expected) -> float:
     counts = Counter(map(tuple, generation.tokens))
     assert counts.keys() <= expected.keys()
-    return chisquare([counts[text] for text in expected], [len(generation.tokens) * chance for chance in expected.values()]).pvalue
+    return chisquare(
+        [counts[text] for text in expected], [len(generation.tokens) * chance for chance in expected.values()]
+    ).pvalue
 
 
 @partly_slow("logit_shift, candidates", [(False, 1), (True, 2), (True, 1), (False, 2), (True, 3)], 1)
 def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
     """Against enumeration; and the test notices if all first candidates are kept."""
-    lm, letters, prompt = tiny("phi", "block_causal", 4, logit_shift, causal_context=True), [4, 6, 9], [5, 4, 7]
+    lm, letters, prompt = (
+        tiny("phi", "block_causal", 4, logit_shift, causal_context=True),
+        [4, 6, 9],
+        [5, 4, 7],
+    )
     config = SamplerConfig(
-        mode=MODE, max_new_tokens=3, temperature=1.3, allowed_tokens=letters, batch_size=2000, seed=4, candidates=candidates
+        mode=MODE,
+        max_new_tokens=3,
+        temperature=1.3,
+        allowed_tokens=letters,
+        batch_size=2000,
+        seed=4,
+        candidates=candidates,
     )
     expected = enumerated(lm, prompt, letters, 3, 1.3)
     generation = sampler.generate(lm, [prompt] * 2000, config)
@@ -191,18 +250,25 @@ def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, 
 
 def test_log_probabilities_are_those_of_the_causal_reading():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
-    generation = sampler.generate(lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=9, temperature=1.5, top_k=4, trace=True))
-    for prompt, tokens, log_probs, trace in zip(generation.prompts, generation.tokens, generation.log_probs, generation.trace, strict=True):
+    generation = sampler.generate(
+        lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=9, temperature=1.5, top_k=4, trace=True)
+    )
+    for prompt, tokens, log_probs, trace in zip(
+        generation.prompts, generation.tokens, generation.log_probs, generation.trace, strict=True
+    ):
         logits_TV = lm.as_causal().logits(torch.tensor([prompt + tokens]))[0, len(prompt) :]
         token_T1 = torch.tensor(tokens)[:, None]
-        torch.testing.assert_close(torch.tensor(log_probs).double(), logits_TV.log_softmax(-1).gather(1, token_T1).squeeze(1))
+        torch.testing.assert_close(
+            torch.tensor(log_probs).double(), logits_TV.log_softmax(-1).gather(1, token_T1).squeeze(1)
+        )
         kept_TV = logits_TV.masked_fill(logits_TV < logits_TV.topk(4).values[:, -1:], -torch.inf)
         drawn_T = (kept_TV / 1.5).log_softmax(-1).gather(1, token_T1).squeeze(1)
         torch.testing.assert_close(torch.tensor(trace.sampled_log_probs).double(), drawn_T)
 
 
 def test_right_drafts_save_passes():
-    """Every position predicts the same: after a first pass without drafts, each verifies all of them and adds one token."""
+    """Every position predicts the same: after a first pass without drafts, each verifies all of them and adds
+    one token."""
     model, tokenizer = stock()
     model.get_output_embeddings().weight.data.zero_()
     lm = make_diffusion(model, tokenizer, attention="block_causal", block_size=4, causal_context=True)
@@ -218,31 +284,69 @@ def test_decoding_stops_at_the_end_token(temperature):
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=1.5)
     config = SamplerConfig(mode=MODE, max_new_tokens=12, temperature=temperature, trace=True)
     generation = sampler.generate(lm, [[4, 5, n % 6 + 4, lm.eos_token_id] for n in range(20)], config)
-    ended = [trace for trace, tokens in zip(generation.trace, generation.tokens, strict=True) if tokens[-1] == lm.eos_token_id]
+    ended = [
+        trace
+        for trace, tokens in zip(generation.trace, generation.tokens, strict=True)
+        if tokens[-1] == lm.eos_token_id
+    ]
     assert len(ended) > 5
     for trace in ended:
         end = trace.canvas.index(lm.eos_token_id) + 1
-        assert trace.canvas[end:] == [lm.mask_token_id] * (12 - end) and trace.steps[end:] == [-1] * (12 - end)
+        assert trace.canvas[end:] == [lm.mask_token_id] * (12 - end) and trace.steps[end:] == [-1] * (
+            12 - end
+        )
 
 
 def test_sliding_windows_apply_as_in_the_causal_model():
     _, tokenizer = stock()
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tokenizer), "sliding_window": 4}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": len(tokenizer),
+        "sliding_window": 4,
+    }
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "initializer_range": 0.4}
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**heads, **shape, **ends)).double().eval()
     lm = make_diffusion(model, tokenizer, attention="block_causal", block_size=4, causal_context=True)
     prompts, same = [[4, 5, 6, 7, 8, 9, 4, 4, 5], [9, 9]], {"max_new_tokens": 12, "stop_at_eos": False}
-    for config in (SamplerConfig(mode=MODE, **same), SamplerConfig(mode=MODE, drafts=7, candidates=5, **same)):
+    for config in (
+        SamplerConfig(mode=MODE, **same),
+        SamplerConfig(mode=MODE, drafts=7, candidates=5, **same),
+    ):
         generation, expected = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
-        assert generation.tokens == causal_greedy(lm, prompts, **same) and generation.forward_passes == expected.forward_passes
+        assert (
+            generation.tokens == causal_greedy(lm, prompts, **same)
+            and generation.forward_passes == expected.forward_passes
+        )
 
 
 CHANGED = {
-    **{"steps": 4, "tokens_per_step": 2, "schedule": "dream", "block_size": 4, "sub_block_size": 2, "policy": "left_to_right"},
-    **{"threshold": 0.9, "factor": 1.0, "entropy_bound": 0.5, "remask": 0.2, "order_temperature": 0.5, "filtered_confidence": True},
-    **{"reveal_last": [2], "guidance": 1.0, "constraint": {"regex": "a"}, "cache": "dual", "refresh_interval": 2, "early_commit": 0.5},
+    **{
+        "steps": 4,
+        "tokens_per_step": 2,
+        "schedule": "dream",
+        "block_size": 4,
+        "sub_block_size": 2,
+        "policy": "left_to_right",
+    },
+    **{
+        "threshold": 0.9,
+        "factor": 1.0,
+        "entropy_bound": 0.5,
+        "remask": 0.2,
+        "order_temperature": 0.5,
+        "filtered_confidence": True,
+    },
+    **{
+        "reveal_last": [2],
+        "guidance": 1.0,
+        "constraint": {"regex": "a"},
+        "cache": "dual",
+        "refresh_interval": 2,
+        "early_commit": 0.5,
+    },
     **{"revise": {"by": "probability"}, "top_log_probs": 3, "top_forbidden": 3},
 }
 
@@ -251,19 +355,25 @@ def test_more_candidates_take_fewer_passes():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     passes = []
     for candidates in (1, 2, 4, 8):
-        generation = sampler.generate(lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates))
+        generation = sampler.generate(
+            lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates)
+        )
         passes.append(sum(generation.forward_passes))
     assert passes == sorted(passes, reverse=True) and passes[-1] < 0.8 * passes[0]
 
 
 def test_candidates_are_of_this_mode():
-    with pytest.raises(ConfigError, match=r"candidates: has no effect with mode 'denoise'\. Use mode 'self-speculative'"):
+    with pytest.raises(
+        ConfigError, match=r"candidates: has no effect with mode 'denoise'\. Use mode 'self-speculative'"
+    ):
         SamplerConfig(candidates=2)
 
 
 @pytest.mark.parametrize("name", OF_DENOISING)
 def test_settings_of_denoising_are_refused_by_name(name):
-    with pytest.raises(ConfigError, match=f"{name}: has no effect with mode 'self-speculative'. Leave it out"):
+    with pytest.raises(
+        ConfigError, match=f"{name}: has no effect with mode 'self-speculative'. Leave it out"
+    ):
         SamplerConfig(mode=MODE, **{name: CHANGED[name]})
 
 
@@ -278,13 +388,18 @@ def test_settings_of_denoising_are_refused_by_name(name):
 )
 def test_models_without_a_causal_context_are_refused(attention, block_size, context, what):
     lm = tiny("phi", attention, block_size, causal_context=context)
-    with pytest.raises(GenerationError, match=f"mode: 'self-speculative' {what}.*Use mode 'denoise', or a model of `unmask convert"):
+    with pytest.raises(
+        GenerationError,
+        match=f"mode: 'self-speculative' {what}.*Use mode 'denoise', or a model of `unmask convert",
+    ):
         sampler.generate(lm, ["a"], SamplerConfig(mode=MODE, max_new_tokens=4))
 
 
 def test_gaps_and_empty_prompts_are_refused():
     lm = tiny("phi", "block_causal", 4, False, causal_context=True)
-    with pytest.raises(GenerationError, match=r"mode: .*the text after a gap would not be read. Use mode 'denoise'"):
+    with pytest.raises(
+        GenerationError, match=r"mode: .*the text after a gap would not be read. Use mode 'denoise'"
+    ):
         sampler.infill(lm, [f"a{lm.tokenizer.mask_token}b"], SamplerConfig(mode=MODE))
     with pytest.raises(GenerationError, match="the prompt is empty"):
         sampler.generate(lm, [[]], SamplerConfig(mode=MODE, max_new_tokens=4))
@@ -299,8 +414,12 @@ def test_drafts_that_are_nan_are_an_error():
 
 
 def test_a_tree_too_large_for_a_pass_is_refused():
-    lm, config = tiny("phi", "block_causal", 4, causal_context=True), SamplerConfig(mode=MODE, drafts=32, candidates=32)
+    lm, config = (
+        tiny("phi", "block_causal", 4, causal_context=True),
+        SamplerConfig(mode=MODE, drafts=32, candidates=32),
+    )
     with pytest.raises(
-        GenerationError, match=r"drafts and candidates: a pass would have 34,\d+ positions beside the text, more than 8,192"
+        GenerationError,
+        match=r"drafts and candidates: a pass would have 34,\d+ positions beside the text, more than 8,192",
     ):
         sampler.generate(lm, [[4]], config)

@@ -1,4 +1,5 @@
-"""Filling gaps of a length that the model finds: the tokens are those of the naive sampler, and of a model that is known exactly."""
+"""Filling gaps of a length that the model finds: the tokens are those of the naive sampler, and of a model
+that is known exactly."""
 
 from __future__ import annotations
 
@@ -21,15 +22,24 @@ from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.length_tokens import add_length_tokens
 from unmask.models.load import make_diffusion
 
-TEXTS = [[[1, 4, 5, 6], [7, 8]], [[1, 4], [5, 9, 6], [7, 7]], [[1, 9, 4, 5, 6, 7, 8], [4, 4, 4]], [[1, 4, 5, 6], [7, 8]]]
+TEXTS = [
+    [[1, 4, 5, 6], [7, 8]],
+    [[1, 4], [5, 9, 6], [7, 7]],
+    [[1, 9, 4, 5, 6, 7, 8], [4, 4, 4]],
+    [[1, 4, 5, 6], [7, 8]],
+]
 
 
-def tiny(expand: float = 0.0, delete: float = 0.0, *, logit_shift: bool | None = None, family: str = "phi") -> DiffusionLM:
+def tiny(
+    expand: float = 0.0, delete: float = 0.0, *, logit_shift: bool | None = None, family: str = "phi"
+) -> DiffusionLM:
     """The tiny model with both tokens, whose logits have these biases."""
     lm = add_length_tokens(make_diffusion(*stock(family), attention="bidirectional", logit_shift=logit_shift))
     head = lm.model.get_output_embeddings()
     generator = torch.Generator().manual_seed(4)
-    head.weight.data[-2:] += 0.3 * torch.randn(2, head.weight.shape[1], generator=generator, dtype=head.weight.dtype)
+    head.weight.data[-2:] += 0.3 * torch.randn(
+        2, head.weight.shape[1], generator=generator, dtype=head.weight.dtype
+    )
     head.bias = nn.Parameter(torch.zeros(len(head.weight), dtype=head.weight.dtype))
     head.bias.data[lm.expand_token_id], head.bias.data[lm.delete_token_id] = expand, delete
     return lm
@@ -53,7 +63,10 @@ SETTINGS = [
 def test_the_tokens_are_those_of_the_naive_sampler_alone_and_in_a_batch(settings):
     for seed, biases in enumerate([(2.0, 1.0), (1.0, 2.5)]):
         lm, config = tiny(*biases, logit_shift=seed > 0), SamplerConfig(seed=seed, **settings)
-        together, one_by_one = sampler.infill(lm, TEXTS, config, length="auto", max_gap=7), naive.fill_gaps(lm, TEXTS, config, max_gap=7)
+        together, one_by_one = (
+            sampler.infill(lm, TEXTS, config, length="auto", max_gap=7),
+            naive.fill_gaps(lm, TEXTS, config, max_gap=7),
+        )
         assert together.tokens == one_by_one.tokens and together.gaps == one_by_one.gaps
         assert together.steps == one_by_one.steps and together.forward_passes == one_by_one.forward_passes
         for found, expected in zip(together.log_probs, one_by_one.log_probs, strict=True):
@@ -78,7 +91,8 @@ def test_such_settings_reach_gaps_that_grow_and_gaps_that_shrink(monkeypatch):
 
 
 class Known(DiffusionLM):
-    """A model of a text 1, x, 8 with the exact probabilities of each x of letters 4 and 5, up to `longest` of them."""
+    """A model of a text 1, x, 8 with the exact probabilities of each x of letters 4 and 5, up to `longest` of
+    them."""
 
     prob: dict[tuple[int, ...], float]
     longest: int
@@ -101,12 +115,17 @@ class Known(DiffusionLM):
         return logits_BTV.flatten(0, 1)[inputs.index_N]
 
     def _targets(self, ids: list[int]) -> torch.Tensor:
-        """The distribution [T, V] of the target of each position, given the visible ones (`supervised/variable_length.py`)."""
+        """The distribution [T, V] of the target of each position, given the visible ones
+        (`supervised/variable_length.py`)."""
         prob_TV, canvas = torch.zeros(len(ids), self.config.vocab_size).double(), ids[1:-1]
-        known = canvas.index(self.expand_token_id) if self.expand_token_id in canvas else len(canvas)  # positions with a token for sure
+        # positions with a token for sure
+        known = canvas.index(self.expand_token_id) if self.expand_token_id in canvas else len(canvas)
         for text, weight in self.prob.items():
             fits = len(text) >= known if known < len(canvas) else len(text) == known
-            if fits and all(shown in (token, self.mask_token_id) for shown, token in zip(canvas[:known], text, strict=False)):
+            if fits and all(
+                shown in (token, self.mask_token_id)
+                for shown, token in zip(canvas[:known], text, strict=False)
+            ):
                 targets = [*text, *[self.delete_token_id] * len(canvas)][: len(canvas)]
                 if len(text) > len(canvas):
                     targets[-1] = self.expand_token_id
@@ -127,7 +146,10 @@ def test_in_the_order_of_the_text_the_tokens_have_the_models_distribution():
     filled = sampler.infill(lm, [[[1], [8]]] * count, config, list(range(count)), length="auto", max_gap=3)
     seen = Counter(tuple(tokens[1:-1]) for tokens in filled.tokens)
     assert seen.keys() <= lm.prob.keys()
-    assert chisquare([seen[text] for text in lm.prob], [count * weight for weight in lm.prob.values()]).pvalue > 1e-3
+    assert (
+        chisquare([seen[text] for text in lm.prob], [count * weight for weight in lm.prob.values()]).pvalue
+        > 1e-3
+    )
 
 
 def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(monkeypatch):
@@ -137,9 +159,16 @@ def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(m
     for first in (1, 5):
         monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)
         config = SamplerConfig(temperature=1.0, policy="left_to_right", batch_size=512)
-        filled = sampler.infill(lm, [[[1], [8]]] * count, config, list(range(count)), length="auto", max_gap=5)
+        filled = sampler.infill(
+            lm, [[[1], [8]]] * count, config, list(range(count)), length="auto", max_gap=5
+        )
         seen = Counter(len(tokens) - 2 for tokens in filled.tokens)
-        assert chisquare([seen[n] for n in range(1, 6)], [count * weight / sum(weights) for weight in weights]).pvalue > 1e-3, first
+        assert (
+            chisquare(
+                [seen[n] for n in range(1, 6)], [count * weight / sum(weights) for weight in weights]
+            ).pvalue
+            > 1e-3
+        ), first
 
 
 @pytest.mark.parametrize("policy", ["confidence", "random", "left_to_right"])
@@ -147,8 +176,18 @@ def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(m
 def test_a_length_that_is_more_probable_than_all_others_is_found(first, policy, monkeypatch):
     """Whatever a gap begins with, and with any number of tokens a step."""
     monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)
-    for weights, best in (([8, 1, 1, 1, 1, 1, 1, 1], 1), ([1, 1, 1, 1, 1, 1, 1, 9], 8), ([1, 0, 0, 0, 3, 0, 0, 1], 5)):
-        lm = Known.of({(4, 5, 5, 4, 5, 4, 4, 5)[:length]: weight for length, weight in enumerate(weights, start=1) if weight})
+    for weights, best in (
+        ([8, 1, 1, 1, 1, 1, 1, 1], 1),
+        ([1, 1, 1, 1, 1, 1, 1, 9], 8),
+        ([1, 0, 0, 0, 3, 0, 0, 1], 5),
+    ):
+        lm = Known.of(
+            {
+                (4, 5, 5, 4, 5, 4, 4, 5)[:length]: weight
+                for length, weight in enumerate(weights, start=1)
+                if weight
+            }
+        )
         for tokens_per_step in (None, 3):
             found = infilled(lm, SamplerConfig(policy=policy, tokens_per_step=tokens_per_step))
             assert tuple(found.tokens[0][1:-1]) in lm.prob and found.gaps[0][0].length == best
@@ -170,21 +209,33 @@ def test_a_length_that_is_all_but_certain_is_settled_before_any_token():
     found, mask = infilled(lm, SamplerConfig(policy="left_to_right")), lm.mask_token_id
     given = sampler.infill(lm, [[1, mask, mask, mask, 8]], SamplerConfig(policy="left_to_right"))
     assert found.tokens == given.tokens == [[1, 5, 4, 4, 8]] and found.forward_passes == [4]
-    less = infilled(Known.of({(4,): 0.11, (4, 5, 5): 0.41, (5, 4, 4): 0.48}), SamplerConfig(policy="left_to_right"))
+    less = infilled(
+        Known.of({(4,): 0.11, (4, 5, 5): 0.41, (5, 4, 4): 0.48}), SamplerConfig(policy="left_to_right")
+    )
     assert less.tokens == [[1, 4, 5, 5, 8]]
 
 
 @pytest.mark.parametrize(
     "delete, expand, length",
-    [([0.95, 1.0], 0.0, 0), ([0.0, 0.05], 0.02, 2), ([0.05, 0.97], 0.0, 1), ([0.5, 1.0], 0.0, None), ([0.0], 0.95, None)],
+    [
+        ([0.95, 1.0], 0.0, 0),
+        ([0.0, 0.05], 0.02, 2),
+        ([0.05, 0.97], 0.0, 1),
+        ([0.5, 1.0], 0.0, None),
+        ([0.0], 0.95, None),
+    ],
 )
 def test_a_length_is_settled_by_the_probabilities_of_fewer_and_of_more(delete, expand, length):
     assert variable_length.settled_length(delete, expand) == length
 
 
-@pytest.mark.parametrize("biases, lengths", [((30.0, -30.0), {7}), ((-30.0, 30.0), {1}), ((30.0, 30.0), {1, 2, 3, 4, 5, 6, 7})])
+@pytest.mark.parametrize(
+    "biases, lengths", [((30.0, -30.0), {7}), ((-30.0, 30.0), {1}), ((30.0, 30.0), {1, 2, 3, 4, 5, 6, 7})]
+)
 def test_a_gap_has_1_to_max_gap_tokens_and_every_run_ends(biases, lengths, monkeypatch):
-    for first, settings in itertools.product((1, 3, 7), ({}, {"temperature": 1.0}, {"tokens_per_step": 5, "temperature": 1.0})):
+    for first, settings in itertools.product(
+        (1, 3, 7), ({}, {"temperature": 1.0}, {"tokens_per_step": 5, "temperature": 1.0})
+    ):
         monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)
         found = sampler.infill(tiny(*biases), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7)
         assert {gap.length for gap in itertools.chain(*found.gaps)} <= lengths
@@ -194,14 +245,22 @@ def test_a_gap_has_1_to_max_gap_tokens_and_every_run_ends(biases, lengths, monke
 def test_the_result_names_the_gaps_and_what_was_around_them():
     lm = tiny(1.0, 1.0)
     with Watch(lm) as watch:
-        found = sampler.infill(lm, TEXTS[:1], SamplerConfig(temperature=1.0, trace=True), length="auto", max_gap=7)
+        found = sampler.infill(
+            lm, TEXTS[:1], SamplerConfig(temperature=1.0, trace=True), length="auto", max_gap=7
+        )
     ((gap,),), (tokens,), (prompt,) = found.gaps, found.tokens, found.prompts
-    assert tokens[:4] == [1, 4, 5, 6] and tokens[-2:] == [7, 8] and (gap.start, gap.length) == (4, len(tokens) - 6)
+    assert (
+        tokens[:4] == [1, 4, 5, 6]
+        and tokens[-2:] == [7, 8]
+        and (gap.start, gap.length) == (4, len(tokens) - 6)
+    )
     assert prompt == [1, 4, 5, 6, *[lm.mask_token_id] * gap.length, 7, 8]
     assert found.forward_passes == [watch.rows] and gap.forward_passes == 0 and gap.scores == {}
     assert not {lm.mask_token_id, lm.expand_token_id, lm.delete_token_id, lm.eos_token_id} & set(tokens[4:-2])
     inside = slice(4, 4 + gap.length)
-    assert all(step >= 0 for step in found.steps[0][inside]) and all(value < 0 for value in found.trace[0].sampled_log_probs[inside])
+    assert all(step >= 0 for step in found.steps[0][inside]) and all(
+        value < 0 for value in found.trace[0].sampled_log_probs[inside]
+    )
 
 
 def test_mask_tokens_beside_a_gap_stand_for_one_token_each():
@@ -226,10 +285,19 @@ def test_elsewhere_both_tokens_are_forbidden():
     lm = tiny(30.0, 30.0)
     both = {lm.expand_token_id, lm.delete_token_id}
     texts = [[1, 4, *[lm.mask_token_id] * 5, 8]]
-    for config in (SamplerConfig(max_new_tokens=6), SamplerConfig(max_new_tokens=6, temperature=1.0, tokens_per_step=2)):
-        for tokens in (*unmask.generate(lm, [[1, 4]], config).tokens, *sampler.infill(lm, texts, config).tokens):
+    for config in (
+        SamplerConfig(max_new_tokens=6),
+        SamplerConfig(max_new_tokens=6, temperature=1.0, tokens_per_step=2),
+    ):
+        for tokens in (
+            *unmask.generate(lm, [[1, 4]], config).tokens,
+            *sampler.infill(lm, texts, config).tokens,
+        ):
             assert not both & set(tokens)
-        assert sampler.infill(lm, texts, config).tokens == sampler.infill(tiny(-30.0, -30.0), texts, config).tokens
+        assert (
+            sampler.infill(lm, texts, config).tokens
+            == sampler.infill(tiny(-30.0, -30.0), texts, config).tokens
+        )
     with pytest.raises(GenerationError, match="allowed_tokens: all of them are forbidden"):
         unmask.generate(lm, [[1, 4]], SamplerConfig(allowed_tokens=sorted(both)))
 
@@ -249,14 +317,23 @@ def test_lengths_can_still_be_searched():
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"steps": 4}, {"schedule": "dream"}, {"block_size": 4}, {"remask": 0.2}, {"revise": {"eta": 0.5}}, {"guidance": 1.0}),
+        *(
+            {"steps": 4},
+            {"schedule": "dream"},
+            {"block_size": 4},
+            {"remask": 0.2},
+            {"revise": {"eta": 0.5}},
+            {"guidance": 1.0},
+        ),
         *({"constraint": {"regex": "a+"}}, {"cache": "prefix"}, {"early_commit": 0.5}),
     ],
     ids=str,
 )
 def test_settings_that_need_a_length_are_refused(settings):
     (name,) = settings
-    with pytest.raises(GenerationError, match=rf"{name}: has no meaning while the lengths of gaps are open.*length='search'"):
+    with pytest.raises(
+        GenerationError, match=rf"{name}: has no meaning while the lengths of gaps are open.*length='search'"
+    ):
         sampler.infill(tiny(), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7)
 
 
@@ -284,5 +361,7 @@ def test_greedy_edits_are_weighed_against_what_may_be_written():
     one = torch.zeros(1, dtype=torch.long)
     for forbidden, expected in ((None, end), ([end], lm.delete_token_id)):
         config = SamplerConfig(forbidden_tokens=forbidden)
-        decision, _ = variable_length.decide_open(lm, probability_V.log()[None], torch.tensor([[False, True]]), config, one, one, one, None)
+        decision, _ = variable_length.decide_open(
+            lm, probability_V.log()[None], torch.tensor([[False, True]]), config, one, one, one, None
+        )
         assert int(decision.token_N) == expected

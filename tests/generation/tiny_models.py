@@ -1,6 +1,8 @@
-"""Tiny random models in float64: their predictions depend on the position, and EOS is as frequent as a test needs.
+"""Tiny random models in float64: their predictions depend on the position, and EOS is as frequent as a test
+needs.
 
-Phi and GPT-2 have rotary and learned positions, and compute in float64 throughout (the norm of Llama rounds to float32).
+Phi and GPT-2 have rotary and learned positions, and compute in float64 throughout (the norm of Llama rounds
+to float32).
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from unmask.models.load import make_diffusion
 
 ALPHABET = "abcdef"
 CONTEXT = 40
-PATTERNS = [("causal", None), ("block_causal", 1), ("block_causal", 3), ("block_causal", 4), ("bidirectional", None)]
+PATTERNS = [
+    ("causal", None),
+    ("block_causal", 1),
+    ("block_causal", 3),
+    ("block_causal", 4),
+    ("bidirectional", None),
+]
 PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
 every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
@@ -33,12 +41,21 @@ every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 def stock(family: str = "phi", layers: int = 2) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal model of transformers, with the same weights at each call."""
     tokenizer = character_tokenizer(ALPHABET)
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     shape = {"vocab_size": len(tokenizer), "initializer_range": 0.3, **ids}
     if family == "phi":
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
         config = PhiConfig(
-            hidden_size=16, intermediate_size=24, num_hidden_layers=layers, max_position_embeddings=CONTEXT, **heads, **shape
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=layers,
+            max_position_embeddings=CONTEXT,
+            **heads,
+            **shape,
         )
     else:
         config = GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=CONTEXT, **shape)
@@ -62,17 +79,29 @@ def tiny(
     quality_head: bool = False,
 ) -> DiffusionLM:
     """The stock model under a pattern; the biases are added to the logits of EOS and of the mask token."""
-    pattern = {"attention": attention, "block_size": block_size, "logit_shift": logit_shift, "causal_context": causal_context}
-    lm = make_diffusion(*stock(family, layers), time_embedding=time_embedding, quality_head=quality_head, **pattern)
+    pattern = {
+        "attention": attention,
+        "block_size": block_size,
+        "logit_shift": logit_shift,
+        "causal_context": causal_context,
+    }
+    lm = make_diffusion(
+        *stock(family, layers), time_embedding=time_embedding, quality_head=quality_head, **pattern
+    )
     head = lm.model.get_output_embeddings()
     bias_V = torch.zeros(head.weight.shape[0], dtype=head.weight.dtype)
     bias_V[lm.eos_token_id], bias_V[lm.mask_token_id] = eos_bias, mask_bias
     head.bias = nn.Parameter(bias_V)
-    for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():  # its weights start at zero
-        weight.data += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
+    # its weights start at zero
+    for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():
+        weight.data += 0.5 * torch.randn(
+            weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype
+        )
     if lm.quality_head is not None:
         weight_D = lm.quality_head.weight.data
-        weight_D += torch.randn(weight_D.shape, generator=torch.Generator().manual_seed(6), dtype=weight_D.dtype)
+        weight_D += torch.randn(
+            weight_D.shape, generator=torch.Generator().manual_seed(6), dtype=weight_D.dtype
+        )
     return lm
 
 
@@ -112,26 +141,44 @@ def configs(draw, attention: str, block_size: int | None):
         "batch_size": draw(st.integers(1, 4)),
         "trace": True,
     }
-    rule = draw(st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"]))
+    rule = draw(
+        st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"])
+    )
     if rule == "entropy_bound":
         bound, filtered = draw(st.sampled_from([0.0, 0.5, 3.0])), draw(st.booleans())
         left_out = draw(st.sampled_from(["sum", "sum-minus-max"]))
-        return SamplerConfig(entropy_bound=bound, entropy_rule=left_out, policy="entropy", filtered_confidence=filtered, **shared)
+        return SamplerConfig(
+            entropy_bound=bound,
+            entropy_rule=left_out,
+            policy="entropy",
+            filtered_confidence=filtered,
+            **shared,
+        )
     if rule in ("threshold", "factor"):
         bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
         return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
     policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]))
-    schedule, remask = draw(st.sampled_from(["even", "even", "dream", "ancestral"])), draw(st.sampled_from([0.0, 0.0, 0.3, 0.6]))
+    schedule, remask = (
+        draw(st.sampled_from(["even", "even", "dream", "ancestral"])),
+        draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
+    )
     revise = None
-    if not remask and attention != "causal" and 1 not in (block_size, shared["block_size"], shared["sub_block_size"]):
+    if (
+        not remask
+        and attention != "causal"
+        and 1 not in (block_size, shared["block_size"], shared["sub_block_size"])
+    ):
         revise = draw(st.none() | revisions(["cap", "rescale", "conf", *["loop"] * (schedule == "even")]))
     unit = {"causal": 1, "bidirectional": shared["block_size"] or size}.get(attention, block_size)
-    parts = 1 + math.ceil(unit / shared["sub_block_size"]) if shared["sub_block_size"] else 1  # with a logit shift the first token is one
+    # with a logit shift the first token is one
+    parts = 1 + math.ceil(unit / shared["sub_block_size"]) if shared["sub_block_size"] else 1
     fewest = min(size, math.ceil(size / unit) * parts) if rule == "steps" else 1  # every block takes a step
     return SamplerConfig(
         **{rule: draw(st.none() | st.integers(fewest, size))},
         policy=policy,
-        order_temperature=0.0 if policy in ("random", "left_to_right") else draw(st.sampled_from([0.0, 0.0, 0.5])),
+        order_temperature=0.0
+        if policy in ("random", "left_to_right")
+        else draw(st.sampled_from([0.0, 0.0, 0.5])),
         filtered_confidence=policy not in ("random", "left_to_right") and draw(st.booleans()),
         schedule=schedule,
         remask=remask,
@@ -167,7 +214,9 @@ class Watch:
 
 def adapted(lm: DiffusionLM, seed: int = 0, **settings) -> DiffusionLM:
     """A copy of a Phi with LoRA adapters whose weights are not zero."""
-    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings})
+    config = LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         trained = with_adapters(lm.frozen_copy(), config)

@@ -23,27 +23,44 @@ def read(text: str, folder: Path, name: str = "run.sh") -> OldFile:
     ("words", "values"),
     [
         ("--a 1 --b=2.5 --c", {"a": 1, "b": 2.5, "c": True}),
-        ("--learning-rate 3e-6 --no_cache --name 'two words'", {"learning_rate": 3e-6, "cache": False, "name": "two words"}),
+        (
+            "--learning-rate 3e-6 --no_cache --name 'two words'",
+            {"learning_rate": 3e-6, "cache": False, "name": "two words"},
+        ),
         ("--many q k v --one x", {"many": ["q", "k", "v"], "one": "x"}),
         ("--minus -1 --text no --flag True", {"minus": -1, "text": "no", "flag": True}),
         ("--a 1 2>&1 | tee log --b 2", {"a": 1}),
         ("--a 1 # --b 2", {"a": 1}),
         ("-- --a 1", {"a": 1}),
-        ("--path $ROOT/x --model ${MODEL:-m/n} --other ${ROOT}", {"path": "/r/x", "model": "m/n", "other": "/r"}),
+        (
+            "--path $ROOT/x --model ${MODEL:-m/n} --other ${ROOT}",
+            {"path": "/r/x", "model": "m/n", "other": "/r"},
+        ),
     ],
 )
 def test_flags_are_read_as_their_program_reads_them(words: str, values: dict[str, Any], tmp_path):
-    assert read(f'ROOT="/r"\naccelerate launch --num_processes 2 train.py {words}\n', tmp_path).values == values
+    assert (
+        read(f'ROOT="/r"\naccelerate launch --num_processes 2 train.py {words}\n', tmp_path).values == values
+    )
 
 
 def test_what_is_no_setting_is_noted_with_its_reason(tmp_path):
-    old = read("srun --nodes 2 python train.py --out $JOB --a 1 \\\n  --b 2\n  --lost 3\nexport DIFFU_BETA=0.1 OTHER=5\n", tmp_path)
+    old = read(
+        (
+            "srun --nodes 2 python train.py --out $JOB --a 1 \\\n  --b 2\n  --lost 3\nexport "
+            "DIFFU_BETA=0.1 OTHER=5\n"
+        ),
+        tmp_path,
+    )
     assert old.values == {"a": 1, "b": 2, "DIFFU_BETA": "0.1"} and old.program == "train.py"
     assert {name: value for name, value, _ in old.notes} == {"--nodes": 2, "--out": "$JOB", "--lost": 3}
 
 
 def test_commands_that_train_nothing_are_passed_over(tmp_path):
-    text = "python download_model.py --model m\npython -m vllm.entrypoints.openai.api_server --port 8000\nbash eval.sh --a 1\necho 'it's\n"
+    text = (
+        "python download_model.py --model m\npython -m vllm.entrypoints.openai.api_server --port "
+        "8000\nbash eval.sh --a 1\necho 'it's\n"
+    )
     assert read(text, tmp_path) == OldFile({})
 
 
@@ -55,7 +72,11 @@ def test_a_yaml_that_a_script_names_is_read_and_its_flags_win(tmp_path):
 
 
 def test_files_that_are_not_read_say_why(tmp_path):
-    for name, text, words in [("a.json", "{", "is not JSON"), ("a.yaml", "a: [", "Fix the YAML"), ("b.json", "[]", "no keys and values")]:
+    for name, text, words in [
+        ("a.json", "{", "is not JSON"),
+        ("a.yaml", "a: [", "Fix the YAML"),
+        ("b.json", "[]", "no keys and values"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             read(text, tmp_path, name)
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -1,4 +1,5 @@
-"""`unmask migrate`: old configurations become ones that Unmask's strict config accepts, and every lost key is reported."""
+"""`unmask migrate`: old configurations become ones that Unmask's strict config accepts, and every lost key is
+reported."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.migration.examples import ACCELERATE, CONVERTER_HARDWARE, CONVERTER_MODEL, D1_YAML, EXAMPLES, Example
+from tests.migration.examples import (
+    ACCELERATE,
+    CONVERTER_HARDWARE,
+    CONVERTER_MODEL,
+    D1_YAML,
+    EXAMPLES,
+    Example,
+)
 from tests.training.tiny_runs import unmask
 from unmask.commands.settings.listing import stock_settings
 from unmask.commands.verbs import VERBS
@@ -22,7 +30,26 @@ from unmask.migration.migrate import migrate
 from unmask.migration.rules import DroppedError
 from unmask.tasks import get_task
 
-SAMPLES = (True, False, "true", "false", 1, 3, 0.5, "fp16", "bfloat16", "no", "1", "a/b", "sigmoid", "dapo", "linear", "sudoku", ["a"], {})
+SAMPLES = (
+    True,
+    False,
+    "true",
+    "false",
+    1,
+    3,
+    0.5,
+    "fp16",
+    "bfloat16",
+    "no",
+    "1",
+    "a/b",
+    "sigmoid",
+    "dapo",
+    "linear",
+    "sudoku",
+    ["a"],
+    {},
+)
 
 
 def write(folder: Path, files: dict[str, str]) -> list[Path]:
@@ -66,7 +93,9 @@ def test_each_key_is_told_once_and_only_those_that_stay_as_they_are_go_without_a
     kept = {change.old for change in told if change.what == "kept"}
     assert {"bf16", "adam_beta2", "beta", "num_generations"} <= kept
     assert len(found.table()) == len(found.changes) - len(kept)
-    assert [row[0] for row in found.table() if row[1] == "added"] == [""] * sum(change.what == "added" for change in found.changes)
+    assert [row[0] for row in found.table() if row[1] == "added"] == [""] * sum(
+        change.what == "added" for change in found.changes
+    )
     called = unmask("migrate", path)
     assert parse_yaml(called.stdout, "stdout") == found.config
     for words in ("model_path = my-llada", "random_masking", "for: unmask grpo --config FILE"):
@@ -77,7 +106,11 @@ def test_what_several_keys_say_together_is_told_once(tmp_path):
     (path,) = write(tmp_path, {"c.yaml": CONVERTER_MODEL + "eval_steps: 10\n"})
     rows = {row[0].partition(" = ")[0]: row for row in migrate([path]).table()}
     assert "'rate': 0.5" in rows["stage1_epochs"][2]
-    assert rows["stage2_epochs"][2] == rows["stage3_epochs"][2] == "training.num_train_epochs, training.stages, as above"
+    assert (
+        rows["stage2_epochs"][2]
+        == rows["stage3_epochs"][2]
+        == "training.num_train_epochs, training.stages, as above"
+    )
     assert rows["eval_steps"][1] == "dropped" and "training.eval_strategy=steps" in rows["eval_steps"][3]
 
 
@@ -91,13 +124,19 @@ def test_the_later_file_wins_and_the_row_says_so(tmp_path):
     )
     found = migrate(files)
     assert found.config["training"]["activation_checkpointing"] is False
-    assert "overrides an earlier key" in next(change.why for change in found.changes if change.old == "gradient_checkpointing")
+    assert "overrides an earlier key" in next(
+        change.why for change in found.changes if change.old == "gradient_checkpointing"
+    )
 
 
 def test_weights_stay_in_float32_where_the_converter_had_them_in_float16(tmp_path):
     (path,) = write(tmp_path, {"h.yaml": CONVERTER_HARDWARE.replace("bfloat16", "float16")})
     found = migrate([path]).config
-    assert found["model"]["dtype"] == "float32" and found["training"]["fp16"] is True and found["training"]["bf16"] is False
+    assert (
+        found["model"]["dtype"] == "float32"
+        and found["training"]["fp16"] is True
+        and found["training"]["bf16"] is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +167,9 @@ def test_nothing_is_overwritten_unless_asked_for(tmp_path):
     out.write_text("mine")
     called = unmask("migrate", path, "--output", out)
     assert called.exit_code == 2 and "the file exists" in called.stderr and out.read_text() == "mine"
-    assert unmask("migrate", path, "--output", out, "--overwrite").exit_code == 0 and out.read_text() != "mine"
+    assert (
+        unmask("migrate", path, "--output", out, "--overwrite").exit_code == 0 and out.read_text() != "mine"
+    )
 
 
 def test_a_program_is_refused_with_what_can_be_read(tmp_path):
@@ -153,7 +194,10 @@ def test_a_reward_is_asked_for_where_neither_reward_nor_task_is_named(tmp_path):
         ("model: {path: m}\noutput_dir: o\n", "is a config of Unmask already"),
         ("- 1\n", "has no keys and values"),
         ("num_generations: many\n", "training.num_generations"),
-        ("preference_data_path: p\nuse_mixed_precision: maybe\n", "use_mixed_precision: 'maybe' is not valid in the config.yaml"),
+        (
+            "preference_data_path: p\nuse_mixed_precision: maybe\n",
+            "use_mixed_precision: 'maybe' is not valid in the config.yaml",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_gets_one_clear_line(text, words, tmp_path):
@@ -177,12 +221,27 @@ def test_a_script_with_two_trainings_is_refused(tmp_path):
 
 
 def test_a_training_verb_that_is_given_an_old_file_names_the_command(tmp_path):
-    paths = write(tmp_path, {"train.yaml": D1_YAML, "model.yaml": CONVERTER_MODEL, "a.yaml": ACCELERATE, "run.sh": "trl dpo --beta 0.1\n"})
+    paths = write(
+        tmp_path,
+        {
+            "train.yaml": D1_YAML,
+            "model.yaml": CONVERTER_MODEL,
+            "a.yaml": ACCELERATE,
+            "run.sh": "trl dpo --beta 0.1\n",
+        },
+    )
     for path in paths:
         for verb in VERBS:
             refused = unmask(verb, "--config", path, "--print-config")
             assert refused.exit_code == 2 and f"unmask migrate {path}" in refused.stderr, refused.output
-    own = write(tmp_path, {"own.yaml": "model: {path: m}\noutput_dir: o\nbeta: 1\n", "broken.yaml": "a: [", "odd.yaml": "colour: red\n"})
+    own = write(
+        tmp_path,
+        {
+            "own.yaml": "model: {path: m}\noutput_dir: o\nbeta: 1\n",
+            "broken.yaml": "a: [",
+            "odd.yaml": "colour: red\n",
+        },
+    )
     for path, words in zip(own, ("is not a known key", "Fix the YAML", "is not a known key"), strict=True):
         refused = unmask("sft", "--config", path, "--print-config")
         assert refused.exit_code == 2 and words in refused.stderr and "migrate" not in refused.stderr
@@ -190,11 +249,17 @@ def test_a_training_verb_that_is_given_an_old_file_names_the_command(tmp_path):
 
 def test_deepspeed_and_shards_of_accelerate_become_settings(tmp_path):
     base = ACCELERATE.replace("MULTI_GPU", "{kind}")
-    deep = base.format(kind="DEEPSPEED") + "deepspeed_config: {zero_stage: 2, offload_optimizer_device: none}\n"
+    deep = (
+        base.format(kind="DEEPSPEED") + "deepspeed_config: {zero_stage: 2, offload_optimizer_device: none}\n"
+    )
     offload = deep.replace("optimizer_device: none", "optimizer_device: cpu")
-    fsdp = base.format(kind="FSDP") + "fsdp_config: {fsdp_offload_params: false, fsdp_transformer_layer_cls_to_wrap: 'A,B'}\n"
+    fsdp = (
+        base.format(kind="FSDP")
+        + "fsdp_config: {fsdp_offload_params: false, fsdp_transformer_layer_cls_to_wrap: 'A,B'}\n"
+    )
     plain, offloaded, sharded = (
-        migrate([path]).config["training"] for path in write(tmp_path, {"1.yaml": deep, "2.yaml": offload, "3.yaml": fsdp})
+        migrate([path]).config["training"]
+        for path in write(tmp_path, {"1.yaml": deep, "2.yaml": offload, "3.yaml": fsdp})
     )
     assert plain["deepspeed"] == "zero2"
     assert offloaded["deepspeed"]["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -203,10 +268,15 @@ def test_deepspeed_and_shards_of_accelerate_become_settings(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tables_name_only_settings_that_there_are(name):
-    """Every rule is tried with values of every type; those that it accepts must become settings of the verb."""
+    """Every rule is tried with values of every type; those that it accepts must become settings of the
+    verb."""
     form = FORMATS[name]
     fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config_class)}
-    others = {key: True for key in form.table} | {"dataset_name": "d", "loss_type": "sigmoid", "masking.strategy_type": "adaptive"}
+    others = {key: True for key in form.table} | {
+        "dataset_name": "d",
+        "loss_type": "sigmoid",
+        "masking.strategy_type": "adaptive",
+    }
     settled = 0
     for key, rule in form.table.items():
         for old in ({}, others):
@@ -227,15 +297,20 @@ def test_tables_name_only_settings_that_there_are(name):
 def sections(name: str) -> set[str]:
     import unmask.config.run as config
 
-    classes = {"model": config.ModelConfig, "data": config.DataConfig, "lora": config.LoraSettings, "hardware": config.HardwareConfig}
+    classes = {
+        "model": config.ModelConfig,
+        "data": config.DataConfig,
+        "lora": config.LoraSettings,
+        "hardware": config.HardwareConfig,
+    }
     return set(classes[name].model_fields) if name in classes else set()
 
 
 def test_marks_are_keys_of_their_table():
     for name, form in FORMATS.items():
-        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | {each.name for each in stock_settings().values()}, (
-            name
-        )
+        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | {
+            each.name for each in stock_settings().values()
+        }, name
 
 
 def test_recognition_is_by_what_only_one_format_knows():
@@ -243,18 +318,29 @@ def test_recognition_is_by_what_only_one_format_knows():
     assert candidates({"beta": 0.1, "loss_type": "dapo"}, None) == ["trl-grpo"]
     assert candidates({"beta": 0.1, "loss_type": "sigmoid"}, None) == ["trl-dpo"]
     assert candidates({"beta": 0.1}, "trl dpo") == ["trl-dpo"]
-    assert candidates({"dataset_name": "d", "text_column": "content", "cache_dir": "c"}, None) == ["converter"]
+    assert candidates({"dataset_name": "d", "text_column": "content", "cache_dir": "c"}, None) == [
+        "converter"
+    ]
     assert candidates({"learning_rate": 0.1}, None) == []
 
 
 def test_a_mixture_of_dllm_keeps_its_sources_and_shares(tmp_path):
     script = "python examples/llada/sft.py --output_dir o --dataset_args '{}'\n"
-    texts = {"even.sh": "a/b + c", "counted.sh": "a/b[train:3000,test:9]|c[name:x,train:1_000]", "unknown.sh": "a/b[lang:python]"}
-    even, counted, unknown = (migrate([path]) for path in write(tmp_path, {name: script.format(text) for name, text in texts.items()}))
+    texts = {
+        "even.sh": "a/b + c",
+        "counted.sh": "a/b[train:3000,test:9]|c[name:x,train:1_000]",
+        "unknown.sh": "a/b[lang:python]",
+    }
+    even, counted, unknown = (
+        migrate([path])
+        for path in write(tmp_path, {name: script.format(text) for name, text in texts.items()})
+    )
     assert even.config["data"] == {"train": [{"path": "a/b"}, {"path": "c"}]}
     shares = [{"path": "a/b", "weight": 3000.0}, {"path": "c:x", "weight": 1000.0}]
     assert counted.config["data"] == {"train": shares, "max_rows": 4000}
-    assert "data" not in unknown.config and "lang" in next(change.why for change in unknown.changes if change.old == "dataset_args")
+    assert "data" not in unknown.config and "lang" in next(
+        change.why for change in unknown.changes if change.old == "dataset_args"
+    )
 
 
 @pytest.mark.slow
@@ -266,19 +352,47 @@ def test_a_migrated_conversion_trains(name: str, tmp_path):
     model = tmp_path / "causal"
     character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(model)
     (tmp_path / "rows.jsonl").write_text('{"content": "12341234", "Text": "43214321"}\n' * 64)
-    given = ["--config", tmp_path / "new.yaml", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
-    machine = ["model.device=cpu", "training.use_cpu=true", "training.torch_compile=false", "training.flash_attention=false"]
-    machine += ["training.optim=adamw_torch", "training.report_to=none", "training.max_steps=8", "training.gradient_accumulation_steps=1"]
+    given = [
+        "--config",
+        tmp_path / "new.yaml",
+        "--model",
+        model,
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--output",
+        tmp_path / "out",
+    ]
+    machine = [
+        "model.device=cpu",
+        "training.use_cpu=true",
+        "training.torch_compile=false",
+        "training.flash_attention=false",
+    ]
+    machine += [
+        "training.optim=adamw_torch",
+        "training.report_to=none",
+        "training.max_steps=8",
+        "training.gradient_accumulation_steps=1",
+    ]
     called = unmask("convert", *given, *machine)
     assert called.exit_code == 0, called.output
     trained = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config")["training"]
-    assert [stage["share"] for stage in trained["stages"]] == ([2.0, 4.0, 2.0] if name.startswith("model") else [1.0])
+    assert [stage["share"] for stage in trained["stages"]] == (
+        [2.0, 4.0, 2.0] if name.startswith("model") else [1.0]
+    )
     assert (tmp_path / "out" / "model").is_dir()
 
 
 def test_a_field_that_begins_with_no_keeps_its_name_and_a_temperature_of_zero_is_left_out(tmp_path):
-    found = migrate(write(tmp_path, {"train.sh": "python examples/llada/sft.py --model_name_or_path m --no_cuda --no_bf16\n"}))
-    assert found.config["training"]["bf16"] is False and not any(change.old.startswith("cuda") for change in found.changes)
+    found = migrate(
+        write(
+            tmp_path,
+            {"train.sh": "python examples/llada/sft.py --model_name_or_path m --no_cuda --no_bf16\n"},
+        )
+    )
+    assert found.config["training"]["bf16"] is False and not any(
+        change.old.startswith("cuda") for change in found.changes
+    )
     found = migrate(write(tmp_path, {"run.env": "export GRPO_USE_VLLM=true\nexport GRPO_TEMPERATURE=0\n"}))
     assert found.config["training"]["temperature"] > 0 and any(
         change.old == "GRPO_TEMPERATURE" and change.what == "dropped" for change in found.changes
@@ -289,7 +403,10 @@ def test_a_field_that_begins_with_no_keeps_its_name_and_a_temperature_of_zero_is
     ("name", "text"),
     {
         "old.yaml": "model_path: x\nhub_token: hunter2\nwandb_api_key: hunter2\nnum_generations: 4\n",
-        "old.sh": "export HF_TOKEN=hunter2\nexport VLLM_SERVER_HOST=u:hunter2@h:8000\nexport GRPO_NUM_GENERATIONS=4\n",
+        "old.sh": (
+            "export HF_TOKEN=hunter2\nexport VLLM_SERVER_HOST=u:hunter2@h:8000\nexport "
+            "GRPO_NUM_GENERATIONS=4\n"
+        ),
     }.items(),
 )
 def test_secrets_of_an_old_configuration_are_not_shown(name, text, tmp_path):

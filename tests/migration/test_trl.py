@@ -1,4 +1,5 @@
-"""The tables compared with TRL's classes: every field is known, and every default that is written is TRL's."""
+"""The tables compared with TRL's classes: every field is known, and every default that is written is
+TRL's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from unmask.migration.rules import TRANSFORMERS
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
 
-NEW_IN_TRL = {"grpo": ("sapo_", "vespo_", "entropy_coef", "entropy_target", "max_tool", "transformers_continuous"), "dpo": ()}
+NEW_IN_TRL = {
+    "grpo": ("sapo_", "vespo_", "entropy_coef", "entropy_target", "max_tool", "transformers_continuous"),
+    "dpo": (),
+}
 """Settings of losses and of tools that Unmask lacks: the report calls them not known."""
 NOT_WRITTEN = {"method"}
 
@@ -21,8 +25,17 @@ NOT_WRITTEN = {"method"}
 @pytest.mark.parametrize("verb", ["grpo", "dpo"])
 def test_every_field_is_known(verb: str) -> None:
     config = {"grpo": trl.GRPOConfig, "dpo": trl.DPOConfig}[verb]
-    known = FORMATS[f"trl-{verb}"].table.keys() | TRANSFORMERS.keys() | {each.name for each in stock_settings().values()}
-    names = {field.name for cls in (config, trl.ModelConfig, trl.ScriptArguments) for field in dataclasses.fields(cls) if field.init}
+    known = (
+        FORMATS[f"trl-{verb}"].table.keys()
+        | TRANSFORMERS.keys()
+        | {each.name for each in stock_settings().values()}
+    )
+    names = {
+        field.name
+        for cls in (config, trl.ModelConfig, trl.ScriptArguments)
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
     assert {name for name in names - known if not name.startswith(NEW_IN_TRL[verb] or ("?",))} == set()
 
 

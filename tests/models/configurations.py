@@ -34,7 +34,13 @@ WINDOW = 3
 LAYERS = 2
 
 # Weights large enough that each token that a row attends to visibly changes its output.
-SHARED = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 SIZES = SHARED | {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -58,7 +64,13 @@ CONFIGURATIONS: dict[str, PreTrainedConfig] = {
     "phi3": Phi3Config(**GROUPED),
     "mistral": MistralConfig(**HEADS, sliding_window=WINDOW),
     "gemma": GemmaConfig(**HEADS),
-    "gemma2": Gemma2Config(**HEADS, **ONE_WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "gemma2": Gemma2Config(
+        **HEADS,
+        **ONE_WINDOW,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
     "gemma3": Gemma3TextConfig(**HEADS, **ONE_WINDOW, query_pre_attn_scalar=8),
     "smollm3": SmolLM3Config(**GROUPED, no_rope_layers=[1, 0]),
     "olmo2": Olmo2Config(**GROUPED),
@@ -80,7 +92,9 @@ def tiny_model(name: str, attention: str = "eager", dtype: torch.dtype = torch.f
     """A stock model in eval mode, with the same weights at each call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGURATIONS[name]), attn_implementation=attention, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(CONFIGURATIONS[name]), attn_implementation=attention, dtype=dtype
+        )
     return model.eval()
 
 
@@ -93,11 +107,14 @@ def tiny_lm(
     dtype: torch.dtype = torch.float64,
     **more: bool,
 ) -> DiffusionLM:
-    """The same model as a DiffusionLM; its mask token is added after a full vocabulary. `more` goes to `make_diffusion`."""
+    """The same model as a DiffusionLM; its mask token is added after a full vocabulary. `more` goes to
+    `make_diffusion`."""
     pattern = {"attention": attention, "block_size": block_size, "logit_shift": shift}
     return make_diffusion(tiny_model(name, dtype=dtype), character_tokenizer(ALPHABET), **pattern, **more)
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Token ids without special tokens."""
-    return torch.randint(len(SPECIAL), VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        len(SPECIAL), VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )

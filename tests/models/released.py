@@ -26,7 +26,13 @@ END, MASK = 257, 258
 WIDTHS = {"llada": 4, "dream": 4, "sdar": 8, "fast_dllm_v2": 4, "llada_moe": 4, "llada2": 8}  # of a head
 GROUPS = {name: 4 if name == "llada" else 2 for name in WIDTHS}  # heads of keys and values, of 4
 EXPERTS, EXPERT = 8, 12  # how many and how wide
-SHARED = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "eos_token_id": END, "attention_dropout": 0.0, "use_cache": False}
+SHARED = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "eos_token_id": END,
+    "attention_dropout": 0.0,
+    "use_cache": False,
+}
 QWEN = SHARED | {
     "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS,
@@ -57,7 +63,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llada": SHARED
     | {
         "architectures": ["LLaDAModelLM"],
-        "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModel": "modeling_llada.LLaDAModelLM"},
+        "auto_map": {
+            "AutoConfig": "configuration_llada.LLaDAConfig",
+            "AutoModel": "modeling_llada.LLaDAModelLM",
+        },
         "model_type": "llada",
         "d_model": HIDDEN,
         "n_layers": LAYERS,
@@ -90,7 +99,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dream": QWEN
     | {
         "architectures": ["DreamModel"],
-        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+        "auto_map": {
+            "AutoConfig": "configuration_dream.DreamConfig",
+            "AutoModel": "modeling_dream.DreamModel",
+        },
         "model_type": "Dream",
         "pad_token_id": END,
         "use_mrope": False,
@@ -98,7 +110,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sdar": QWEN
     | {
         "architectures": ["SDARForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"},
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        },
         "model_type": "sdar",
         "block_size": 4,
         "head_dim": 8,
@@ -121,7 +136,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llada_moe": MIXTURE
     | {
         "architectures": ["LLaDAMoEModelLM"],
-        "auto_map": {"AutoConfig": "configuration_lladamoe.LLaDAConfig", "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM"},
+        "auto_map": {
+            "AutoConfig": "configuration_lladamoe.LLaDAConfig",
+            "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM",
+        },
         "model_type": "llada",
         "attention_bias": False,
         "clip_qkv": None,
@@ -174,25 +192,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FROZEN = ("dream", "fast_dllm_v2", "llada_moe", "llada2")
 """Families whose released modelling code never trains the embedding at padding."""
 SPARSE = {"moe_intermediate_size": EXPERT, "num_experts_per_tok": 2}
-GROUPED = {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+GROUPED = {
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}
 KINDS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llada": (LlamaConfig, {}),
     "dream": (Qwen2Config, {}),
     "sdar": (Qwen3Config, {"head_dim": 8}),
     "fast_dllm_v2": (Qwen2Config, {}),
     "llada_moe": (Qwen3MoeConfig, SPARSE | {"num_experts": EXPERTS, "mlp_only_layers": [0]}),
-    "llada2": (Glm4MoeConfig, SPARSE | GROUPED | {"n_routed_experts": EXPERTS, "head_dim": 8, "use_qk_norm": True}),
+    "llada2": (
+        Glm4MoeConfig,
+        SPARSE | GROUPED | {"n_routed_experts": EXPERTS, "head_dim": 8, "use_qk_norm": True},
+    ),
 }
 """Stock configs, by what is peculiar to each."""
 MIXTURES = ("llada_moe", "llada2")
 NOT_KEPT = {
-    *("auto_map", "mlp_ratio", "fuse_cross_entropy", "conplemenrary_mask", "layer_types", "router_num_group", "router_topk_group"),
+    *(
+        "auto_map",
+        "mlp_ratio",
+        "fuse_cross_entropy",
+        "conplemenrary_mask",
+        "layer_types",
+        "router_num_group",
+        "router_topk_group",
+    ),
     *("embedding_dropout", "output_dropout", "rotary_dim", "using_split_qkv_in_self_attention"),
 }
-"""What released configs also hold: where their code is, and what it does not read (or reads in training alone)."""
+"""What released configs also hold: where their code is, and what it does not read (or reads in training
+alone)."""
 EXPECTED = {
-    **{"llada": ("bidirectional", None, False), "dream": ("bidirectional", None, True), "sdar": ("block_causal", 4, False)},
-    **{"fast_dllm_v2": ("block_causal", 8, True), "llada_moe": ("bidirectional", None, False), "llada2": ("block_causal", 32, False)},
+    **{
+        "llada": ("bidirectional", None, False),
+        "dream": ("bidirectional", None, True),
+        "sdar": ("block_causal", 4, False),
+    },
+    **{
+        "fast_dllm_v2": ("block_causal", 8, True),
+        "llada_moe": ("bidirectional", None, False),
+        "llada2": ("block_causal", 32, False),
+    },
 }
 
 
@@ -210,31 +254,48 @@ def published_weights(name: str) -> dict[str, Tensor]:
         return up | {f"{prefix}.down_proj.weight": weight(HIDDEN, width)}
 
     if name == "llada":
-        weights = {f"model.transformer.{part}.weight": weight(VOCABULARY, HIDDEN) for part in ("wte", "ff_out")}
+        weights = {
+            f"model.transformer.{part}.weight": weight(VOCABULARY, HIDDEN) for part in ("wte", "ff_out")
+        }
         weights["model.transformer.ln_f.weight"] = weight(HIDDEN)
         for layer in range(LAYERS):
             block = f"model.transformer.blocks.{layer}"
             weights |= {f"{block}.{part}.weight": weight(HIDDEN) for part in ("attn_norm", "ff_norm")}
-            weights |= {f"{block}.{part}.weight": weight(HIDDEN, HIDDEN) for part in ("q_proj", "k_proj", "v_proj", "attn_out")}
+            weights |= {
+                f"{block}.{part}.weight": weight(HIDDEN, HIDDEN)
+                for part in ("q_proj", "k_proj", "v_proj", "attn_out")
+            }
             weights |= {f"{block}.{part}.weight": weight(INNER, HIDDEN) for part in ("ff_proj", "up_proj")}
             weights[f"{block}.ff_out.weight"] = weight(HIDDEN, INNER)
         return weights
     table = "word_embeddings" if name == "llada2" else "embed_tokens"
-    weights = {f"model.{table}.weight": weight(VOCABULARY, HIDDEN), "lm_head.weight": weight(VOCABULARY, HIDDEN)}
+    weights = {
+        f"model.{table}.weight": weight(VOCABULARY, HIDDEN),
+        "lm_head.weight": weight(VOCABULARY, HIDDEN),
+    }
     weights["model.norm.weight"] = weight(HIDDEN)
     for layer in range(LAYERS):
         block = f"model.layers.{layer}"
-        weights |= {f"{block}.{part}.weight": weight(HIDDEN) for part in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {
+            f"{block}.{part}.weight": weight(HIDDEN)
+            for part in ("input_layernorm", "post_attention_layernorm")
+        }
         if name == "llada2":
             weights[f"{block}.attention.query_key_value.weight"] = weight(queries + 2 * keys, HIDDEN)
             weights[f"{block}.attention.dense.weight"] = weight(HIDDEN, queries)
-            weights |= {f"{block}.attention.{part}_layernorm.weight": weight(WIDTHS[name]) for part in ("query", "key")}
+            weights |= {
+                f"{block}.attention.{part}_layernorm.weight": weight(WIDTHS[name])
+                for part in ("query", "key")
+            }
         else:
             weights |= {f"{block}.self_attn.{part}_proj.weight": weight(keys, HIDDEN) for part in "kv"}
             weights[f"{block}.self_attn.q_proj.weight"] = weight(queries, HIDDEN)
             weights[f"{block}.self_attn.o_proj.weight"] = weight(HIDDEN, queries)
         if name in ("dream", "fast_dllm_v2"):
-            weights |= {f"{block}.self_attn.{part}_proj.bias": weight(width) for part, width in (("q", queries), ("k", keys), ("v", keys))}
+            weights |= {
+                f"{block}.self_attn.{part}_proj.bias": weight(width)
+                for part, width in (("q", queries), ("k", keys), ("v", keys))
+            }
         elif name != "llada2":
             weights |= {f"{block}.self_attn.{part}_norm.weight": weight(WIDTHS[name]) for part in "qk"}
         if name in MIXTURES and layer > 0:
@@ -250,25 +311,41 @@ def published_weights(name: str) -> dict[str, Tensor]:
 
 
 def write_tokenizer(name: str, folder: Path) -> None:
-    """LLaDA comes with a tokenizer.json that names no mask token, Dream with vocabulary, merges and code, SDAR with all of it."""
+    """LLaDA comes with a tokenizer.json that names no mask token, Dream with vocabulary, merges and code,
+    SDAR with all of it."""
     pieces = {piece: number for number, piece in enumerate(sorted(ByteLevel.alphabet()))} | {"ab": 256}
     tokens = {END: "<|endoftext|>", MASK: "<|mdm_mask|>" if name == "llada" else "<|mask|>"}
     (folder / "vocab.json").write_text(json.dumps(pieces))
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
-    added = {str(number): {"content": text, "special": True, "normalized": False} for number, text in tokens.items()}
-    config: dict[str, Any] = {"added_tokens_decoder": added, "eos_token": tokens[END], "pad_token": tokens[END], "bos_token": None}
+    added = {
+        str(number): {"content": text, "special": True, "normalized": False}
+        for number, text in tokens.items()
+    }
+    config: dict[str, Any] = {
+        "added_tokens_decoder": added,
+        "eos_token": tokens[END],
+        "pad_token": tokens[END],
+        "bos_token": None,
+    }
     kind = "DreamTokenizer" if name == "dream" else "Qwen2Tokenizer"
     if name != "llada":
-        config |= {"mask_token": tokens[MASK], "auto_map": {"AutoTokenizer": [f"tokenization_{name}.{kind}", None]}}
+        config |= {
+            "mask_token": tokens[MASK],
+            "auto_map": {"AutoTokenizer": [f"tokenization_{name}.{kind}", None]},
+        }
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
     if name == "llada":
         AutoTokenizer.from_pretrained(folder, config=PretrainedConfig()).save_pretrained(folder)
         for file in ("vocab.json", "merges.txt"):
             (folder / file).unlink()
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        )
 
 
-def write_published(name: str, folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
+def write_published(
+    name: str, folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any
+) -> Path:
     """Write a folder as the family publishes it."""
     folder.mkdir(exist_ok=True)
     config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not ...}
@@ -280,8 +357,18 @@ def write_published(name: str, folder: Path, weights: dict[str, Tensor] | None =
 
 def by_hand(name: str) -> Any:
     """The stock model, to which the same tensors were assigned one by one."""
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": INNER}
-    more = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "intermediate_size": INNER,
+    }
+    more = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
     kind, extra = KINDS[name]
     model: Any = AutoModelForCausalLM.from_config(
         kind(**sizes, **more, **extra, num_key_value_heads=GROUPS[name], tie_word_embeddings=False)
@@ -296,9 +383,14 @@ def by_hand(name: str) -> Any:
     for number, layer in enumerate(model.model.layers):
         places = {
             **{"attn_norm": layer.input_layernorm, "ff_norm": layer.post_attention_layernorm},
-            **{"q_proj": layer.self_attn.q_proj, "k_proj": layer.self_attn.k_proj, "v_proj": layer.self_attn.v_proj},
+            **{
+                "q_proj": layer.self_attn.q_proj,
+                "k_proj": layer.self_attn.k_proj,
+                "v_proj": layer.self_attn.v_proj,
+            },
             **{"attn_out": layer.self_attn.o_proj, "ff_out": layer.mlp.down_proj},
-            **{"ff_proj": layer.mlp.gate_proj, "up_proj": layer.mlp.up_proj},  # LLaDA: ff_out(silu(ff_proj x) * up_proj x)
+            # LLaDA: ff_out(silu(ff_proj x) * up_proj x)
+            **{"ff_proj": layer.mlp.gate_proj, "up_proj": layer.mlp.up_proj},
         }
         for part, module in places.items():
             module.weight.data = weights[f"model.transformer.blocks.{number}.{part}.weight"]
@@ -306,7 +398,8 @@ def by_hand(name: str) -> Any:
 
 
 def as_stock(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under the names of a stock model: separate queries, keys and values, all experts of a layer in two tensors."""
+    """Weights under the names of a stock model: separate queries, keys and values, all experts of a layer in
+    two tensors."""
     state = dict(weights)
     for name in weights:
         if name.endswith("query_key_value.weight"):
@@ -316,12 +409,21 @@ def as_stock(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif name.endswith("experts.0.gate_proj.weight"):
             layer = name.removesuffix(".0.gate_proj.weight")
             stacked = {
-                part: torch.stack([state.pop(f"{layer}.{expert}.{part}_proj.weight") for expert in range(EXPERTS)])
+                part: torch.stack(
+                    [state.pop(f"{layer}.{expert}.{part}_proj.weight") for expert in range(EXPERTS)]
+                )
                 for part in ("gate", "up", "down")
             }
-            state |= {f"{layer}.gate_up_proj": torch.cat([stacked["gate"], stacked["up"]], 1), f"{layer}.down_proj": stacked["down"]}
+            state |= {
+                f"{layer}.gate_up_proj": torch.cat([stacked["gate"], stacked["up"]], 1),
+                f"{layer}.down_proj": stacked["down"],
+            }
     renamed = {
-        **{"word_embeddings": "embed_tokens", "attention.dense": "self_attn.o_proj", "gate.expert_bias": "gate.e_score_correction_bias"},
+        **{
+            "word_embeddings": "embed_tokens",
+            "attention.dense": "self_attn.o_proj",
+            "gate.expert_bias": "gate.e_score_correction_bias",
+        },
         **{"attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm"},
     }
     for published, stock in renamed.items():

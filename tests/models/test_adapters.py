@@ -1,4 +1,5 @@
-"""Merged adapters compute what the adapted model does, over PEFT's kinds, tied or not; what cannot be merged is refused before training."""
+"""Merged adapters compute what the adapted model does, over PEFT's kinds, tied or not; what cannot be merged
+is refused before training."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "the whole table": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "the whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "both whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-    "both whole, tied": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "both whole, tied": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
     "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
     "rows of the table": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 6]}},
     "rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 6]}},
@@ -82,7 +87,8 @@ ON_MODELS: dict[str, dict[str, Any]] = {
     "row of the mask": {"trainable_token_indices": ["MASK"], "ensure_weight_tying": True},
     "rows, tied": {"trainable_token_indices": [5, 6], "ensure_weight_tying": True},
 }
-"""Adapters, with TABLE and so on for the names that a model gives to them; AROUND is the outermost module that holds the head."""
+"""Adapters, with TABLE and so on for the names that a model gives to them; AROUND is the outermost module
+that holds the head."""
 SETTINGS = {  # of kinds whose defaults do not fit tiny layers
     "OFT": {"r": 0, "oft_block_size": 4},
     "BOFT": {"boft_block_size": 4},
@@ -121,7 +127,8 @@ def moved(lm: DiffusionLM) -> DiffusionLM:
 
 
 def log_probs(lm: DiffusionLM) -> torch.Tensor:
-    """Of all tokens but those that are never predicted, at some positions, which only the head of these rows computes."""
+    """Of all tokens but those that are never predicted, at some positions, which only the head of these rows
+    computes."""
     rows_BT = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.6
     with torch.no_grad():
         logits = lm.logits(IDS_BT, rows_BT=rows_BT)
@@ -138,7 +145,8 @@ def check_saved(lm: DiffusionLM, folder: Path) -> DiffusionLM:
     return loaded
 
 
-@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")  # of an untied model
+# of an untied model
+@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_saved_model_is_the_trained_one(place, tied, tmp_path):
@@ -156,7 +164,8 @@ def tied_lm(name: str) -> DiffusionLM:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
-            if weight_name.endswith("bias"):  # new ones are zero, so that leaving one out would change nothing
+            # new ones are zero, so that leaving one out would change nothing
+            if weight_name.endswith("bias"):
                 weight.normal_(0, 0.3)
     return make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
 
@@ -167,11 +176,15 @@ def on_model(lm: DiffusionLM, place: str) -> dict[str, Any]:
     table, head = names[lm.model.get_input_embeddings()], names[lm.model.get_output_embeddings()]
     own = {"TABLE": table[-1], "HEAD": head[-1], "AROUND": head[0], "MASK": lm.mask_token_id}
     given = {"target_modules": "all-linear", **ON_MODELS[place]}
-    return {name: [own.get(each, each) for each in value] if isinstance(value, list) else value for name, value in given.items()}
+    return {
+        name: [own.get(each, each) for each in value] if isinstance(value, list) else value
+        for name, value in given.items()
+    }
 
 
 def refused_on(lm: DiffusionLM, place: str) -> bool:
-    """Whether PEFT cannot do it on this model: it ties only what has one of two names, and leaves out the bias of a head with rows."""
+    """Whether PEFT cannot do it on this model: it ties only what has one of two names, and leaves out the
+    bias of a head with rows."""
     if ON_MODELS[place].get("trainable_token_indices") == [5, 6]:
         return lm.model.get_output_embeddings().bias is not None
     tied, saved = "tied" in place, set(on_model(lm, place).get("modules_to_save", ()))
@@ -197,7 +210,9 @@ def test_so_it_is_on_tied_architectures_or_it_is_refused(name, tmp_path):
 
 def test_adapters_with_which_the_model_fails_are_refused_before_training():
     """The router of PhiMoE is a linear layer that returns a tuple."""
-    model = AutoModelForCausalLM.from_config(PhimoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2))
+    model = AutoModelForCausalLM.from_config(
+        PhimoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2)
+    )
     lm = make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
     with pytest.raises(ConfigError, match=r"the model fails with them .*'tuple' object") as refused:
         with_adapters(copy.deepcopy(lm), lora(target_modules="all-linear"))
@@ -217,7 +232,16 @@ def test_every_kind_is_saved_as_trained_or_refused(kind, tmp_path):
             assert error.where.startswith("lora (peft_config)") and error.what
             continue
         saved.append(check_saved(moved(adapted), tmp_path / target))
-    refused = {"ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING"}
+    refused = {
+        "ADAPTION_PROMPT",
+        "BEFT",
+        "CARTRIDGE",
+        "CPT",
+        "LILY",
+        "MULTITASK_PROMPT_TUNING",
+        "POLY",
+        "PREFIX_TUNING",
+    }
     refused |= {"PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"}
     assert bool(saved) != (kind in refused)
 
@@ -242,12 +266,16 @@ def test_an_adapter_of_the_head_alone_gets_gradients_in_chunks_too(monkeypatch):
         adapted = moved(with_adapters(tiny(dtype=torch.float64), lora(target_modules=["lm_head"])))
         inputs = adapted.noised_inputs(IDS_BT, None, torch.ones(2, 9, dtype=torch.bool))
         adapted.log_probs(inputs, IDS_BT.flatten()).sum().backward()
-        return {name: weight.grad for name, weight in adapted.model.named_parameters() if weight.requires_grad}
+        return {
+            name: weight.grad for name, weight in adapted.model.named_parameters() if weight.requires_grad
+        }
 
     whole = gradients()
     monkeypatch.setattr("unmask.models.hooks.head.LOGITS_AT_ONCE", 40)
     chunked = gradients()
-    assert whole.keys() == chunked.keys() and all("lm_head" in name and grad.any() for name, grad in whole.items())
+    assert whole.keys() == chunked.keys() and all(
+        "lm_head" in name and grad.any() for name, grad in whole.items()
+    )
     for name, gradient in whole.items():
         torch.testing.assert_close(chunked[name], gradient, rtol=0, atol=1e-9)
 
@@ -263,12 +291,26 @@ def test_adapters_can_be_switched_off_wherever_they_are():
 
 
 VERBS = ("sft", "pretrain", "dpo", "kto", "grpo")
-RUNS = [(verb, place, tied) for verb in VERBS for place in PLACES for tied in (True, False) if tied or verb == "sft"]
-QUICK = {("sft", "table", True), ("dpo", "both whole, tied", True), ("grpo", "rows", True), ("pretrain", "head", True)}
+RUNS = [
+    (verb, place, tied)
+    for verb in VERBS
+    for place in PLACES
+    for tied in (True, False)
+    if tied or verb == "sft"
+]
+QUICK = {
+    ("sft", "table", True),
+    ("dpo", "both whole, tied", True),
+    ("grpo", "rows", True),
+    ("pretrain", "head", True),
+}
 
 
 @pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
-@pytest.mark.parametrize(("verb", "place", "tied"), [pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow) for run in RUNS])
+@pytest.mark.parametrize(
+    ("verb", "place", "tied"),
+    [pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow) for run in RUNS],
+)
 def test_every_verb_saves_what_it_trained_and_resumes_it(verb, place, tied, tmp_path):
     def trainer() -> Any:
         lm = tiny("causal" if verb == "pretrain" else "bidirectional", tie_word_embeddings=tied)
@@ -291,7 +333,9 @@ def test_every_verb_saves_what_it_trained_and_resumes_it(verb, place, tied, tmp_
 @partly_slow("place", ["rows", "attention", "head", "the whole head", "DoRA of all layers"], 0)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_conversion_saves_what_it_trained(tied, place, tmp_path):
-    adapters = lora(**PLACES.get(place, {"target_modules": "all-linear", "use_dora": True}), init_lora_weights="gaussian")
+    adapters = lora(
+        **PLACES.get(place, {"target_modules": "all-linear", "use_dora": True}), init_lora_weights="gaussian"
+    )
     args = ConvertConfig(**settings(tmp_path / "run", max_steps=10, max_length=32))
     trainer = ConvertTrainer(tiny("causal", tie_word_embeddings=tied), args, TEXTS, peft_config=adapters)
     start = log_probs(trainer.lm)

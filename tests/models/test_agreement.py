@@ -1,4 +1,5 @@
-"""Causal types of transformers compute what their own attention computes, or are refused at load; docs/models.md lists them."""
+"""Causal types of transformers compute what their own attention computes, or are refused at load;
+docs/models.md lists them."""
 
 from __future__ import annotations
 
@@ -47,16 +48,22 @@ ROWS = {
     "attention is built": "refused: attention is built into its modelling code",
     "its recurrent layers": "refused: recurrent layers",
     "its layers of type": "refused: layers that ignore the attention mask",
-    "transformers computes something else: the logits of a document": "refused: positions do not begin again in packed documents",
+    "transformers computes something else: the logits of a document": (
+        "refused: positions do not begin again in packed documents"
+    ),
     "transformers computes something else: its logits": "refused: another mask than attention takes",
-    "transformers computes something else: it fails": "refused: fails under the attention mask (attention sinks, no way for it)",
+    "transformers computes something else: it fails": (
+        "refused: fails under the attention mask (attention sinks, no way for it)"
+    ),
     "not tried": "not tried: cannot be built small",
 }
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+    ).eval()
 
 
 def smallest(name: str) -> PreTrainedModel | None:
@@ -68,7 +75,10 @@ def smallest(name: str) -> PreTrainedModel | None:
                 config.is_decoder = True
             config = small_configs(config)[number]()
             with torch.device("meta"):
-                size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+                size = sum(
+                    weight.numel()
+                    for weight in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters()
+                )
             if size <= MOST:
                 return build(config)
         except Exception:  # the defaults of a type need not fit one another
@@ -91,16 +101,25 @@ def table() -> str:
     rows = defaultdict(list)
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows[row_of(name)].append(name)
-    lines = [f"| {row} | {len(names)} | {', '.join(names)} |" for row, names in sorted(rows.items(), key=lambda each: -len(each[1]))]
+    lines = [
+        f"| {row} | {len(names)} | {', '.join(names)} |"
+        for row, names in sorted(rows.items(), key=lambda each: -len(each[1]))
+    ]
     return "\n".join([f"| with transformers {transformers.__version__} | types | |", "|---|---|---|", *lines])
 
 
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
-    "BART's positions": (BartConfig(**GROUPED, d_model=16, decoder_ffn_dim=24, is_decoder=True), "depend on the one that is packed before"),
+    "BART's positions": (
+        BartConfig(**GROUPED, d_model=16, decoder_ffn_dim=24, is_decoder=True),
+        "depend on the one that is packed before",
+    ),
     "StableLM": (StableLmConfig(**GROUPED), "fails under Unmask's attention mask"),
     "Nemotron": (NemotronConfig(**HEADS), "fails under Unmask's attention mask"),
     "an encoder": (BertConfig(**SIZES), "its logits are not those of its own attention"),
-    "alibi": (BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=17), "attention is built into the modelling code"),
+    "alibi": (
+        BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=17),
+        "attention is built into the modelling code",
+    ),
 }
 
 
@@ -124,11 +143,17 @@ def test_positions_after_the_padding_token_are_those_of_transformers(padding):
     with torch.no_grad():
         expected_BTV = model(ids_BT).logits.log_softmax(-1)
         lm = make_diffusion(model, character_tokenizer(ALPHABET))
-        packed_BT, documents_BT = torch.cat([ids_BT[:, 3:6], ids_BT], 1), torch.tensor([[1] * 3 + [2] * 8] * 2)
+        packed_BT, documents_BT = (
+            torch.cat([ids_BT[:, 3:6], ids_BT], 1),
+            torch.tensor([[1] * 3 + [2] * 8] * 2),
+        )
         for logits_BTV in (lm.logits(ids_BT), lm.logits(packed_BT, documents_BT)[:, 3:]):
             found_BTV = logits_BTV[:, 1:, : len(lm.tokenizer) - 1].log_softmax(-1)
             torch.testing.assert_close(found_BTV, expected_BTV[:, :-1], rtol=0, atol=1e-5)
-    assert lm.first_position == padding + 1 and lm.context_length == SIZES["max_position_embeddings"] - padding - 1
+    assert (
+        lm.first_position == padding + 1
+        and lm.context_length == SIZES["max_position_embeddings"] - padding - 1
+    )
 
 
 def test_a_window_that_is_not_obeyed_is_noticed(monkeypatch):
@@ -153,8 +178,20 @@ def test_a_copy_is_small_and_is_tried_once(monkeypatch):
 
     monkeypatch.setattr(agreement, "small_model", counted)
     monkeypatch.setattr(agreement, "_found", {})
-    eight = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    large = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8)
+    eight = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    large = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
     with torch.device("meta"):
         models = [AutoModelForCausalLM.from_config(each) for each in (eight, large, eight)]
     state = torch.random.get_rng_state()

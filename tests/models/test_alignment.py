@@ -1,4 +1,5 @@
-"""Unaligned weights change the last bits of results: loading aligns them, without a second copy of the model in memory."""
+"""Unaligned weights change the last bits of results: loading aligns them, without a second copy of the model
+in memory."""
 
 from __future__ import annotations
 
@@ -94,12 +95,19 @@ print(peak() - before)
 @pytest.mark.slow
 def test_loading_a_gigabyte_takes_a_gigabyte(tmp_path):
     tokenizer = character_tokenizer("abcdefgh")
-    shape = {"hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "intermediate_size": 2816}
+    shape = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "intermediate_size": 2816,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
     model.save_pretrained(tmp_path, max_shard_size="50GB")
     tokenizer.save_pretrained(tmp_path)
     size = sum(weight.nbytes for weight in model.parameters())
     assert size > 1e9
     del model
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout.split()[-1]) < 1.15 * size

@@ -80,7 +80,8 @@ def test_a_configuration_that_changes_before_the_first_pass_is_its_own_model_s_a
 
 def test_equal_models_share_their_graphs_and_all_others_have_some():
     backend, one = Backend(), torch.ones(3)
-    models = [compiled({"backend": backend}, scale) for scale in range(2, 14)]  # more than torch compiles by default
+    # more than torch compiles by default
+    models = [compiled({"backend": backend}, scale) for scale in range(2, 14)]
     for model in copy.deepcopy(models):
         compile_model(model, {"backend": backend})
         models.append(model)
@@ -93,7 +94,9 @@ def test_the_fingerprint_is_of_all_that_a_pass_reads():
         model = Scaled()
         model.config, model.first.config = LlamaConfig(vocab_size=9), SimpleNamespace(scale=1)
         for name, value in settings.items():
-            setattr(model.first if name == "part" else model.config, "config" if name == "part" else name, value)
+            setattr(
+                model.first if name == "part" else model.config, "config" if name == "part" else name, value
+            )
         return fingerprint(model)
 
     read: list[dict[str, Any]] = [
@@ -107,7 +110,12 @@ def test_the_fingerprint_is_of_all_that_a_pass_reads():
         {"part": SimpleNamespace(scale=2)},
     ]
     assert len({of(), *(of(**settings) for settings in read)}) == 1 + len(read)
-    same: list[dict[str, Any]] = [{}, {"unmask": {"attention": "causal"}}, {"unmask_history": [1]}, {"_name_or_path": "here"}]
+    same: list[dict[str, Any]] = [
+        {},
+        {"unmask": {"attention": "causal"}},
+        {"unmask_history": [1]},
+        {"_name_or_path": "here"},
+    ]
     assert {of(**settings) for settings in same} == {of()}
     assert of(dtype=torch.float32) == of(dtype="float32") != of(dtype="bfloat16")  # as a save leaves it
     assert of(rope_parameters={"a": 1, "b": 2}) == of(rope_parameters={"b": 2, "a": 1})

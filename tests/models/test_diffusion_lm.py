@@ -1,4 +1,5 @@
-"""DiffusionLM: which row predicts which token, logits for the targets only, and blocks that agree with inference."""
+"""DiffusionLM: which row predicts which token, logits for the targets only, and blocks that agree with
+inference."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def no_gradients(request):
 def test_only_the_rows_asked_for_are_computed_and_they_are_the_same(name, shift):
     lm = tiny_lm(name, "bidirectional", shift=shift)
     computed = []
-    lm.model.get_output_embeddings().register_forward_hook(lambda head, args, out: computed.append(out.shape[:-1].numel()))
+    lm.model.get_output_embeddings().register_forward_hook(
+        lambda head, args, out: computed.append(out.shape[:-1].numel())
+    )
     ids, rows = random_ids(3, 7), some((3, 7))
     rows[:, 0] = False  # the first token has no predecessor
     chosen = lm.logits(ids, rows_BT=rows)
@@ -56,7 +59,9 @@ def test_row_i_predicts_token_i(name):
     shifted = with_pattern(lm, "bidirectional", logit_shift=True).logits(ids)
     assert torch.equal(shifted[:, 1:], plain[:, :-1])
     assert plain.shape == (2, 6, VOCABULARY + 1) and plain.dtype == torch.float64
-    assert (plain[..., lm.mask_token_id] == -torch.inf).all() and plain[..., : lm.mask_token_id].isfinite().all()
+    assert (plain[..., lm.mask_token_id] == -torch.inf).all() and plain[
+        ..., : lm.mask_token_id
+    ].isfinite().all()
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -66,10 +71,18 @@ def test_padding_and_packing_change_nothing(name, pattern):
     short, long = random_ids(1, 5, seed=1), random_ids(1, 8, seed=2)
     expected_short, expected_long = lm.logits(short)[0, 1:], lm.logits(long)[0, 1:]
     padding = torch.zeros(1, 3, dtype=torch.long)
-    right = lm.logits(torch.cat([torch.cat([short, padding], 1), long]), torch.tensor([[1] * 5 + [0] * 3, [1] * 8]))
-    left = lm.logits(torch.cat([torch.cat([padding, short], 1), long]), torch.tensor([[0] * 3 + [1] * 5, [1] * 8]))
+    right = lm.logits(
+        torch.cat([torch.cat([short, padding], 1), long]), torch.tensor([[1] * 5 + [0] * 3, [1] * 8])
+    )
+    left = lm.logits(
+        torch.cat([torch.cat([padding, short], 1), long]), torch.tensor([[0] * 3 + [1] * 5, [1] * 8])
+    )
     packed = lm.logits(torch.cat([short, long], 1), torch.tensor([[1] * 5 + [2] * 8]))
-    for short_rows, long_rows in ((right[0, 1:5], right[1, 1:]), (left[0, 4:], left[1, 1:]), (packed[0, 1:5], packed[0, 6:])):
+    for short_rows, long_rows in (
+        (right[0, 1:5], right[1, 1:]),
+        (left[0, 4:], left[1, 1:]),
+        (packed[0, 1:5], packed[0, 6:]),
+    ):
         torch.testing.assert_close(short_rows, expected_short, **CLOSE)
         torch.testing.assert_close(long_rows, expected_long, **CLOSE)
 
@@ -93,7 +106,9 @@ def noised_logits(lm, hidden_BT, clean_BT, documents_BT, rows_BT):
 
 
 @partly_slow("padding", [0, 2], 1, ids=["whole", "left padding"])
-@pytest.mark.parametrize(("pattern", "shift"), [("causal", False), ("block_causal", False), ("block_causal", True)])
+@pytest.mark.parametrize(
+    ("pattern", "shift"), [("causal", False), ("block_causal", False), ("block_causal", True)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_noised_beside_clean_is_inference_block_by_block(name, pattern, shift, padding):
     lm = tiny_lm(name, pattern, BLOCKS[pattern], shift=shift)
@@ -113,7 +128,9 @@ def test_noised_beside_clean_in_one_block_is_the_noised_row_alone():
     clean, rows = random_ids(2, 6), torch.ones(2, 6, dtype=torch.bool)
     hidden = some(clean.shape)
     noisy = torch.where(hidden, lm.mask_token_id, clean)
-    torch.testing.assert_close(noised_logits(lm, hidden, clean, None, rows), lm.logits(noisy).flatten(0, 1), **CLOSE)
+    torch.testing.assert_close(
+        noised_logits(lm, hidden, clean, None, rows), lm.logits(noisy).flatten(0, 1), **CLOSE
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,7 +141,9 @@ def test_blocks_of_one_with_a_shift_are_the_causal_model(name):
     assert torch.equal(lm.logits(ids), expected)
     rows = torch.ones_like(ids, dtype=torch.bool)
     rows[:, 0] = False
-    torch.testing.assert_close(noised_logits(lm, torch.ones_like(rows), ids, None, rows), expected[rows], **CLOSE)
+    torch.testing.assert_close(
+        noised_logits(lm, torch.ones_like(rows), ids, None, rows), expected[rows], **CLOSE
+    )
 
 
 def test_without_a_shift_blocks_of_one_read_a_mask_token_instead():
@@ -132,7 +151,9 @@ def test_without_a_shift_blocks_of_one_read_a_mask_token_instead():
     ids = random_ids(2, WINDOW)
     rows = torch.ones_like(ids, dtype=torch.bool)
     rows[:, 0] = False
-    assert (noised_logits(lm, torch.ones_like(rows), ids, None, rows) - lm.as_causal().logits(ids)[rows]).abs()[:, :-1].max() > 0.1
+    assert (
+        noised_logits(lm, torch.ones_like(rows), ids, None, rows) - lm.as_causal().logits(ids)[rows]
+    ).abs()[:, :-1].max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -157,7 +178,9 @@ def test_documents_that_each_fit_the_context_may_share_a_longer_row(pattern):
     documents = torch.tensor([[1] * 64 + [2] * 64, [1] * 5 + [0] * 123])
     logits = lm.logits(packed, documents)
     for number, part in enumerate(parts):
-        torch.testing.assert_close(logits[0, 64 * number + 1 : 64 * (number + 1)], lm.logits(part)[0, 1:], **CLOSE)
+        torch.testing.assert_close(
+            logits[0, 64 * number + 1 : 64 * (number + 1)], lm.logits(part)[0, 1:], **CLOSE
+        )
     torch.testing.assert_close(logits[1, 1:5], lm.logits(parts[0][:, :5])[0, 1:], **CLOSE)
 
 
@@ -214,7 +237,9 @@ def test_a_frozen_copy_stays_as_it_was_and_chooses_its_own_rows():
     lm.model.train()
     frozen = lm.frozen_copy()
     assert lm.model.training and not frozen.model.training
-    assert all(w.requires_grad for w in lm.model.parameters()) and not any(w.requires_grad for w in frozen.model.parameters())
+    assert all(w.requires_grad for w in lm.model.parameters()) and not any(
+        w.requires_grad for w in frozen.model.parameters()
+    )
     for weight in lm.model.parameters():
         weight.mul_(1.5)
     assert torch.equal(frozen.logits(ids, rows_BT=rows), before)
@@ -239,11 +264,14 @@ class Wrapper(nn.Module):
     [
         Wrapper,
         lambda model: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])),
-        lambda model: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])),
+        lambda model: get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        ),
     ],
     ids=["module", "adapters", "adapters and a head of their own"],
 )
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks transformers by the old name
+# PEFT asks transformers by the old name
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_rows_are_chosen_inside_any_wrapper(wrap):
     lm = tiny_lm("llama", "bidirectional")
     ids, rows = random_ids(2, 5), some((2, 5))
@@ -251,7 +279,9 @@ def test_rows_are_chosen_inside_any_wrapper(wrap):
     bound = lm.bind(wrap(lm.model))
     torch.testing.assert_close(bound.logits(ids), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(bound.logits(ids, rows_BT=rows), expected[rows], rtol=0, atol=1e-12)
-    torch.testing.assert_close(bound.frozen_copy().logits(ids, rows_BT=rows), expected[rows], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        bound.frozen_copy().logits(ids, rows_BT=rows), expected[rows], rtol=0, atol=1e-12
+    )
 
 
 def test_a_model_that_does_not_know_the_rows_is_not_believed():

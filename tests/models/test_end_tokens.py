@@ -1,4 +1,5 @@
-"""End tokens: all that a model's files name are found, kept on saving, loading and exporting, and can be set."""
+"""End tokens: all that a model's files name are found, kept on saving, loading and exporting, and can be
+set."""
 
 from __future__ import annotations
 
@@ -32,8 +33,16 @@ def write(folder: Path, generation: Any = None, template: str | None = None, con
     tokenizer.add_special_tokens({"additional_special_tokens": TURNS})
     assert tokenizer.convert_tokens_to_ids(TURNS[1:]) == [IM_END, EOT, EOM]
     tokenizer.chat_template = template
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
-    model = AutoModelForCausalLM.from_config(PhiConfig(vocab_size=ROWS, pad_token_id=0, bos_token_id=1, eos_token_id=config, **shape))
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    model = AutoModelForCausalLM.from_config(
+        PhiConfig(vocab_size=ROWS, pad_token_id=0, bos_token_id=1, eos_token_id=config, **shape)
+    )
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=generation).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -53,7 +62,8 @@ def write(folder: Path, generation: Any = None, template: str | None = None, con
         ({"template": TEMPLATES["simple"], "generation": EOS}, (EOS,)),
         ({"generation": "<eos>"}, (EOS,)),
         ({"generation": 11.0}, (EOS,)),
-        ({"config": A, "generation": [A, ROWS + 9, IM_END]}, (EOS, IM_END)),  # a class's default may be a word of the vocabulary, or none
+        # a class's default may be a word of the vocabulary, or none
+        ({"config": A, "generation": [A, ROWS + 9, IM_END]}, (EOS, IM_END)),
     ],
 )
 def test_all_places_are_read_and_the_tokenizers_comes_first(named, ends, tmp_path):
@@ -64,7 +74,9 @@ def test_all_places_are_read_and_the_tokenizers_comes_first(named, ends, tmp_pat
 @pytest.mark.parametrize("asked", [None, [IM_END], [], [A, EOS]])
 def test_saving_loading_and_exporting_keep_them(asked, tmp_path):
     lm = load(write(tmp_path / "stock", [EOT, EOS], CHATML), eos_token_ids=asked)
-    ends = {None: (EOS, IM_END, EOT), (IM_END,): (EOS, IM_END), (): (EOS,), (A, EOS): (EOS, A)}[asked if asked is None else tuple(asked)]
+    ends = {None: (EOS, IM_END, EOT), (IM_END,): (EOS, IM_END), (): (EOS,), (A, EOS): (EOS, A)}[
+        asked if asked is None else tuple(asked)
+    ]
     assert lm.eos_token_ids == ends
     lm.save(tmp_path / "own")
     export(lm, tmp_path / "hf", "hf")
@@ -72,9 +84,15 @@ def test_saving_loading_and_exporting_keep_them(asked, tmp_path):
         written = json.loads((tmp_path / folder / "generation_config.json").read_text())["eos_token_id"]
         assert written == (list(ends) if len(ends) > 1 else ends[0])
     again = load(tmp_path / "own")
-    assert again.eos_token_ids == ends and again.settings == lm.settings and model_facts(again) == model_facts(lm)
+    assert (
+        again.eos_token_ids == ends
+        and again.settings == lm.settings
+        and model_facts(again) == model_facts(lm)
+    )
     blocks = with_pattern(again, "block_causal", 4)
-    assert blocks.eos_token_ids == again.frozen_copy().eos_token_ids == again.as_causal().eos_token_ids == ends
+    assert (
+        blocks.eos_token_ids == again.frozen_copy().eos_token_ids == again.as_causal().eos_token_ids == ends
+    )
     blocks.save(tmp_path / "converted")
     assert load(tmp_path / "converted").eos_token_ids == ends
     assert load(tmp_path / "own", eos_token_ids=[EOM]).eos_token_ids == (EOS, EOM)
@@ -84,7 +102,8 @@ def test_saving_loading_and_exporting_keep_them(asked, tmp_path):
 
 @pytest.mark.parametrize("template", [None, CHATML])
 def test_a_generation_config_that_transformers_would_not_write_is_kept(template, tmp_path):
-    """Many published ones name a temperature without `do_sample`; transformers saves such a config only where nothing in it was changed."""
+    """Many published ones name a temperature without `do_sample`; transformers saves such a config only where
+    nothing in it was changed."""
     folder, odd = write(tmp_path / "stock", template=template), {"temperature": 0.9, "top_p": 0.6}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS} | odd))
     lm = load(folder)
@@ -110,7 +129,9 @@ def test_a_released_model_with_an_odd_generation_config_is_exported(tmp_path):
 
 def test_a_server_of_a_model_with_other_ends_holds_another_model(tmp_path):
     here, there = (load(write(tmp_path, [IM_END, EOS]), eos_token_ids=ends) for ends in (None, []))
-    assert json.loads(json.dumps(model_facts(here)))["eos_token_ids"] == [EOS, IM_END] and model_facts(here) != model_facts(there)
+    assert json.loads(json.dumps(model_facts(here)))["eos_token_ids"] == [EOS, IM_END] and model_facts(
+        here
+    ) != model_facts(there)
 
 
 def test_transformers_stops_where_unmask_does(tmp_path):
@@ -119,22 +140,33 @@ def test_transformers_stops_where_unmask_does(tmp_path):
     export(lm, tmp_path / "hf", "hf")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = torch.tensor([[A, A]])
-    assert plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)[0, 2:].tolist() == [IM_END]
+    assert plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)[
+        0, 2:
+    ].tolist() == [IM_END]
 
 
 def test_a_released_model_with_several_ends(tmp_path):
-    """Like SDAR-Chat: generation_config.json names the end of a turn and EOS, config.json and tokenizer only EOS."""
+    """Like SDAR-Chat: generation_config.json names the end of a turn and EOS, config.json and tokenizer only
+    EOS."""
     folder = write_published("sdar", tmp_path / "sdar")
     turn_end = MASK + 1
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["added_tokens_decoder"][str(turn_end)] = {"content": "<|im_end|>", "special": True, "normalized": False}
+    settings["added_tokens_decoder"][str(turn_end)] = {
+        "content": "<|im_end|>",
+        "special": True,
+        "normalized": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn_end, END]}))
     lm = load(folder)
     assert lm.eos_token_ids == (END, turn_end) and lm.eos_token_id == END
     with pytest.warns(RuntimeWarning, match="the mask token is"):
         export(lm, tmp_path / "back", "sdar")
-    assert json.loads((tmp_path / "back/generation_config.json").read_text())["eos_token_id"] == [turn_end, END]  # as published
+    # as published
+    assert json.loads((tmp_path / "back/generation_config.json").read_text())["eos_token_id"] == [
+        turn_end,
+        END,
+    ]
     assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == END
     assert load(tmp_path / "back").eos_token_ids == lm.eos_token_ids
 
@@ -142,7 +174,10 @@ def test_a_released_model_with_several_ends(tmp_path):
 @pytest.mark.parametrize("wrong", [ROWS, -1, None])
 def test_ends_that_cannot_be_generated_are_refused(wrong, tmp_path):
     lm = load(write(tmp_path))
-    with pytest.raises(ModelError, match=r"eos_token_ids: .*(outside the vocabulary of 16|the mask token).*Give ids of tokens"):
+    with pytest.raises(
+        ModelError,
+        match=r"eos_token_ids: .*(outside the vocabulary of 16|the mask token).*Give ids of tokens",
+    ):
         load(tmp_path, eos_token_ids=[IM_END, lm.mask_token_id if wrong is None else wrong])
 
 

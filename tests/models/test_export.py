@@ -1,4 +1,5 @@
-"""A causal model exported as stock equals what transformers saves: any library loads it, with the same results."""
+"""A causal model exported as stock equals what transformers saves: any library loads it, with the same
+results."""
 
 from __future__ import annotations
 
@@ -43,16 +44,24 @@ def test_plain_transformers_loads_it_and_gives_the_same_logits(name, tmp_path):
     assert not any("unmask" in key or "attn_implementation" in key or key == "auto_map" for key in config)
     rows = plain.get_input_embeddings().weight.shape[0]
     assert config["vocab_size"] == rows == plain.get_output_embeddings().weight.shape[0] >= len(tokenizer)
-    assert tokenizer.mask_token_id == lm.mask_token_id < rows and tokenizer("abc").input_ids == lm.tokenizer("abc").input_ids
+    assert (
+        tokenizer.mask_token_id == lm.mask_token_id < rows
+        and tokenizer("abc").input_ids == lm.tokenizer("abc").input_ids
+    )
 
 
 def test_transformers_never_generates_the_mask_token(tmp_path):
     lm = tiny_lm("llama")
     with torch.no_grad():
-        lm.model.get_output_embeddings().weight[lm.mask_token_id] = 100 * lm.model.get_output_embeddings().weight[5]
+        lm.model.get_output_embeddings().weight[lm.mask_token_id] = (
+            100 * lm.model.get_output_embeddings().weight[5]
+        )
     export(lm, tmp_path, "hf")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert plain.generation_config.suppress_tokens == [lm.mask_token_id] and not plain.generation_config._from_model_config
+    assert (
+        plain.generation_config.suppress_tokens == [lm.mask_token_id]
+        and not plain.generation_config._from_model_config
+    )
     ids = random_ids(4, 3)
     assert (plain(ids).logits.argmax(-1) == lm.mask_token_id).any()
     made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
@@ -66,14 +75,18 @@ def test_the_base_of_rotary_embeddings_has_its_older_name_too(tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e5
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.rope_parameters["rope_theta"] == 5e5
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"]
+        == "PreTrainedTokenizerFast"
+    )
 
 
 class Own(LlamaForCausalLM):
     """A model class from outside transformers."""
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+# PEFT 0.21 asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -84,7 +97,9 @@ class Own(LlamaForCausalLM):
         (lambda: tiny_lm("llama", "block_causal", 4), "this one is block_causal"),
         (lambda: tiny_lm("llama", shift=False), "this one is causal without logit shift"),
         (
-            lambda: (lm := tiny_lm("llama")).bind(peft.get_peft_model(lm.model, peft.LoraConfig(target_modules=["q_proj"]))),
+            lambda: (lm := tiny_lm("llama")).bind(
+                peft.get_peft_model(lm.model, peft.LoraConfig(target_modules=["q_proj"]))
+            ),
             "PeftModel.*Merge",
         ),
         (lambda: (lm := tiny_lm("llama")).bind(Own(lm.model.config)), "Own is not a class of transformers"),

@@ -14,7 +14,9 @@ from unmask.models.load import with_pattern
 
 
 def logits(lm) -> torch.Tensor:
-    return lm.logits(torch.tensor([[1, 4, lm.mask_token_id, 5]]), hidden_BT=torch.tensor([[False, False, True, False]]))
+    return lm.logits(
+        torch.tensor([[1, 4, lm.mask_token_id, 5]]), hidden_BT=torch.tensor([[False, False, True, False]])
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -26,7 +28,8 @@ def test_both_tokens_are_added_after_the_others(tied):
     assert plain.expand_token_id is None and plain.delete_token_id is None
     outputs, inputs = lm.model.get_output_embeddings().weight, lm.model.get_input_embeddings().weight
     assert torch.equal(outputs[:size], plain.model.get_output_embeddings().weight)
-    assert torch.equal(inputs[size], inputs[lm.mask_token_id])  # an open position is first read as a hidden one
+    # an open position is first read as a hidden one
+    assert torch.equal(inputs[size], inputs[lm.mask_token_id])
     assert torch.allclose(outputs[size + 1], outputs[:size].mean(0))
 
 

@@ -19,18 +19,36 @@ BOMBS = {
     "loops over a text": "{% set x = 'aaaaaaaaaa' * 1000 %}" + "{% for a in x %}" * 5 + "{% endfor %}" * 5,
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a macro that doubles": "".join(
-        f"{{% macro f{n}() %}}{{{{ f{n + 1}() }}}}{{{{ f{n + 1}() }}}}{{% endmacro %}}" for n in reversed(range(60))
+        f"{{% macro f{n}() %}}{{{{ f{n + 1}() }}}}{{{{ f{n + 1}() }}}}{{% endmacro %}}"
+        for n in reversed(range(60))
     ).replace("f60()", "'x'")
     + "{{ f0() }}",
     "a text times a number": "{{ 'x' * 10000000000 }}",
     "a number of digits": "{{ 10 ** 10000000 }}",
-    "a square of squares": "{% set ns = namespace(x=9) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "doubling by ~": "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling by +": "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "doubling by replace": "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x.replace('x', ns.x) %}{% endfor %}",
-    "doubling by a filter": "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x|replace('x', ns.x) %}{% endfor %}",
-    "doubling by join": "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x.join(ns.x) %}{% endfor %}",
-    "doubling by a block": "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+    "a square of squares": (
+        "{% set ns = namespace(x=9) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}"
+    ),
+    "doubling by ~": (
+        "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+    ),
+    "doubling by +": (
+        "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    ),
+    "doubling by replace": (
+        "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x.replace('x', ns.x) "
+        "%}{% endfor %}"
+    ),
+    "doubling by a filter": (
+        "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x|replace('x', ns.x) "
+        "%}{% endfor %}"
+    ),
+    "doubling by join": (
+        "{% set ns = namespace(x='xx') %}{% for a in range(99) %}{% set ns.x = ns.x.join(ns.x) %}{% endfor %}"
+    ),
+    "doubling by a block": "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set y %}{{ ns.x }}{{ ns.x "
+    "}}{% "
+    "endset "
+    "%}"
     "{% set ns.x = y %}{% endfor %}",
     "a width": "{{ 'x'.center(10000000000) }}",
     "a width in a filter": "{{ 'x'|center(10000000000) }}",
@@ -72,16 +90,22 @@ def tokenizer(template: str):
 
 @partly_slow("name", BOMBS, *range(0, len(BOMBS), 2))
 def test_a_template_without_end_is_one_error(name: str) -> None:
-    with pytest.raises(DataError, match=r"the chat template is stopped: .*(more than|maximum recursion|asks for|recursive)"):
+    with pytest.raises(
+        DataError, match=r"the chat template is stopped: .*(more than|maximum recursion|asks for|recursive)"
+    ):
         render_template(tokenizer(BOMBS[name]), [{"role": "user", "content": "a"}])
     assert turn_end(tokenizer(BOMBS[name])) is None
 
 
 FEATURES = (
-    "{%- set ns = namespace(n=0) -%}{% for m in messages %}{% if loop.first %}[{{ loop.length }}]{% endif %}{% set ns.n = ns.n + 1 %}"
-    "{{ loop.index0 ~ ':' ~ m.role|upper + ' ' + m['content']|trim }}{{ loop.previtem.role if loop.previtem is defined }}"
-    "{% if loop.last %}{{ '-' * 3 }}{{ ns.n % 2 }}{{ '%s' % m.role }}{{ messages|length }}{{ m|tojson }}{% endif %}{% endfor %}"
-    "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ messages|map(attribute='role')|join(',') }}"
+    "{%- set ns = namespace(n=0) -%}{% for m in messages %}{% if loop.first %}[{{ loop.length }}]{% "
+    "endif %}{% set ns.n = ns.n + 1 %}"
+    "{{ loop.index0 ~ ':' ~ m.role|upper + ' ' + m['content']|trim }}{{ loop.previtem.role if "
+    "loop.previtem is defined }}"
+    "{% if loop.last %}{{ '-' * 3 }}{{ ns.n % 2 }}{{ '%s' % m.role }}{{ messages|length }}{{ m|tojson "
+    "}}{% endif %}{% endfor %}"
+    "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ "
+    "messages|map(attribute='role')|join(',') }}"
     "{% for m in messages if m.role == 'user' %}{{ m.content.split('a')|list }}{% else %}none{% endfor %}"
     "{% macro f(x, y='1') %}<{{ x }}{{ y }}>{% endmacro %}{{ f('a') }}"
     "{{ messages[-1].content.replace('b', 'xx') }}{{ ', '.join(['p', 'q']) }}"
@@ -89,8 +113,13 @@ FEATURES = (
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN, LLAMA3, *TEMPLATES.values(), FEATURES])
-def test_other_templates_render_as_in_the_sandbox_of_jinja2(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = [{"role": role, "content": content} for role, content in [("system", " s "), ("user", "ab\n"), ("assistant", "b")]]
+def test_other_templates_render_as_in_the_sandbox_of_jinja2(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [
+        {"role": role, "content": content}
+        for role, content in [("system", " s "), ("user", "ab\n"), ("assistant", "b")]
+    ]
     compile_template = chat_template_utils._compile_jinja_template
     compile_template.cache_clear()
     limited = render_template(tokenizer(template), messages)
@@ -103,11 +132,16 @@ def test_other_templates_render_as_in_the_sandbox_of_jinja2(template: str, monke
 
 def test_long_numbers_in_a_text_that_is_formatted_are_no_widths() -> None:
     call = "Call (030) 12345678901, or 100%% of 5551234567."
-    template = f"{{{{ '{call} %s %(x)5s'.replace('%(x)', '%') % (messages[0].content, 1) }}}}{{{{ '{call} {{:>4}}'.format(2) }}}}"
+    template = (
+        f"{{{{ '{call} %s %(x)5s'.replace('%(x)', '%') % (messages[0].content, 1) }}}}{{{{ '{call} "
+        f"{{:>4}}'.format(2) }}}}"
+    )
     rendered = render_template(tokenizer(template), [{"role": "user", "content": "0123456789"}])
     assert rendered == f"{call.replace('%%', '%')} 0123456789     1{call}    2"
 
 
 def test_a_long_conversation_is_rendered() -> None:
-    messages = [{"role": role, "content": "word " * 2000} for _ in range(100) for role in ("user", "assistant")]
+    messages = [
+        {"role": role, "content": "word " * 2000} for _ in range(100) for role in ("user", "assistant")
+    ]
     assert len(render_template(tokenizer(CHATML), messages)) > 2_000_000

@@ -1,4 +1,5 @@
-"""Loading and saving: weights and settings are restored, a mask token is added, and every mistake has its message."""
+"""Loading and saving: weights and settings are restored, a mask token is added, and every mistake has its
+message."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ from transformers import (
 )
 
 from tests.helpers import shared_path
-from tests.models.configurations import ALPHABET, CONFIGURATIONS, GROUPED, HEADS, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
+from tests.models.configurations import (
+    ALPHABET,
+    CONFIGURATIONS,
+    GROUPED,
+    HEADS,
+    NAMES,
+    SHARED,
+    VOCABULARY,
+    random_ids,
+    tiny_lm,
+    tiny_model,
+)
 from unmask.config.run import ModelConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
@@ -59,7 +71,12 @@ def stock(tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_token_that_stands_at_padding_is_trained_where_it_is_text(name, tmp_path):
     save_stock(tmp_path, name)
-    for lm in (load(tmp_path), initialise(tmp_path, seed=0), tiny_lm(name), with_pattern(tiny_lm(name), "bidirectional")):
+    for lm in (
+        load(tmp_path),
+        initialise(tmp_path, seed=0),
+        tiny_lm(name),
+        with_pattern(tiny_lm(name), "bidirectional"),
+    ):
         table = lm.model.get_input_embeddings()
         assert lm.config.pad_token_id == 0
         lm.logits(torch.tensor([[0, 6, 0, 7]])).logsumexp(2).sum().backward()
@@ -94,14 +111,23 @@ def test_saving_and_loading_changes_nothing(tmp_path, name, settings):
     lm = tiny_lm(name, attention, block_size, shift=shift, dtype=torch.float32)
     lm.save(tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
-    assert "model.safetensors" in files and not any(file.endswith((".bin", ".pt", ".pth", ".pkl")) for file in files)
+    assert "model.safetensors" in files and not any(
+        file.endswith((".bin", ".pt", ".pth", ".pkl")) for file in files
+    )
     again = load(tmp_path)
     assert not again.model.training
     assert same_weights(lm.model, again.model)
     assert again.settings == lm.settings
-    saved = {"attention": attention, "block_size": block_size, "mask_token_id": VOCABULARY, "logit_shift": shift}
+    saved = {
+        "attention": attention,
+        "block_size": block_size,
+        "mask_token_id": VOCABULARY,
+        "logit_shift": shift,
+    }
     assert again.settings.items() >= saved.items()
-    assert again.tokenizer.get_vocab() == lm.tokenizer.get_vocab() and again.tokenizer.mask_token == MASK_TOKEN
+    assert (
+        again.tokenizer.get_vocab() == lm.tokenizer.get_vocab() and again.tokenizer.mask_token == MASK_TOKEN
+    )
     ids = random_ids(2, 6)
     assert torch.equal(again.logits(ids), lm.logits(ids))
 
@@ -112,15 +138,24 @@ def test_what_is_loaded_can_be_saved_again(tmp_path):
     first.save(tmp_path / "two")
     second = load(tmp_path / "two", dtype="bfloat16")
     assert same_weights(first.model, second.model) and first.settings == second.settings
-    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (
+        tmp_path / "two/model.safetensors"
+    ).read_bytes()
 
 
 def test_a_stock_folder_is_a_causal_model(tmp_path):
     model = save_stock(tmp_path)
     lm = load(tmp_path)
-    assert (lm.attention, lm.block_size, lm.mask_token_id, lm.logit_shift) == ("causal", None, VOCABULARY, True)
+    assert (lm.attention, lm.block_size, lm.mask_token_id, lm.logit_shift) == (
+        "causal",
+        None,
+        VOCABULARY,
+        True,
+    )
     ids = random_ids(2, 7)
-    torch.testing.assert_close(lm.logits(ids)[:, 1:, :VOCABULARY], model(ids).logits[:, :-1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        lm.logits(ids)[:, 1:, :VOCABULARY], model(ids).logits[:, :-1], rtol=0, atol=1e-5
+    )
 
 
 def test_a_saved_causal_model_is_a_stock_folder(tmp_path):
@@ -136,14 +171,22 @@ def test_a_mask_token_is_added_to_a_full_vocabulary(tmp_path, name):
     before = save_stock(tmp_path, name)
     lm = load(tmp_path)
     assert len(lm.tokenizer) == VOCABULARY + 1 == lm.config.vocab_size
-    assert lm.tokenizer(f"ab{MASK_TOKEN}c", add_special_tokens=False)["input_ids"] == [4, 5, lm.mask_token_id, 6]
+    assert lm.tokenizer(f"ab{MASK_TOKEN}c", add_special_tokens=False)["input_ids"] == [
+        4,
+        5,
+        lm.mask_token_id,
+        6,
+    ]
     for old, new in (
         (before.get_input_embeddings(), lm.model.get_input_embeddings()),
         (before.get_output_embeddings(), lm.model.get_output_embeddings()),
     ):
         assert torch.equal(new.weight[:VOCABULARY], old.weight) and len(new.weight) == VOCABULARY + 1
         torch.testing.assert_close(new.weight[VOCABULARY], old.weight.mean(0))
-    tied = [model.get_input_embeddings().weight is model.get_output_embeddings().weight for model in (before, lm.model)]
+    tied = [
+        model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        for model in (before, lm.model)
+    ]
     assert tied == [name == "gpt2"] * 2
 
 
@@ -171,7 +214,9 @@ def test_a_mask_token_without_an_embedding_gets_one(tmp_path):
     before = save_stock(tmp_path, mask_token="<hidden>")  # in the tokenizer, and the embeddings end before it
     lm = load(tmp_path)
     assert lm.tokenizer.mask_token == "<hidden>" and lm.mask_token_id == VOCABULARY
-    torch.testing.assert_close(lm.model.get_input_embeddings().weight[VOCABULARY], before.get_input_embeddings().weight.mean(0))
+    torch.testing.assert_close(
+        lm.model.get_input_embeddings().weight[VOCABULARY], before.get_input_embeddings().weight.mean(0)
+    )
 
 
 def test_another_pattern_of_the_same_model_has_the_same_weights():
@@ -237,24 +282,46 @@ def test_a_name_that_is_no_folder_is_said_to_be_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "runs").mkdir()  # of models, as `hf download --local-dir` makes one
-    with pytest.raises(ModelError, match=r"runs/sfft: there is no such folder; as a hub id: cannot load a model config"):
+    with pytest.raises(
+        ModelError, match=r"runs/sfft: there is no such folder; as a hub id: cannot load a model config"
+    ):
         load("runs/sfft")
 
 
 # What is wrong with a folder, and how the error begins.
 BROKEN = {
-    "no folder": (lambda path: [file.unlink() for file in path.iterdir()], "is a folder, and has no config.json"),
-    "config that is no JSON": (lambda path: (path / "config.json").write_text("{"), "config.json is incomplete"),
-    "config of nothing": (lambda path: (path / "config.json").write_text("{}"), "cannot load a model config.*model_type"),
+    "no folder": (
+        lambda path: [file.unlink() for file in path.iterdir()],
+        "is a folder, and has no config.json",
+    ),
+    "config that is no JSON": (
+        lambda path: (path / "config.json").write_text("{"),
+        "config.json is incomplete",
+    ),
+    "config of nothing": (
+        lambda path: (path / "config.json").write_text("{}"),
+        "cannot load a model config.*model_type",
+    ),
     "no causal model": (lambda path: change_config(path, model_type="t5"), "cannot load the weights"),
-    "no tokenizer": (lambda path: [file.unlink() for file in path.glob("token*")], "no usable tokenizer.*tokenizer.save_pretrained"),
-    "tokenizer cut off": (lambda path: (path / "tokenizer.json").write_text('{"version"'), "tokenizer.json is incomplete"),
+    "no tokenizer": (
+        lambda path: [file.unlink() for file in path.glob("token*")],
+        "no usable tokenizer.*tokenizer.save_pretrained",
+    ),
+    "tokenizer cut off": (
+        lambda path: (path / "tokenizer.json").write_text('{"version"'),
+        "tokenizer.json is incomplete",
+    ),
     "weights of another size": (lambda path: change_config(path, hidden_size=32), "cannot load the weights"),
     "weights cut off": (
-        lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-10]),
+        lambda path: (path / "model.safetensors").write_bytes(
+            (path / "model.safetensors").read_bytes()[:-10]
+        ),
         "model.safetensors is incomplete",
     ),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "cannot load the weights.*with safetensors weights"),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        "cannot load the weights.*with safetensors weights",
+    ),
 }
 
 
@@ -269,7 +336,9 @@ def test_a_broken_folder_is_named_with_a_remedy(stock, damage, words):
 def test_a_padding_token_outside_the_vocabulary_is_refused(stock):
     config = json.loads((stock / "config.json").read_text())
     (stock / "config.json").write_text(json.dumps(config | {"pad_token_id": 99999}))
-    with pytest.raises(ModelError, match=r"cannot load the weights \(Padding_idx must be within num_embeddings\)"):
+    with pytest.raises(
+        ModelError, match=r"cannot load the weights \(Padding_idx must be within num_embeddings\)"
+    ):
         load(stock)
 
 
@@ -309,22 +378,39 @@ LOCAL = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 def llama4(chunk):
     types = ["chunked_attention", "full_attention"]
-    return Llama4TextConfig(**HEADS, **LOCAL, intermediate_size_mlp=24, attention_chunk_size=chunk, layer_types=types)
+    return Llama4TextConfig(
+        **HEADS, **LOCAL, intermediate_size_mlp=24, attention_chunk_size=chunk, layer_types=types
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED), "BloomForCausalLM: attention is built into"),
-        (GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED), "GPTJForCausalLM: attention is built into"),
-        (MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED), "MambaForCausalLM: its recurrent layers"),
+        (
+            BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED),
+            "BloomForCausalLM: attention is built into",
+        ),
+        (
+            GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED),
+            "GPTJForCausalLM: attention is built into",
+        ),
+        (
+            MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED),
+            "MambaForCausalLM: its recurrent layers",
+        ),
         (Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "Lfm2ForCausalLM: .*'conv'"),
         (
             Lfm2MoeConfig(**GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
             "Lfm2MoeForCausalLM: .*'conv'",
         ),
-        (MiniMaxConfig(**HEADS, **LOCAL, layer_types=["linear_attention", "full_attention"]), "MiniMaxForCausalLM: .*'linear_attention'"),
-        (Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]), "Qwen3NextForCausalLM: its recurrent"),
+        (
+            MiniMaxConfig(**HEADS, **LOCAL, layer_types=["linear_attention", "full_attention"]),
+            "MiniMaxForCausalLM: .*'linear_attention'",
+        ),
+        (
+            Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]),
+            "Qwen3NextForCausalLM: its recurrent",
+        ),
         (llama4(chunk=63), "Llama4ForCausalLM: .*'chunked_attention'"),
     ],
     ids=["bloom", "gptj", "mamba", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "llama4"],
@@ -342,7 +428,10 @@ def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config, words):
 
 
 def test_attention_in_chunks_as_long_as_the_context_is_full_attention():
-    model, ids = AutoModelForCausalLM.from_config(llama4(chunk=64), dtype=torch.float32).eval(), random_ids(2, 7)
+    model, ids = (
+        AutoModelForCausalLM.from_config(llama4(chunk=64), dtype=torch.float32).eval(),
+        random_ids(2, 7),
+    )
     expected = model(ids).logits[:, :-1]
     lm = make_diffusion(model, character_tokenizer(ALPHABET))
     torch.testing.assert_close(lm.logits(ids)[:, 1:, :VOCABULARY], expected, rtol=0, atol=1e-5)
@@ -364,7 +453,11 @@ def test_the_layers_of_a_split_model_are_shared_out_in_order_by_memory(name: str
     places = split_layers(CONFIGURATIONS[name], torch.float32, [48, 20])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGURATIONS[name])
-    covered = [weight for weight, _ in model.named_parameters() if any(weight.startswith(f"{part}.") for part in places)]
+    covered = [
+        weight
+        for weight, _ in model.named_parameters()
+        if any(weight.startswith(f"{part}.") for part in places)
+    ]
     assert len(covered) == len(list(model.parameters()))
     layers = [place for part, place in places.items() if part.split(".")[-1].isdigit()]
     assert layers == sorted(layers) and set(places.values()) == {"cuda:0", "cuda:1"}
@@ -374,25 +467,37 @@ def test_the_layers_of_a_split_model_are_shared_out_in_order_by_memory(name: str
 
 
 @pytest.mark.parametrize(("count", "message"), [(0, "there are none here"), (1, "there is one here")])
-def test_a_model_is_not_split_over_fewer_than_two_gpus(count: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_split_over_fewer_than_two_gpus(
+    count: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_lm("llama").save(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=1))
-    with pytest.raises(ModelError, match=f"device_map: a model is spread over two GPUs or more, but {message}"):
+    with pytest.raises(
+        ModelError, match=f"device_map: a model is spread over two GPUs or more, but {message}"
+    ):
         load(tmp_path, device_map="balanced")
     with pytest.raises(ModelError, match="quantised weights are not spread"):
         load(tmp_path, device_map="balanced", quantization="4bit")
 
 
-@pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)])
-def test_masks_pass_through_the_hooks_of_a_split_model(attention: str, block_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)]
+)
+def test_masks_pass_through_the_hooks_of_a_split_model(
+    attention: str, block_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU all parts are on one device, but accelerate's hooks, which would move inputs, are there."""
     lm = tiny_lm("llama", attention, block_size)
     ids_BT = torch.arange(1, 9).expand(2, -1)
     plain = lm.logits(ids_BT)
     moved: list[object] = []
     original = AttentionMask.to
-    monkeypatch.setattr(AttentionMask, "to", lambda self, device, **rest: (moved.append(device), original(self, device, **rest))[1])
+    monkeypatch.setattr(
+        AttentionMask,
+        "to",
+        lambda self, device, **rest: (moved.append(device), original(self, device, **rest))[1],
+    )
     dispatch_model(lm.model, {"": "cpu"}, force_hooks=True)
     assert torch.equal(lm.logits(ids_BT), plain) and moved
 
@@ -401,5 +506,9 @@ def test_a_mask_is_moved_once() -> None:
     layout = Layout.full(4, torch.device("cpu"))
     mask = make_mask("causal", None, layout, layout)
     there = mask.to("meta")
-    assert there.allowed_B1QK.device.type == "meta" and there.positions[0].device.type == "meta" and mask.to("meta") is there
+    assert (
+        there.allowed_B1QK.device.type == "meta"
+        and there.positions[0].device.type == "meta"
+        and mask.to("meta") is there
+    )
     assert mask.to("cpu") is mask

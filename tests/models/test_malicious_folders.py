@@ -74,7 +74,12 @@ def inner(path: Path, name: str) -> Path:
 
 def code_everywhere(path: Path) -> None:
     """Code that every config but the model's names, and a folder for `generate` to load."""
-    for file in ("generation_config.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+    for file in (
+        "generation_config.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+        "tokenizer_config.json",
+    ):
         remote_code(path, file, AutoProcessor="mine.Mine", AutoTokenizer=["mine.Mine", "mine.Mine"])
     inner(path, "custom_generate/generate.py").write_text((path / "mine.py").read_text())
 
@@ -97,11 +102,26 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     "pickled weights": (pickled, "pickled .*pytorch_model.bin.*safetensors"),
     "pickled weights by another name": (lambda path: pickled(path, "consolidated.00.pth"), "pickled"),
     "an index that names a pickle": (lambda path: index(path, "shard.bin"), "names 'shard.bin'"),
-    "an index that leaves the folder": (lambda path: index(path, "../other.safetensors"), "names '../other.safetensors'"),
-    "an index that is a list": (lambda path: ((path / SAFE).unlink(), (path / INDEX).write_text("[]"))[0], "cannot load the weights"),
-    "a config that names a pickle": (lambda path: change(path, transformers_weights="adapter_model.bin"), "cannot load the weights"),
-    "modelling code": (lambda path: remote_code(path, AutoConfig="mine.Mine", AutoModelForCausalLM="mine.Mine"), "model config"),
-    "code of another repository": (lambda path: remote_code(path, AutoConfig="evil/repo--mine.Mine"), "model config"),
+    "an index that leaves the folder": (
+        lambda path: index(path, "../other.safetensors"),
+        "names '../other.safetensors'",
+    ),
+    "an index that is a list": (
+        lambda path: ((path / SAFE).unlink(), (path / INDEX).write_text("[]"))[0],
+        "cannot load the weights",
+    ),
+    "a config that names a pickle": (
+        lambda path: change(path, transformers_weights="adapter_model.bin"),
+        "cannot load the weights",
+    ),
+    "modelling code": (
+        lambda path: remote_code(path, AutoConfig="mine.Mine", AutoModelForCausalLM="mine.Mine"),
+        "model config",
+    ),
+    "code of another repository": (
+        lambda path: remote_code(path, AutoConfig="evil/repo--mine.Mine"),
+        "model config",
+    ),
     "tokenizer code": (
         lambda path: (
             change(path, "tokenizer_config.json", tokenizer_class="Mine"),
@@ -111,7 +131,9 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         "no usable tokenizer",
     ),
     "adapters of another model": (
-        lambda path: change(path, "adapter_config.json", peft_type="LORA", base_model_name_or_path="evil/model"),
+        lambda path: change(
+            path, "adapter_config.json", peft_type="LORA", base_model_name_or_path="evil/model"
+        ),
         "checkpoint of adapters",
     ),
     "a class of another library": (
@@ -123,7 +145,10 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     "a text for a number": (lambda path: change(path, hidden_size="big"), "model config|weights"),
     "an object for a number": (lambda path: change(path, num_hidden_layers={}), "model config"),
     "negative sizes": (lambda path: change(path, vocab_size=-5), "weights"),
-    "layers without end": (lambda path: change(path, num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    "layers without end": (
+        lambda path: change(path, num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000",
+    ),
     "labels without end": (lambda path: change(path, num_labels=10**9), "num_labels is 1000000000"),
     "layers that the config lists": (
         lambda path: change(path, model_type="qwen2", num_hidden_layers=10**9),
@@ -133,7 +158,9 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     "code in the other configs": (code_everywhere, None),
     "pickles beside the weights": (pickles_beside, None),
     "adapters that name a module": (
-        lambda path: change(path, "adapter_config.json", auto_mapping={"parent_library": "mine", "base_model_class": "Mine"}),
+        lambda path: change(
+            path, "adapter_config.json", auto_mapping={"parent_library": "mine", "base_model_class": "Mine"}
+        ),
         "checkpoint of adapters",
     ),
     "a FIFO for a further chat template": (
@@ -141,10 +168,16 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         "additional_chat_templates/x.jinja is not a file",
     ),
     "a chat template without end": (
-        lambda path: ((path / "chat_template.jinja").touch(), os.truncate(path / "chat_template.jinja", 2**40))[0],
+        lambda path: (
+            (path / "chat_template.jinja").touch(),
+            os.truncate(path / "chat_template.jinja", 2**40),
+        )[0],
         "chat_template.jinja has more than",
     ),
-    "a chat template that divides by zero": (lambda path: (path / "chat_template.jinja").write_text("{{ 1 // 0 }}"), None),
+    "a chat template that divides by zero": (
+        lambda path: (path / "chat_template.jinja").write_text("{{ 1 // 0 }}"),
+        None,
+    ),
     "a chat template that is a number": (
         lambda path: change(path, "tokenizer_config.json", chat_template={"default": 5}),
         "chat template is no text",
@@ -153,16 +186,36 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: change(path, "tokenizer_config.json", pad_token=None, eos_token=None),
         None,
     ),
-    "a config nested without end": (lambda path: (path / "config.json").write_text('{"a":' * 10**5), "config.json is incomplete"),
+    "a config nested without end": (
+        lambda path: (path / "config.json").write_text('{"a":' * 10**5),
+        "config.json is incomplete",
+    ),
     "a config of nulls": (lambda path: change(path, model_type=None, architectures=None), "model config"),
     "settings that are a list": (lambda path: change(path, unmask=[1]), "'unmask' is not an object"),
-    "settings of wrong types": (lambda path: change(path, unmask={"attention": {}, "block_size": "x"}), "unknown attention pattern"),
-    "end tokens that are objects": (lambda path: change(path, unmask={"eos_token_ids": {"a": []}}), "eos_token_ids|cannot use"),
-    "a tokenizer of nothing": (lambda path: (path / "tokenizer.json").write_text("{}"), "no usable tokenizer"),
-    "a tokenizer nested without end": (lambda path: (path / "tokenizer.json").write_text("[" * 10**5), "tokenizer.json is incomplete"),
-    "a tokenizer config that is a list": (lambda path: (path / "tokenizer_config.json").write_text("[1]"), "no usable tokenizer"),
+    "settings of wrong types": (
+        lambda path: change(path, unmask={"attention": {}, "block_size": "x"}),
+        "unknown attention pattern",
+    ),
+    "end tokens that are objects": (
+        lambda path: change(path, unmask={"eos_token_ids": {"a": []}}),
+        "eos_token_ids|cannot use",
+    ),
+    "a tokenizer of nothing": (
+        lambda path: (path / "tokenizer.json").write_text("{}"),
+        "no usable tokenizer",
+    ),
+    "a tokenizer nested without end": (
+        lambda path: (path / "tokenizer.json").write_text("[" * 10**5),
+        "tokenizer.json is incomplete",
+    ),
+    "a tokenizer config that is a list": (
+        lambda path: (path / "tokenizer_config.json").write_text("[1]"),
+        "no usable tokenizer",
+    ),
     "special tokens that are numbers": (
-        lambda path: change(path, "tokenizer_config.json", mask_token=5, eos_token={"a": 1}, extra_special_tokens=7),
+        lambda path: change(
+            path, "tokenizer_config.json", mask_token=5, eos_token={"a": 1}, extra_special_tokens=7
+        ),
         "no usable tokenizer|cannot use",
     ),
     "a FIFO for a config": (lambda path: fifo(path, "config.json"), "config.json is not a file"),
@@ -172,10 +225,19 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: ((path / "config.json").unlink(), (path / "config.json").symlink_to("/dev/zero"))[0],
         "is not a file",
     ),
-    "a generation config of wrong types": (lambda path: change(path, "generation_config.json", eos_token_id={"a": {}}), None),
-    "weights that are a pickle": (lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))), "no safetensors file"),
+    "a generation config of wrong types": (
+        lambda path: change(path, "generation_config.json", eos_token_id={"a": {}}),
+        None,
+    ),
+    "weights that are a pickle": (
+        lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))),
+        "no safetensors file",
+    ),
     "weights that overlap": (overlapping, "cannot load the weights"),
-    "weights with a header without end": (lambda path: (path / SAFE).write_bytes(b"\xff" * 7 + b"\x00" + b"{}"), "no safetensors file"),
+    "weights with a header without end": (
+        lambda path: (path / SAFE).write_bytes(b"\xff" * 7 + b"\x00" + b"{}"),
+        "no safetensors file",
+    ),
 }
 
 
@@ -205,7 +267,9 @@ def test_a_malicious_folder_is_one_error(name: str, tmp_path: Path, connections:
 
 @pytest.mark.parametrize("name", FOLDERS)
 @partly_slow("reader", ["reward model", "inspect", "from scratch", "remote tokenizer"], 0, 3)
-def test_the_other_loaders_run_and_fetch_nothing(name: str, reader: str, tmp_path: Path, connections: list[Any]) -> None:
+def test_the_other_loaders_run_and_fetch_nothing(
+    name: str, reader: str, tmp_path: Path, connections: list[Any]
+) -> None:
     """They need not read what is wrong."""
     save_stock(tmp_path)
     FOLDERS[name][0](tmp_path)
@@ -218,12 +282,16 @@ def test_the_other_loaders_run_and_fetch_nothing(name: str, reader: str, tmp_pat
     try:
         read[reader](str(tmp_path))
     except Exception as error:
-        assert isinstance(error, ModelError) or (reader == "remote tokenizer" and type(error).__name__ == "RemoteError"), repr(error)
+        assert isinstance(error, ModelError) or (
+            reader == "remote tokenizer" and type(error).__name__ == "RemoteError"
+        ), repr(error)
     assert not (tmp_path / "ran").exists()
     assert not connections or reader == "remote tokenizer"
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"]
+)
 def test_no_kernel_of_a_config_is_fetched(key: str, tmp_path: Path, connections: list[Any]) -> None:
     save_stock(tmp_path)
     change(tmp_path, **{key: "evil/kernel"})
@@ -237,7 +305,10 @@ def test_nobody_is_asked_about_remote_code(tmp_path: Path, monkeypatch: pytest.M
     save_stock(tmp_path)
     remote_code(tmp_path, "tokenizer_config.json", AutoTokenizer=["mine.Mine", "mine.Mine"])
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    for read in (lambda: RewardModel(str(tmp_path)), lambda: RemoteLM("http://localhost:1", str(tmp_path), patience=0.0)):
+    for read in (
+        lambda: RewardModel(str(tmp_path)),
+        lambda: RemoteLM("http://localhost:1", str(tmp_path), patience=0.0),
+    ):
         with pytest.raises(UnmaskError):
             read()
     assert not (tmp_path / "ran").exists()

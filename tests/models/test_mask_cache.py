@@ -16,7 +16,10 @@ def test_the_most_recently_used_are_kept_within_the_bounds(keys, most, most_cell
     for key in keys:
         asked = cache.hits + cache.misses
         made: list[int] = []
-        assert cache.get(key, lambda key=key, made=made: made.append(key) or f"value {key}", key) == f"value {key}"
+        assert (
+            cache.get(key, lambda key=key, made=made: made.append(key) or f"value {key}", key)
+            == f"value {key}"
+        )
         assert bool(made) == (key not in recent) and cache.hits + cache.misses == asked + 1
         recent = [*(other for other in recent if other != key), key]
         while len(recent) > 1 and (len(recent) > most or sum(recent) > most_cells):

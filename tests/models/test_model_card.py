@@ -62,7 +62,14 @@ def test_the_snippet_runs_on_the_saved_folder(tmp_path, monkeypatch, capsys, pat
 
 def test_it_says_what_the_model_is():
     text = render_card(tiny_lm("llama", "block_causal", 4, shift=True))
-    for words in ("block-causal", "blocks of 4 tokens", "LlamaForCausalLM", "output i predicts token i + 1", "(16)", "64 tokens"):
+    for words in (
+        "block-causal",
+        "blocks of 4 tokens",
+        "LlamaForCausalLM",
+        "output i predicts token i + 1",
+        "(16)",
+        "64 tokens",
+    ):
         assert words in text
     assert "## How it was made" not in text and "## Losses" not in text
     assert "diffusion" not in render_card(tiny_lm("llama"))
@@ -71,8 +78,14 @@ def test_it_says_what_the_model_is():
 def test_its_front_matter_is_one_that_the_hub_reads(tmp_path):
     tiny().save(tmp_path)
     data = ModelCard.load(tmp_path / "README.md").data
-    assert data.library_name == "unmask" and data.pipeline_tag == "text-generation" and "diffusion-language-model" in data.tags
-    assert data.base_model is None and data.license is None and data.language is None and data.datasets is None
+    assert (
+        data.library_name == "unmask"
+        and data.pipeline_tag == "text-generation"
+        and "diffusion-language-model" in data.tags
+    )
+    assert (
+        data.base_model is None and data.license is None and data.language is None and data.datasets is None
+    )
 
 
 def test_a_model_keeps_its_history(tmp_path):
@@ -84,15 +97,24 @@ def test_a_model_keeps_its_history(tmp_path):
     again.save(tmp_path / "two")
     text = (tmp_path / "two/README.md").read_text()
     assert text == (tmp_path / "one/README.md").read_text()
-    assert "| pretrain | owner/stories | 1,200 | 10 | 51,200 | 3 |" in text and "| convert 2 |  | 7 | 2 | 5 | 0 |" in text
-    assert "| pretrain | 2.512 |  |" in text and "| convert 1 |  | 4 |" in text and "| convert 2 |  | 3 |" in text
+    assert (
+        "| pretrain | owner/stories | 1,200 | 10 | 51,200 | 3 |" in text
+        and "| convert 2 |  | 7 | 2 | 5 | 0 |" in text
+    )
+    assert (
+        "| pretrain | 2.512 |  |" in text
+        and "| convert 1 |  | 4 |" in text
+        and "| convert 2 |  | 3 |" in text
+    )
     assert "- pretrain: `learning_rate=0.001` (torch 2.0)" in text and "- convert 1: `block_size=4`\n" in text
     assert ModelCard(text).data.datasets == ["owner/stories"]
 
 
 def test_licence_language_and_base_come_from_the_card_of_the_model_it_was_loaded_from(tmp_path):
     tiny().save(tmp_path / "base")
-    (tmp_path / "base/README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: owner/model\n---\n# Theirs\n")
+    (tmp_path / "base/README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: owner/model\n---\n# Theirs\n"
+    )
     load(tmp_path / "base").save(tmp_path / "new")
     data = ModelCard.load(tmp_path / "new/README.md").data
     assert (data.license, data.language, data.base_model) == ("apache-2.0", ["en"], "owner/model")

@@ -1,4 +1,5 @@
-"""A path that leads to no model, or to half of one, is an error that names what is meant, before torch is imported."""
+"""A path that leads to no model, or to half of one, is an error that names what is meant, before torch is
+imported."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_weights_that_end_early_are_refused(model: Path, size: int) -> None:
 
 
 def test_a_pointer_of_git_lfs_is_refused(model: Path) -> None:
-    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    (model / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
+    )
     with pytest.raises(ModelError, match="is a pointer of Git LFS"):
         check_model(model)
 
@@ -67,7 +70,9 @@ def test_a_part_of_a_run_names_the_trained_model(model: Path, tmp_path: Path) ->
     (run / "stage-1" / "checkpoint-5").mkdir(parents=True)
     model.rename(run / "model")
     for part in (run / "stage-1", run / "stage-1" / "checkpoint-5"):
-        with pytest.raises(ModelError, match=f"is a part of a run, and has no config.json. Name {run / 'model'}"):
+        with pytest.raises(
+            ModelError, match=f"is a part of a run, and has no config.json. Name {run / 'model'}"
+        ):
             check_model(part)
     with pytest.raises(ModelError, match=f"Name {run}$|Name {run}\\."):
         check_model(tmp_path / "runs")
@@ -89,7 +94,9 @@ def test_a_file_is_no_folder(model: Path) -> None:
         ("runs/dmo/nothing", "Check the path"),
     ],
 )
-def test_a_near_path_is_proposed(typed: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_path_is_proposed(
+    typed: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/demo/sft").mkdir(parents=True)
     assert near_path(Path(typed)) == remedy
@@ -98,7 +105,9 @@ def test_a_near_path_is_proposed(typed: str, remedy: str, tmp_path: Path, monkey
     assert refused.value.remedy == remedy
 
 
-def test_a_name_on_the_hub_is_no_wrong_path_but_one_beside_runs_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_is_no_wrong_path_but_one_beside_runs_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     check_model("gpt2")
     check_model("runs/sfft")

@@ -1,4 +1,5 @@
-"""Released models in their published formats: every tensor is mapped correctly, and exported byte for byte."""
+"""Released models in their published formats: every tensor is mapped correctly, and exported byte for
+byte."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ from unmask.models.export import export
 from unmask.models.load import initialise, load, make_diffusion
 from unmask.models.released_families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
+# these vocabularies are small
+pytestmark = pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -67,15 +69,19 @@ def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
     assert lm.tokenizer(f"ab{lm.tokenizer.mask_token}").input_ids == [256, MASK]
     attention, block_size, shift = EXPECTED[name]
     tokenizer = load(published).tokenizer
-    expected = make_diffusion(by_hand(name), tokenizer, attention=attention, block_size=block_size, logit_shift=shift)
+    expected = make_diffusion(
+        by_hand(name), tokenizer, attention=attention, block_size=block_size, logit_shift=shift
+    )
     assert torch.equal(lm.logits(some_ids()), expected.logits(some_ids()))
     assert (
-        generate(lm, ["ab"], SamplerConfig(max_new_tokens=8)).tokens == generate(expected, ["ab"], SamplerConfig(max_new_tokens=8)).tokens
+        generate(lm, ["ab"], SamplerConfig(max_new_tokens=8)).tokens
+        == generate(expected, ["ab"], SamplerConfig(max_new_tokens=8)).tokens
     )
 
 
 def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(name, published, tmp_path):
-    """The padding token is the EOS. LLaDA's modelling code trains every row, and so does SDAR's, as its configs name no padding token."""
+    """The padding token is the EOS. LLaDA's modelling code trains every row, and so does SDAR's, as its
+    configs name no padding token."""
     lm = load(published)
     lm.save(tmp_path)
     for model in (lm, load(tmp_path)):
@@ -98,7 +104,10 @@ def test_the_round_trip_is_byte_for_byte(name, published, tmp_path):
     kept = {key: value for key, value in CONFIGS[name].items() if key not in NOT_KEPT}
     assert {key: config[key] for key in kept} == kept
     again = load(tmp_path / "back")
-    assert again.settings == load(published).settings and again.tokenizer.get_vocab() == load(published).tokenizer.get_vocab()
+    assert (
+        again.settings == load(published).settings
+        and again.tokenizer.get_vocab() == load(published).tokenizer.get_vocab()
+    )
     assert torch.equal(again.logits(some_ids()), load(published).logits(some_ids()))
 
 
@@ -112,7 +121,10 @@ def test_what_unmask_saves_is_a_stock_model(published, tmp_path):
 
 
 def test_shards_types_and_tied_embeddings(name, tmp_path):
-    weights = {key: value if "expert_bias" in key else value.bfloat16() for key, value in published_weights(name).items()}
+    weights = {
+        key: value if "expert_bias" in key else value.bfloat16()
+        for key, value in published_weights(name).items()
+    }
     del weights["model.transformer.ff_out.weight" if name == "llada" else "lm_head.weight"]
     tied = {"weight_tying" if name == "llada" else "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
     folder = write_published(name, tmp_path / "one", weights, **tied)
@@ -134,10 +146,17 @@ def test_what_a_config_leaves_out_is_as_released(tmp_path):
     folder = write_published("sdar", tmp_path / "sdar", block_size=..., mask_token_id=...)
     with pytest.raises(ModelError, match="no mask token 151669"):  # of the released tokenizer
         load(folder)
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"})
+    )
     assert load(folder).block_size == 4 and load(folder, block_size=8).block_size == 8
     assert load(write_published("sdar", folder, block_size=16)).block_size == 16
-    assert load(write_published("llada", tmp_path / "llada", embedding_size=None, n_kv_heads=None)).config.vocab_size == VOCABULARY
+    assert (
+        load(
+            write_published("llada", tmp_path / "llada", embedding_size=None, n_kv_heads=None)
+        ).config.vocab_size
+        == VOCABULARY
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
@@ -157,7 +176,9 @@ def test_experts_compute_in_float64(tmp_path, family):
     folder = write_published(family, tmp_path / "published")
     single, double = load(folder), load(folder, dtype="float64")
     assert double.logits(some_ids()).dtype == torch.float64
-    torch.testing.assert_close(double.logits(some_ids()).float(), single.logits(some_ids()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        double.logits(some_ids()).float(), single.logits(some_ids()), rtol=1e-4, atol=1e-4
+    )
     initialise(folder, seed=0, dtype="float64").logits(some_ids())
 
 
@@ -166,13 +187,29 @@ def test_new_weights_for_a_released_architecture(published):
 
 
 REFUSED_CONFIGS = {
-    "another architecture": ("dream", {"architectures": ["DreamForCausalLM"]}, "another architecture, DreamForCausalLM"),
-    "shared experts": ("llada_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, and only None"),
+    "another architecture": (
+        "dream",
+        {"architectures": ["DreamForCausalLM"]},
+        "another architecture, DreamForCausalLM",
+    ),
+    "shared experts": (
+        "llada_moe",
+        {"shared_expert_intermediate_size": 8},
+        "shared_expert_intermediate_size is 8, and only None",
+    ),
     "one expert": ("llada2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which is not supported"),
     "biases": ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, and only False"),
     "another block": ("llada", {"block_type": "sequential"}, "block_type is 'sequential'"),
-    "layers by a number": ("llada_moe", {"moe_layer_freq": 1}, "moe_layer_freq is 1, and not a number for each of 2 layers"),
-    "layers that are too few": ("llada_moe", {"moe_layer_freq": [0]}, r"moe_layer_freq is \[0\], and not a number"),
+    "layers by a number": (
+        "llada_moe",
+        {"moe_layer_freq": 1},
+        "moe_layer_freq is 1, and not a number for each of 2 layers",
+    ),
+    "layers that are too few": (
+        "llada_moe",
+        {"moe_layer_freq": [0]},
+        r"moe_layer_freq is \[0\], and not a number",
+    ),
     "windows": ("sdar", {"use_sliding_window": True}, "use_sliding_window is True"),
     "no sizes": ("llada", {"d_model": ..., "n_heads": ...}, "the config lacks d_model, n_heads"),
 }
@@ -189,7 +226,9 @@ def test_a_config_that_the_stock_class_does_not_compute_is_refused(tmp_path, fam
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     weights = published_weights("llada")
     extra = {"model.transformer.blocks.0.q_proj.bias": torch.zeros(HIDDEN)}
-    with pytest.raises(ModelError, match=r"no llada model has the weights model\.layers\.0\.self_attn\.q_proj\.bias"):
+    with pytest.raises(
+        ModelError, match=r"no llada model has the weights model\.layers\.0\.self_attn\.q_proj\.bias"
+    ):
         load(write_published("llada", tmp_path / "x", weights | extra))
     del weights["model.transformer.blocks.1.up_proj.weight"]
     with pytest.raises(ModelError, match=r"the weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -198,7 +237,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
 
 def qwen3(**changes: Any) -> DiffusionLM:
     tokenizer = character_tokenizer("abcdefgh")
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
     sizes = {"intermediate_size": 24, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
     asked = {"attention": "block_causal", "block_size": 4, "logit_shift": False} | {
@@ -210,15 +255,34 @@ def qwen3(**changes: Any) -> DiffusionLM:
 
 def mixture(**changes: Any) -> DiffusionLM:
     tokenizer = character_tokenizer("abcdefgh")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
-    experts = {"num_key_value_heads": 2, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": len(tokenizer)}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    experts = {
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": len(tokenizer),
+    }
     model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, **changes))
     return make_diffusion(model, tokenizer, attention="bidirectional")
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as published
 def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
-    lm = qwen3(attention="causal", block_size=None, logit_shift=True, rope_theta=1e6, use_sliding_window=True, sliding_window=8)
+    lm = qwen3(
+        attention="causal",
+        block_size=None,
+        logit_shift=True,
+        rope_theta=1e6,
+        use_sliding_window=True,
+        sliding_window=8,
+    )
     args = ConvertConfig(**settings(tmp_path / "run", max_steps=10), attention="block_causal", block_size=4)
     trainer = ConvertTrainer(lm, args, TEXTS)
     trainer.train()
@@ -228,29 +292,63 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
     ids = torch.randint(4, 12, (2, 10))
     assert torch.equal(again.logits(ids), trainer.lm.logits(ids))
     config = AutoConfig.from_pretrained(tmp_path / "sdar", trust_remote_code=True)  # as engines read it
-    assert (config.model_type, config.block_size, config.mask_token_id, config.rope_theta) == ("sdar", 4, lm.mask_token_id, 1e6)
+    assert (config.model_type, config.block_size, config.mask_token_id, config.rope_theta) == (
+        "sdar",
+        4,
+        lm.mask_token_id,
+        1e6,
+    )
     assert again.tokenizer("abc").input_ids == lm.tokenizer("abc").input_ids
-    assert json.loads((tmp_path / "sdar/tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (
+        json.loads((tmp_path / "sdar/tokenizer_config.json").read_text())["tokenizer_class"]
+        == "PreTrainedTokenizerFast"
+    )
     assert "convert" in (tmp_path / "sdar/README.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("layout", "lm", "words"),
     [
-        ("sdar", lambda: make_diffusion(*stock(), attention="block_causal", block_size=4), "a LlamaForCausalLM.*Qwen3ForCausalLM"),
-        ("llada", lambda: qwen3(attention="bidirectional", block_size=None), "a Qwen3ForCausalLM.*LlamaForCausalLM"),
-        ("sdar", lambda: qwen3(attention="bidirectional", block_size=None), "bidirectional attention.*block_causal"),
+        (
+            "sdar",
+            lambda: make_diffusion(*stock(), attention="block_causal", block_size=4),
+            "a LlamaForCausalLM.*Qwen3ForCausalLM",
+        ),
+        (
+            "llada",
+            lambda: qwen3(attention="bidirectional", block_size=None),
+            "a Qwen3ForCausalLM.*LlamaForCausalLM",
+        ),
+        (
+            "sdar",
+            lambda: qwen3(attention="bidirectional", block_size=None),
+            "bidirectional attention.*block_causal",
+        ),
         ("sdar", lambda: qwen3(logit_shift=True), "logit_shift=True.*without"),
-        ("llada", lambda: make_diffusion(*stock(attention_bias=True), attention="bidirectional"), "attention_bias=True"),
-        ("llada", lambda: make_diffusion(*stock(hidden_act="gelu"), attention="bidirectional"), "hidden_act='gelu'"),
+        (
+            "llada",
+            lambda: make_diffusion(*stock(attention_bias=True), attention="bidirectional"),
+            "attention_bias=True",
+        ),
+        (
+            "llada",
+            lambda: make_diffusion(*stock(hidden_act="gelu"), attention="bidirectional"),
+            "hidden_act='gelu'",
+        ),
         ("llada", lambda: make_diffusion(*stock(head_dim=8), attention="bidirectional"), "head_dim=8"),
         (
             "llada",
-            lambda: make_diffusion(*stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"),
+            lambda: make_diffusion(
+                *stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"
+            ),
             "rope_par",
         ),
         ("llada_moe", lambda: mixture(norm_topk_prob=True), "norm_topk_prob=True"),
-        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar, fast_dllm_v2, llada_moe, llada2, hf"),
+        (
+            "mdlm",
+            lambda: qwen3(),
+            "unknown layout 'mdlm'.*llada, dream, sdar, fast_dllm_v2, llada_moe, llada2, hf",
+        ),
     ],
 )
 def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, words):
@@ -259,10 +357,15 @@ def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, w
     assert error.value.remedy and not (tmp_path / "out").exists()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+# PEFT 0.21 asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_and_foreign_weights_are_refused(tmp_path):
     lm = qwen3()
-    adapted = lm.bind(peft.get_peft_model(copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
+    adapted = lm.bind(
+        peft.get_peft_model(
+            copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+        )
+    )
     with pytest.raises(ModelError, match=r"PeftModelForCausalLM.*Merge"):
         export(adapted, tmp_path / "out", "sdar")
     lm.model.time_embedding = torch.nn.Linear(2, 2)
@@ -271,7 +374,9 @@ def test_adapters_and_foreign_weights_are_refused(tmp_path):
 
 
 def test_a_mask_token_that_engines_do_not_expect_is_told(tmp_path):
-    with pytest.warns(RuntimeWarning, match="the mask token is 12, but engines may assume 151669 for sdar models"):
+    with pytest.warns(
+        RuntimeWarning, match="the mask token is 12, but engines may assume 151669 for sdar models"
+    ):
         export(qwen3(), tmp_path, "sdar")
 
 
@@ -287,7 +392,15 @@ def test_the_command_line(tmp_path):
 
 def test_names_are_mapped_one_to_one():
     for family in FAMILIES.values():
-        names = [name for names in family.weights.values() for name in ([names] if isinstance(names, str) else names)]
+        names = [
+            name
+            for names in family.weights.values()
+            for name in ([names] if isinstance(names, str) else names)
+        ]
         assert len(set(names)) == len(names)
-        elsewhere = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}  # in rope_parameters, or only where it is set
-        assert all(hasattr(family.config_class(), name) for name in {*family.fields.values(), *family.defaults} - elsewhere)
+        # in rope_parameters, or only where it is set
+        elsewhere = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}
+        assert all(
+            hasattr(family.config_class(), name)
+            for name in {*family.fields.values(), *family.defaults} - elsewhere
+        )

@@ -1,4 +1,5 @@
-"""Released families compared with logits and completions recorded from their authors' code, on small models with the same weights."""
+"""Released families compared with logits and completions recorded from their authors' code, on small models
+with the same weights."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def lm(recorded: dict[str, Any], dtype: str, tmp_path: Path) -> DiffusionLM:
     weights = {name: seeded_weight(name, shape) for name, shape in recorded["weights"].items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     if zlib.crc32(b"".join(weight.numpy().tobytes() for weight in weights.values())) != recorded["crc32"]:
-        pytest.skip("torch draws other normal numbers with these instructions than on the machine of the recording")
+        pytest.skip(
+            "torch draws other normal numbers with these instructions than on the machine of the recording"
+        )
     write_tokenizer("sdar", tmp_path)
     return load(tmp_path, dtype=dtype)
 
@@ -56,11 +59,14 @@ def test_logits_are_those_of_the_published_code(recorded, lm):
     published_TV = torch.tensor(recorded["logits"]["rows"], dtype=torch.float64)
     logits_TV = lm.logits(torch.tensor([recorded["ids"]]))[0, :, recorded["logits"]["columns"]]
     shift = int(lm.logit_shift)
-    torch.testing.assert_close(logits_TV[shift:], published_TV[: len(published_TV) - shift], rtol=0, atol=3e-5)
+    torch.testing.assert_close(
+        logits_TV[shift:], published_TV[: len(published_TV) - shift], rtol=0, atol=3e-5
+    )
 
 
 def test_completions_are_those_of_the_published_sampler(recorded, lm):
-    """The published samplers fill whole attention blocks; LLaDA2's cuts the last one, Fast-dLLM v2's adds the first token of the next."""
+    """The published samplers fill whole attention blocks; LLaDA2's cuts the last one, Fast-dLLM v2's adds the
+    first token of the next."""
     settings, block = recorded["sampler"], lm.block_size
     by_length: dict[int, list[int]] = {}
     for index, prompt in enumerate(recorded["prompts"]):
@@ -69,7 +75,11 @@ def test_completions_are_those_of_the_published_sampler(recorded, lm):
         by_length.setdefault(canvas - len(prompt), []).append(index)
     compared = 0
     for length, indices in by_length.items():
-        made = generate(lm, [recorded["prompts"][index] for index in indices], SamplerConfig(**{"max_new_tokens": length} | settings))
+        made = generate(
+            lm,
+            [recorded["prompts"][index] for index in indices],
+            SamplerConfig(**{"max_new_tokens": length} | settings),
+        )
         for index, tokens in zip(indices, made.tokens, strict=True):
             published = recorded["completions"][index][:length]
             assert tokens[: len(published)] == published
@@ -81,13 +91,16 @@ def test_completions_are_those_of_the_published_sampler(recorded, lm):
 @pytest.mark.parametrize("verb", ["sft", "grpo"])
 @pytest.mark.parametrize("name", list(RECORDED))
 def test_what_is_trained_goes_back_to_its_layout(name, verb, tmp_path):
-    """Every weight is trained, experts and routers among them; the bias that evens the choice of experts is not, as published."""
+    """Every weight is trained, experts and routers among them; the bias that evens the choice of experts is
+    not, as published."""
     lm = load(write_published(name, tmp_path / "published"))
     before = weights(lm)
     trainer = make(verb, tmp_path / "run", lm, **({"reward": ranks} if verb == "grpo" else {}))
     trainer.train()
     after = weights(trainer.lm)
-    assert {part for part in before if torch.equal(before[part], after[part])} <= {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert {part for part in before if torch.equal(before[part], after[part])} <= {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
     export(trainer.lm, tmp_path / "back", name)
     assert equal(weights(load(tmp_path / "back")), after)
 
@@ -102,4 +115,6 @@ def test_adapters_stand_at_attention_experts_and_routers(name, tmp_path):
         assert any(f"layers.1.{place}" in part for part in trained), place
     trainer.save_model(str(tmp_path / "merged"))
     ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(load(tmp_path / "merged").logits(ids), trainer.lm.logits(ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        load(tmp_path / "merged").logits(ids), trainer.lm.logits(ids), rtol=1e-4, atol=1e-4
+    )

@@ -1,4 +1,5 @@
-"""LoRA adapters from folders: they compute as PEFT's own, share the weights of their model, and change nothing of it."""
+"""LoRA adapters from folders: they compute as PEFT's own, share the weights of their model, and change
+nothing of it."""
 
 from __future__ import annotations
 
@@ -51,15 +52,21 @@ def test_adapters_compute_as_those_that_were_saved(settings: dict, lm: Diffusion
 
 
 @every_pattern
-def test_a_trained_row_of_the_mask_token_is_loaded(attention: str, block_size: int | None, tmp_path: Path) -> None:
+def test_a_trained_row_of_the_mask_token_is_loaded(
+    attention: str, block_size: int | None, tmp_path: Path
+) -> None:
     lm = tiny(attention=attention, block_size=block_size).frozen_copy()
     trained = with_adapters(lm.frozen_copy(), with_trained_mask_row(adapted(lm).model.active_peft_config, lm))
-    rows = next(weight for name, weight in trained.model.named_parameters() if "trainable_tokens_delta" in name)
+    rows = next(
+        weight for name, weight in trained.model.named_parameters() if "trainable_tokens_delta" in name
+    )
     rows.data[:, ::2] += 0.5
     loaded = load_adapters(lm, store(trained, tmp_path))
     hidden_BT = torch.full_like(IDS_BT, lm.mask_token_id)
     with torch.no_grad():
-        found, expected, base = (each.logits(hidden_BT, hidden_BT=hidden_BT > 0) for each in (loaded, trained, lm))
+        found, expected, base = (
+            each.logits(hidden_BT, hidden_BT=hidden_BT > 0) for each in (loaded, trained, lm)
+        )
     assert torch.equal(found, expected) and not torch.allclose(found[:, 1:], base[:, 1:])
 
 
@@ -73,9 +80,10 @@ def test_weights_exist_once_and_the_model_computes_as_before(lm: DiffusionLM, tm
         assert there == own
     assert torch.equal(logits(lm), before) and fingerprint(lm.model) == digest
     assert len({str(logits(model)) for model in (lm, *models)}) == 4
-    assert [torch.equal(logits(model), logits(load_adapters(lm, folder))) for model, folder in zip(models, folders, strict=True)] == [
-        True
-    ] * 3
+    assert [
+        torch.equal(logits(model), logits(load_adapters(lm, folder)))
+        for model, folder in zip(models, folders, strict=True)
+    ] == [True] * 3
 
 
 def rewrite(folder: Path, **settings: object) -> None:
@@ -103,15 +111,33 @@ def pickled(folder: Path) -> None:
 
 TABLE = "base_model.model.model.embed_tokens.weight"
 SPOILED = {
-    "no adapters": (lambda folder: (folder / SETTINGS).unlink(), r"holds no adapters: there is no adapter_config\.json"),
+    "no adapters": (
+        lambda folder: (folder / SETTINGS).unlink(),
+        r"holds no adapters: there is no adapter_config\.json",
+    ),
     "pickled": (pickled, r"its weights are pickled \(adapter_model\.bin\)"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot read the adapters"),
-    "torn": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]), "cannot read the adapters"),
+    "torn": (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]),
+        "cannot read the adapters",
+    ),
     "no JSON": (lambda folder: (folder / SETTINGS).write_text("{"), "cannot read the adapters"),
-    "other layers": (lambda folder: rewrite(folder, target_modules=["c_attn"]), "Target modules .*c_attn.* not found"),
-    "on the head": (lambda folder: rewrite(folder, target_modules=["lm_head"]), r"lm_head\.lora_A\.weight is absent"),
-    "another rank": (lambda folder: rewrite(folder, r=8), r"another model: .*lora_A\.weight is \(4, 16\), and has to be \(8, 16\)"),
-    "a part": (lambda folder: spoil(folder, lambda weights: weights.popitem()), r"another model: .* is absent, and has to be \("),
+    "other layers": (
+        lambda folder: rewrite(folder, target_modules=["c_attn"]),
+        "Target modules .*c_attn.* not found",
+    ),
+    "on the head": (
+        lambda folder: rewrite(folder, target_modules=["lm_head"]),
+        r"lm_head\.lora_A\.weight is absent",
+    ),
+    "another rank": (
+        lambda folder: rewrite(folder, r=8),
+        r"another model: .*lora_A\.weight is \(4, 16\), and has to be \(8, 16\)",
+    ),
+    "a part": (
+        lambda folder: spoil(folder, lambda weights: weights.popitem()),
+        r"another model: .* is absent, and has to be \(",
+    ),
     "a table": (
         lambda folder: spoil(folder, lambda weights: weights.update({TABLE: torch.zeros(10, 16)})),
         "embed_tokens.weight is .* absent",
@@ -120,9 +146,18 @@ SPOILED = {
         lambda folder: IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(folder),
         "of the kind IA3",
     ),
-    "changed base": (lambda folder: rewrite(folder, init_lora_weights="pissa"), "init_lora_weights pissa does not leave"),
-    "biases": (lambda folder: rewrite(folder, bias="all"), "LoRA with bias does not leave the model's own weights as they are"),
-    "code": (lambda folder: rewrite(folder, megatron_config={}, megatron_core="os"), "LoRA with megatron_config, megatron_core"),
+    "changed base": (
+        lambda folder: rewrite(folder, init_lora_weights="pissa"),
+        "init_lora_weights pissa does not leave",
+    ),
+    "biases": (
+        lambda folder: rewrite(folder, bias="all"),
+        "LoRA with bias does not leave the model's own weights as they are",
+    ),
+    "code": (
+        lambda folder: rewrite(folder, megatron_config={}, megatron_core="os"),
+        "LoRA with megatron_config, megatron_core",
+    ),
     "pattern": (of_another_pattern, "they were trained with attention causal, not bidirectional"),
 }
 
@@ -161,12 +196,17 @@ def test_weights_in_4_bits_are_shared_too(layers: list[str] | str, tmp_path: Pat
     assert torch.equal(logits(first), logits(alone)) and torch.equal(logits(lm), before)
     assert not torch.allclose(logits(first), logits(second))
     own = {weight.data_ptr() for weight in lm.model.parameters()}
-    assert own == {weight.data_ptr() for name, weight in second.model.named_parameters() if "lora_" not in name}
+    assert own == {
+        weight.data_ptr() for name, weight in second.model.named_parameters() if "lora_" not in name
+    }
 
 
 def test_weights_in_8_bits_are_not_shared(lm: DiffusionLM, tmp_path: Path) -> None:
     lm.model.is_loaded_in_8bit = True
-    with pytest.raises(ModelError, match=r"quantization: several models cannot share weights in 8 bits\. Load it with quantization 4bit"):
+    with pytest.raises(
+        ModelError,
+        match=r"quantization: several models cannot share weights in 8 bits\. Load it with quantization 4bit",
+    ):
         load_adapters(lm, store(adapted(lm), tmp_path))
 
 
@@ -180,10 +220,19 @@ def test_adapters_get_other_weights_in_the_same_memory(lm: DiffusionLM, tmp_path
     assert torch.equal(logits(second), before) and fingerprint(lm.model) == digest
 
 
-@pytest.mark.parametrize("settings", [{"lora_alpha": 3}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 5}}], ids=str)
-def test_adapters_of_another_scale_do_not_replace_others(settings: dict, lm: DiffusionLM, tmp_path: Path) -> None:
-    loaded, other = load_adapters(lm, store(adapted(lm), tmp_path / "a")), store(adapted(lm, 1, **settings), tmp_path / "b")
+@pytest.mark.parametrize(
+    "settings", [{"lora_alpha": 3}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 5}}], ids=str
+)
+def test_adapters_of_another_scale_do_not_replace_others(
+    settings: dict, lm: DiffusionLM, tmp_path: Path
+) -> None:
+    loaded, other = (
+        load_adapters(lm, store(adapted(lm), tmp_path / "a")),
+        store(adapted(lm, 1, **settings), tmp_path / "b"),
+    )
     before = logits(loaded)
-    with pytest.raises(ModelError, match=f"their {next(iter(settings))} differs from that of the present adapters"):
+    with pytest.raises(
+        ModelError, match=f"their {next(iter(settings))} differs from that of the present adapters"
+    ):
         read_adapters(loaded, other)
     assert torch.equal(logits(loaded), before)

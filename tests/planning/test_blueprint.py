@@ -8,7 +8,15 @@ import pytest
 import torch
 from transformers import BertConfig, BloomConfig, LlamaConfig
 
-from tests.models.configurations import ALPHABET, CONFIGURATIONS, LAYERS, SIZES, VOCABULARY, WINDOWS_OF_LAYERS, tiny_lm
+from tests.models.configurations import (
+    ALPHABET,
+    CONFIGURATIONS,
+    LAYERS,
+    SIZES,
+    VOCABULARY,
+    WINDOWS_OF_LAYERS,
+    tiny_lm,
+)
 from tests.models.released import EXPECTED, EXPERT, EXPERTS, HIDDEN, write_published
 from unmask.config.run import ModelConfig
 from unmask.data.characters import character_tokenizer
@@ -45,7 +53,8 @@ def test_a_size_that_no_model_has_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "words"), [(0, f"full: they grow from {VOCABULARY} to {VOCABULARY + 1} rows"), (3, "no: 19 rows have room")]
+    ("room", "words"),
+    [(0, f"full: they grow from {VOCABULARY} to {VOCABULARY + 1} rows"), (3, "no: 19 rows have room")],
 )
 def test_a_full_vocabulary_is_told(room: int, words: str, tmp_path: Path) -> None:
     sizes = CONFIGURATIONS["llama"].to_dict() | {"vocab_size": VOCABULARY + room}
@@ -55,7 +64,9 @@ def test_a_full_vocabulary_is_told(room: int, words: str, tmp_path: Path) -> Non
 
 
 def test_more_tokens_than_embeddings_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has 17 tokens, but the embedding table only 16 rows \(none for .z.\)"):
+    with pytest.raises(
+        ModelError, match=r"has 17 tokens, but the embedding table only 16 rows \(none for .z.\)"
+    ):
         saved(tmp_path, CONFIGURATIONS["llama"], alphabet=ALPHABET + "z")
 
 
@@ -68,12 +79,18 @@ def test_a_model_without_an_attention_hook_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", WINDOWS_OF_LAYERS)
 def test_sliding_windows_that_go_are_counted(name: str, tmp_path: Path) -> None:
     windows = sum(window is not None for window in WINDOWS_OF_LAYERS[name])
-    assert saved(tmp_path, CONFIGURATIONS[name]).changes()["sliding windows"] == f"dropped in {windows} layers"
+    assert (
+        saved(tmp_path, CONFIGURATIONS[name]).changes()["sliding windows"] == f"dropped in {windows} layers"
+    )
 
 
-@pytest.mark.parametrize("config", [CONFIGURATIONS["llama"], BertConfig(**SIZES, is_decoder=True)], ids=["llama", "bert"])
+@pytest.mark.parametrize(
+    "config", [CONFIGURATIONS["llama"], BertConfig(**SIZES, is_decoder=True)], ids=["llama", "bert"]
+)
 def test_attention_layers_are_counted_once(config: object, tmp_path: Path) -> None:
-    assert saved(tmp_path, config).changes()["attention"] == f"{LAYERS} layers, to bidirectional or block_causal"
+    assert (
+        saved(tmp_path, config).changes()["attention"] == f"{LAYERS} layers, to bidirectional or block_causal"
+    )
 
 
 @pytest.mark.parametrize("name", ["llada_moe", "llada2"])
@@ -103,9 +120,14 @@ def test_what_experts_keep_is_what_all_of_them_keep_of_real_tokens(precision: st
     compute = torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), compute:
         out = lm.model.base_model(
-            input_ids=torch.arange(16)[None], position_ids=torch.arange(16)[None], use_cache=False, unmask_mask=full_mask(16)
+            input_ids=torch.arange(16)[None],
+            position_ids=torch.arange(16)[None],
+            use_cache=False,
+            unmask_mask=full_mask(16),
         )
-    real = sum(kept.values()) - sum(kept.get(weight.untyped_storage().data_ptr(), 0) for weight in lm.model.parameters())
+    real = sum(kept.values()) - sum(
+        kept.get(weight.untyped_storage().data_ptr(), 0) for weight in lm.model.parameters()
+    )
     assert out is not None and network.saved_fixed + network.saved_per_row == pytest.approx(real, rel=0.1)
 
 
@@ -116,7 +138,10 @@ def full_mask(length: int) -> AttentionMask:
 
 def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -> None:
     blueprint = saved(tmp_path, CONFIGURATIONS["llama"])
-    kept = {p: blueprint.network(Workload(sequence_length=32, precision=p)).saved_per_row for p in ("float32", "mixed", "bfloat16")}
+    kept = {
+        p: blueprint.network(Workload(sequence_length=32, precision=p)).saved_per_row
+        for p in ("float32", "mixed", "bfloat16")
+    }
     assert 0.4 * kept["float32"] < kept["bfloat16"] < kept["mixed"] < kept["float32"]
     longer = blueprint.network(Workload(sequence_length=32, attention="block_causal")).saved_per_row
     assert longer == pytest.approx(2 * kept["float32"], rel=0.01)

@@ -27,7 +27,12 @@ def blueprint(config: object) -> Blueprint:
 
 def llama(hidden: int, layers: int, vocabulary: int) -> Blueprint:
     heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
     return blueprint(LlamaConfig(**sizes, **heads, max_position_embeddings=512))
 
 
@@ -35,7 +40,10 @@ def llama(hidden: int, layers: int, vocabulary: int) -> Blueprint:
 def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
     model = build_model(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=1).model
     assert model.config.num_hidden_layers == 1
-    Step(build_model(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3), Workload(sequence_length=8))()
+    Step(
+        build_model(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3),
+        Workload(sequence_length=8),
+    )()
 
 
 @pytest.mark.parametrize("work", [
@@ -60,7 +68,8 @@ def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
 
 
 class Touched(TorchDispatchMode):
-    """A clock that counts the elements that operations read and write, so other processes do not affect it."""
+    """A clock that counts the elements that operations read and write, so other processes do not affect
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +77,9 @@ class Touched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.elements += sum(leaf.numel() for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor))
+        self.elements += sum(
+            leaf.numel() for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)
+        )
         return out
 
 
@@ -77,16 +88,27 @@ class Touched(TorchDispatchMode):
     ("model", "work"),
     [
         (llama(64, 8, 512), Workload(batch=16, sequence_length=128, attention="block_causal")),
-        pytest.param(llama(128, 4, 4096), Workload(batch=16, sequence_length=256, attention="causal"), marks=pytest.mark.nightly),
         pytest.param(
-            *(llama(256, 6, 16_000), Workload(batch=4, sequence_length=256, attention="bidirectional", checkpointing=True)),
+            llama(128, 4, 4096),
+            Workload(batch=16, sequence_length=256, attention="causal"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *(
+                llama(256, 6, 16_000),
+                Workload(batch=4, sequence_length=256, attention="bidirectional", checkpointing=True),
+            ),
             marks=pytest.mark.nightly,
         ),
     ],
     ids=["block_causal", "causal", "checkpointing"],
 )
-def test_a_few_layers_tell_the_time_of_all(model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_layers_tell_the_time_of_all(
+    model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Touched() as clock:  # that of the machine is read by `unmask inspect --measure`
         monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.elements))
         predicted = calibrate(model, model.network(work), work)
-        assert predicted == pytest.approx(sum(median_times([Step(build_model(model, work), work)], 0, at_least=1)[0]), rel=0.1)
+        assert predicted == pytest.approx(
+            sum(median_times([Step(build_model(model, work), work)], 0, at_least=1)[0]), rel=0.1
+        )

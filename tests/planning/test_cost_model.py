@@ -1,4 +1,5 @@
-"""The planning formula: its properties, and its numbers compared with real models, adapters, optimizers and allocations."""
+"""The planning formula: its properties, and its numbers compared with real models, adapters, optimizers and
+allocations."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def machine(**changes: object) -> HardwareConfig:
     return HardwareConfig(**{"name": "machine", "devices": [GPU.model_dump()], **changes})
 
 
-def estimate(work: Workload, hardware: HardwareConfig, batch: int | None = None, network: Network = NETWORK) -> StepEstimate:
+def estimate(
+    work: Workload, hardware: HardwareConfig, batch: int | None = None, network: Network = NETWORK
+) -> StepEstimate:
     return estimate_step(lambda precision: network, lambda precision: COSTS, work, hardware, batch=batch)
 
 
@@ -94,7 +97,12 @@ def test_memory_and_time_grow_with_the_length(work: Workload) -> None:
 @given(workloads)
 def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
     peak = peak_memory(NETWORK, work).total
-    savings = [{"optimizer": "adamw_8bit"}, {"shards": work.shards * 8}, {"offload": True}, {"host_optimizer": True}]
+    savings = [
+        {"optimizer": "adamw_8bit"},
+        {"shards": work.shards * 8},
+        {"offload": True},
+        {"host_optimizer": True},
+    ]
     if work.batch > 8 and work.sequence_length > 64:
         # The memory of a row is given for one length here, so only large batches gain from keeping less.
         roomy = dataclasses.replace(NETWORK, saved_per_row=1_000_000 * work.row_length)
@@ -107,14 +115,19 @@ def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
 
 def test_an_optimizer_in_host_memory_takes_16_bytes_a_parameter_there_and_time() -> None:
     work = Workload(sequence_length=512, precision="bfloat16", host_optimizer=True, checkpointing=True)
-    there, here = estimate(work, machine(), batch=1), estimate(dataclasses.replace(work, host_optimizer=False), machine(), batch=1)
+    there, here = (
+        estimate(work, machine(), batch=1),
+        estimate(dataclasses.replace(work, host_optimizer=False), machine(), batch=1),
+    )
     assert (there.host, here.host) == (16 * NETWORK.parameters, 0)
     assert (there.memory.optimizer, here.memory.optimizer) == (0, 4 * NETWORK.parameters)
     assert there.seconds > here.seconds and "9.6 GB in host memory" in there.describe("machine")["with"]
 
 
 def test_logits_stop_at_the_budget() -> None:
-    networks = [dataclasses.replace(NETWORK, hidden=64, vocabulary=vocabulary) for vocabulary in (8_000, 128_000)]
+    networks = [
+        dataclasses.replace(NETWORK, hidden=64, vocabulary=vocabulary) for vocabulary in (8_000, 128_000)
+    ]
     peaks = [peak_memory(network, Workload(sequence_length=512, batch=64)) for network in networks]
     assert [memory.logits for memory in peaks] == [4 * LOGIT_COPIES * LOGITS_AT_ONCE] * 2
 
@@ -124,11 +137,15 @@ def test_flops_are_those_of_the_rule_of_thumb() -> None:
     rule = 6 * 128 * (NETWORK.linear_weights + NETWORK.hidden * NETWORK.vocabulary)
     assert matmul_flops(NETWORK, work) == rule
     blocks = dataclasses.replace(work, attention="block_causal")
-    assert matmul_flops(NETWORK, blocks) == pytest.approx(rule * 2 - 6 * 128 * NETWORK.hidden * NETWORK.vocabulary * 1.5)
+    assert matmul_flops(NETWORK, blocks) == pytest.approx(
+        rule * 2 - 6 * 128 * NETWORK.hidden * NETWORK.vocabulary * 1.5
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks transformers by the old name
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # of GPT-2; PEFT mends it itself
+# PEFT asks transformers by the old name
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+# of GPT-2; PEFT mends it itself
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @partly_slow("name", NAMES, *range(0, len(NAMES), 2))
 def test_a_blueprint_counts_what_the_real_model_has(name: str) -> None:
     from peft import get_peft_model
@@ -138,7 +155,9 @@ def test_a_blueprint_counts_what_the_real_model_has(name: str) -> None:
     weights = list(real.parameters())
     assert network.parameters == sum(weight.numel() for weight in weights)
     assert network.tied == (real.get_output_embeddings().weight is real.get_input_embeddings().weight)
-    adapters = sum(w.numel() for w in get_peft_model(real, LoraSettings(r=3).to_peft()).parameters() if w.requires_grad)
+    adapters = sum(
+        w.numel() for w in get_peft_model(real, LoraSettings(r=3).to_peft()).parameters() if w.requires_grad
+    )
     assert network.adapter_parameters(3) == adapters
 
 
@@ -147,7 +166,8 @@ def test_a_token_meets_some_of_the_experts() -> None:
     work, sharded = Workload(sequence_length=128), Workload(sequence_length=128, shards=2)
     assert matmul_flops(mixture, work) - matmul_flops(NETWORK, work) == 6 * 128 * 8 * 1024 * 512
     assert mixture.adapter_parameters(2) - NETWORK.adapter_parameters(2) == 64 * 2 * (1024 + 512)
-    assert peak_memory(mixture, sharded).workspace > peak_memory(NETWORK, sharded).workspace  # all are gathered
+    # all are gathered
+    assert peak_memory(mixture, sharded).workspace > peak_memory(NETWORK, sharded).workspace
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -16,7 +16,10 @@ from unmask.planning.estimates import largest_batch
 @given(workloads, st.floats(1e9, 1e12))
 def test_the_largest_batch_fits_and_the_next_does_not(work: Workload, limit: float) -> None:
     batch = largest_batch(NETWORK, work, limit)
-    peaks = [peak_memory(NETWORK, dataclasses.replace(work, batch=size)).total for size in (max(batch, 1), batch + 1)]
+    peaks = [
+        peak_memory(NETWORK, dataclasses.replace(work, batch=size)).total
+        for size in (max(batch, 1), batch + 1)
+    ]
     assert (peaks[0] <= limit) == (batch > 0)
     assert peaks[1] > limit
 
@@ -31,7 +34,10 @@ def test_a_cap_caps_the_plan_and_a_plan_that_does_not_fit_says_what_helps(work: 
 def test_advice_is_the_least_change_that_fits() -> None:
     roomy = dataclasses.replace(NETWORK, saved_per_row=4_000_000_000)
     work = Workload(sequence_length=512, precision="mixed")
-    needed = {gb: estimate(work, machine(max_memory_gb=gb), network=roomy).advice for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)}
+    needed = {
+        gb: estimate(work, machine(max_memory_gb=gb), network=roomy).advice
+        for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)
+    }
     assert needed == {
         13: "",
         11: "checkpointing",
@@ -45,12 +51,17 @@ def test_advice_is_the_least_change_that_fits() -> None:
 
 
 def test_what_is_on_already_is_no_advice() -> None:
-    on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimizer="adamw_8bit", lora_rank=8)
+    on = Workload(
+        sequence_length=512, precision="mixed", checkpointing=True, optimizer="adamw_8bit", lora_rank=8
+    )
     advice = {gb: estimate(on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
     quantised = estimate(dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
-    assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())
+    assert "QLoRA of rank 8" in advice.values() and not any(
+        "LoRA of rank 16" in words for words in advice.values()
+    )
     assert "LoRA" not in quantised
-    assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantised])  # no adapters on shards
+    # no adapters on shards
+    assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantised])
 
 
 def test_the_smallest_device_sets_the_batch_and_the_slowest_the_time() -> None:

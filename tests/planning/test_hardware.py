@@ -42,42 +42,71 @@ PHI = PhiConfig(
 
 @pytest.fixture(scope="module")
 def tiny() -> StepEstimator:
-    return StepEstimator(Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=32))
+    return StepEstimator(
+        Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), SETTINGS),
+        Workload(sequence_length=32),
+    )
 
 
 @pytest.fixture(scope="module")
 def three_billion() -> StepEstimator:
     """A conversion of a model of the size and shape of Phi-2, 2.78B parameters, in rows of 512 tokens."""
-    return StepEstimator(Blueprint("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512))
+    return StepEstimator(
+        Blueprint("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512)
+    )
 
 
-def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(three_billion: StepEstimator) -> None:
+def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(
+    three_billion: StepEstimator,
+) -> None:
     estimate = three_billion.estimate(HardwareRecipe.read("a6000-48gb"))
     assert (
-        estimate.fits and estimate.workload.batch >= 4 and estimate.workload.checkpointing and estimate.workload.optimizer == "adamw_8bit"
+        estimate.fits
+        and estimate.workload.batch >= 4
+        and estimate.workload.checkpointing
+        and estimate.workload.optimizer == "adamw_8bit"
     )
 
 
 @pytest.mark.slow
-def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(three_billion: StepEstimator) -> None:
+def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(
+    three_billion: StepEstimator,
+) -> None:
     estimate = three_billion.estimate(HardwareRecipe.read("rtx3090-24gb"))
     assert not estimate.fits and estimate.advice.startswith("the recipe bfloat16")
     recipe = read_recipe("bfloat16")
     estimate = three_billion.estimate(HardwareRecipe.read("rtx3090-24gb", dtype=recipe["model"]["dtype"]))
     assert estimate.fits and estimate.workload.precision == "bfloat16"
-    assert estimate.memory.parameters + estimate.memory.optimizer == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
+    assert estimate.memory.parameters + estimate.memory.optimizer == pytest.approx(
+        2.78e9 * (2 + 2.03), rel=0.01
+    )
 
 
 LLAMA = {"vocab_size": 32_000, "max_position_embeddings": 2048}
 SIZES = {
     "1.1B (TinyLlama)": LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, **LLAMA
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        **LLAMA,
     ),
     "2.8B (Phi-2)": PHI,
-    "6.7B (LLaMA)": LlamaConfig(hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32, **LLAMA),
-    "13B (LLaMA)": LlamaConfig(hidden_size=5120, intermediate_size=13_824, num_hidden_layers=40, num_attention_heads=40, **LLAMA),
+    "6.7B (LLaMA)": LlamaConfig(
+        hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32, **LLAMA
+    ),
+    "13B (LLaMA)": LlamaConfig(
+        hidden_size=5120, intermediate_size=13_824, num_hidden_layers=40, num_attention_heads=40, **LLAMA
+    ),
 }
-CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb", "80 GB": "h100-80gb", "2 x 48 GB": "a6000-48gb"}
+CARDS = {
+    "16 GB": "rtx4080-16gb",
+    "24 GB": "rtx3090-24gb",
+    "48 GB": "a6000-48gb",
+    "80 GB": "h100-80gb",
+    "2 x 48 GB": "a6000-48gb",
+}
 
 
 def cell(estimator: StepEstimator, card: str) -> str:
@@ -138,8 +167,14 @@ def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
         warnings.filterwarnings("ignore", "bf16 was asked for")  # on a GPU without bfloat16
         args = training_arguments(verb, config)
     work = HardwareRecipe.read(name).workload(Workload(sequence_length=8))
-    recompute = bool(args.activation_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing"))
-    assert (work.checkpointing, work.optimizer == "adamw_8bit", work.shards > 1) == (recompute, "8bit" in args.optim, bool(args.fsdp))
+    recompute = bool(
+        args.activation_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing")
+    )
+    assert (work.checkpointing, work.optimizer == "adamw_8bit", work.shards > 1) == (
+        recompute,
+        "8bit" in args.optim,
+        bool(args.fsdp),
+    )
     assert config.hardware is not None and (
         name == "cpu" or all(device.tflops and device.bandwidth_gb_s for device in config.hardware.devices)
     )
@@ -156,7 +191,9 @@ def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
 )
 def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict) -> None:
     recipe = HardwareRecipe.read("a40-48gb-x3")
-    base = {name: value for name, value in recipe.training.items() if not name.startswith("fsdp")} | {"gradient_accumulation_steps": 1}
+    base = {name: value for name, value in recipe.training.items() if not name.startswith("fsdp")} | {
+        "gradient_accumulation_steps": 1
+    }
     plain = dataclasses.replace(recipe, training=base).workload(Workload(sequence_length=8))
     changed = dataclasses.replace(recipe, training=base | training).workload(Workload(sequence_length=8))
     assert changed == dataclasses.replace(plain, **expected)
@@ -170,13 +207,19 @@ def test_the_smaller_of_an_unequal_pair_sets_the_plan(tiny: StepEstimator) -> No
 @pytest.mark.slow
 def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: StepEstimator) -> None:
     name = "a6000-48gb-a4500-20gb"
-    apart, split = (three_billion.estimate(HardwareRecipe.read(name, device_map=how)) for how in (None, "balanced"))
+    apart, split = (
+        three_billion.estimate(HardwareRecipe.read(name, device_map=how)) for how in (None, "balanced")
+    )
     assert not apart.fits and split.fits
-    assert split.limit == pytest.approx((48 + 20) * MARGIN * 1e9) and split.runtime == 2 * RUNTIME_BYTES["gpu"]
+    assert (
+        split.limit == pytest.approx((48 + 20) * MARGIN * 1e9) and split.runtime == 2 * RUNTIME_BYTES["gpu"]
+    )
     assert (split.devices, split.workload.split) == (1, 2) and "split over 2" in split.describe(name)["with"]
     batch = split.workload.batch
     large, small = (
-        estimate_step(three_billion.network, three_billion.costs, replace(split.workload, split=1), one, batch=batch).seconds
+        estimate_step(
+            three_billion.network, three_billion.costs, replace(split.workload, split=1), one, batch=batch
+        ).seconds
         for one in alone(name)
     )
     assert large < split.seconds < small
@@ -206,10 +249,14 @@ def test_a_step_on_the_cpu_is_bound_by_its_operations_if_they_take_half_of_it(
     assert estimate.launches > 100 and estimate.reads > 0
 
 
-def test_a_tiny_model_waits_for_launches_on_a_gpu_and_has_no_figures_for_generation_on_a_cpu(tiny: StepEstimator) -> None:
+def test_a_tiny_model_waits_for_launches_on_a_gpu_and_has_no_figures_for_generation_on_a_cpu(
+    tiny: StepEstimator,
+) -> None:
     gpu = HardwareRecipe.read("h100-80gb")
     assert tiny.estimate(gpu, batch=1).bound == "launches"
-    assert {batch: time.bound for batch, time in tiny.generation(gpu).items()} == dict.fromkeys(hardware.GENERATION_BATCHES, "launches")
+    assert {batch: time.bound for batch, time in tiny.generation(gpu).items()} == dict.fromkeys(
+        hardware.GENERATION_BATCHES, "launches"
+    )
     assert tiny.generation(gpu)[1].describe().endswith(", launches")
     assert tiny.generation(HardwareRecipe.read("cpu")) == {}
 
@@ -228,6 +275,12 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         ("cpu", ["training.bf16=null"], "float32"),
     ],
 )
-def test_a_run_is_planned_in_the_precision_that_it_would_choose(name: str, overrides: list[str], precision: str) -> None:
-    config = resolve(read_layers(recipes=[name], overrides=["model.path=m", "output_dir=out", "model.dtype=float32", *overrides]))
+def test_a_run_is_planned_in_the_precision_that_it_would_choose(
+    name: str, overrides: list[str], precision: str
+) -> None:
+    config = resolve(
+        read_layers(
+            recipes=[name], overrides=["model.path=m", "output_dir=out", "model.dtype=float32", *overrides]
+        )
+    )
     assert HardwareRecipe.of(config).workload(Workload(sequence_length=8)).precision == precision

@@ -64,18 +64,27 @@ class Steps(TrainerCallback):
         self.counts.append(self.counter.both)
 
 
-def trainer_of(verb: str, folder: Path, lm: DiffusionLM, steps: Steps, **more: Any) -> DiffusionTrainer | ConvertTrainer:
+def trainer_of(
+    verb: str, folder: Path, lm: DiffusionLM, steps: Steps, **more: Any
+) -> DiffusionTrainer | ConvertTrainer:
     """A trainer of three steps of one epoch; that of a conversion has the stage that trains all weights."""
     rows, shared = ROWS[verb] * 4, {"max_steps": 3, "logging_steps": 100} | more
     if verb == "convert":
-        return ConvertTrainer(lm, ConvertConfig(**settings(folder, max_length=32, stages=STAGES[1:2]) | shared), rows, callbacks=[steps])
+        return ConvertTrainer(
+            lm,
+            ConvertConfig(**settings(folder, max_length=32, stages=STAGES[1:2]) | shared),
+            rows,
+            callbacks=[steps],
+        )
     return make(verb, folder, lm, rows, callbacks=[steps], **shared)
 
 
 def planned(trainer: DiffusionTrainer | ConvertTrainer, **changes: Any) -> tuple[float, int]:
     """Launches and reads of a training step, for the trainer's settings and these changes."""
     lm, model = trainer.lm, blueprint(trainer.lm)
-    run = RunConfig(model=ModelConfig(path="tiny", attention=lm.attention, block_size=lm.block_size), output_dir="unused")
+    run = RunConfig(
+        model=ModelConfig(path="tiny", attention=lm.attention, block_size=lm.block_size), output_dir="unused"
+    )
     work = trainer.args.workload(model, run)
     assert work is not None
     work = replace(work, **changes)
@@ -95,7 +104,12 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = 
     "sft, checkpointing": ("sft", BIDIRECTIONAL, {"activation_checkpointing": True}, {"checkpointing": True}),
     "sft, 8-bit": ("sft", BIDIRECTIONAL, {"optim": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
     "sft, adapters": ("sft", BIDIRECTIONAL, {"peft_config": 4}, {"lora_rank": 4}),
-    "sft, adapters, mixed": ("sft", BIDIRECTIONAL, {"peft_config": 4, "bf16": True}, {"lora_rank": 4, "precision": "mixed"}),
+    "sft, adapters, mixed": (
+        "sft",
+        BIDIRECTIONAL,
+        {"peft_config": 4, "bf16": True},
+        {"lora_rank": 4, "precision": "mixed"},
+    ),
     "dpo": ("dpo", BIDIRECTIONAL, {"reference": "frozen"}, {}),
     "dpo, stored": ("dpo", BIDIRECTIONAL, {}, {}),
     "dpo, causal": ("dpo", ("causal",), {"reference": "frozen"}, {}),
@@ -107,7 +121,9 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = 
 
 
 @pytest.mark.parametrize("layers", [2, 4])
-@pytest.mark.parametrize("case", [case if case == "sft" else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [case if case == "sft" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, tmp_path: Path) -> None:
     verb, pattern, more, changes = CASES[case]
     if "peft_config" in more:
@@ -117,7 +133,9 @@ def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, 
     planned_launches, planned_reads = planned(trainer, **changes)
     with steps.counter.counting():
         trainer.train()
-    launches, reads = ((last - first) / 2 for first, last in zip(steps.counts[0], steps.counts[2], strict=True))
+    launches, reads = (
+        (last - first) / 2 for first, last in zip(steps.counts[0], steps.counts[2], strict=True)
+    )
     assert planned_launches == pytest.approx(launches, rel=0.1)
     assert planned_reads == reads
 
@@ -129,18 +147,25 @@ def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, 
     [BIDIRECTIONAL, ("block_causal", 4), pytest.param(("causal",), marks=pytest.mark.slow)],
     ids=["bidirectional", "block_causal", "causal"],
 )
-def test_the_launches_and_reads_of_a_pass_of_generation_are_predicted(pattern: tuple[Any, ...], temperature: float, layers: int) -> None:
+def test_the_launches_and_reads_of_a_pass_of_generation_are_predicted(
+    pattern: tuple[Any, ...], temperature: float, layers: int
+) -> None:
     lm = tiny(*pattern, num_hidden_layers=layers)
     model = blueprint(lm)
     config = SamplerConfig(
         max_new_tokens=32, temperature=temperature, forbidden_tokens=list(lm.eos_token_ids)
     )  # they end at no other place
     work = Workload(sequence_length=LENGTH, attention=lm.attention)
-    one, counter = DenoisingPass(context=LENGTH, attention=lm.attention, block=lm.block_size, drawn=temperature > 0), Counter()
+    one, counter = (
+        DenoisingPass(context=LENGTH, attention=lm.attention, block=lm.block_size, drawn=temperature > 0),
+        Counter(),
+    )
     with counter.counting():
         passes = max(generate(lm, PROMPTS, config).forward_passes)
     launches, reads = counter.both
-    assert pass_launches(model.network(work), model.pass_costs(work).forward, one) == pytest.approx(launches / passes, rel=0.1)
+    assert pass_launches(model.network(work), model.pass_costs(work).forward, one) == pytest.approx(
+        launches / passes, rel=0.1
+    )
     assert one.reads == pytest.approx(reads / passes, abs=0.2)
 
 

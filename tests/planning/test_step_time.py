@@ -1,4 +1,5 @@
-"""The time of a step and of a pass on a GPU, and what bounds it: properties, and the times that were measured (docs/results.md)."""
+"""The time of a step and of a pass on a GPU, and what bounds it: properties, and the times that were measured
+(docs/results.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ def test_launches_cost_only_what_they_take_longer_than_the_gpu(time: StepTime) -
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
 def test_a_pass_of_one_short_sequence_waits_for_launches_and_one_of_many_for_the_gpu(attention: str) -> None:
     times = [
-        pass_time(NETWORK, COSTS.forward, DenoisingPass(context=1024, block=32, attention=attention, batch=batch), GPU)
+        pass_time(
+            NETWORK,
+            COSTS.forward,
+            DenoisingPass(context=1024, block=32, attention=attention, batch=batch),
+            GPU,
+        )
         for batch in (1, 10_000)
     ]
     assert [time.bound == "launches" for time in times] == [True, False]
@@ -45,7 +51,10 @@ def test_reads_of_memory_bound_the_pass_of_a_large_model_and_products_that_of_lo
     large = dataclasses.replace(NETWORK, linears=((8192, 8192),) * 400)
     one = DenoisingPass(context=4096, block=4, attention="block_causal")
     assert pass_time(large, COSTS.forward, one, GPU).bound == "memory"
-    assert pass_time(large, COSTS.forward, dataclasses.replace(one, attention="bidirectional"), GPU).bound == "arithmetic"
+    assert (
+        pass_time(large, COSTS.forward, dataclasses.replace(one, attention="bidirectional"), GPU).bound
+        == "arithmetic"
+    )
 
 
 def test_without_figures_there_is_no_time() -> None:
@@ -55,8 +64,15 @@ def test_without_figures_there_is_no_time() -> None:
 
 
 def qwen(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwen3Config:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return Qwen3Config(**sizes, num_key_value_heads=8, head_dim=128, vocab_size=151_936, max_position_embeddings=4096, **more)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return Qwen3Config(
+        **sizes, num_key_value_heads=8, head_dim=128, vocab_size=151_936, max_position_embeddings=4096, **more
+    )
 
 
 QWEN3_06B = qwen(1024, 3072, 28, 16, tie_word_embeddings=True)
@@ -91,8 +107,13 @@ def blueprint(config: PretrainedConfig, attention: str) -> Blueprint:
     ],
     ids=["Qwen3-0.6B", "Qwen3-0.6B, blocks", "LLaDA-8B, adapters"],
 )
-def test_the_steps_of_training_on_an_h100_are_predicted(config: Any, work: Any, seconds: float, bound: str) -> None:
-    model, step = blueprint(config, work.get("attention", "bidirectional")), Workload(sequence_length=2048, **work)
+def test_the_steps_of_training_on_an_h100_are_predicted(
+    config: Any, work: Any, seconds: float, bound: str
+) -> None:
+    model, step = (
+        blueprint(config, work.get("attention", "bidirectional")),
+        Workload(sequence_length=2048, **work),
+    )
     device = HardwareRecipe.read(H100).hardware.devices[0]
     time = step_time(model.network(step), model.pass_costs(step), step, device, None)
     assert time is not None and time.bound == bound
@@ -105,9 +126,27 @@ def test_the_steps_of_training_on_an_h100_are_predicted(config: Any, work: Any, 
     [
         (LLADA_8B, {"context": 256, "batch": 1}, H100, 28.4, "launches"),
         (LLADA_8B, {"context": 256, "batch": 8}, H100, 68.5, "arithmetic"),
-        (qwen(2560, 9728, 36, 32), {"context": 192, "batch": 1, "block": 4, "drawn": True}, H100, 60, "launches"),
-        (qwen(2560, 9728, 36, 32), {"context": 192, "batch": 8, "block": 4, "drawn": True}, H100, 65, "launches"),
-        (qwen(2560, 9728, 4, 32), {"context": 192, "batch": 1, "block": 4, "drawn": True}, H200, 15.4, "launches"),
+        (
+            qwen(2560, 9728, 36, 32),
+            {"context": 192, "batch": 1, "block": 4, "drawn": True},
+            H100,
+            60,
+            "launches",
+        ),
+        (
+            qwen(2560, 9728, 36, 32),
+            {"context": 192, "batch": 8, "block": 4, "drawn": True},
+            H100,
+            65,
+            "launches",
+        ),
+        (
+            qwen(2560, 9728, 4, 32),
+            {"context": 192, "batch": 1, "block": 4, "drawn": True},
+            H200,
+            15.4,
+            "launches",
+        ),
     ],
     ids=["LLaDA-8B", "LLaDA-8B, 8 rows", "SDAR-4B", "SDAR-4B, 8 rows", "SDAR-4B, 4 layers"],
 )
@@ -118,8 +157,13 @@ def test_the_passes_of_generation_on_gpus_are_predicted(
     for name, launches in SAMPLER_THEN.items():
         monkeypatch.setattr(formula, name, launches)
     monkeypatch.setattr(DenoisingPass, "reads", READS_THEN[attention])
-    model, one = blueprint(config, attention), Workload(sequence_length=work["context"], attention=attention, precision="bfloat16")
+    model, one = (
+        blueprint(config, attention),
+        Workload(sequence_length=work["context"], attention=attention, precision="bfloat16"),
+    )
     device = HardwareRecipe.read(machine).hardware.devices[0]
-    time = pass_time(model.network(one), model.pass_costs(one).forward, DenoisingPass(attention=attention, **work), device)
+    time = pass_time(
+        model.network(one), model.pass_costs(one).forward, DenoisingPass(attention=attention, **work), device
+    )
     assert time is not None and time.bound == bound
     assert 1e3 * time.seconds == pytest.approx(milliseconds, rel=WITHIN)

@@ -1,4 +1,5 @@
-"""Settings of preference optimisation that have no effect or contradict one another are refused before anything is loaded."""
+"""Settings of preference optimisation that have no effect or contradict one another are refused before
+anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,29 +26,53 @@ def config(folder: Any, **more: Any) -> DPOConfig:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"loss_type": "dpo"}, r"loss_type: unknown loss_type 'dpo'\. Use one of sigmoid, ipo, hinge, simpo, kto"),
+        (
+            {"loss_type": "dpo"},
+            r"loss_type: unknown loss_type 'dpo'\. Use one of sigmoid, ipo, hinge, simpo, kto",
+        ),
         ({"reference": "copy"}, "reference: unknown reference 'copy'"),
         ({"bound": "eubo"}, "bound: unknown bound 'eubo'"),
         ({"beta": 0}, "beta: 0.0 is out of range"),
         ({"beta": math.nan}, "beta: nan is out of range"),
         ({"samples": 0}, "samples: 0 is out of range"),
         ({"label_smoothing": 0.5}, "label_smoothing: 0.5 is out of range"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, r"label_smoothing: needs loss_type=sigmoid or simpo\. Leave it out"),
-        ({"loss_type": "kto", "rpo_alpha": 1.0}, "rpo_alpha: needs loss_type=sigmoid or ipo or hinge or simpo"),
+        (
+            {"loss_type": "ipo", "label_smoothing": 0.1},
+            r"label_smoothing: needs loss_type=sigmoid or simpo\. Leave it out",
+        ),
+        (
+            {"loss_type": "kto", "rpo_alpha": 1.0},
+            "rpo_alpha: needs loss_type=sigmoid or ipo or hinge or simpo",
+        ),
         ({"simpo_gamma": 1.0}, "simpo_gamma: needs loss_type=simpo"),
         ({"desirable_weight": 2.0}, "desirable_weight: needs loss_type=kto"),
-        ({"loss_type": "simpo", "length_normalization": True}, "length_normalization: needs loss_type=sigmoid or ipo or hinge or kto"),
-        ({"loss_type": "simpo", "reference": "frozen"}, "reference: needs loss_type=sigmoid or ipo or hinge or kto"),
-        ({"loss_type": "simpo", "reference_model": "m"}, "reference_model: needs loss_type=sigmoid or ipo or hinge or kto"),
+        (
+            {"loss_type": "simpo", "length_normalization": True},
+            "length_normalization: needs loss_type=sigmoid or ipo or hinge or kto",
+        ),
+        (
+            {"loss_type": "simpo", "reference": "frozen"},
+            "reference: needs loss_type=sigmoid or ipo or hinge or kto",
+        ),
+        (
+            {"loss_type": "simpo", "reference_model": "m"},
+            "reference_model: needs loss_type=sigmoid or ipo or hinge or kto",
+        ),
         ({"loss_type": "kto", "log_variance_steps": 5}, "log_variance_steps: needs loss_type=sigmoid"),
         ({"loss_type": "kto", "judge": "judge.py:judge"}, "judge: needs loss_type=sigmoid"),
         ({"complementary": True, "samples": 1}, "samples: a complementary pair is two views"),
-        ({"reference": "adapter", "reference_model": "m"}, "reference_model: the reference is the base under the adapters"),
+        (
+            {"reference": "adapter", "reference_model": "m"},
+            "reference_model: the reference is the base under the adapters",
+        ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
         ({"canvas_length": 0}, "canvas_length: 0 is out of range"),
         ({"beta": math.inf}, "beta: inf is out of range"),
-        ({"loss_type": "kto", "train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: a row of kto has two responses"),
+        (
+            {"loss_type": "kto", "train_sampling_strategy": "group_by_length"},
+            "train_sampling_strategy: a row of kto has two responses",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
@@ -59,17 +84,33 @@ def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
     ("pattern", "more", "exact"),
     [
         (("bidirectional",), {}, False),
-        (("bidirectional",), {"bound": "exact"}, r"bound: bidirectional attention would need 2\*\*tokens passes"),
+        (
+            ("bidirectional",),
+            {"bound": "exact"},
+            r"bound: bidirectional attention would need 2\*\*tokens passes",
+        ),
         (("block_causal", 4), {}, True),
         (("block_causal", 4), {"bound": "elbo"}, False),
         (("block_causal", 5), {}, False),
-        (("block_causal", 5), {"bound": "exact"}, "bound: block_causal attention with blocks of 5 tokens would need"),
+        (
+            ("block_causal", 5),
+            {"bound": "exact"},
+            "bound: block_causal attention with blocks of 5 tokens would need",
+        ),
         (("causal",), {}, True),
         (("causal",), {"bound": "exact"}, True),
         (("causal",), {"bound": "elbo"}, "bound: the likelihood of a causal model is exact in one pass"),
-        (("causal",), {"complementary": True}, r"complementary: an exact likelihood draws no masks\. Leave it out\.?$"),
+        (
+            ("causal",),
+            {"complementary": True},
+            r"complementary: an exact likelihood draws no masks\. Leave it out\.?$",
+        ),
         (("causal",), {"samples": 4}, r"samples: an exact likelihood draws no masks\. Leave it out\.?$"),
-        (("block_causal", 4), {"log_variance_steps": 5}, r"log_variance_steps: an exact .* masks\. Leave it out, or use bound elbo\.?$"),
+        (
+            ("block_causal", 4),
+            {"log_variance_steps": 5},
+            r"log_variance_steps: an exact .* masks\. Leave it out, or use bound elbo\.?$",
+        ),
     ],
 )
 def test_the_attention_decides_whether_the_likelihood_is_exact(pattern, more, exact, tmp_path):
@@ -92,8 +133,17 @@ def recipe(name: str) -> Any:
 def test_the_recipe_for_llada_is_that_of_its_authors():
     made = recipe("dpo-llada-8b")
     args = training_arguments("dpo", made)
-    assert (args.loss_type, args.beta, args.samples, args.complementary, args.learning_rate) == ("sigmoid", 0.2, 8, False, 5e-7)
-    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64 and args.num_train_epochs == 1
+    assert (args.loss_type, args.beta, args.samples, args.complementary, args.learning_rate) == (
+        "sigmoid",
+        0.2,
+        8,
+        False,
+        5e-7,
+    )
+    assert (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
+        and args.num_train_epochs == 1
+    )
     assert made.data.max_rows == 350_000
 
 
@@ -106,9 +156,20 @@ def test_the_recipe_for_a_small_gpu_trains_adapters_and_recomputes():
 
 def test_the_tiny_recipe_trains(model, tmp_path):
     output = tmp_path / "out"
-    result = unmask("dpo", "--recipe", "dpo-tiny", "--model", model, "--task", "sudoku", "--output", output, *QUICK)
+    result = unmask(
+        "dpo", "--recipe", "dpo-tiny", "--model", model, "--task", "sudoku", "--output", output, *QUICK
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     lines = MetricsLog(output / "training_logs.json").read()
-    assert {"loss", "margin", "accuracy", "chosen", "rejected", "tokens_per_second", "learning_rate"} <= lines[0].keys()
+    assert {
+        "loss",
+        "margin",
+        "accuracy",
+        "chosen",
+        "rejected",
+        "tokens_per_second",
+        "learning_rate",
+    } <= lines[0].keys()
     assert parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]["samples"] == 8
-    assert "loss" in result.stderr and "accuracy" in result.stderr  # a line of at most 100 columns has no room for more
+    # a line of at most 100 columns has no room for more
+    assert "loss" in result.stderr and "accuracy" in result.stderr

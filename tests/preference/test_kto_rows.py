@@ -20,8 +20,12 @@ LABELLED = [
 ]
 
 
-def rows(dataset: list[dict[str, Any]], max_length: int = 32, canvas_length: int | None = None) -> list[dict[str, Any]]:
-    args = DPOConfig(**settings(Path("unused"), loss_type="kto", canvas_length=canvas_length) | {"max_length": max_length})
+def rows(
+    dataset: list[dict[str, Any]], max_length: int = 32, canvas_length: int | None = None
+) -> list[dict[str, Any]]:
+    args = DPOConfig(
+        **settings(Path("unused"), loss_type="kto", canvas_length=canvas_length) | {"max_length": max_length}
+    )
     return list(DPOTrainer.make_rows(tiny(), args, dataset, "train_dataset"))
 
 
@@ -31,19 +35,30 @@ def texts(examples: list[dict[str, Any]], name: str) -> list[tuple[str, str]]:
     found = []
     for row in (item[name] for item in examples):
         start = row["maskable"].index(True)
-        found.append(tuple(decode(ids, skip_special_tokens=True) for ids in (row["input_ids"][:start], row["input_ids"][start:])))
+        found.append(
+            tuple(
+                decode(ids, skip_special_tokens=True)
+                for ids in (row["input_ids"][:start], row["input_ids"][start:])
+            )
+        )
     return found
 
 
 def test_the_mismatched_response_is_that_of_the_nearest_earlier_row_with_another_prompt():
-    same = [{"prompt": prompt, "completion": text, "label": True} for prompt, text in zip("aaabba", "abcdef", strict=True)]
+    same = [
+        {"prompt": prompt, "completion": text, "label": True}
+        for prompt, text in zip("aaabba", "abcdef", strict=True)
+    ]
     for first in range(6):
         assert set(texts(rows(same[first:] + same[:first]), "mismatched")) == {("a", "e"), ("b", "c")}
 
 
 def test_a_data_set_with_one_prompt_is_refused():
     same = [{"prompt": "ab", "completion": "cd", "label": label} for label in (True, False)]
-    with pytest.raises(DataError, match=r"train_dataset: all rows have the same prompt, .*\. Give responses to at least two prompts"):
+    with pytest.raises(
+        DataError,
+        match=r"train_dataset: all rows have the same prompt, .*\. Give responses to at least two prompts",
+    ):
         rows(same)
 
 
@@ -61,13 +76,20 @@ def test_a_pair_becomes_two_responses_the_chosen_ones_first():
     assert len(examples) == 16 and [row["desirable"] for row in examples] == [True] * 8 + [False] * 8
     assert [prompt for prompt, _ in texts(examples, "response")] == [row["prompt"] for row in PREFERENCES] * 2
     assert (
-        texts(examples, "response")[3][1] == PREFERENCES[3]["chosen"] and texts(examples, "response")[11][1] == PREFERENCES[3]["rejected"]
+        texts(examples, "response")[3][1] == PREFERENCES[3]["chosen"]
+        and texts(examples, "response")[11][1] == PREFERENCES[3]["rejected"]
     )
     assert texts(examples, "mismatched")[4] == (PREFERENCES[4]["prompt"], PREFERENCES[3]["chosen"])
 
 
 def test_a_mismatched_response_is_cut_to_max_length():
-    examples = rows([{"prompt": "a", "completion": "bcdefgh", "label": True}, {"prompt": "abcde", "completion": "f", "label": False}], 10)
+    examples = rows(
+        [
+            {"prompt": "a", "completion": "bcdefgh", "label": True},
+            {"prompt": "abcde", "completion": "f", "label": False},
+        ],
+        10,
+    )
     assert texts(examples, "mismatched")[1] == ("abcde", "bcde")
     assert all(len(row[name]["input_ids"]) <= 10 for row in examples for name in ("response", "mismatched"))
 
@@ -87,7 +109,10 @@ def test_a_batch_has_the_responses_and_the_mismatched_ones():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "completion": "b", "label": "good"}, "row 1, label: 'good' is neither true nor false"),
+        (
+            {"prompt": "a", "completion": "b", "label": "good"},
+            "row 1, label: 'good' is neither true nor false",
+        ),
         ({"prompt": "a", "completion": "b", "label": None}, "row 1: no value in column 'label'"),
         ({"prompt": "a", "label": True}, "row 1: no column 'completion'"),
         ({"prompt": "a", "completion": "b" * 40, "label": True}, "row 1: 43 tokens, but a row holds 32"),

@@ -58,7 +58,9 @@ def test_label_smoothing_is_an_expectation_over_wrong_labels(loss, margin, beta,
 def test_ipo_has_its_minimum_at_its_target_margin(margin, beta):
     assert slope(lambda at: ipo(at, beta=beta), 1 / (2 * beta)) == (0, 0)
     loss, gradient = slope(lambda at: ipo(at, beta=beta), margin)
-    assert loss == pytest.approx((margin - 0.5 / beta) ** 2) and gradient == pytest.approx(2 * (margin - 0.5 / beta))
+    assert loss == pytest.approx((margin - 0.5 / beta) ** 2) and gradient == pytest.approx(
+        2 * (margin - 0.5 / beta)
+    )
 
 
 @given(nats, betas)
@@ -71,7 +73,9 @@ def test_hinge_is_zero_from_a_margin_of_one_over_beta(margin, beta):
 @given(nats, betas, st.floats(0, 3))
 def test_simpo_is_dpo_with_a_target_margin(margin, beta, gamma):
     shifted = slope(lambda at: dpo(at - gamma / beta, beta=beta), margin)
-    assert slope(lambda at: simpo(at, beta=beta, gamma=gamma), margin) == pytest.approx(shifted, rel=1e-9, abs=1e-12)
+    assert slope(lambda at: simpo(at, beta=beta, gamma=gamma), margin) == pytest.approx(
+        shifted, rel=1e-9, abs=1e-12
+    )
 
 
 @given(nats, st.booleans(), st.floats(0, 50), betas)
@@ -93,7 +97,9 @@ def test_kto_moves_log_ratios_away_from_the_baseline(log_ratio, desirable, basel
 def test_extreme_margins_stay_finite(margin):
     assert slope(lambda at: dpo(at, beta=1.0), margin) == (max(0.0, -margin), -1.0 if margin < 0 else 0.0)
     for desirable in (True, False):
-        loss, gradient = slope(lambda at: kto(at, torch.tensor([desirable]), torch.zeros(()), beta=1.0)[0], margin)  # noqa: B023
+        loss, gradient = slope(
+            lambda at, good=desirable: kto(at, torch.tensor([good]), torch.zeros(()), beta=1.0)[0], margin
+        )
         assert loss == (0.0 if (margin > 0) == desirable else 1.0) and gradient == 0
 
 
@@ -104,18 +110,27 @@ BETA = 0.3
 
 
 def token_log_probs() -> tuple[Tensor, Tensor, Tensor]:
-    """The mask of completions of these lengths after one prompt token, and their log-probabilities under policy and reference."""
+    """The mask of completions of these lengths after one prompt token, and their log-probabilities under
+    policy and reference."""
     generator = torch.Generator().manual_seed(0)
     mask_BT = torch.arange(6) < LENGTHS[:, None]
-    policy_BT, reference_BT = (-2 * torch.rand(6, 6, generator=generator, dtype=torch.float64) * mask_BT for _ in range(2))
+    policy_BT, reference_BT = (
+        -2 * torch.rand(6, 6, generator=generator, dtype=torch.float64) * mask_BT for _ in range(2)
+    )
     return mask_BT, policy_BT.requires_grad_(), reference_BT
 
 
-def with_trl(method: Callable[..., Any], inputs: dict[str, Any], log_prob_BT: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+def with_trl(
+    method: Callable[..., Any], inputs: dict[str, Any], log_prob_BT: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor]:
     """The mean loss that a method of TRL's trainer computes, and its gradient."""
     blank_BT = torch.zeros_like(log_prob_BT)
-    outputs = SimpleNamespace(log_probs=log_prob_BT, entropy=blank_BT, mean_logits=blank_BT, is_top1=blank_BT > 0)
-    accelerator = SimpleNamespace(device="cpu", gather=lambda part: part, gather_for_metrics=lambda part: part)
+    outputs = SimpleNamespace(
+        log_probs=log_prob_BT, entropy=blank_BT, mean_logits=blank_BT, is_top1=blank_BT > 0
+    )
+    accelerator = SimpleNamespace(
+        device="cpu", gather=lambda part: part, gather_for_metrics=lambda part: part
+    )
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), accelerator=accelerator, beta=BETA, aux_loss_enabled=False, precompute_ref_logps=True,
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1, **settings,
@@ -124,8 +139,13 @@ def with_trl(method: Callable[..., Any], inputs: dict[str, Any], log_prob_BT: Te
     return loss, torch.autograd.grad(loss, log_prob_BT)[0]
 
 
-def check(ours: Callable[[Tensor, Tensor], Tensor], theirs: Callable[[Tensor], tuple[Tensor, Tensor]], log_prob_BT: Tensor) -> None:
-    """Compare our loss, a function of the log-probability and length of each response, with TRL's; and their gradients."""
+def check(
+    ours: Callable[[Tensor, Tensor], Tensor],
+    theirs: Callable[[Tensor], tuple[Tensor, Tensor]],
+    log_prob_BT: Tensor,
+) -> None:
+    """Compare our loss, a function of the log-probability and length of each response, with TRL's; and their
+    gradients."""
     loss = ours(log_prob_BT.sum(1), LENGTHS.double()).mean()
     [gradient] = torch.autograd.grad(loss, log_prob_BT)
     expected, slope_BT = theirs(log_prob_BT)
@@ -153,10 +173,20 @@ def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
         "input_ids": whole_BT, "attention_mask": whole_BT, "completion_mask": whole_BT,
         "ref_chosen_logps": reference_B[:3], "ref_rejected_logps": reference_B[3:],
     }  # fmt: skip
-    settings = {"loss_types": [name], "loss_weights": [1.0], "label_smoothing": 0.0, "ld_alpha": None, "use_weighting": False}
+    settings = {
+        "loss_types": [name],
+        "loss_weights": [1.0],
+        "label_smoothing": 0.0,
+        "ld_alpha": None,
+        "use_weighting": False,
+    }
     check(
-        lambda log_prob_B, length_B: loss(margins((log_prob_B - reference_B) / (length_B if normalised else 1)), beta=BETA),
-        lambda log_prob_BT: with_trl(trl.DPOTrainer._compute_loss, inputs, log_prob_BT, f_divergence_type="reverse_kl", **settings),
+        lambda log_prob_B, length_B: loss(
+            margins((log_prob_B - reference_B) / (length_B if normalised else 1)), beta=BETA
+        ),
+        lambda log_prob_BT: with_trl(
+            trl.DPOTrainer._compute_loss, inputs, log_prob_BT, f_divergence_type="reverse_kl", **settings
+        ),
         policy_BT,
     )
 
@@ -165,7 +195,9 @@ def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "simpo"])
 @pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
 def test_losses_without_a_reference_are_those_of_trls_cpo_trainer(name, smoothing):
-    cpo = pytest.importorskip("trl.experimental.cpo", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
+    cpo = pytest.importorskip(
+        "trl.experimental.cpo", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt"
+    )
     if smoothing and name in ("hinge", "ipo"):
         pytest.skip("TRL passes over label smoothing there; ours have none")
     _, policy_BT, _ = token_log_probs()
@@ -176,7 +208,13 @@ def test_losses_without_a_reference_are_those_of_trls_cpo_trainer(name, smoothin
         "simpo": lambda at: simpo(at, beta=BETA, gamma=0.7, label_smoothing=smoothing),
     }
     per_token = name in ("ipo", "simpo")
-    settings = {"loss_type": name, "beta": BETA, "label_smoothing": smoothing, "simpo_gamma": 0.7, "alpha": 0.0}
+    settings = {
+        "loss_type": name,
+        "beta": BETA,
+        "label_smoothing": smoothing,
+        "simpo_gamma": 0.7,
+        "alpha": 0.0,
+    }
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **settings)
 
     def theirs(log_prob_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +222,11 @@ def test_losses_without_a_reference_are_those_of_trls_cpo_trainer(name, smoothin
         loss = cpo.CPOTrainer.cpo_loss(trainer, chosen_P, rejected_P)[0].mean()
         return loss, torch.autograd.grad(loss, log_prob_BT)[0]
 
-    check(lambda log_prob_B, length_B: losses[name](margins(log_prob_B / (length_B if per_token else 1))), theirs, policy_BT)
+    check(
+        lambda log_prob_B, length_B: losses[name](margins(log_prob_B / (length_B if per_token else 1))),
+        theirs,
+        policy_BT,
+    )
 
 
 @pytest.mark.parametrize("shift", [-5.0, 5.0])
@@ -202,7 +244,12 @@ def test_kto_is_that_of_trls_kto_trainer(shift):
         "ref_logps": reference_B, "ref_KL_logps": reference_B - shift,
     }  # fmt: skip
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.8}
-    settings = {"loss_type": "kto", "calculate_KL": True, "_compute_kl_logps": lambda *_: mismatched_B, **weights}
+    settings = {
+        "loss_type": "kto",
+        "calculate_KL": True,
+        "_compute_kl_logps": lambda *_: mismatched_B,
+        **weights,
+    }
     check(
         lambda log_prob_B, _: kto(log_prob_B - reference_B, desirable_B, baseline, beta=BETA, **weights),
         lambda log_prob_BT: with_trl(trl.KTOTrainer._compute_loss, inputs, log_prob_BT, **settings),

@@ -1,4 +1,5 @@
-"""Stored log-probabilities of a reference are reused for the same model, tokenizer, rows and masks, and never for others."""
+"""Stored log-probabilities of a reference are reused for the same model, tokenizer, rows and masks, and never
+for others."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens
 from unmask.models.model_state import fingerprint
 from unmask.preference import reference_log_probs
-from unmask.preference.reference_log_probs import CONTENT, REFERENCE_FILE, ReferenceTable, digests, model_hashes
+from unmask.preference.reference_log_probs import (
+    CONTENT,
+    REFERENCE_FILE,
+    ReferenceTable,
+    digests,
+    model_hashes,
+)
 from unmask.training import per_view_backward
 
 AGAIN = "the reference's log-probabilities are recomputed"
@@ -62,7 +69,8 @@ def test_the_table_is_reused_for_the_same_content(tmp_path, computed):
     ("change", "stale"),
     [
         ({"lm": other}, "another model"),
-        ({"lm": lambda: tiny("block_causal", 8)}, "another model and another data"),  # it learns the rest of a block
+        # it learns the rest of a block
+        ({"lm": lambda: tiny("block_causal", 8)}, "another model and another data"),
         ({"lm": lambda: renamed()}, "another tokenizer"),
         ({"rows": PREFERENCES[:7]}, "another data"),
         ({"rows": [PREFERENCES[0] | {"rejected": "gg"}, *PREFERENCES[1:]]}, "another data"),
@@ -76,11 +84,15 @@ def test_a_stale_table_is_an_error_or_recomputed(change, stale, tmp_path, comput
     before = make("dpo", tmp_path).stored["train"].log_prob_EIS
     computed.clear()
     change = {"lm": tiny, **change}
-    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds log-probabilities of {stale}. .*stale_reference"):
+    with pytest.raises(
+        TrainingError, match=f"train_{REFERENCE_FILE}: holds log-probabilities of {stale}. .*stale_reference"
+    ):
         make("dpo", tmp_path, **change | {"lm": change["lm"]()})
     assert not computed and torch.equal(on_disk(tmp_path), before)
     change["stale_reference"] = "replace"
-    with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds log-probabilities of {stale}: {AGAIN}"):
+    with pytest.warns(
+        RuntimeWarning, match=f"train_{REFERENCE_FILE} holds log-probabilities of {stale}: {AGAIN}"
+    ):
         trainer = make("dpo", tmp_path, **change | {"lm": change["lm"]()})
     assert len(computed) == 2
     after = trainer.stored["train"].log_prob_EIS
@@ -101,14 +113,18 @@ MANY = [PREFERENCES[number % 8] | {"prompt": "abcdefgh"[: 1 + number // 8]} for 
 
 
 @pytest.mark.parametrize("verb", ["dpo", "kto"])
-@pytest.mark.parametrize("more", [{"max_steps": 3}, {"max_steps": 19}, {"max_steps": 5, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "more", [{"max_steps": 3}, {"max_steps": 19}, {"max_steps": 5, "gradient_accumulation_steps": 2}]
+)
 def test_only_the_rows_that_the_run_visits_are_scored(verb, more, tmp_path):
     trainer = make(verb, tmp_path, rows=MANY, **more)
     scored_EI = trainer.stored["train"].digest_EI != 0
     visited_EI = torch.zeros_like(scored_EI)
     look_up = ReferenceTable.look_up
 
-    def looking(table: ReferenceTable, plan: int, sample_id_B: torch.Tensor, digest_B: torch.Tensor) -> torch.Tensor:
+    def looking(
+        table: ReferenceTable, plan: int, sample_id_B: torch.Tensor, digest_B: torch.Tensor
+    ) -> torch.Tensor:
         visited_EI[plan, sample_id_B.cpu()] = True
         return look_up(table, plan, sample_id_B, digest_B)
 
@@ -130,7 +146,9 @@ def test_a_kill_loses_only_the_part_that_was_being_scored(tmp_path, computed, mo
         with pytest.raises(KeyboardInterrupt):
             make("dpo", tmp_path / "run", rows=MANY, max_steps=16)
     again = make("dpo", tmp_path / "run", rows=MANY, max_steps=16).stored["train"]
-    assert torch.equal(again.log_prob_EIS, whole.log_prob_EIS) and torch.equal(again.digest_EI, whole.digest_EI)
+    assert torch.equal(again.log_prob_EIS, whole.log_prob_EIS) and torch.equal(
+        again.digest_EI, whole.digest_EI
+    )
     assert len(computed) == batches + 2  # the part that was not written
 
 
@@ -175,7 +193,11 @@ def test_no_flipped_bit_of_the_file_changes_the_table(tmp_path):
             found = ReferenceTable.read(tmp_path / REFERENCE_FILE, {"data": "a"}, replace=False)
         except TrainingError:
             continue
-        assert found is not None and found.log_prob_EIS.equal(table.log_prob_EIS) and found.digest_EI.equal(table.digest_EI)
+        assert (
+            found is not None
+            and found.log_prob_EIS.equal(table.log_prob_EIS)
+            and found.digest_EI.equal(table.digest_EI)
+        )
         unnoticed += 1
     assert unnoticed < len(CONTENT) < len(whole) / 30  # in the name of the hash
 
@@ -188,7 +210,11 @@ def test_other_masks_than_those_of_the_table_are_an_error(tmp_path):
     assert trainer.with_reference(batch(trainer, 0, 1)).reference_N.shape == (4,)
     trainer.plan = lambda rows, draw: plan(rows, draw).select(slice(None), slice(0, 1))
     with pytest.raises(
-        TrainingError, match=r"reference: the stored log-probabilities are of other responses, or of other masks than those of view plan 0"
+        TrainingError,
+        match=(
+            r"reference: the stored log-probabilities are of other responses, or of other masks than those "
+            r"of view plan 0"
+        ),
     ):
         trainer.with_reference(batch(trainer, 0, 1))
 
@@ -197,7 +223,9 @@ def test_other_rows_than_those_of_the_table_are_an_error(tmp_path):
     trainer = make("dpo", tmp_path, eval_dataset=PREFERENCES[3:6])
     assert trainer.evaluate()["eval_accuracy"] == 0
     for part in (PREFERENCES[:3], PREFERENCES):  # known sample ids, and larger ones
-        with pytest.raises(TrainingError, match="Evaluate on the rows given as eval_dataset, or use reference frozen"):
+        with pytest.raises(
+            TrainingError, match="Evaluate on the rows given as eval_dataset, or use reference frozen"
+        ):
             trainer.evaluate(part)
     along = make("dpo", tmp_path, eval_dataset=PREFERENCES[3:6], reference="frozen")
     assert along.evaluate(PREFERENCES)["eval_loss"] == pytest.approx(0.6931, abs=1e-4)

@@ -1,4 +1,5 @@
-"""The loss of DPO begins at log 2 exactly, and training raises the margin, for every estimator of the likelihood."""
+"""The loss of DPO begins at log 2 exactly, and training raises the margin, for every estimator of the
+likelihood."""
 
 from __future__ import annotations
 
@@ -22,10 +23,15 @@ from unmask.preference.trainer import DPOTrainer, PreferenceBatch
 
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 LABELLED = [
-    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row in PREFERENCES for side in ("chosen", "rejected")
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    for row in PREFERENCES
+    for side in ("chosen", "rejected")
 ]
 
-AB = [{"prompt": "ab"[: 1 + row % 2], "chosen": "abba"[row:] + "ab", "rejected": "ba" * (1 + row)} for row in range(4)]
+AB = [
+    {"prompt": "ab"[: 1 + row % 2], "chosen": "abba"[row:] + "ab", "rejected": "ba" * (1 + row)}
+    for row in range(4)
+]
 
 
 def first_line(folder: Path, **more: Any) -> dict[str, float]:
@@ -54,7 +60,9 @@ def first_line(folder: Path, **more: Any) -> dict[str, float]:
 @pytest.mark.parametrize("reference", ["stored", "frozen"])
 def test_the_first_loss_is_log_2(config, reference, tmp_path):
     pattern = config.get("lm", ("bidirectional",))
-    line = first_line(tmp_path, **config | {"lm": tiny(*pattern, attention_dropout=0.3), "reference": reference})
+    line = first_line(
+        tmp_path, **config | {"lm": tiny(*pattern, attention_dropout=0.3), "reference": reference}
+    )
     assert line["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert line["margin"] == pytest.approx(0, abs=1e-4)
 
@@ -71,7 +79,11 @@ def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks
 
 @pytest.mark.parametrize(("rows", "size", "pieces", "steps"), [(7, 4, 1, 3), (7, 2, 3, 2), (8, 4, 1, 4)])
 def test_the_table_has_exactly_the_epochs_of_the_run_with_drop_last(rows, size, pieces, steps, tmp_path):
-    shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "dataloader_drop_last": True}
+    shape = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": pieces,
+        "dataloader_drop_last": True,
+    }
     trainer = make("dpo", tmp_path, rows=PREFERENCES[:rows], max_steps=steps, learning_rate=0.0, **shape)
     trainer.train()
     assert len(trainer.stored["train"].log_prob_EIS) == math.ceil(trainer.state.epoch)
@@ -82,7 +94,9 @@ def test_a_reused_plan_has_one_table(tmp_path):
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0, plan_reused=True)
     seen: list[torch.Tensor] = []
     plan = trainer.plan
-    trainer.plan = lambda batch, draw: seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
+    trainer.plan = lambda batch, draw: (
+        seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
+    )
     trainer.train()
     assert trainer.stored["train"].log_prob_EIS.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
@@ -103,7 +117,11 @@ def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor
     """The loss of four pairs and its gradients."""
     [rows] = trainer.prepared([batch(trainer, *range(4))])
     loss = trainer.training_step(trainer.model, rows, torch.tensor(4))
-    return loss, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if weight.grad is not None}
+    return loss, {
+        name: weight.grad.clone()
+        for name, weight in trainer.model.named_parameters()
+        if weight.grad is not None
+    }
 
 
 @partly_slow("loss_type", ["sigmoid", "kto", "ipo", "hinge"], 0)
@@ -116,11 +134,22 @@ def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor
         ("causal", None, {}),
     ],
 )
-def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gradient(attention, block_size, more, loss_type, tmp_path):
+def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gradient(
+    attention, block_size, more, loss_type, tmp_path
+):
     made = []
     for reference in ("stored", "frozen", "adapter"):
         lm, config = tiny(attention, block_size, dtype=torch.float64), peft.LoraConfig(**LORA)
-        trainer = make("dpo", tmp_path / reference, lm, peft_config=config, reference=reference, loss_type=loss_type, max_steps=50, **more)
+        trainer = make(
+            "dpo",
+            tmp_path / reference,
+            lm,
+            peft_config=config,
+            reference=reference,
+            loss_type=loss_type,
+            max_steps=50,
+            **more,
+        )
         assert (trainer.reference is None) == (reference == "stored") == bool(trainer.stored)
         if trainer.reference is not None:
             assert (trainer.reference.lm.model is trainer.lm.model) == (reference == "adapter")
@@ -129,14 +158,24 @@ def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gra
     for loss, slopes in made[1:]:
         torch.testing.assert_close(loss, made[0][0], rtol=1e-6, atol=1e-7)  # adapters are float32
         torch.testing.assert_close(slopes, made[0][1], rtol=1e-4, atol=1e-6)
-    assert all("lora" in name for name in made[0][1]) and max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
+    assert (
+        all("lora" in name for name in made[0][1])
+        and max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
+    )
 
 
 def test_stored_and_frozen_references_train_the_same_weights(tmp_path):
     """The weights agree in float64 to the last digits."""
     ends = []
     for reference in ("stored", "frozen"):
-        trainer = make("dpo", tmp_path / reference, tiny(dtype=torch.float64), reference=reference, max_steps=5, optim="sgd")
+        trainer = make(
+            "dpo",
+            tmp_path / reference,
+            tiny(dtype=torch.float64),
+            reference=reference,
+            max_steps=5,
+            optim="sgd",
+        )
         trainer.train()
         ends.append(weights(trainer.lm))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
@@ -148,13 +187,26 @@ def test_another_model_can_be_the_reference(tmp_path):
     with torch.no_grad():
         other.model.model.norm.weight += 0.5
     other.save(tmp_path / "other")
-    lines = [first_line(tmp_path / mode, reference=mode, reference_model=str(tmp_path / "other")) for mode in ("stored", "frozen")]
-    assert abs(lines[0]["margin"]) > 1e-2 and lines[0]["margin"] == pytest.approx(lines[1]["margin"], abs=1e-4)
+    lines = [
+        first_line(tmp_path / mode, reference=mode, reference_model=str(tmp_path / "other"))
+        for mode in ("stored", "frozen")
+    ]
+    assert abs(lines[0]["margin"]) > 1e-2 and lines[0]["margin"] == pytest.approx(
+        lines[1]["margin"], abs=1e-4
+    )
     assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=1e-5)
 
 
 def test_simpo_has_no_reference(tmp_path):
-    trainer = make("dpo", tmp_path, loss_type="simpo", beta=2.0, max_steps=30, learning_rate=3e-3, eval_dataset=PREFERENCES)
+    trainer = make(
+        "dpo",
+        tmp_path,
+        loss_type="simpo",
+        beta=2.0,
+        max_steps=30,
+        learning_rate=3e-3,
+        eval_dataset=PREFERENCES,
+    )
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -186,12 +238,18 @@ def test_views_by_estimator(attention, block_size, more, count, tmp_path):
     assert torch.equal(views.target_BMT.any(1), rows["maskable"])
     if more.get("complementary"):
         assert torch.equal(views.hidden_BMT[:, 0], rows["maskable"])
-        assert torch.equal(views.hidden_BMT[:, 1] ^ views.hidden_BMT[:, 3], rows["maskable"] & (rows["maskable"].sum(1) > 1)[:, None])
+        assert torch.equal(
+            views.hidden_BMT[:, 1] ^ views.hidden_BMT[:, 3],
+            rows["maskable"] & (rows["maskable"].sum(1) > 1)[:, None],
+        )
 
 
 def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The ids of every chosen response with its prompt, then of every rejected one, and which tokens are learnt."""
-    places = [(row, rows["documents"][row] == side) for side in (1, 2) for row in range(len(rows["documents"]))]
+    """The ids of every chosen response with its prompt, then of every rejected one, and which tokens are
+    learnt."""
+    places = [
+        (row, rows["documents"][row] == side) for side in (1, 2) for row in range(len(rows["documents"]))
+    ]
     return [(rows["input_ids"][row][part_T], rows["maskable"][row][part_T]) for row, part_T in places]
 
 
@@ -203,7 +261,10 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
     rows = batch(trainer, 0, 3, 5)
     found = trainer.response_log_probs(lm, trainer.with_reference(rows))
     for number, (ids_T, maskable_T) in enumerate(each_response(rows)):
-        expected = sum(any_order(conditionals(lm, ids_T, part)) for part in groups(lm, int(maskable_T.nonzero()[0]), len(ids_T)))
+        expected = sum(
+            any_order(conditionals(lm, ids_T, part))
+            for part in groups(lm, int(maskable_T.nonzero()[0]), len(ids_T))
+        )
         assert found[number].item() == pytest.approx(expected, abs=1e-9)
 
 
@@ -217,7 +278,9 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
         ("block_causal", 4, {"samples": 3, "bound": "elbo"}),
     ],
 )
-def test_view_by_view_the_gradient_is_that_of_all_at_once(attention, block_size, more, loss_type, chunk, tmp_path):
+def test_view_by_view_the_gradient_is_that_of_all_at_once(
+    attention, block_size, more, loss_type, chunk, tmp_path
+):
     if loss_type == "kto":
         more = {name: value for name, value in more.items() if name != "rpo_alpha"}
     made = []
@@ -235,7 +298,9 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
     other, pairs = moved(tiny(dtype=torch.float64)), PREFERENCES[:2]
     spread, means = {}, {}
     for complementary in (False, True):
-        trainer = make("dpo", tmp_path, other, rows=pairs, reference="frozen", samples=4, complementary=complementary)
+        trainer = make(
+            "dpo", tmp_path, other, rows=pairs, reference="frozen", samples=4, complementary=complementary
+        )
         rows = trainer.data_collator([trainer.train_dataset[0]] * 200)
         drawn = []
         for iteration in (0, 1):
@@ -246,7 +311,9 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
         for side, (ids_T, maskable_T) in enumerate(each_response(batch(trainer, 0))):
             parts = groups(trainer.lm, int(maskable_T.nonzero()[0]), len(ids_T))
             exact = sum(lower_bound(conditionals(trainer.lm, ids_T, part)) for part in parts)
-            assert means[complementary][side].item() == pytest.approx(exact, abs=5 * bound[side].std().item() / 20)
+            assert means[complementary][side].item() == pytest.approx(
+                exact, abs=5 * bound[side].std().item() / 20
+            )
     assert (spread[True] < spread[False]).all()
 
 
@@ -256,7 +323,9 @@ def test_the_variance_of_the_margin_is_logged_at_its_interval(tmp_path):
         trainer = make("dpo", tmp_path / mode, reference=mode, max_steps=4, log_variance_steps=2, samples=2)
         trainer.train()
         assert [line["step"] for line in trainer.state.log_history if "margin_variance" in line] == [2, 4]
-        lines[mode] = [line["margin_variance"] for line in trainer.state.log_history if "margin_variance" in line]
+        lines[mode] = [
+            line["margin_variance"] for line in trainer.state.log_history if "margin_variance" in line
+        ]
     assert lines["stored"] == pytest.approx(lines["frozen"], rel=1e-3) and min(lines["stored"]) > 1e-4
     trainer = make("dpo", tmp_path / "start", log_variance_steps=1)
     assert trainer.margin_variance() < 1e-8  # the policy is the reference
@@ -271,26 +340,50 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
         trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), rpo_alpha=alpha)
         rows = batch(trainer, 0, 2, 5)
         [prepared] = trainer.prepared([rows])
-        losses.append(trainer.compute_loss(trainer.model.train(), prepared, num_items_in_batch=torch.tensor(3)).item())
+        losses.append(
+            trainer.compute_loss(trainer.model.train(), prepared, num_items_in_batch=torch.tensor(3)).item()
+        )
     bound_N = trainer.response_log_probs(trainer.lm, prepared)
-    term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
-    assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
+    term = (
+        sum(
+            bound_N[number].item() / int(learnt.sum())
+            for number, (_, learnt) in enumerate(each_response(rows)[:3])
+        )
+        / 3
+    )
+    assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_evaluation_rows_without_stored_log_probs_are_refused(tmp_path):
     for held_out in (None, PREFERENCES[:4]):
-        with pytest.raises(TrainingError, match=r"reference: the stored log-probabilities are of other.*use reference frozen or adapter"):
+        with pytest.raises(
+            TrainingError,
+            match=r"reference: the stored log-probabilities are of other.*use reference frozen or adapter",
+        ):
             make("dpo", tmp_path, eval_dataset=held_out).evaluate(PREFERENCES[4:])
 
 
 def test_a_model_is_evaluated_without_training_rows(tmp_path):
     args = DPOConfig(**settings(tmp_path, samples=2))
-    assert DPOTrainer(tiny(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert DPOTrainer(tiny(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(
+        math.log(2), abs=1e-4
+    )
 
 
-@pytest.mark.parametrize("rows", [pytest.param(PREFERENCES, id="pairs", marks=pytest.mark.slow), pytest.param(LABELLED, id="labels")])
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param(PREFERENCES, id="pairs", marks=pytest.mark.slow), pytest.param(LABELLED, id="labels")],
+)
 def test_kto_begins_at_one_half_and_separates_desirable_from_undesirable(rows, tmp_path):
-    args = {"loss_type": "kto", "beta": 1.0, "rows": rows, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+    args = {
+        "loss_type": "kto",
+        "beta": 1.0,
+        "rows": rows,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 3e-3,
+    }
     trainer = make("dpo", tmp_path, max_steps=40, eval_dataset=rows, **args)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
     trainer.train()
@@ -305,7 +398,12 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
     made = []
     for pieces in (1, 4):
         lm = tiny(dtype=torch.float64)
-        config = {"per_device_train_batch_size": 8 // pieces, "gradient_accumulation_steps": pieces, "optim": "sgd", "learning_rate": 1.0}
+        config = {
+            "per_device_train_batch_size": 8 // pieces,
+            "gradient_accumulation_steps": pieces,
+            "optim": "sgd",
+            "learning_rate": 1.0,
+        }
         trainer = make("dpo", tmp_path, lm, loss_type=loss_type, max_steps=2, **config)
         trainer.train()
         made.append(weights(lm))
@@ -321,11 +419,23 @@ def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_
     """Its baseline is common to all held-out rows."""
     other, found = moved(tiny(dtype=torch.float64), 0.3), []
     other.save(tmp_path / "other")
-    shape = {"loss_type": "kto", "reference": reference, "reference_model": str(tmp_path / "other"), "eval_dataset": LABELLED[:14]}
+    shape = {
+        "loss_type": "kto",
+        "reference": reference,
+        "reference_model": str(tmp_path / "other"),
+        "eval_dataset": LABELLED[:14],
+    }
     for size in (1, 4, 14):
-        trainer = make("dpo", tmp_path / f"{size}", tiny(dtype=torch.float64), per_device_eval_batch_size=size, **shape)
+        trainer = make(
+            "dpo", tmp_path / f"{size}", tiny(dtype=torch.float64), per_device_eval_batch_size=size, **shape
+        )
         metrics = trainer.evaluate()
-        found.append({name: metrics[f"eval_{name}"] for name in ("loss", "kl", "margin", "accuracy", "chosen", "rejected")})
+        found.append(
+            {
+                name: metrics[f"eval_{name}"]
+                for name in ("loss", "kl", "margin", "accuracy", "chosen", "rejected")
+            }
+        )
     assert found[0]["kl"] > 0.1
     for line in found[1:]:
         assert line == pytest.approx(found[0], rel=1e-6)
@@ -336,7 +446,11 @@ def test_chosen_and_rejected_have_different_masks(tmp_path):
     trainer = make("dpo", tmp_path, rows=same, samples=4)
     rows = batch(trainer, *range(4))
     hidden_BMT = trainer.plan(rows, trainer.draw(rows)).hidden_BMT
-    masks = {str(hidden_BMT[row][:, rows["documents"][row] == side].tolist()) for row in range(4) for side in (1, 2)}
+    masks = {
+        str(hidden_BMT[row][:, rows["documents"][row] == side].tolist())
+        for row in range(4)
+        for side in (1, 2)
+    }
     assert len(masks) == 8
     assert rows["input_ids"].equal(rows["input_ids"][:1].expand(4, -1))
 
@@ -354,9 +468,13 @@ def test_training_raises_the_margin_and_the_accuracy(tmp_path):
 def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
     plain = make("dpo", tmp_path / "plain").train_dataset
     user = [[{"role": "user", "content": row["prompt"]}] for row in PREFERENCES]
-    sides = [{k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")} for row in PREFERENCES]
+    sides = [
+        {k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")} for row in PREFERENCES
+    ]
     explicit = [{"prompt": prompt, **side} for prompt, side in zip(user, sides, strict=True)]
-    implicit = [{k: prompt + turn for k, turn in side.items()} for prompt, side in zip(user, sides, strict=True)]
+    implicit = [
+        {k: prompt + turn for k, turn in side.items()} for prompt, side in zip(user, sides, strict=True)
+    ]
     assert make("dpo", tmp_path / "explicit", rows=explicit).train_dataset == plain
     assert make("dpo", tmp_path / "implicit", rows=implicit).train_dataset == plain
 
@@ -377,7 +495,9 @@ def test_errors_name_rows_without_a_preference(tmp_path):
 def calls(trainer: DPOTrainer) -> list[bool]:
     """A list with an entry for every call of a layer's first projection: whether gradients are enabled."""
     seen: list[bool] = []
-    layer = next(module for name, module in trainer.model.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
+    layer = next(
+        module for name, module in trainer.model.named_modules() if name.endswith("layers.0.self_attn.q_proj")
+    )
     layer.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     return seen
 
@@ -390,21 +510,35 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_
         trainer.train()
         counts.append(len(seen))
         ends.append(weights(trainer.lm))
-    assert counts == [3 * (2 + 2), 3 * (2 + 2 + 2)]  # two views without gradients, two with, and two recomputed
+    # two views without gradients, two with, and two recomputed
+    assert counts == [3 * (2 + 2), 3 * (2 + 2 + 2)]
     assert equal(*ends)
 
 
 def test_only_adapters_are_trained(tmp_path):
     lm = tiny()
     start = weights(lm)
-    trainer = make("dpo", tmp_path, lm, peft_config=peft.LoraConfig(**LORA), max_steps=30, learning_rate=3e-2, eval_dataset=PREFERENCES)
+    trainer = make(
+        "dpo",
+        tmp_path,
+        lm,
+        peft_config=peft.LoraConfig(**LORA),
+        max_steps=30,
+        learning_rate=3e-2,
+        eval_dataset=PREFERENCES,
+    )
     trainer.train()
-    kept = {name.removeprefix("base_model.model.").replace(".base_layer", ""): weight for name, weight in weights(trainer.lm).items()}
+    kept = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): weight
+        for name, weight in weights(trainer.lm).items()
+    }
     assert all(torch.equal(kept[name], weight) for name, weight in start.items())
     assert trainer.evaluate()["eval_margin"] > 0.5
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)"
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("reference", ["stored", "adapter"])
 def test_adapters_on_weights_in_4_bits_are_trained(reference, tmp_path):

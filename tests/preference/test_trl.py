@@ -1,5 +1,5 @@
-"""Preference optimisation of a causal model against TRL: the gradients of every parameter agree in the first step, where the policy
-is the reference, and in the next two."""
+"""Preference optimisation of a causal model against TRL: the gradients of every parameter agree in the first
+step, where the policy is the reference, and in the next two."""
 
 from __future__ import annotations
 
@@ -19,17 +19,27 @@ from unmask.preference.trainer import DPOTrainer
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
 pytestmark = [
     # TRL uses names of transformers that have newer ones.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing.* is deprecated and will be removed in v6:FutureWarning"
+    ),
     pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning"),
 ]
 
-# The chosen are of one length: TRL's SFT term is the mean over all tokens of a batch, ours over those of each response.
+# The chosen are of one length: TRL's SFT term is the mean over all tokens of a batch, ours over those of each
+# response.
 PAIRS = [
     {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    for prompt, chosen, rejected in [("ab", "cafe", "gh"), ("cdefg", "babe", "hhhhhh"), ("h", "fade", "e"), ("ga", "bead", "dabbed")]
+    for prompt, chosen, rejected in [
+        ("ab", "cafe", "gh"),
+        ("cdefg", "babe", "hhhhhh"),
+        ("h", "fade", "e"),
+        ("ga", "bead", "dabbed"),
+    ]
 ]
 LABELLED = [
-    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for side in ("chosen", "rejected") for row in PAIRS
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    for side in ("chosen", "rejected")
+    for row in PAIRS
 ]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sigmoid": ({}, {}),
@@ -44,8 +54,20 @@ PLAIN = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
 
 def shared(folder: Path, batch: int, accumulation: int = 1) -> dict[str, Any]:
     """Settings of both trainers; every step has all rows."""
-    shape = {"per_device_train_batch_size": batch // accumulation, "gradient_accumulation_steps": accumulation, "max_steps": 3}
-    return settings(folder, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0.0, beta=0.2, **shape)
+    shape = {
+        "per_device_train_batch_size": batch // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 3,
+    }
+    return settings(
+        folder,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        beta=0.2,
+        **shape,
+    )
 
 
 def ours(rows: Any, config: dict[str, Any]) -> Gradients:
@@ -54,12 +76,21 @@ def ours(rows: Any, config: dict[str, Any]) -> Gradients:
     return watch.seen
 
 
-def theirs(trainer: Any, kind: Any, rows: Any, config: dict[str, Any], *, reference: bool = True) -> Gradients:
+def theirs(
+    trainer: Any, kind: Any, rows: Any, config: dict[str, Any], *, reference: bool = True
+) -> Gradients:
     watch, path = Watch(), Path(config["output_dir"]) / "model"
     model, tokenizer = stock_on_disk(path)
     rest = {"ref_model": AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)} if reference else {}
     data = datasets.Dataset.from_list(rows)
-    trainer(model=model, args=kind(**config | PLAIN), train_dataset=data, processing_class=tokenizer, callbacks=[watch], **rest).train()
+    trainer(
+        model=model,
+        args=kind(**config | PLAIN),
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[watch],
+        **rest,
+    ).train()
     return watch.seen
 
 
@@ -79,10 +110,20 @@ def test_gradients_of_pairs_are_those_of_trl(name, accumulation, tmp_path):
 def test_gradients_of_labelled_responses_are_those_of_trl(tmp_path):
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.7, "beta": 1.0}
     config = shared(tmp_path, len(LABELLED)) | weights
-    check(ours(LABELLED, config | {"loss_type": "kto"}), theirs(trl.KTOTrainer, trl.KTOConfig, LABELLED, config))
+    check(
+        ours(LABELLED, config | {"loss_type": "kto"}), theirs(trl.KTOTrainer, trl.KTOConfig, LABELLED, config)
+    )
 
 
 def test_gradients_without_a_reference_are_those_of_trl(tmp_path):
     cpo = pytest.importorskip("trl.experimental.cpo")
-    config = shared(tmp_path, len(PAIRS)) | {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "label_smoothing": 0.1}
-    check(ours(PAIRS, config), theirs(cpo.CPOTrainer, cpo.CPOConfig, PAIRS, config | {"cpo_alpha": 0.0}, reference=False))
+    config = shared(tmp_path, len(PAIRS)) | {
+        "loss_type": "simpo",
+        "beta": 2.0,
+        "simpo_gamma": 1.0,
+        "label_smoothing": 0.1,
+    }
+    check(
+        ours(PAIRS, config),
+        theirs(cpo.CPOTrainer, cpo.CPOConfig, PAIRS, config | {"cpo_alpha": 0.0}, reference=False),
+    )

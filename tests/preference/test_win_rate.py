@@ -30,11 +30,16 @@ def test_the_judge_gets_prompts_completions_and_chosen_responses():
     pairs: Any = DPOTrainer.make_rows(lm, args, PREFERENCES[:3], "eval_dataset")
     assert wins(judge, lm, pairs, SAMPLER) == [1.0, 0.5, 0.0]
     [(prompts, completions, chosen)] = seen
-    assert prompts == [row["prompt"] for row in PREFERENCES[:3]] and chosen == [row["chosen"] for row in PREFERENCES[:3]]
+    assert prompts == [row["prompt"] for row in PREFERENCES[:3]] and chosen == [
+        row["chosen"] for row in PREFERENCES[:3]
+    ]
     assert completions == generate(lm, prompts, SAMPLER).texts
     assert wins(judge, lm, [], SAMPLER) == [] and len(seen) == 1
     prompt, response = split_row(pairs[1])
-    assert prompt + response == pairs[1]["input_ids"][: pairs[1]["documents"].count(1)] and response[-1] == lm.eos_token_id
+    assert (
+        prompt + response == pairs[1]["input_ids"][: pairs[1]["documents"].count(1)]
+        and response[-1] == lm.eos_token_id
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,16 +55,24 @@ def test_the_judge_gets_prompts_completions_and_chosen_responses():
 )
 def test_wrong_values_of_a_judge_are_an_error(judge, message):
     lm = tiny()
-    pairs: Any = DPOTrainer.make_rows(lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset")
+    pairs: Any = DPOTrainer.make_rows(
+        lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset"
+    )
     with pytest.raises(TrainingError, match=message):
         wins(judge, lm, pairs, SAMPLER)
 
 
 def test_the_win_rate_is_logged_with_the_evaluation(tmp_path):
     (tmp_path / "judge.py").write_text(
-        "def judge(prompts, completions, chosen):\n    return [0.5 * (len(text) <= 3) for text in completions]\n"
+        "def judge(prompts, completions, chosen):\n    return [0.5 * (len(text) <= 3) for text in "
+        "completions]\n"
     )
-    shape = {"eval_dataset": PREFERENCES[:4], "canvas_length": 9, "max_steps": 1, "judge": f"{tmp_path}/judge.py:judge"}
+    shape = {
+        "eval_dataset": PREFERENCES[:4],
+        "canvas_length": 9,
+        "max_steps": 1,
+        "judge": f"{tmp_path}/judge.py:judge",
+    }
     trainer = make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=30), **shape)
     assert trainer.sampler.max_new_tokens == 9  # the canvas
     metrics = trainer.evaluate()
@@ -77,13 +90,23 @@ def test_a_missing_judge_or_one_without_held_out_pairs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="judge: there are no held-out pairs to judge on"):
         make("dpo", tmp_path, judge=f"{tmp_path}/judge.py:judge")
     with pytest.raises(ConfigError, match="judge: kto has no chosen responses"):
-        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path, loss_type="kto")), PREFERENCES, PREFERENCES, judge=lambda *_: [])
+        DPOTrainer(
+            tiny(),
+            DPOConfig(**settings(tmp_path, loss_type="kto")),
+            PREFERENCES,
+            PREFERENCES,
+            judge=lambda *_: [],
+        )
 
 
 def test_a_prompt_without_room_for_a_completion_is_refused_before_training(tmp_path):
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
     rows = [PREFERENCES[0], PREFERENCES[0] | {"chosen": ""}, PREFERENCES[1] | {"prompt": "ab" * 10}]
     shape = {"judge": f"{tmp_path}/judge.py:judge", "eval_dataset": rows, "bad_rows": "skip"}
-    make("dpo", tmp_path / "fits", sampler=SamplerConfig(max_new_tokens=43), **shape)  # of a context of 64, and BOS
-    with pytest.raises(GenerationError, match=r"eval_dataset, row 2: 21 prompt tokens and 44 new .*lower max_new_tokens \(sampler\)"):
+    # of a context of 64, and BOS
+    make("dpo", tmp_path / "fits", sampler=SamplerConfig(max_new_tokens=43), **shape)
+    with pytest.raises(
+        GenerationError,
+        match=r"eval_dataset, row 2: 21 prompt tokens and 44 new .*lower max_new_tokens \(sampler\)",
+    ):
         make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=44), **shape)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """Reward functions edit copies only, and what they return is plain."""
 
 from __future__ import annotations
@@ -14,7 +13,16 @@ import pytest
 import torch
 
 from unmask.errors import RunStopped
-from unmask.rewards.answers import NotANumber, answers_in, copied, copy_of, describe_error, only_this_process, raise_interrupt, shown
+from unmask.rewards.answers import (
+    NotANumber,
+    answers_in,
+    copied,
+    copy_of,
+    describe_error,
+    only_this_process,
+    raise_interrupt,
+    shown,
+)
 from unmask.rewards.verdict import OK, Verdict
 
 
@@ -22,7 +30,9 @@ def test_each_entry_of_a_list_is_copied():
     entry = {"a": [1]}
     copies = copied({"column": [entry, entry], "state": entry})
     copies["column"][0]["a"].append(2)
-    assert copies["column"] == [{"a": [1, 2]}, {"a": [1]}] and entry == {"a": [1]} and copies["state"] is entry
+    assert (
+        copies["column"] == [{"a": [1, 2]}, {"a": [1]}] and entry == {"a": [1]} and copies["state"] is entry
+    )
 
 
 def test_what_cannot_be_copied_is_shared():
@@ -53,13 +63,17 @@ def hostile(base, raised):
         def _fail(self, *_):
             raise raised
 
-        __repr__ = __str__ = __format__ = __float__ = __abs__ = __le__ = __lt__ = __ge__ = __gt__ = __eq__ = __bool__ = __len__ = _fail
+        __repr__ = __str__ = __format__ = __float__ = __abs__ = __le__ = __lt__ = __ge__ = __gt__ = __eq__ = (
+            __bool__
+        ) = __len__ = _fail
         __hash__ = None
 
     return Hostile()
 
 
-@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), ValueError("no"), type("Odd", (BaseException,), {})()])
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), KeyboardInterrupt(), ValueError("no"), type("Odd", (BaseException,), {})()]
+)
 @pytest.mark.parametrize("base", [object, float, int, str, list])
 def test_methods_of_what_is_returned_end_nothing(base, raised):
     def run():

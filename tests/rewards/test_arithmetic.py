@@ -19,7 +19,9 @@ def _parent(children):
         text = f"{left[1]}{space}{symbol}{space}{right[1]}"
         return left[0] + right[0], f"({text})" if parentheses else text
 
-    return st.builds(join, children, st.sampled_from("+-*/"), children, st.booleans(), st.sampled_from(["", " "]))
+    return st.builds(
+        join, children, st.sampled_from("+-*/"), children, st.booleans(), st.sampled_from(["", " "])
+    )
 
 
 TREES = st.recursive(LEAVES, _parent, max_leaves=12)
@@ -59,10 +61,32 @@ def test_any_text_has_a_value_or_the_one_error(text):
     [
         *("", " ", "()", "1+", "1 2", "(1", "1)", "1(2)", "(1,2)", "012", "1,2"),
         *("2**3", "2//3", "7%3", "-1", "+1", "1--1", "1*-1", "~1", "1<2", "1=1"),
-        *("1.0", "1e3", "0x10", "1_0", "1j", "True", "x", "abs(1)", "__import__('os')", "'1'", "[1]", "1if 1else 2", "1#2", "1;2"),
+        *(
+            "1.0",
+            "1e3",
+            "0x10",
+            "1_0",
+            "1j",
+            "True",
+            "x",
+            "abs(1)",
+            "__import__('os')",
+            "'1'",
+            "[1]",
+            "1if 1else 2",
+            "1#2",
+            "1;2",
+        ),
         *("\u0663", "1\x00", "1\n+1", "1\n", "\ud800", "\u00bd", "1\u00a0+1"),
         *("9**9**9", "1/0", "1/(2-2)", "(1/3-1/3)/0"),
-        *("(" * 10_000, "(" * 40 + "1" + ")" * 40, "1" * 5_000, "1+" * 5_000 + "1", ")" * 10_000, "1" * 10**7),
+        *(
+            "(" * 10_000,
+            "(" * 40 + "1" + ")" * 40,
+            "1" * 5_000,
+            "1+" * 5_000 + "1",
+            ")" * 10_000,
+            "1" * 10**7,
+        ),
     ],
 )
 def test_refused(text):

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """What mathematics says is equal is right, in any notation; what differs is wrong, by however little."""
 
 from __future__ import annotations
@@ -155,7 +154,11 @@ def test_numbers_are_equal_if_their_fractions_are(one, other):
 
 
 @given(
-    st.lists(st.sampled_from([sympy.Integer(2), sympy.sqrt(2), x, sympy.pi / 2, sympy.Rational(1, 3)]), min_size=1, max_size=4),
+    st.lists(
+        st.sampled_from([sympy.Integer(2), sympy.sqrt(2), x, sympy.pi / 2, sympy.Rational(1, 3)]),
+        min_size=1,
+        max_size=4,
+    ),
     st.randoms(),
 )
 def test_a_matrix_is_equal_to_itself_alone(entries, shuffled):
@@ -192,14 +195,33 @@ def test_hostile_answers_are_answered_in_bounded_time(answer):
 
 @pytest.mark.parametrize(
     "text",
-    [r"\sqrt", r"\frac1", r"\frac{", "{", "(", "$" * 200 + "a", " ." * 200, r"\{", "5^", r"\text{", "1" * 100 + " " * 100, "<" * 200],
+    [
+        r"\sqrt",
+        r"\frac1",
+        r"\frac{",
+        "{",
+        "(",
+        "$" * 200 + "a",
+        " ." * 200,
+        r"\{",
+        "5^",
+        r"\text{",
+        "1" * 100 + " " * 100,
+        "<" * 200,
+    ],
 )
 def test_reading_a_text_takes_linear_time(text):
     assert cost(lambda: (plain(text), members(text), split_at(",", text), unit_of(text))) < 50
 
 
 def test_parts_of_a_text():
-    assert plain(r"\frac\pi2 \sqrt\frac12 x^\frac12 \binom52") == r"\frac{\pi}{2} \sqrt{\frac{1}{2}} x^{\frac{1}{2}} \binom{5}{2}"
+    assert (
+        plain(r"\frac\pi2 \sqrt\frac12 x^\frac12 \binom52")
+        == r"\frac{\pi}{2} \sqrt{\frac{1}{2}} x^{\frac{1}{2}} \binom{5}{2}"
+    )
     assert members(r"\{1\pm\sqrt2, (3,4) \text{ and } 5\}") == [r"1+\sqrt2", r"1-\sqrt2", "(3,4)", "5"]
     assert split_at(r"\cup", r"(1,2]\cup[3,4)") == ["(1,2]", "[3,4)"]
-    assert {unit_of(text) for text in (r"\text{ sq. in}", r"\text{ inches}^2", r"\text{square inches}", r"\mbox{ in}^2")} == {"inch^2"}
+    assert {
+        unit_of(text)
+        for text in (r"\text{ sq. in}", r"\text{ inches}^2", r"\text{square inches}", r"\mbox{ in}^2")
+    } == {"inch^2"}

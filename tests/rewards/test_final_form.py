@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """Results are accepted in every usual form; formulas that equal them are not."""
 
 from __future__ import annotations
@@ -97,14 +96,25 @@ def test_a_formula_of_the_question_is_no_answer_in_other_clothes(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", [r"\frac{3}{x}\cdot 1", r"1\cdot\frac{3}{x}", r"\frac{+3}{x}", r"\frac{03}{x}", r"\frac{3}{(x)}", r"\frac{3}{x}\cdot(1)"]
+    "answer",
+    [
+        r"\frac{3}{x}\cdot 1",
+        r"1\cdot\frac{3}{x}",
+        r"\frac{+3}{x}",
+        r"\frac{03}{x}",
+        r"\frac{3}{(x)}",
+        r"\frac{3}{x}\cdot(1)",
+    ],
 )
 def test_nor_is_a_fraction_of_it(answer):
     assert not equivalent(answer, r"3x^{-1}", r"Let $\frac{3}{x}$ be").solved
 
 
 def test_a_number_may_occur_in_the_question_in_the_notation_of_the_reference():
-    assert equivalent("1000", "1,000", "Of 1000 people").solved and equivalent("1/2", r"\frac{1}{2}", "with probability 1/2").solved
+    assert (
+        equivalent("1000", "1,000", "Of 1000 people").solved
+        and equivalent("1/2", r"\frac{1}{2}", "with probability 1/2").solved
+    )
     assert not equivalent("0.5", r"\frac{1}{2}", "Write 0.5 as a fraction.").solved
     assert equivalent("0.5", r"\frac{1}{2}", "Write 10.5 as a fraction.").solved
 
@@ -123,9 +133,16 @@ def test_kinds_of_numbers(text, kind):
 
 def test_lowest_terms():
     assert lowest_terms(r"\frac{3}{4}x + 5/6") and lowest_terms("") and lowest_terms(r"\frac{x}{2}")
-    assert not any(map(lowest_terms, (r"\frac{6}{4}", "x + 6/4", "6/1", "0/7", "0.5/2", r"\frac{0.5}{2}", "6 / 4")))
+    assert not any(
+        map(lowest_terms, (r"\frac{6}{4}", "x + 6/4", "6/1", "0/7", "0.5/2", r"\frac{0.5}{2}", "6 / 4"))
+    )
 
 
 def test_what_occurs():
-    assert occurs("x+1", "of x + 1.") and not occurs("x+1", "of 2x+1") and not occurs("12", "of 312") and not occurs("pi", r"\pi")
+    assert (
+        occurs("x+1", "of x + 1.")
+        and not occurs("x+1", "of 2x+1")
+        and not occurs("12", "of 312")
+        and not occurs("pi", r"\pi")
+    )
     assert is_final("x+1", "1+x", "") and not is_final("x+1", "1+x", "Let x+1 be")

@@ -9,12 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import cost
-from unmask.rewards.format import boxed_in_answer, code_format, integer, published_answer, soft_format, strict_format, xml_count
+from unmask.rewards.format import (
+    boxed_in_answer,
+    code_format,
+    integer,
+    published_answer,
+    soft_format,
+    strict_format,
+    xml_count,
+)
 
 GOOD = "<reasoning>\nsix times seven\n</reasoning>\n<answer>\n42\n</answer>\n"
 marks = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "\n", " ", "x", "7"]
 texts = st.lists(st.sampled_from(marks), max_size=16).map("".join) | st.lists(
-    st.sampled_from(["<reasoning>\n", "\n</reasoning>\n", "<answer>\n", "\n</answer>\n", "\n", "x"]), max_size=8
+    st.sampled_from(["<reasoning>\n", "\n</reasoning>\n", "<answer>\n", "\n</answer>\n", "\n", "x"]),
+    max_size=8,
 ).map("".join)
 
 
@@ -41,7 +50,9 @@ def test_tags_are_counted_and_what_follows_them_costs(text, count):
     assert xml_count(text) == pytest.approx(count)
 
 
-@pytest.mark.parametrize(("text", "value"), [(GOOD, 0.5), ("42", 0.5), ("4.2", 0.0), ("-4", 0.0), ("<answer>x</answer>", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [(GOOD, 0.5), ("42", 0.5), ("4.2", 0.0), ("-4", 0.0), ("<answer>x</answer>", 0.0)]
+)
 def test_an_integer(text, value):
     assert integer(text) == value
 
@@ -66,7 +77,17 @@ def test_code_that_parses_is_worth_more():
 
 
 @pytest.mark.parametrize(
-    "piece", ["<reasoning>", "</reasoning>", "<reasoning>\n", "\n</reasoning>\n", "<answer>", "\n</answer>", " ", "\n"]
+    "piece",
+    [
+        "<reasoning>",
+        "</reasoning>",
+        "<reasoning>\n",
+        "\n</reasoning>\n",
+        "<answer>",
+        "\n</answer>",
+        " ",
+        "\n",
+    ],
 )
 def test_no_text_takes_long(piece):
     text = "<reasoning>\n" + piece * (16_000 // len(piece))

@@ -26,7 +26,11 @@ PIECES = [
     *("x", "π", "\\pi", "\\text{a}", "\\begin{pmatrix}", "&", "\\\\", " ", "\n", "\0", "\ud800", "٣", "A", "123434122143", "def f(): pass"),
 ]  # fmt: skip
 pieces = st.lists(st.sampled_from(PIECES), max_size=24).map("".join)
-texts = pieces | st.text(max_size=60) | st.tuples(st.sampled_from(PIECES), st.integers(1, 4000)).map(lambda pair: pair[0] * pair[1])
+texts = (
+    pieces
+    | st.text(max_size=60)
+    | st.tuples(st.sampled_from(PIECES), st.integers(1, 4000)).map(lambda pair: pair[0] * pair[1])
+)
 
 ROWS: dict[str, dict[str, Any]] = {
     "sudoku": {"puzzle": "0234341221434321", "solution": "1234341221434321"},
@@ -68,7 +72,9 @@ def assert_all_answer(examples: int) -> None:
             assert isinstance(value, int | float)
 
     each()
-    slow = {name: quantile for name, times in seconds.items() if (quantile := np.quantile(times, 0.99)) > LIMIT}
+    slow = {
+        name: quantile for name, times in seconds.items() if (quantile := np.quantile(times, 0.99)) > LIMIT
+    }
     assert not slow and min(map(len, seconds.values())) >= examples
 
 

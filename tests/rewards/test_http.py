@@ -28,7 +28,9 @@ class Judge(BaseHTTPRequestHandler):
         if body["completion"] == "x" or (body["answer"] == "0" and self.asked.count(body) == 1):
             self.send_error(500)
             return
-        answer = json.dumps({"reward": None if body["completion"] == "" else len(body["completion"])}).encode()
+        answer = json.dumps(
+            {"reward": None if body["completion"] == "" else len(body["completion"])}
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -84,10 +86,17 @@ def test_answers_that_came_in_time_are_kept():
     threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge")
     try:
-        found = judge.ask({"prompts": ["p"] * 5, "completions": [*"axyzb"], "trainer_state": object(), "log_extra": print}, 0.7)
+        found = judge.ask(
+            {"prompts": ["p"] * 5, "completions": [*"axyzb"], "trainer_state": object(), "log_extra": print},
+            0.7,
+        )
         assert not Slow.end.is_set()  # it did not wait for the answer that does not end
         assert [found[0], found[4]] == [1, 1]
-        assert isinstance(found[1], LateError) and isinstance(found[2], httpx.HTTPError) and isinstance(found[3], LateError)
+        assert (
+            isinstance(found[1], LateError)
+            and isinstance(found[2], httpx.HTTPError)
+            and isinstance(found[3], LateError)
+        )
     finally:
         Slow.end.set()
         server.shutdown()

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 from unmask.rewards.parsing import MAX_TEXT, answer_of, between, boxed, code_block
 
-pieces = st.lists(st.sampled_from(["<answer>", "</answer>", "<a>", "</a>", "x", " ", "\n", "\\boxed{", "{", "}", "\\", "```", "python"]))
+pieces = st.lists(
+    st.sampled_from(
+        ["<answer>", "</answer>", "<a>", "</a>", "x", " ", "\n", "\\boxed{", "{", "}", "\\", "```", "python"]
+    )
+)
 texts = pieces.map("".join)
 
 

@@ -1,5 +1,6 @@
-# ruff: noqa: E501, RUF001 (tables, signs)
-"""Final answers in usual spellings are right; a unit or a variable may be there if the question names it or the reference has it."""
+# ruff: noqa: RUF001 (tables, signs)
+"""Final answers in usual spellings are right; a unit or a variable may be there if the question names it or
+the reference has it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_others_are_not(answer, reference, question):
 
 
 def problems():
-    return [json.loads(line) for line in shared_path("data", "math500", "math500.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in shared_path("data", "math500", "math500.jsonl").read_text().splitlines()
+    ]
 
 
 def asks(unit, problem):
@@ -62,11 +65,23 @@ def asks(unit, problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "spelt", [r"\({}\)", r"\[{}\]", "{{{}}}", r"\mathbf{{{}}}", r"\boldsymbol{{{}}}", r"\underline{{{}}}", "**{}**", r"\displaystyle {}"]
+    "spelt",
+    [
+        r"\({}\)",
+        r"\[{}\]",
+        "{{{}}}",
+        r"\mathbf{{{}}}",
+        r"\boldsymbol{{{}}}",
+        r"\underline{{{}}}",
+        "**{}**",
+        r"\displaystyle {}",
+    ],
 )
 def test_every_reference_of_math500_is_right_with_signs_around_it(spelt):
     asked = [(spelt.format(row["answer"]), row["answer"], row["problem"]) for row in problems()]
-    assert [answer for answer, verdict in zip(asked, equivalent_all(asked), strict=True) if not verdict.solved] == []
+    assert [
+        answer for answer, verdict in zip(asked, equivalent_all(asked), strict=True) if not verdict.solved
+    ] == []
 
 
 @pytest.mark.slow
@@ -84,7 +99,9 @@ def test_every_number_of_math500_is_right_with_what_its_question_names():
             ]
             asked += [(f"({answer})", answer, problem)]
     assert len(asked) > 400
-    assert [answer for answer, verdict in zip(asked, equivalent_all(asked), strict=True) if not verdict.solved] == []
+    assert [
+        answer for answer, verdict in zip(asked, equivalent_all(asked), strict=True) if not verdict.solved
+    ] == []
 
 
 def test_parts_of_a_spelling():

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables, signs)
 """Equal answers are accepted in any notation; answers made to look equal are not."""
 
 from __future__ import annotations
@@ -89,7 +88,11 @@ def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypa
     process = worker._process
     use(monkeypatch, worker)
     monkeypatch.setattr(symbolic, "WAIT_SECONDS", 0.2)
-    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (60,), {}, *limits))
+    monkeypatch.setattr(
+        Worker,
+        "apply",
+        lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (60,), {}, *limits),
+    )
     assert equivalent("y + y + 3", "2y + 3").status == "timeout"
     assert process.poll() is not None
 
@@ -98,12 +101,19 @@ def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
     use(monkeypatch, Worker("unmask.absent:judge"))
     for _ in range(2):
         verdict = equivalent("y + y + 1", "2y + 1")
-        assert (verdict.value, verdict.status) == (None, "infrastructure") and "unmask.absent" in verdict.detail
+        assert (verdict.value, verdict.status) == (
+            None,
+            "infrastructure",
+        ) and "unmask.absent" in verdict.detail
 
 
 def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
     use(monkeypatch, Worker("os:_exit"))
-    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (3,), {}, *limits))
+    monkeypatch.setattr(
+        Worker,
+        "apply",
+        lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (3,), {}, *limits),
+    )
     verdict = equivalent("y + y + 2", "2y + 2")
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
 
@@ -125,7 +135,10 @@ def test_slow_answers_wait_side_by_side(monkeypatch):
 
 
 def references():
-    return [json.loads(line)["answer"] for line in shared_path("data", "math500", "math500.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["answer"]
+        for line in shared_path("data", "math500", "math500.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.slow
@@ -145,7 +158,20 @@ def test_every_reference_of_math500_is_right_however_spelt(spell):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "forged", ["0={}", "{}=0", "0≡{}", "{}, 1", "{} or 1", "{}+1", r"\boxed{{{}}}", r"{}\text{{ or so}}", "{}q", "{} 7", "{}}}"]
+    "forged",
+    [
+        "0={}",
+        "{}=0",
+        "0≡{}",
+        "{}, 1",
+        "{} or 1",
+        "{}+1",
+        r"\boxed{{{}}}",
+        r"{}\text{{ or so}}",
+        "{}q",
+        "{} 7",
+        "{}}}",
+    ],
 )
 def test_no_reference_of_math500_is_forged(forged):
     assert [text for text in references() if equivalent(forged.format(text), text).solved] == []
@@ -169,7 +195,11 @@ def test_an_answer_may_use_so_much_processor_time(monkeypatch):
     monkeypatch.setattr(symbolic, "COMPARE_SECONDS", 0.5)
     use(monkeypatch, Worker("builtins:sum"))
     endless = (range(10**15),)
-    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, endless, {}, *limits))
+    monkeypatch.setattr(
+        Worker,
+        "apply",
+        lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, endless, {}, *limits),
+    )
     start = time.monotonic()
     assert equivalent("y + y + 4", "2y + 4").status == "timeout"
     assert time.monotonic() - start < symbolic.WAIT_SECONDS

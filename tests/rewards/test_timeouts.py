@@ -26,7 +26,9 @@ def stop(loop):
 
 
 def asked(function, *, seconds=60.0, alone=True):
-    return reward_values(lambda arguments, seconds: answers_in(function(**arguments)), FOUR, seconds, name="f", alone=alone)
+    return reward_values(
+        lambda arguments, seconds: answers_in(function(**arguments)), FOUR, seconds, name="f", alone=alone
+    )
 
 
 def test_what_is_late_is_given_up_on_and_what_raises_raises():
@@ -42,7 +44,10 @@ def test_what_is_late_is_given_up_on_and_what_raises_raises():
 
 
 def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_interpreter():
-    code = "import time; from unmask.rewards.timeouts import *; in_thread(lambda: time.sleep(60)); EventLoop().run(asyncio.sleep(0), 60)"
+    code = (
+        "import time; from unmask.rewards.timeouts import *; in_thread(lambda: time.sleep(60)); "
+        "EventLoop().run(asyncio.sleep(0), 60)"
+    )
     ended = subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=20, capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")
 

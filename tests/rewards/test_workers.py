@@ -89,11 +89,15 @@ def test_a_file_may_have_dataclasses_and_pickle_what_it_defines(tmp_path):
 
 @pytest.mark.parametrize("helper", ["my_helper.py", "my_helper/__init__.py"])
 @pytest.mark.parametrize("target", ["{}/uses.py:f", "uses:f"])
-def test_a_module_beside_it_that_is_not_imported_is_named_with_the_way_out(tmp_path, monkeypatch, target, helper):
+def test_a_module_beside_it_that_is_not_imported_is_named_with_the_way_out(
+    tmp_path, monkeypatch, target, helper
+):
     tmp_path = tmp_path / "my rewards"
     (tmp_path / "my_helper").mkdir(parents=True)
     (tmp_path / helper).write_text("NUMBER = 7")
-    (tmp_path / "uses.py").write_text("import my_helper\nimport absent_module\ndef f(): return my_helper.NUMBER")
+    (tmp_path / "uses.py").write_text(
+        "import my_helper\nimport absent_module\ndef f(): return my_helper.NUMBER"
+    )
     monkeypatch.chdir(tmp_path)
     target, way_out = target.format(tmp_path), f"PYTHONPATH='{tmp_path}'"
     with pytest.raises(ConfigError, match=r"No module named 'my_helper'.*PYTHONPATH=.*package") as caught:
@@ -185,7 +189,11 @@ def test_an_async_function_is_awaited_on_one_loop(path):
 @pytest.mark.parametrize("target", ["os.path:basename", "unmask.rewards.math_worker:compare"])
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch, target):
     """They may lie beside data that someone downloaded. SymPy looks for modules that may be absent."""
-    absent = [name for name in ("gmpy2", "flint", "antlr4", "python_flint") if importlib.util.find_spec(name) is None]
+    absent = [
+        name
+        for name in ("gmpy2", "flint", "antlr4", "python_flint")
+        if importlib.util.find_spec(name) is None
+    ]
     assert absent
     monkeypatch.chdir(tmp_path)
     for name in ("json", "resource", "asyncio", "struct", "numpy", "math_verify", "unmask", *absent):
@@ -202,7 +210,10 @@ def test_a_module_in_the_current_folder_is_found_after_all_others(tmp_path, monk
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package/__init__.py").write_text("from my_package.other import NUMBER")
     (tmp_path / "my_package/other.py").write_text("NUMBER = 7")
-    tries = "import resource\ntry: import absent_module\nexcept ImportError: pass\ndef f(): return resource.__name__, __name__"
+    tries = (
+        "import resource\ntry: import absent_module\nexcept ImportError: pass\ndef f(): return "
+        "resource.__name__, __name__"
+    )
     for file in ("my_module.py", "my_package/part.py"):
         (tmp_path / file).write_text(tries)
     for name in ("resource", "absent_module"):
@@ -235,7 +246,9 @@ def test_a_worker_in_a_cycle_of_garbage_ends_its_process():
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("name", ["closes", "closes_and_sleeps", "garbage", "endless", "negative", "half", "no_pair"])
+@pytest.mark.parametrize(
+    "name", ["closes", "closes_and_sleeps", "garbage", "endless", "negative", "half", "no_pair"]
+)
 def test_a_function_that_breaks_its_pipe_is_one_error_in_time(path, name, monkeypatch):
     """It may close all descriptors, as programs do that become daemons, or write into them."""
     monkeypatch.setattr(workers, "PIPE_SECONDS", 0.3)

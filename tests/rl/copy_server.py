@@ -1,4 +1,5 @@
-"""A server in the process of the tests: it samples from the weights that it was sent, as slowly as it is told."""
+"""A server in the process of the tests: it samples from the weights that it was sent, as slowly as it is
+told."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ REMOTE = {"backend": "server", "url": "http://127.0.0.1:9"}
 
 
 class CopyServer:
-    """A backend with a model of its own: passes of a model and of its copy share hooks, and cannot run at the same time.
+    """A backend with a model of its own: passes of a model and of its copy share hooks, and cannot run at the
+    same time.
 
     Attributes:
         delays: seconds before each answer, over and over.
@@ -59,7 +61,9 @@ class CopyServer:
     def close(self) -> None: ...
 
 
-def trainer_of(server: CopyServer, folder: Path, lm: DiffusionLM | None = None, **settings: Any) -> GRPOTrainer:
+def trainer_of(
+    server: CopyServer, folder: Path, lm: DiffusionLM | None = None, **settings: Any
+) -> GRPOTrainer:
     """A trainer whose rollouts come from this server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unmask.rl.rollout_collector.make_backend", lambda *_: server)

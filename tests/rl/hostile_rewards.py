@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (tables)
-"""Reward functions that hang, crash, or return what is no reward. Each is the body of a function of `completions`; `n` is their number."""
+"""Reward functions that hang, crash, or return what is no reward. Each is the body of a function of
+`completions`; `n` is their number."""
 
 from __future__ import annotations
 

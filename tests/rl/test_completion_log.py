@@ -46,7 +46,14 @@ def test_rows_from_all_over_the_rollout_are_written_in_full(tmp_path, capsys):
     long = "x" * 5000
     CompletionLog(tmp_path, every=1, rows=4).write(3, columns(8, long))
     assert [line["completion"] for line in kept(tmp_path)] == [f"{i}: {long}" for i in (0, 2, 4, 6)]
-    first = {"step": 3, "prompt": "prompt 0", "completion": f"0: {long}", "rewards/right": None, "advantage": -3.5, "truncated": False}
+    first = {
+        "step": 3,
+        "prompt": "prompt 0",
+        "completion": f"0: {long}",
+        "rewards/right": None,
+        "advantage": -3.5,
+        "truncated": False,
+    }
     assert kept(tmp_path)[0] == first
     assert capsys.readouterr().out.count("x") < 4 * 500
 
@@ -59,10 +66,16 @@ def test_a_small_rollout_is_written_whole(tmp_path):
 def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("unmask.console.MAX_WIDTH", 200)  # so that no text is folded
-    CompletionLog(tmp_path, every=1).write(7, columns(2, NASTY) | {"prompt": [[{"role": "user", "content": "é?"}]] * 2})
+    CompletionLog(tmp_path, every=1).write(
+        7, columns(2, NASTY) | {"prompt": [[{"role": "user", "content": "é?"}]] * 2}
+    )
     shown = capsys.readouterr().out
     assert "completions of step 7" in shown and "│ é? " in shown and "role" not in shown
-    assert all(f" {line} " in shown for line in f"0: {NASTY}".splitlines()) and "0.125" in shown and "nan" not in shown
+    assert (
+        all(f" {line} " in shown for line in f"0: {NASTY}".splitlines())
+        and "0.125" in shown
+        and "nan" not in shown
+    )
     assert shown.index("rewards/right") < shown.index("advantage") < shown.index("truncated")
 
 
@@ -90,7 +103,9 @@ def run(samples: CompletionLog, rollouts: range, folder: Path) -> None:
 
 @examples(20)
 @given(every=st.integers(0, 7), updates=st.integers(1, 4), before=st.integers(0, 5), lost=st.integers(0, 3))
-def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(tmp_path_factory, every, updates, before, lost):
+def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(
+    tmp_path_factory, every, updates, before, lost
+):
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
     run(CompletionLog(whole, every=every), range(1, 20, updates), whole)
     run(CompletionLog(broken, every=every), range(1, (before + lost) * updates + 1, updates), broken)
@@ -100,7 +115,9 @@ def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(tmp_
     lines = kept(whole) if every else []
     assert (kept(broken) if every else []) == lines and (every or not list(whole.iterdir()))
     steps = [line["step"] for line in lines]
-    assert not every or (steps[0] == 1 and len({step // every for step in steps}) == len(steps) >= 19 // max(every, updates))
+    assert not every or (
+        steps[0] == 1 and len({step // every for step in steps}) == len(steps) >= 19 // max(every, updates)
+    )
 
 
 def test_a_torn_line_and_a_missing_file_are_no_obstacle(tmp_path):
@@ -146,7 +163,9 @@ def train(folder: Path, tracker: str) -> None:
     """A run with a tracker, which is given samples in its second step."""
     trainer = make("sft", folder, report_to=[tracker], run_name="run")
     samples = CompletionLog(folder, every=1, rows=2)
-    trainer.add_callback(Before(1, lambda: samples.write(2, columns(2, NASTY), trainer.callback_handler.callbacks)))
+    trainer.add_callback(
+        Before(1, lambda: samples.write(2, columns(2, NASTY), trainer.callback_handler.callbacks))
+    )
     trainer.train()
 
 
@@ -187,4 +206,7 @@ def test_trackio_keeps_them_as_a_table(tmp_path, monkeypatch):
     with contextlib.closing(sqlite3.connect(place / "huggingface.db")) as database:
         logged = [json.loads(metrics) for (metrics,) in database.execute("SELECT metrics FROM metrics")]
     (read,) = [line["completions"]["_value"] for line in logged if "completions" in line]
-    assert read[0] == dict(zip(columns(), ["prompt 0", f"0: {NASTY}", None, -3.5, False], strict=True)) and len(read) == 2
+    assert (
+        read[0] == dict(zip(columns(), ["prompt 0", f"0: {NASTY}", None, -3.5, False], strict=True))
+        and len(read) == 2
+    )

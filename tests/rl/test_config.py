@@ -1,4 +1,5 @@
-"""The settings of reinforcement learning: recipes with d1's values, and settings without effect, which are refused."""
+"""The settings of reinforcement learning: recipes with d1's values, and settings without effect, which are
+refused."""
 
 from __future__ import annotations
 
@@ -79,7 +80,11 @@ def test_a_recipe_has_the_values_of_d1_and_is_a_word_in_python_and_on_the_comman
     assert (config.data.task, config.data.style, config.rewards) == (task, "chat", [reward])
     assert get_task(task) and get_rewards(reward)
     assert config.lora and (config.lora.r, config.lora.alpha, config.lora.dropout) == (128, 64, 0.05)
-    assert (config.sampler.max_new_tokens, config.sampler.tokens_per_step, config.sampler.block_size) == (256, 2, 32)
+    assert (config.sampler.max_new_tokens, config.sampler.tokens_per_step, config.sampler.block_size) == (
+        256,
+        2,
+        32,
+    )
     assert config.sampler.temperature == 0
 
 
@@ -92,12 +97,28 @@ def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_
 @pytest.mark.parametrize("name", METHODS)
 def test_a_recipe_leaves_another_method_its_own_settings(name):
     """Settings that it lacks, and that would be refused, are left out; those that no method owns stay."""
-    layers = read_layers(recipes=["grpo-sudoku"], overrides=["model.path=m", "output_dir=out", f"training.method={name}"])
+    layers = read_layers(
+        recipes=["grpo-sudoku"], overrides=["model.path=m", "output_dir=out", f"training.method={name}"]
+    )
     config = resolve(adapt_recipes(layers, "grpo", None, recipes=1))
     plain = GRPOConfig(output_dir="out", method=name)
-    for args in (training_arguments("grpo", config), GRPOConfig.for_task("sudoku", output_dir="out", method=name)):
-        for setting in ("epsilon", "epsilon_high", "beta", "kl", "reference_sync_steps", "prompt_mask_rate", "aggregation", "advantage"):
-            expected = D1.get(setting, getattr(plain, setting)) if name == "diffu-grpo" else getattr(plain, setting)
+    for args in (
+        training_arguments("grpo", config),
+        GRPOConfig.for_task("sudoku", output_dir="out", method=name),
+    ):
+        for setting in (
+            "epsilon",
+            "epsilon_high",
+            "beta",
+            "kl",
+            "reference_sync_steps",
+            "prompt_mask_rate",
+            "aggregation",
+            "advantage",
+        ):
+            expected = (
+                D1.get(setting, getattr(plain, setting)) if name == "diffu-grpo" else getattr(plain, setting)
+            )
             assert getattr(args, setting) == expected, setting
         assert args.num_iterations == (1 if "num_iterations" in fixed_settings(get_method(name)) else 8)
         assert (args.temperature, args.max_completion_length) == (0.3, 256)
@@ -153,7 +174,9 @@ def outcome(args: GRPOConfig) -> list[torch.Tensor]:
     made = []
     for seed in range(3):
         scores, _ = made_up(rollout, views, args, seed)
-        made.append(method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2))).total)
+        made.append(
+            method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2))).total
+        )
     return [*masks(views), *made]
 
 
@@ -168,7 +191,8 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
     setattr(changed, setting, value)
     given = {setting: value}
     if setting == "importance_cap":
-        given["rollout"] = {"backend": "vllm", "url": "http://localhost:8000"}  # without a server nothing is corrected
+        # without a server nothing is corrected
+        given["rollout"] = {"backend": "vllm", "url": "http://localhost:8000"}
         if plain.policy == "random":  # in which order no server of vLLM samples
             with pytest.raises(ConfigError, match="ignores policy"):
                 config(name, **base, **given)
@@ -183,14 +207,26 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
 @pytest.mark.parametrize(
     ("given", "needed", "message"),
     [
-        ({"softmax_temperature": 2.0}, {"advantage": "softmax"}, "softmax_temperature: needs advantage=softmax"),
+        (
+            {"softmax_temperature": 2.0},
+            {"advantage": "softmax"},
+            "softmax_temperature: needs advantage=softmax",
+        ),
         ({"kl": "k1"}, {"beta": 0.1}, "kl: needs beta"),
         ({"kl_to": "old"}, {"beta": 0.1}, "kl_to: needs beta"),
         ({"kl_unbiased": True}, {"beta": 0.1}, "kl_unbiased: needs beta"),
         ({"kl_unbiased": True, "method": "trace-rl", "kl": "k1"}, {"kl": "k3"}, "kl_unbiased: needs kl=k3"),
         ({"reference_model": "m"}, {"beta": 0.1}, "reference_model: needs beta"),
-        ({"reference_sync_steps": 8, "method": "trace-rl"}, {"kl_to": "reference"}, "reference_sync_steps: needs kl_to=reference"),
-        ({"reference_sync_share": 0.5, "beta": 0.1}, {"reference_sync_steps": 8}, "reference_sync_share: needs reference_sync_steps"),
+        (
+            {"reference_sync_steps": 8, "method": "trace-rl"},
+            {"kl_to": "reference"},
+            "reference_sync_steps: needs kl_to=reference",
+        ),
+        (
+            {"reference_sync_share": 0.5, "beta": 0.1},
+            {"reference_sync_steps": 8},
+            "reference_sync_share: needs reference_sync_steps",
+        ),
         ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward: needs difficulty"),
     ],
 )
@@ -215,7 +251,11 @@ def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(nam
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_has_filled_in_can_be_read_again(name):
-    run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", f"training.method={name}"]))
+    run = resolve(
+        read_layers(
+            overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", f"training.method={name}"]
+        )
+    )
     first = training_arguments("grpo", run)
     assert training_arguments("grpo", resolved(run, first)).to_dict() == first.to_dict()
 
@@ -225,7 +265,9 @@ def test_a_setting_that_a_method_does_not_read_is_refused_whatever_its_value(nam
     """Also the default of the methods that read it; unset is no value."""
     args, ours = GRPOConfig(method=name), {field.name for field in dataclasses.fields(GRPOConfig)}
     for setting in ours - settings_of(get_method(name)).keys():
-        defaults = [settings_of(other)[setting] for other in METHODS.values() if setting in settings_of(other)]
+        defaults = [
+            settings_of(other)[setting] for other in METHODS.values() if setting in settings_of(other)
+        ]
         if setting == "samples" and not get_method(name).separable:
             continue  # a masking strategy may read it
         for value in dict.fromkeys(value for value in map(str, defaults) if value != "None"):

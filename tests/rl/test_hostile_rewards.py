@@ -1,4 +1,5 @@
-"""Rewards that hang, crash or return nonsense: a run goes on without them, or ends with one error, and is never trained on them."""
+"""Rewards that hang, crash or return nonsense: a run goes on without them, or ends with one error, and is
+never trained on them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,19 @@ from unmask.training.durable.stopping import StopOnSignal
 
 ROWS = [{"prompt": f"p{i}", "answer": [str(i)]} for i in range(3)]
 TEXTS, IDS = ["a", "b", "c"], [[4], [5], [6]]
-SHORT = ["returns NaN", "raises KeyboardInterrupt", "returns methods that raise SystemExit", "forks", "edits completions", "sleeps"]
-SHORT += ["returns verdicts of a status that is a list", "returns verdicts that change", "returns what only claims to be a verdict"]
+SHORT = [
+    "returns NaN",
+    "raises KeyboardInterrupt",
+    "returns methods that raise SystemExit",
+    "forks",
+    "edits completions",
+    "sleeps",
+]
+SHORT += [
+    "returns verdicts of a status that is a list",
+    "returns verdicts that change",
+    "returns what only claims to be a verdict",
+]
 
 
 def good(completions, **_):
@@ -28,7 +40,11 @@ def outcome(tmp_path, name, workers):
     """The total of the rewards, or the error."""
     path = tmp_path / "hostile.py"
     path.write_text(source(name))
-    rewards, own, rows = Rewards([good, f"{path}:reward"], workers=workers, seconds=0.5 if workers == 0 else 2.0), os.getpid(), ROWS
+    rewards, own, rows = (
+        Rewards([good, f"{path}:reward"], workers=workers, seconds=0.5 if workers == 0 else 2.0),
+        os.getpid(),
+        ROWS,
+    )
     untouched = repr(rows)
     try:
         result = rewards(rows, TEXTS, IDS)
@@ -63,7 +79,10 @@ def test_a_signal_while_a_reward_is_computed_ends_the_run_and_no_call_is_repeate
 
     stopped = threading.Event()
     rewards = Rewards([signalled])
-    with pytest.raises(RunStopped, match=f"stopped by {number.name} at once"), StopOnSignal(tmp_path, resumes=False):
+    with (
+        pytest.raises(RunStopped, match=f"stopped by {number.name} at once"),
+        StopOnSignal(tmp_path, resumes=False),
+    ):
         rewards(ROWS, TEXTS, IDS)
     stopped.set()
     assert calls == [TEXTS]
@@ -73,7 +92,10 @@ def test_a_signal_while_a_reward_is_computed_ends_the_run_and_no_call_is_repeate
 @pytest.mark.parametrize(  # a process starts for each of the latter
     "name, workers",
     [(name, 0) for name in BODIES]
-    + [pytest.param(name, 1, marks=[pytest.mark.nightly] * (number % 6 > 0)) for number, name in enumerate(BODIES)],
+    + [
+        pytest.param(name, 1, marks=[pytest.mark.nightly] * (number % 6 > 0))
+        for number, name in enumerate(BODIES)
+    ],
 )
 def test_no_hostile_reward_ends_anything(tmp_path, name, workers):
     assert len(BODIES) > 90
@@ -86,7 +108,9 @@ def test_a_run_ends_or_goes_on_with_a_hostile_reward(tmp_path, name):
     path = tmp_path / "hostile.py"
     path.write_text(source(name))
     rows = [{**row, "answer": ["1"]} for row in PAIRS]
-    trainer = make("grpo", tmp_path / "run", rows=rows, reward=f"{path}:reward", max_steps=4, reward_timeout=0.3)
+    trainer = make(
+        "grpo", tmp_path / "run", rows=rows, reward=f"{path}:reward", max_steps=4, reward_timeout=0.3
+    )
     try:
         trainer.train()
     except TrainingError as error:

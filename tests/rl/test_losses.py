@@ -1,4 +1,5 @@
-"""Advantages compare a completion with its group only; surrogates, KL estimators and token weights equal their formulas.
+"""Advantages compare a completion with its group only; surrogates, KL estimators and token weights equal
+their formulas.
 
 Shapes: B completions, T tokens, V categories.
 """
@@ -30,7 +31,11 @@ from unmask.rl.losses import (
 )
 
 KINDS = get_args(AdvantageKind)
-groups = st.lists(st.lists(st.none() | st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=5), min_size=1, max_size=4)
+groups = st.lists(
+    st.lists(st.none() | st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=5),
+    min_size=1,
+    max_size=4,
+)
 
 
 # Advantages.
@@ -38,7 +43,9 @@ groups = st.lists(st.lists(st.none() | st.integers(-8, 8).map(lambda eighths: ei
 
 def flat(groups: list[list[float | None]]) -> tuple[torch.Tensor, torch.Tensor]:
     rewards = [math.nan if reward is None else reward for group in groups for reward in group]
-    return torch.tensor(rewards), torch.tensor([7 * number - 3 for number, group in enumerate(groups) for _ in group])
+    return torch.tensor(rewards), torch.tensor(
+        [7 * number - 3 for number, group in enumerate(groups) for _ in group]
+    )
 
 
 def softmax_by_hand(values: list[float], temperature: float) -> list[float]:
@@ -49,7 +56,9 @@ def softmax_by_hand(values: list[float], temperature: float) -> list[float]:
 def by_hand(group: list[float | None], kind: str, temperature: float = 1.0) -> list[float]:
     scored = [reward for reward in group if reward is not None]
     if kind == "softmax":
-        likely, unlikely = (iter(softmax_by_hand([sign * reward for reward in scored], temperature)) for sign in (1, -1))
+        likely, unlikely = (
+            iter(softmax_by_hand([sign * reward for reward in scored], temperature)) for sign in (1, -1)
+        )
     out = []
     for reward in group:
         if reward is None or len(scored) == 1:
@@ -59,7 +68,10 @@ def by_hand(group: list[float | None], kind: str, temperature: float = 1.0) -> l
         elif kind == "leave-one-out":
             out.append(reward - (sum(scored) - reward) / (len(scored) - 1))
         else:
-            scale = {"z-score": statistics.stdev(scored) + 1e-4, "population-z-score": statistics.pstdev(scored) or 1.0}.get(kind, 1.0)
+            scale = {
+                "z-score": statistics.stdev(scored) + 1e-4,
+                "population-z-score": statistics.pstdev(scored) or 1.0,
+            }.get(kind, 1.0)
             out.append((reward - statistics.fmean(scored)) / scale)
     return out
 
@@ -94,7 +106,9 @@ def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
 @pytest.mark.parametrize("size", [3, 6, 7])
 def test_equal_rewards_give_no_advantage_though_their_mean_is_rounded(kind, size):
     reward_B = torch.full((size,), 0.1, dtype=torch.float64)
-    torch.testing.assert_close(advantages(reward_B, torch.zeros(size).long(), kind), torch.zeros(size), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        advantages(reward_B, torch.zeros(size).long(), kind), torch.zeros(size), rtol=0, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +135,12 @@ def test_a_softmax_has_any_temperature(groups, temperature):
 
 
 @examples(30)
-@given(groups=groups, low=st.sampled_from([-1.0, 0.0, 0.25]), width=st.sampled_from([0.0, 0.5, 1.0]), spread=st.booleans())
+@given(
+    groups=groups,
+    low=st.sampled_from([-1.0, 0.0, 0.25]),
+    width=st.sampled_from([0.0, 0.5, 1.0]),
+    spread=st.booleans(),
+)
 def test_groups_are_kept_whole_by_their_mean_and_their_spread(groups, low, width, spread):
     expected = []
     for group in groups:
@@ -139,12 +158,16 @@ def test_a_mean_that_equals_a_bound_is_kept_however_both_are_rounded():
 
 def test_what_is_nearly_too_long_loses_up_to_one():
     length_B = torch.tensor([0.0, 70.0, 80.0, 85.0, 90.0, 99.0, 100.0, 101.0, 500.0])
-    assert overlong_penalty(length_B, 100, 20).tolist() == pytest.approx([0, 0, 0, -0.25, -0.5, -0.95, -1, -1, -1])
+    assert overlong_penalty(length_B, 100, 20).tolist() == pytest.approx(
+        [0, 0, 0, -0.25, -0.5, -0.95, -1, -1, -1]
+    )
 
 
 # Surrogates and divergences.
 
-gaps = st.integers(0, 10**6).map(lambda seed: 2 * torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) - 1)
+gaps = st.integers(0, 10**6).map(
+    lambda seed: 2 * torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) - 1
+)
 ADVANTAGE_B1 = torch.tensor([[1.0], [-2.0], [0.5]])
 
 
@@ -179,8 +202,12 @@ def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_
             outside = not low <= ratio <= high
             assert made.ratio[row, column].item() == pytest.approx(ratio, rel=1e-5)
             assert made.clipped[row, column].item() == outside
-            assert made.loss[row, column].item() == pytest.approx(-advantage * min(max(ratio, low), high), rel=1e-5)
-            assert gap_BT.grad[row, column].item() == pytest.approx(0.0 if outside else -advantage * ratio, rel=1e-5)
+            assert made.loss[row, column].item() == pytest.approx(
+                -advantage * min(max(ratio, low), high), rel=1e-5
+            )
+            assert gap_BT.grad[row, column].item() == pytest.approx(
+                0.0 if outside else -advantage * ratio, rel=1e-5
+            )
     assert not made.ratio.requires_grad
 
 
@@ -188,7 +215,9 @@ def test_what_is_clipped_has_no_gradient_however_large_its_ratio():
     """exp(100) overflows float32, and 0 times infinity is NaN."""
     for dual_clip, advantages_ in ((None, [1.0, 0.0]), (3.0, [1.0, 0.0, -1.0])):
         gap = torch.full((len(advantages_),), 100.0, requires_grad=True)
-        made = clipped_surrogate(gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
+        made = clipped_surrogate(
+            gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip
+        )
         made.loss.sum().backward()
         assert made.loss.tolist() == pytest.approx([-1.2, 0.0, 3.0][: len(advantages_)])
         assert gap.grad.tolist() == [0.0] * len(advantages_)
@@ -211,22 +240,32 @@ def mean_over_samples(policy_V, values_V):
 def test_the_mean_of_k1_and_of_k3_is_the_divergence(kind, seed):
     _, policy_V, reference_V = categorical(seed)
     exact = (policy_V.exp() * (policy_V - reference_V)).sum()
-    torch.testing.assert_close(mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, kind)), exact)
+    torch.testing.assert_close(
+        mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, kind)), exact
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", ["k1", "k2"])
 def test_the_mean_gradient_of_k1_and_of_k2_is_that_of_the_divergence(kind, seed):
     theta_V, policy_V, reference_V = categorical(seed)
-    [exact_V] = torch.autograd.grad((policy_V.exp() * (policy_V - reference_V)).sum(), theta_V, retain_graph=True)
-    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, kind)), theta_V)
+    [exact_V] = torch.autograd.grad(
+        (policy_V.exp() * (policy_V - reference_V)).sum(), theta_V, retain_graph=True
+    )
+    [mean_V] = torch.autograd.grad(
+        mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, kind)), theta_V
+    )
     torch.testing.assert_close(mean_V, exact_V)
 
 
 def test_the_mean_gradient_of_k3_is_that_of_the_divergence_of_the_reference_from_the_policy():
     theta_V, policy_V, reference_V = categorical(0)
-    [reverse_V] = torch.autograd.grad((reference_V.exp() * (reference_V - policy_V)).sum(), theta_V, retain_graph=True)
-    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, "k3")), theta_V)
+    [reverse_V] = torch.autograd.grad(
+        (reference_V.exp() * (reference_V - policy_V)).sum(), theta_V, retain_graph=True
+    )
+    [mean_V] = torch.autograd.grad(
+        mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, "k3")), theta_V
+    )
     torch.testing.assert_close(mean_V, reverse_V)
 
 
@@ -234,7 +273,11 @@ def test_the_mean_gradient_of_k3_is_that_of_the_divergence_of_the_reference_from
 @given(gaps)
 def test_divergences_are_their_formulas(gap_BT):
     exact_BT = gap_BT.double()
-    for kind, expected_BT in {"k1": -exact_BT, "k2": exact_BT**2 / 2, "k3": exact_BT.expm1() - exact_BT}.items():
+    for kind, expected_BT in {
+        "k1": -exact_BT,
+        "k2": exact_BT**2 / 2,
+        "k3": exact_BT.expm1() - exact_BT,
+    }.items():
         torch.testing.assert_close(kl_divergence(gap_BT, kind).double(), expected_BT, rtol=1e-4, atol=1e-6)
 
 

@@ -66,18 +66,28 @@ def test_a_run_is_the_same_bit_for_bit_with_masks_made_in_each_step(case, tmp_pa
     asked = mask_cache_stats()["hits"] + mask_cache_stats()["misses"]
     clear_mask_cache()
     collate = Collator.__call__
-    monkeypatch.setattr(Collator, "__call__", lambda self, rows: collate(self, rows) | {"one_document": False})
+    monkeypatch.setattr(
+        Collator, "__call__", lambda self, rows: collate(self, rows) | {"one_document": False}
+    )
     sample = grpo_trainer.make_rollout
-    monkeypatch.setattr(grpo_trainer, "make_rollout", lambda *given, **more: replace(sample(*given, **more), one_document=False))
+    monkeypatch.setattr(
+        grpo_trainer,
+        "make_rollout",
+        lambda *given, **more: replace(sample(*given, **more), one_document=False),
+    )
     made = trainer_of(case, tmp_path / "made")
     made.train()
-    assert mask_cache_stats()["hits"] + mask_cache_stats()["misses"] < (asked if case == "grpo" else 1)  # sampling has no padding either
+    # sampling has no padding either
+    assert mask_cache_stats()["hits"] + mask_cache_stats()["misses"] < (asked if case == "grpo" else 1)
     assert equal(weights(kept.lm), weights(made.lm))
 
 
 @pytest.mark.parametrize(
     ("verb", "rows", "more"),
-    [("pretrain", RAGGED, {"per_device_train_batch_size": 6}), ("pretrain", LONG, {"packing": True, "max_length": 32})],
+    [
+        ("pretrain", RAGGED, {"per_device_train_batch_size": 6}),
+        ("pretrain", LONG, {"packing": True, "max_length": 32}),
+    ],
 )
 def test_masks_of_padded_and_packed_rows_are_not_kept(verb, rows, more, tmp_path):
     make(verb, tmp_path, rows=rows, **more).train()
@@ -92,7 +102,10 @@ def test_processes_that_are_sent_their_batches_get_tensors_alone(tmp_path):
 
 
 @pytest.mark.parametrize("length", [200, 300])
-@pytest.mark.parametrize(("pattern", "block_size", "copies"), [("causal", None, 0), ("bidirectional", None, 0), ("block_causal", 4, 1)])
+@pytest.mark.parametrize(
+    ("pattern", "block_size", "copies"),
+    [("causal", None, 0), ("bidirectional", None, 0), ("block_causal", 4, 1)],
+)
 def test_losses_and_gradients_of_long_rows_are_the_same_bit_for_bit(pattern, block_size, copies, length):
     """Rows long enough for attention by tiles."""
     lm = tiny(pattern, block_size, max_position_embeddings=512)
@@ -107,7 +120,9 @@ def test_losses_and_gradients_of_long_rows_are_the_same_bit_for_bit(pattern, blo
             inputs = lm.noised_inputs(ids_BT.masked_fill(hidden_BT, lm.mask_token_id), document_BT, hidden_BT)
         loss = -lm.log_probs(inputs, ids_BT[hidden_BT]).sum()
         loss.backward()
-        found.append({name: weight.grad for name, weight in lm.model.named_parameters()} | {"loss": loss.detach()})
+        found.append(
+            {name: weight.grad for name, weight in lm.model.named_parameters()} | {"loss": loss.detach()}
+        )
     assert equal(*found)
 
 

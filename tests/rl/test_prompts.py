@@ -1,4 +1,5 @@
-"""Prompts are drawn by their past rewards: without replacement, reproducibly, and with probabilities by their weights."""
+"""Prompts are drawn by their past rewards: without replacement, reproducibly, and with probabilities by their
+weights."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def history(seen, target=None):
 @given(seen=REWARDS)
 def test_means_are_those_of_the_scored_completions(seen):
     expected = {p: [r for q, r in seen if q == p and r is not None] for p in range(10)}
-    assert {p: (len(rs), pytest.approx(statistics.fmean(rs))) for p, rs in expected.items() if rs} == history(seen).seen
+    assert {p: (len(rs), pytest.approx(statistics.fmean(rs))) for p, rs in expected.items() if rs} == history(
+        seen
+    ).seen
 
 
 @given(
@@ -48,12 +51,15 @@ def test_a_draw_has_no_prompt_twice_and_none_that_is_excluded(seen, target, numb
 
 
 @given(
-    means=st.lists(st.floats(0, 1e-3), min_size=10, max_size=10) | st.floats(-1e30, 1e30).map(lambda mean: [mean] * 10),
+    means=st.lists(st.floats(0, 1e-3), min_size=10, max_size=10)
+    | st.floats(-1e30, 1e30).map(lambda mean: [mean] * 10),
     target=st.floats(-1e6, 1e6),
     exclude=st.sets(st.integers(0, 9)),
     step=st.integers(0, 2**24),
 )
-def test_what_is_excluded_is_not_drawn_however_far_all_prompts_are_from_the_target(means, target, exclude, step):
+def test_what_is_excluded_is_not_drawn_however_far_all_prompts_are_from_the_target(
+    means, target, exclude, step
+):
     made = history(enumerate(means), target)
     assert set(made.choose(10, 3, step, exclude)) == set(range(10)) - exclude
 
@@ -61,19 +67,25 @@ def test_what_is_excluded_is_not_drawn_however_far_all_prompts_are_from_the_targ
 @pytest.mark.parametrize(("mean", "target"), [(0.0, 0.5), (0.1, 0.5), (-3e38, 0.5), (0.5, 0.5)])
 def test_prompts_of_one_mean_are_drawn_evenly(mean, target):
     made = history([(prompt, mean) for prompt in range(10)], target)
-    counts = torch.bincount(torch.tensor([prompt for step in range(500) for prompt in made.choose(3, 0, step)]), minlength=10)
+    counts = torch.bincount(
+        torch.tensor([prompt for step in range(500) for prompt in made.choose(3, 0, step)]), minlength=10
+    )
     assert all(count == pytest.approx(150, abs=5 * math.sqrt(150 * 0.7)) for count in counts.tolist())
 
 
 def test_prompts_come_as_often_as_their_weights_say():
-    """For means 0, 1 and 2 and a target of 2: exp(-2 / s), exp(-1 / s), 1, with their deviation s = 1; new prompts have weight 1."""
+    """For means 0, 1 and 2 and a target of 2: exp(-2 / s), exp(-1 / s), 1, with their deviation s = 1; new
+    prompts have weight 1."""
     made = PromptHistory(4, 2.0)
     for prompt in range(3):
         made.add(prompt, float(prompt))
     weights = [math.exp(-2), math.exp(-1), 1.0, 1.0]
     torch.testing.assert_close(made.log_weights().exp(), torch.tensor(weights, dtype=torch.float64))
     steps = 1000
-    counts = torch.bincount(torch.tensor([made.choose(1, 0, step)[0] for step in range(steps)]), minlength=4) / steps
+    counts = (
+        torch.bincount(torch.tensor([made.choose(1, 0, step)[0] for step in range(steps)]), minlength=4)
+        / steps
+    )
     for share, weight in zip(counts.tolist(), weights, strict=True):
         expected = weight / sum(weights)
         assert share == pytest.approx(expected, abs=5 * math.sqrt(expected * (1 - expected) / steps))
@@ -102,20 +114,38 @@ def test_what_was_seen_of_more_prompts_is_refused_where_it_weighs(tmp_path):
 def rewarded(ids):
     traces = [Trace([i], [0], [-0.1 * i]) for i in ids]
     generation = Generation(
-        [[i] for i in ids], [str(i) for i in ids], [[i] for i in ids], [[0.0]] * len(ids), [[0]] * len(ids), ids, traces
+        [[i] for i in ids],
+        [str(i) for i in ids],
+        [[i] for i in ids],
+        [[0.0]] * len(ids),
+        [[0]] * len(ids),
+        ids,
+        traces,
     )
     value_B = torch.tensor([float(i) for i in ids])
-    return RewardedCompletions([PromptRow({}, i, 0) for i in ids], generation, value_B[:, None], value_B, {"seen": [f"{i}!" for i in ids]})
+    return RewardedCompletions(
+        [PromptRow({}, i, 0) for i in ids],
+        generation,
+        value_B[:, None],
+        value_B,
+        {"seen": [f"{i}!" for i in ids]},
+    )
 
 
 def test_rows_are_exchanged_in_all_that_is_known_of_them():
     mixed = rewarded([1, 2, 3, 4]).replaced([1, 2], rewarded([8, 9]))
     for name, expected in vars(rewarded([1, 8, 9, 4])).items():
-        assert torch.equal(getattr(mixed, name), expected) if isinstance(expected, torch.Tensor) else getattr(mixed, name) == expected
+        assert (
+            torch.equal(getattr(mixed, name), expected)
+            if isinstance(expected, torch.Tensor)
+            else getattr(mixed, name) == expected
+        )
     assert mixed.prompt_B.tolist() == [1, 8, 9, 4]
 
 
-@pytest.mark.parametrize("more", [{}, {"num_iterations": 2}, {"dynamic_sampling": 1, "drop_equal_groups": True}])
+@pytest.mark.parametrize(
+    "more", [{}, {"num_iterations": 2}, {"dynamic_sampling": 1, "drop_equal_groups": True}]
+)
 def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
     """As TRL, the trainer takes a stream, if it knows the number of steps."""
     read = []
@@ -127,7 +157,11 @@ def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
 
     stream = datasets.IterableDataset.from_generator(rows)
     trainer = make("grpo", tmp_path / "stream", rows=stream, reward=ranks, **more)
-    assert len(read) == len(trainer.train_dataset.rows) == 4 // more.get("num_iterations", 1) * (2 if "dynamic_sampling" in more else 1)
+    assert (
+        len(read)
+        == len(trainer.train_dataset.rows)
+        == 4 // more.get("num_iterations", 1) * (2 if "dynamic_sampling" in more else 1)
+    )
     trainer.train()
     other = make("grpo", tmp_path / "list", rows=trainer.train_dataset.rows, reward=ranks, **more)
     other.train()

@@ -30,14 +30,20 @@ def pool(monkeypatch):
 
 
 def totals(rewards: Rewards, texts: list[str]) -> list[float]:
-    return rewards([{"prompt": "", "completion": ""}] * len(texts), texts, [[0]] * len(texts)).total_B.tolist()
+    return rewards(
+        [{"prompt": "", "completion": ""}] * len(texts), texts, [[0]] * len(texts)
+    ).total_B.tolist()
 
 
 def test_programs_that_hang_do_not_outlive_their_batch(pool):
-    verify = Reward("programs", (), lambda texts, rows: verify_programs(python_job(text, TESTS) for text in texts))
+    verify = Reward(
+        "programs", (), lambda texts, rows: verify_programs(python_job(text, TESTS) for text in texts)
+    )
     rewards = Rewards([verify], seconds=3.0)
     first = totals(rewards, [DOUBLE, *HANGS * 3, DOUBLE])
-    assert first[0] == 1.0 and all(map(math.isnan, first[1:])), "what was done in time counts; the rest is unscored"
+    assert first[0] == 1.0 and all(map(math.isnan, first[1:])), (
+        "what was done in time counts; the rest is unscored"
+    )
     assert totals(rewards, [DOUBLE] * 4) == [1.0] * 4
 
 
@@ -50,7 +56,9 @@ def test_answers_that_hang_do_not_outlive_their_batch(monkeypatch):
         return OK
 
     monkeypatch.setattr(symbolic, "equivalent", slow)
-    verify = Reward("mathematics", (), lambda texts, rows: symbolic.equivalent_all((text, "") for text in texts))
+    verify = Reward(
+        "mathematics", (), lambda texts, rows: symbolic.equivalent_all((text, "") for text in texts)
+    )
     rewards = Rewards([verify], seconds=1.0)
     assert all(map(math.isnan, totals(rewards, ["hangs"] * 100)[20:]))
     begun = len(calls)

@@ -26,7 +26,9 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
     expected = [model(**tokenizer([text], return_tensors="pt")).logits.item() for text in ("abc", "caba")]
     assert reward(["ab", "c"], ["c", "aba"]) == pytest.approx(expected)
 
-    LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 2})).save_pretrained(tmp_path)
+    LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 2})).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ModelError, match="has 2 labels"):
         RewardModel(str(tmp_path))
     with pytest.raises(ModelError, match="no such folder"):
@@ -43,8 +45,15 @@ def test_special_tokens_in_texts_and_messages_are_text(tmp_path):
     tokenizer = character_tokenizer("abc</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)).save_pretrained(tmp_path)
+    LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
+    ).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reward, end = RewardModel(str(tmp_path)), tokenizer.eos_token_id
     assert end not in reward._ids("a</s>", "b</s>")
-    assert reward._ids([{"role": "user", "content": "a</s>"}], [{"role": "assistant", "content": "b"}]).count(end) == 2
+    assert (
+        reward._ids([{"role": "user", "content": "a</s>"}], [{"role": "assistant", "content": "b"}]).count(
+            end
+        )
+        == 2
+    )

@@ -21,7 +21,11 @@ from unmask.rl.rollout import cut_at_end, decoding_blocks, make_rollout
 
 def sampled(stop_at_eos: bool):
     lm = stopping("bidirectional")
-    return lm, generate(lm, PROMPTS, SamplerConfig(max_new_tokens=LENGTH, temperature=1.0, trace=True, stop_at_eos=stop_at_eos))
+    return lm, generate(
+        lm,
+        PROMPTS,
+        SamplerConfig(max_new_tokens=LENGTH, temperature=1.0, trace=True, stop_at_eos=stop_at_eos),
+    )
 
 
 def test_a_whole_canvas_is_cut_behind_its_first_end():
@@ -48,13 +52,19 @@ def test_any_end_token_ends_a_completion(stop_at_eos):
     lm, (_, whole) = copy.copy(stopping("bidirectional")), sampled(stop_at_eos=False)
     other = Counter(tokens[0] for tokens in whole.tokens if tokens[0] != lm.eos_token_id).most_common(1)[0][0]
     lm.eos_token_ids = (lm.eos_token_id, other)
-    made = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=LENGTH, temperature=1.0, trace=True, stop_at_eos=stop_at_eos))
+    made = generate(
+        lm,
+        PROMPTS,
+        SamplerConfig(max_new_tokens=LENGTH, temperature=1.0, trace=True, stop_at_eos=stop_at_eos),
+    )
     cut = cut_at_end(lm, made)
     assert sum(tokens[-1] == other for tokens in cut.tokens) > 0 and cut.trace == whole.trace
     for tokens, text, canvas in zip(cut.tokens, cut.texts, whole.tokens, strict=True):
         ends = [at for at, token in enumerate(canvas, start=1) if token in lm.eos_token_ids]
         assert tokens == canvas[: min([*ends, LENGTH])]
-        assert text == lm.tokenizer.decode([token for token in tokens if token not in lm.eos_token_ids], skip_special_tokens=True)
+        assert text == lm.tokenizer.decode(
+            [token for token in tokens if token not in lm.eos_token_ids], skip_special_tokens=True
+        )
     rollout = make_rollout(lm, cut, slice(None))
     assert rollout.completion_BT.sum(1).tolist() == [len(tokens) for tokens in cut.tokens]
 
@@ -100,10 +110,14 @@ def test_the_log_probs_of_another_sampler_are_kept_where_asked_for():
         assert rollout.sampled_BT[row, len(prompt) : end].tolist() == pytest.approx(trace.sampled_log_probs)
         assert not rollout.sampled_BT[row, : len(prompt)].any() and not rollout.sampled_BT[row, end:].any()
     part = rollout.select(slice(1, 2))
-    assert torch.equal(part.sampled_BT, rollout.sampled_BT[1:2]) and torch.equal(part.ids_BT, rollout.ids_BT[1:2])
+    assert torch.equal(part.sampled_BT, rollout.sampled_BT[1:2]) and torch.equal(
+        part.ids_BT, rollout.ids_BT[1:2]
+    )
 
 
-ROWS = st.lists(st.dictionaries(st.sampled_from(["a", "b", "sample_id", "repeat"]), st.integers()), min_size=1, max_size=4)
+ROWS = st.lists(
+    st.dictionaries(st.sampled_from(["a", "b", "sample_id", "repeat"]), st.integers()), min_size=1, max_size=4
+)
 
 
 @given(rows=ROWS, group=st.integers(1, 3))
@@ -114,5 +128,8 @@ def test_rows_have_the_columns_of_all_and_stand_beside_their_places(rows, group)
     for index, row in enumerate(rows):
         for repeat in range(group):
             found = made[index * group + repeat]
-            assert found == PromptRow({name: row.get(name) for name in names}, index, repeat) and found.prompt == row["prompt"]
+            assert (
+                found == PromptRow({name: row.get(name) for name in names}, index, repeat)
+                and found.prompt == row["prompt"]
+            )
     assert len(made) == len(rows) * group and list(rows[0]) == list(made[0].columns)[: len(rows[0])]

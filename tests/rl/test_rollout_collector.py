@@ -1,4 +1,5 @@
-"""Completions from a server equal those made locally; losing it stops a run resumably; differing log-probabilities are corrected for."""
+"""Completions from a server equal those made locally; losing it stops a run resumably; differing
+log-probabilities are corrected for."""
 
 from __future__ import annotations
 
@@ -35,13 +36,25 @@ from unmask.rl.trainer import GRPOTrainer
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
 
 
-@pytest.mark.parametrize("adapters, more", [(False, {}), (True, {}), (False, {"constraint": {"regex": "[a-d]*"}})])
+@pytest.mark.parametrize(
+    "adapters, more", [(False, {}), (True, {}), (False, {"constraint": {"regex": "[a-d]*"}})]
+)
 def test_a_run_on_a_server_is_the_run_in_process(adapters, more, tmp_path):
-    more = RUN | more | ({"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {})
+    more = (
+        RUN
+        | more
+        | ({"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {})
+    )
     here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **more)
     here.train()
     with serving_rollouts(copied(tiny("block_causal", 2), tmp_path / "model"), tmp_path) as url:
-        there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **more)
+        there = make(
+            "grpo",
+            tmp_path / "there",
+            tiny("block_causal", 2),
+            rollout={"backend": "server", "url": url},
+            **more,
+        )
         there.train()
         there.collector.backend.close()
     if adapters:  # the server's are merged, which rounds
@@ -68,7 +81,9 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
         def dying(*arguments: Any) -> Any:
             calls.append(1)
             if len(calls) == 3:
-                raise RemoteError("the server has accepted no requests for 0.5 seconds", where=url, remedy="Start it")
+                raise RemoteError(
+                    "the server has accepted no requests for 0.5 seconds", where=url, remedy="Start it"
+                )
             return generate(*arguments)
 
         trainer.collector.backend.generate = dying  # type: ignore[method-assign]
@@ -90,7 +105,8 @@ def test_what_was_half_done_is_not_logged_twice(tmp_path):
         def reward(completions: list[str], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
             calls.append(1)
             log_metric("at", trainer_state.global_step)
-            if fails and len(calls) == 4:  # the second of a rollout: each step asks twice, as groups of equal rewards are replaced
+            # the second of a rollout: each step asks twice, as groups of equal rewards are replaced
+            if fails and len(calls) == 4:
                 raise TrainingError("wrong")
             return [1.0] * len(completions)
 
@@ -105,7 +121,9 @@ def test_what_was_half_done_is_not_logged_twice(tmp_path):
         assert MetricsLog(folder / "training_logs.json").read()[0]["at"] == 1.5
 
 
-@pytest.mark.parametrize("failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")])
+@pytest.mark.parametrize(
+    "failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")]
+)
 def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, tmp_path, monkeypatch):
     with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
         trainer = make("grpo", tmp_path / "run", rollout={"backend": "server", "url": url}, max_steps=3)
@@ -118,7 +136,10 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
             save(lm, path)
 
         monkeypatch.setattr(type(trainer.lm), "save", full)
-        error = r"step-1: the weights cannot be written \(.*No space left on device\)\. Make room there, or set rollout\.folder"
+        error = (
+            r"step-1: the weights cannot be written \(.*No space left on device\)\. Make room there, or "
+            r"set rollout\.folder"
+        )
         with pytest.raises(RemoteError, match=error):
             trainer.train()
         trainer.collector.backend.close()
@@ -126,11 +147,23 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
 
 
 def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
-    """The server reports other log-probabilities of its tokens: each token is weighted by the ratio, capped."""
+    """The server reports other log-probabilities of its tokens: each token is weighted by the ratio,
+    capped."""
     lm = tiny("causal")
     with serving(FakeVLLM(lm, processed=True)) as url:
-        settings = {"rollout": {"backend": "vllm", "url": url}, "max_steps": 1, "learning_rate": 0.0, "rows": PAIRS[:4]}
-        trainer = make("grpo", tmp_path, lm, reward=lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), **settings)
+        settings = {
+            "rollout": {"backend": "vllm", "url": url},
+            "max_steps": 1,
+            "learning_rate": 0.0,
+            "rows": PAIRS[:4],
+        }
+        trainer = make(
+            "grpo",
+            tmp_path,
+            lm,
+            reward=lambda completions, **_: [0.0, 1.0] * (len(completions) // 2),
+            **settings,
+        )
         plain = make("grpo", tmp_path, lm, importance_cap=None, **settings)
         rows = [[trainer.train_dataset[index] for index in range(4)]]
         [[update]], [[uncorrected]] = trainer.collect_updates(rows), plain.collect_updates(rows)
@@ -141,7 +174,9 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
         log_prob_BMT = trainer.per_view.log_probs(trainer.lm, update)
     scores = trainer.loss_inputs(update, log_prob_BMT)
     where_BT = update.rollout.completion_BT
-    expected = (log_prob_BMT[:, 0][where_BT] - torch.tensor([-0.5, -0.25, -1.0]).repeat(4)).exp().clamp_max(2.0)
+    expected = (
+        (log_prob_BMT[:, 0][where_BT] - torch.tensor([-0.5, -0.25, -1.0]).repeat(4)).exp().clamp_max(2.0)
+    )
     torch.testing.assert_close(scores.importance_BT[where_BT], expected)
     loss = trainer.method.loss(scores)
     by_hand = -(expected * update.advantage_BT.expand_as(where_BT)[where_BT]).sum()
@@ -152,7 +187,10 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
     lm = tiny("causal")
     with serving(FakeVLLM(lm, processed=False)) as url:
         trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
-        with pytest.raises(GenerationError, match=r"does not return the log-probabilities.*--logprobs-mode processed_logprobs"):
+        with pytest.raises(
+            GenerationError,
+            match=r"does not return the log-probabilities.*--logprobs-mode processed_logprobs",
+        ):
             trainer.train()
         trainer.collector.backend.close()
 
@@ -182,7 +220,10 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
     [
         (
             VLLM | {"block_size": 32},
-            r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or sample a diffusion",
+            (
+                r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or "
+                r"sample a diffusion"
+            ),
         ),
         (VLLM | {"constraint": {"regex": "a*"}}, r"^rollout\.backend and constraint: vllm decodes a causal"),
         (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and ignores steps"),
@@ -191,10 +232,16 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
             r"^rollout\.sync and use_cpu: NCCL needs a GPU.*Use disk or lora",
         ),
-        (VLLM | {"masking": "diffusion"}, r"^rollout\.backend and masking: a causal model's likelihood is exact.*Leave it out"),
+        (
+            VLLM | {"masking": "diffusion"},
+            r"^rollout\.backend and masking: a causal model's likelihood is exact.*Leave it out",
+        ),
         (
             VLLM | {"prompt_mask_rate": 0.3},
-            r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it for a causal model.*Leave it out",
+            (
+                r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it for a causal "
+                r"model.*Leave it out"
+            ),
         ),
         (
             VLLM | {"method": "spg", "importance_cap": None, "samples": 3},
@@ -202,13 +249,22 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
         ),
         (
             VLLM | {"score_temperature": 0.5},
-            r"^rollout\.backend and score_temperature: the server's log-probabilities are of temperature 1, not of 0\.5",
+            (
+                r"^rollout\.backend and score_temperature: the server's log-probabilities are of "
+                r"temperature 1, not of 0\.5"
+            ),
         ),
         (
             {"importance_cap": 3.0},
-            r"^rollout\.backend and importance_cap: local samples from the trained model itself.*set rollout.backend to vllm",
+            (
+                r"^rollout\.backend and importance_cap: local samples from the trained model itself.*set "
+                r"rollout.backend to vllm"
+            ),
         ),
-        ({"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}}, r"^rollout\.backend and importance_cap: server"),
+        (
+            {"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}},
+            r"^rollout\.backend and importance_cap: server",
+        ),
     ],
 )
 def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message, tmp_path):
@@ -217,19 +273,38 @@ def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message
 
 
 def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
-    made = GRPOConfig(output_dir=str(tmp_path), **VLLM, importance_cap=3.0, policy="left_to_right", rollout_batch_size=4, stop_at_eos=False)
+    made = GRPOConfig(
+        output_dir=str(tmp_path),
+        **VLLM,
+        importance_cap=3.0,
+        policy="left_to_right",
+        rollout_batch_size=4,
+        stop_at_eos=False,
+    )
     assert made.corrects_for_server and made.importance_cap == 3.0
-    assert GRPOConfig(output_dir=str(tmp_path), **VLLM, method="just-grpo", importance_cap=None).policy == "left_to_right"
+    assert (
+        GRPOConfig(output_dir=str(tmp_path), **VLLM, method="just-grpo", importance_cap=None).policy
+        == "left_to_right"
+    )
 
 
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
-    with pytest.raises(ConfigError, match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use rollout\.backend local"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use rollout\.backend local",
+    ):
         make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
 
 
 def test_samples_of_completions_are_kept_and_rewound(tmp_path):
-    shape = {"max_steps": 4, "log_completions_steps": 2, "log_completions_rows": 3, "save_strategy": "steps", "save_steps": 2}
+    shape = {
+        "max_steps": 4,
+        "log_completions_steps": 2,
+        "log_completions_rows": 3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     make("grpo", tmp_path, **shape).train()
     read = (tmp_path / "completions.jsonl").read_text
     assert read().count('"step": 1') == 3 and '"rewards/share_of_a"' in read() and '"advantage"' in read()
@@ -252,8 +327,19 @@ def test_samples_tell_what_reward_functions_log_of_each_completion(tmp_path):
 
 
 def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path):
-    settings = {"max_steps": 2, "performance_log_interval": 1, "log_memory_usage": True, "include_num_input_tokens_seen": "all"}
-    settings |= {"curriculum": 0.5, "drop_equal_groups": True, "dynamic_sampling": 1, "beta": 0.1, "method": "diffu-grpo"}
+    settings = {
+        "max_steps": 2,
+        "performance_log_interval": 1,
+        "log_memory_usage": True,
+        "include_num_input_tokens_seen": "all",
+    }
+    settings |= {
+        "curriculum": 0.5,
+        "drop_equal_groups": True,
+        "dynamic_sampling": 1,
+        "beta": 0.1,
+        "method": "diffu-grpo",
+    }
     settings |= {"eval_dataset": PAIRS[:2], "eval_strategy": "steps", "eval_steps": 1}
 
     def lines(folder: Path, reward: Any) -> list[dict[str, float]]:
@@ -262,7 +348,17 @@ def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path
 
     plain = lines(tmp_path / "plain", share_of_a)
     own = {name for line in plain for name in line}
-    assert {"step", "loss", "kl", "eval_reward", "groups_replaced", "throughput/trained", "time/reward", "memory_gb", "train_loss"} <= own
+    assert {
+        "step",
+        "loss",
+        "kl",
+        "eval_reward",
+        "groups_replaced",
+        "throughput/trained",
+        "time/reward",
+        "memory_gb",
+        "train_loss",
+    } <= own
 
     def chatty(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
         for name in (*own, "mine"):
@@ -285,7 +381,13 @@ def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
     lm = tiny("causal")
     vllm = FakeVLLM(lm, processed=True)
     with serving(vllm) as url:
-        trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url, "sync_steps": 9}, eval_dataset=PAIRS[:2])
+        trainer = make(
+            "grpo",
+            tmp_path,
+            lm,
+            rollout={"backend": "vllm", "url": url, "sync_steps": 9},
+            eval_dataset=PAIRS[:2],
+        )
         trainer.train()
         sent = [vllm.paths().count("/collective_rpc")]
         trainer.evaluate()
@@ -304,7 +406,10 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
     def tenth(completions: list[str], tenths: list[bool], **_: Any) -> list[float | None]:
         return [0.1 if tells else None for tells in tenths]
 
-    held_out = [{"prompt": prompt, "tenths": tells} for prompt, tells in (("ab", False), ("ba", True), ("bb", False), ("cc", True))]
+    held_out = [
+        {"prompt": prompt, "tenths": tells}
+        for prompt, tells in (("ab", False), ("ba", True), ("bb", False), ("cc", True))
+    ]
     trainer = make("grpo", tmp_path / "some", reward=[b, tenth, never], eval_dataset=held_out)
     metrics = trainer.evaluate()
     assert metrics == pytest.approx(
@@ -319,7 +424,9 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
         nan_ok=True,
     )
     assert trainer.state.log_history[-1]["eval_unscored"] == 0.25
-    with pytest.raises(ConfigError, match=r"eval_dataset: there is nothing to evaluate on\. Give it to evaluate"):
+    with pytest.raises(
+        ConfigError, match=r"eval_dataset: there is nothing to evaluate on\. Give it to evaluate"
+    ):
         make("grpo", tmp_path / "unheld", reward=never).evaluate()
     none = make("grpo", tmp_path / "none", reward=never, eval_dataset=held_out).evaluate()
     assert math.isnan(none["eval_reward"]) and none["eval_unscored"] == 1.0
@@ -327,11 +434,14 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
 
 def test_training_averages_hold_nothing_of_evaluations(tmp_path):
     more = {"eval_dataset": [{"prompt": "ab"}, {"prompt": "cd"}], "eval_strategy": "steps", "eval_steps": 1}
-    lines = [make_lines(tmp_path / name, **settings) for name, settings in (("alone", {}), ("evaluated", more))]
+    lines = [
+        make_lines(tmp_path / name, **settings) for name, settings in (("alone", {}), ("evaluated", more))
+    ]
     for name in ("prefix/reuse_rate", "rewards/length/ok", "reward"):
         alone, evaluated = ([line[name] for line in own if name in line] for own in lines)
         assert alone == evaluated and len(alone) == 3
-    assert [line["eval_prefix/reuse_rate"] for line in lines[1] if "eval_reward" in line] == [0.0] * 3  # its prompts differ
+    # its prompts differ
+    assert [line["eval_prefix/reuse_rate"] for line in lines[1] if "eval_reward" in line] == [0.0] * 3
 
 
 def make_lines(folder: Path, **more: Any) -> list[dict[str, float]]:
@@ -350,17 +460,27 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
         return [0.0] * len(completions)
 
     shape = {"num_generations": 4, "difficulty": [0.2, 0.8], "reward": [solved, share_of_a]}
-    value_BF = torch.tensor([[1.0, -9.0]] * 4 + [[1.0, 9.0], [0.0, 9.0], [0.0, 9.0], [math.nan, 9.0]] + [[0.0, 0.5]] * 4)
-    for name, kept in [("solved", [False, True, False]), ("share_of_a", [False, False, True]), (None, [False, False, True])]:
+    value_BF = torch.tensor(
+        [[1.0, -9.0]] * 4 + [[1.0, 9.0], [0.0, 9.0], [0.0, 9.0], [math.nan, 9.0]] + [[0.0, 0.5]] * 4
+    )
+    for name, kept in [
+        ("solved", [False, True, False]),
+        ("share_of_a", [False, False, True]),
+        (None, [False, False, True]),
+    ]:
         trainer = make("grpo", tmp_path, difficulty_reward=name, **shape)
         rows = [trainer.train_dataset[index] for index in range(12)]
-        rewarded = RewardedCompletions(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
+        rewarded = RewardedCompletions(
+            rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1)
+        )
         _, kept_B = trainer.collector.advantages(rewarded)
         assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
     twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
     _, kept_B = twice.collector.advantages(rewarded)
     assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
-    with pytest.raises(ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"):
+    with pytest.raises(
+        ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"
+    ):
         make("grpo", tmp_path, difficulty_reward="solve", **shape)
 
 
@@ -368,10 +488,13 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.parametrize("adapters", [False, True])
 def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
-    """Log-probabilities of server and trainer agree in every rollout, also after updates, since the server gets new weights."""
+    """Log-probabilities of server and trainer agree in every rollout, also after updates, since the server
+    gets new weights."""
     write_model(tmp_path / "stock", seed=0)
     load(tmp_path / "stock").save(tmp_path / "model")
-    options, environment = (FOR_ROLLOUTS + FOR_ADAPTERS, FOR_ADAPTERS_IN_ENVIRONMENT) if adapters else (FOR_ROLLOUTS, {})
+    options, environment = (
+        (FOR_ROLLOUTS + FOR_ADAPTERS, FOR_ADAPTERS_IN_ENVIRONMENT) if adapters else (FOR_ROLLOUTS, {})
+    )
     with Server(tmp_path / "model", tmp_path / "log.txt", options, **environment) as server:
         args = GRPOConfig(
             output_dir=str(tmp_path / "run"),
@@ -386,10 +509,21 @@ def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
             save_strategy="no",
             use_cpu=True,
             disable_tqdm=True,
-            rollout={"backend": "vllm", "url": server.url, "sync": "lora" if adapters else "disk", "patience": 300.0},
+            rollout={
+                "backend": "vllm",
+                "url": server.url,
+                "sync": "lora" if adapters else "disk",
+                "patience": 300.0,
+            },
         )
-        peft = {"peft_config": LoraSettings(r=8, target_modules=["q_proj", "v_proj"]).to_peft()} if adapters else {}
-        prompts = [{"prompt": text} for text in ("Once upon a time", "The dog", "Lily and her mom went to the", "A")]
+        peft = (
+            {"peft_config": LoraSettings(r=8, target_modules=["q_proj", "v_proj"]).to_peft()}
+            if adapters
+            else {}
+        )
+        prompts = [
+            {"prompt": text} for text in ("Once upon a time", "The dog", "Lily and her mom went to the", "A")
+        ]
         trainer = GRPOTrainer(unmask.load(tmp_path / "model"), share_of_a, args, prompts, **peft)
         before = weights(trainer.lm)
         trainer.train()
@@ -397,4 +531,8 @@ def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
     gaps = [line["server_gap"] for line in trainer.state.log_history if "server_gap" in line]
     assert not equal(weights(trainer.lm), before)
     assert len(gaps) == 6 and max(gaps) < 1e-3, gaps
-    assert all(math.isclose(line["importance"], 1.0, abs_tol=1e-2) for line in trainer.state.log_history if "importance" in line)
+    assert all(
+        math.isclose(line["importance"], 1.0, abs_tol=1e-2)
+        for line in trainer.state.log_history
+        if "importance" in line
+    )

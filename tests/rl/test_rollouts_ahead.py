@@ -1,5 +1,5 @@
-"""A server samples the next rollout while the trainer trains: from weights that are no older than allowed, and with the loss of a ratio to
-them."""
+"""A server samples the next rollout while the trainer trains: from weights that are no older than allowed,
+and with the loss of a ratio to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,18 @@ from unmask.rl.rollouts_ahead import weights_in_use
 from unmask.rl.trainer import GRPOTrainer
 from unmask.training.durable.stopping import StopOnSignal
 
-WITH_RATIO = ["diffu-grpo", "uni-grpo", "coupled-grpo", "espo", "gdpo", "bgpo", "cj-grpo", "step-merge", "trace-rl", "dipo"]
+WITH_RATIO = [
+    "diffu-grpo",
+    "uni-grpo",
+    "coupled-grpo",
+    "espo",
+    "gdpo",
+    "bgpo",
+    "cj-grpo",
+    "step-merge",
+    "trace-rl",
+    "dipo",
+]
 
 
 def reference_model(lm: DiffusionLM, held: dict[str, Tensor]) -> DiffusionLM:
@@ -57,7 +68,10 @@ def recorded(trainer: GRPOTrainer) -> tuple[list[dict[str, Tensor]], list[Any]]:
 
 
 def test_without_staleness_nothing_is_asked_in_advance(tmp_path):
-    server, shape = CopyServer(), {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "reward": ranks}
+    server, shape = (
+        CopyServer(),
+        {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "reward": ranks},
+    )
     trainer = trainer_of(server, tmp_path / "server", **shape)
     assert trainer.args.max_staleness == 0 and trainer.collector.backend is server
     trainer.train()
@@ -65,7 +79,9 @@ def test_without_staleness_nothing_is_asked_in_advance(tmp_path):
     here.train()
     assert equal(weights(trainer.lm), weights(here.lm))
     assert [version for version, _ in server.sampled] == [0, 2]
-    assert not list(tmp_path.rglob("rollout_ahead*")) and not any("staleness" in line for line in trainer.state.log_history)
+    assert not list(tmp_path.rglob("rollout_ahead*")) and not any(
+        "staleness" in line for line in trainer.state.log_history
+    )
 
 
 @partly_slow(
@@ -80,7 +96,13 @@ def test_without_staleness_nothing_is_asked_in_advance(tmp_path):
     *(0, 3),
 )
 def test_no_rollout_is_older_than_allowed_however_slow_the_server(updates, most, versions, tmp_path):
-    shape = {"max_steps": 6, "num_iterations": updates, "max_staleness": most, "reward": ranks, "learning_rate": 3e-2}
+    shape = {
+        "max_steps": 6,
+        "num_iterations": updates,
+        "max_staleness": most,
+        "reward": ranks,
+        "learning_rate": 3e-2,
+    }
     made = []
     for number, delays in enumerate([(0.0,), (0.2, 0.0)]):
         server = CopyServer(*delays)
@@ -88,7 +110,10 @@ def test_no_rollout_is_older_than_allowed_however_slow_the_server(updates, most,
         trainer.train()
         assert [version for version, _ in server.sampled] == versions
         ages = [line["staleness"] for line in trainer.state.log_history if "staleness" in line]
-        assert ages == [index * updates - version for index, version in enumerate(versions)] and max(ages) <= most
+        assert (
+            ages == [index * updates - version for index, version in enumerate(versions)]
+            and max(ages) <= most
+        )
         made.append(weights(trainer.lm))
     assert equal(*made)
 
@@ -118,7 +143,14 @@ def test_the_server_samples_while_the_trainer_trains(tmp_path):
 @partly_slow("method", WITH_RATIO, 0, 1, 2, 3)
 def test_the_old_policy_is_the_one_that_sampled(method, tmp_path):
     """Log-probabilities of the old policy are those of another model with the weights that the server had."""
-    settings = {"max_steps": 3, "max_staleness": 1, "reward": ranks, "learning_rate": 3e-2, "epsilon": None, "method": method}
+    settings = {
+        "max_steps": 3,
+        "max_staleness": 1,
+        "reward": ranks,
+        "learning_rate": 3e-2,
+        "epsilon": None,
+        "method": method,
+    }
     trainer = trainer_of(CopyServer(), tmp_path, gradient_accumulation_steps=2, **settings, rows=PAIRS[:6])
     before, batches = recorded(trainer)
     trainer.train()
@@ -133,7 +165,14 @@ def test_the_old_policy_is_the_one_that_sampled(method, tmp_path):
 
 def test_the_loss_of_an_older_rollout_is_that_of_the_formula(tmp_path):
     """PPO's clipped surrogate of each token, with the policy of one update before as the old one."""
-    settings = {"method": "diffu-grpo", "prompt_mask_rate": 0.0, "epsilon": 0.1, "max_steps": 2, "reward": ranks, "learning_rate": 3e-2}
+    settings = {
+        "method": "diffu-grpo",
+        "prompt_mask_rate": 0.0,
+        "epsilon": 0.1,
+        "max_steps": 2,
+        "reward": ranks,
+        "learning_rate": 3e-2,
+    }
     trainer = trainer_of(CopyServer(), tmp_path, max_staleness=1, **settings)
     before, batches = recorded(trainer)
     trainer.train()
@@ -143,7 +182,9 @@ def test_the_loss_of_an_older_rollout_is_that_of_the_formula(tmp_path):
     def log_probs(held: dict[str, Tensor]) -> Tensor:
         hidden_BT = (batch.rollout.document_BT > 0) & ~batch.rollout.prompt_BT
         ids_BT = batch.rollout.ids_BT.masked_fill(hidden_BT, trainer.lm.mask_token_id)
-        logits_BTV = reference_model(trainer.lm, held).logits(ids_BT, hidden_BT=hidden_BT, attention_mask_BT=batch.rollout.document_BT)
+        logits_BTV = reference_model(trainer.lm, held).logits(
+            ids_BT, hidden_BT=hidden_BT, attention_mask_BT=batch.rollout.document_BT
+        )
         return logits_BTV.log_softmax(2).gather(2, batch.rollout.ids_BT[:, :, None])[:, :, 0]
 
     with torch.no_grad():
@@ -157,8 +198,8 @@ def test_the_loss_of_an_older_rollout_is_that_of_the_formula(tmp_path):
 
 
 def test_the_ratio_makes_the_gradient_that_of_the_present_policy(tmp_path):
-    """Over all completions of one token, weighted by the probability with which the older policy draws them, the gradient of the loss is
-    minus that of the present policy's expected reward."""
+    """Over all completions of one token, weighted by the probability with which the older policy draws them,
+    the gradient of the loss is minus that of the present policy's expected reward."""
     lm, older = tiny(), weights(tiny())
     trainer = trainer_of(CopyServer(), tmp_path, lm, max_staleness=1, epsilon=1.0, epsilon_high=1e6)
     ids, [vocabulary] = [3, 4], lm.logits(torch.tensor([[3]])).shape[-1:]
@@ -192,7 +233,9 @@ def test_weights_are_exchanged_and_come_back(tmp_path):
     with pytest.raises(ValueError, match="inside"), weights_in_use(lm, other):
         assert all(torch.equal(weight, before[name] + 1) for name, weight in lm.model.named_parameters())
         raise ValueError("inside")
-    assert equal(weights(lm), before) and all(one is two for one, two in zip(parts, lm.model.parameters(), strict=True))
+    assert equal(weights(lm), before) and all(
+        one is two for one, two in zip(parts, lm.model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("processes", "size"), [(1, 4), (2, 2), (2, 4)])
@@ -206,14 +249,21 @@ def test_prompts_of_a_later_rollout_are_those_that_the_loader_gives(processes, s
             sampler.set_epoch(epoch)
             batches = list(BatchSamplerShard(BatchSampler(sampler, size, drop_last=False), processes, mine))
             starts = range(0, len(batches), accumulation * repeats)
-            given += [[row for batch in batches[start : start + accumulation] for row in batch] for start in starts]
-        later = [[row for place, row in enumerate(sampler.rollout(n)) if place // size % processes == mine] for n in range(steps)]
+            given += [
+                [row for batch in batches[start : start + accumulation] for row in batch] for start in starts
+            ]
+        later = [
+            [row for place, row in enumerate(sampler.rollout(n)) if place // size % processes == mine]
+            for n in range(steps)
+        ]
         assert later == given
 
 
 def test_prompts_asked_in_advance_are_those_of_the_run(tmp_path):
     """Over several epochs, and with a curriculum."""
-    for number, more in enumerate(({}, {"curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True})):
+    for number, more in enumerate(
+        ({}, {"curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True})
+    ):
         keys = []
         for most in (0, 1):
             server = CopyServer()
@@ -226,8 +276,21 @@ def test_prompts_asked_in_advance_are_those_of_the_run(tmp_path):
 
 def test_a_run_ahead_resumes_bit_for_bit(tmp_path):
     """Also amid the updates of a rollout, while the next one is on its way."""
-    shape = {"max_steps": 6, "num_iterations": 2, "max_staleness": 2, "save_strategy": "steps", "save_steps": 1, "curriculum": 0.3}
-    shape |= {"reward": low_ids, "learning_rate": 3e-2, "rows": PAIRS[:6], "dynamic_sampling": 1, "drop_equal_groups": True}
+    shape = {
+        "max_steps": 6,
+        "num_iterations": 2,
+        "max_staleness": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "curriculum": 0.3,
+    }
+    shape |= {
+        "reward": low_ids,
+        "learning_rate": 3e-2,
+        "rows": PAIRS[:6],
+        "dynamic_sampling": 1,
+        "drop_equal_groups": True,
+    }
     straight = trainer_of(CopyServer(), tmp_path, **shape)
     straight.train()
     for step in (2, 3):
@@ -237,20 +300,45 @@ def test_a_run_ahead_resumes_bit_for_bit(tmp_path):
 
 
 SHAPES: list[dict[str, Any]] = [
-    {"num_iterations": 1, "max_staleness": 1, "method": "cj-grpo", "eval_dataset": PAIRS[:2], "eval_strategy": "steps", "eval_steps": 1},
-    {"num_iterations": 3, "max_staleness": 2, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True, "beta": 0.1},
-    {"num_iterations": 2, "max_staleness": 2, "peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()},
+    {
+        "num_iterations": 1,
+        "max_staleness": 1,
+        "method": "cj-grpo",
+        "eval_dataset": PAIRS[:2],
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    },
+    {
+        "num_iterations": 3,
+        "max_staleness": 2,
+        "curriculum": 0.3,
+        "dynamic_sampling": 1,
+        "drop_equal_groups": True,
+        "beta": 0.1,
+    },
+    {
+        "num_iterations": 2,
+        "max_staleness": 2,
+        "peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft(),
+    },
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_ahead_of_a_real_server_resumes_bit_for_bit(shape, tmp_path):
-    """From every step; a resumed run asks again for what was on its way, and evaluations use the server in between."""
+    """From every step; a resumed run asks again for what was on its way, and evaluations use the server in
+    between."""
     with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
 
         def run() -> GRPOTrainer:
-            saved = {"save_strategy": "steps", "save_steps": 1, "reward": low_ids, "learning_rate": 3e-2, "rows": PAIRS[:6]}
+            saved = {
+                "save_strategy": "steps",
+                "save_steps": 1,
+                "reward": low_ids,
+                "learning_rate": 3e-2,
+                "rows": PAIRS[:6],
+            }
             rollout = {"backend": "server", "url": url}
             return make("grpo", tmp_path / "run", rollout=rollout, max_steps=7, **saved, **shape)  # type: ignore[return-value]
 
@@ -292,11 +380,16 @@ def test_no_process_sends_weights_before_the_server_has_sampled_for_all(tmp_path
     assert events == ["waited", "all processes are here", "sent", "all processes are here"]
 
 
-def test_groups_that_replace_others_come_from_the_weights_of_the_rest_although_an_evaluation_sent_others(tmp_path):
+def test_groups_that_replace_others_come_from_the_weights_of_the_rest_although_an_evaluation_sent_others(
+    tmp_path,
+):
     def equal_rewards(completions: list[str], **_: Any) -> list[float]:
         return [1.0] * len(completions)
 
-    server, shape = CopyServer(0.05), {"max_steps": 4, "max_staleness": 1, "dynamic_sampling": 1, "drop_equal_groups": True}
+    server, shape = (
+        CopyServer(0.05),
+        {"max_steps": 4, "max_staleness": 1, "dynamic_sampling": 1, "drop_equal_groups": True},
+    )
     held_out = {"eval_dataset": PAIRS[:1], "eval_strategy": "steps", "eval_steps": 1}
     trainer_of(server, tmp_path, reward=equal_rewards, **shape, **held_out).train()
     assert [version for version, keys in server.sampled if len(keys) > 1] == [0, 0, 0, 0, 1, 1, 2, 2]
@@ -308,11 +401,16 @@ def test_a_server_that_fails_in_the_background_stops_the_run_with_a_checkpoint(f
     shape = {"max_steps": 5, "max_staleness": 1, "reward": ranks, "learning_rate": 3e-2}
     straight = trainer_of(CopyServer(), tmp_path / "straight", **shape)
     straight.train()
-    error = RemoteError("the server has accepted no requests for 30 seconds", where="http://h:1", remedy="Start it")
+    error = RemoteError(
+        "the server has accepted no requests for 30 seconds", where="http://h:1", remedy="Start it"
+    )
     trainer = trainer_of(CopyServer(failing={failing: error}), tmp_path / "run", **shape)
     with pytest.raises(RemoteError, match="accepted no requests for 30 seconds"):
         trainer.train()
-    assert trainer.state.global_step == failing and (tmp_path / "run" / f"checkpoint-{failing}" / "rollout_ahead.pt").exists()
+    assert (
+        trainer.state.global_step == failing
+        and (tmp_path / "run" / f"checkpoint-{failing}" / "rollout_ahead.pt").exists()
+    )
     resumed = trainer_of(CopyServer(), tmp_path / "run", **shape)
     resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm))
@@ -356,7 +454,10 @@ def test_every_method_either_has_a_ratio_or_refuses_older_rollouts(tmp_path):
         if name in WITH_RATIO:
             assert GRPOConfig(**settings).max_staleness == 1
         else:
-            refused = rf"^method and max_staleness: the loss of {name} has no ratio to the policy that sampled.*Leave it out, or use one of"
+            refused = (
+                rf"^method and max_staleness: the loss of {name} has no ratio to the policy that "
+                r"sampled.*Leave it out, or use one of"
+            )
             with pytest.raises(ConfigError, match=refused):
                 GRPOConfig(**settings)
 
@@ -366,7 +467,10 @@ def test_every_method_either_has_a_ratio_or_refuses_older_rollouts(tmp_path):
     [
         (
             {},
-            r"^rollout\.backend and max_staleness: only a server can sample while the model trains\. Set rollout\.backend to server",
+            (
+                r"^rollout\.backend and max_staleness: only a server can sample while the model trains\. "
+                r"Set rollout\.backend to server"
+            ),
         ),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync_steps": 2}},
@@ -374,7 +478,10 @@ def test_every_method_either_has_a_ratio_or_refuses_older_rollouts(tmp_path):
         ),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}},
-            r"^rollout\.sync and max_staleness: a restarted server would get the weights as they are being trained\. Use disk or lora",
+            (
+                r"^rollout\.sync and max_staleness: a restarted server would get the weights as they are "
+                r"being trained\. Use disk or lora"
+            ),
         ),
         ({"rollout": REMOTE, "max_staleness": -1}, "max_staleness"),
     ],

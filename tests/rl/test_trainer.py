@@ -1,4 +1,5 @@
-"""Rollouts, masks and log-probabilities of GRPO are computed once, used once, and independent of the micro-batches."""
+"""Rollouts, masks and log-probabilities of GRPO are computed once, used once, and independent of the
+micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ import pytest
 import torch
 
 from tests.helpers import as_earlier_version
-from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, tiny, weights
+from tests.training.tiny_runs import (
+    PAIRS,
+    equal,
+    low_ids,
+    make,
+    moved,
+    ranks,
+    settings,
+    share_of_a,
+    tiny,
+    weights,
+)
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
@@ -59,10 +71,16 @@ def test_each_step_holds_whole_groups_and_each_epoch_each_prompt(repeats):
     assert list(sampler) == first != second
 
 
-def rollouts(folder: Path, size: int, accumulation: int, **more: Any) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
+def rollouts(
+    folder: Path, size: int, accumulation: int, **more: Any
+) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
     """Completions by step, prompt and repeat, and the weights at the end."""
     lm = tiny(dtype=torch.float64)
-    shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "num_generations": 4}
+    shape = {
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": 4,
+    }
     trainer = make("grpo", folder, lm, **shape, **more)
     made: dict[Any, Any] = {}
     sample = trainer.sample
@@ -84,7 +102,12 @@ def test_rollouts_and_gradients_do_not_depend_on_how_the_batch_is_cut(method, tm
     shape = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "method": method}
     made, trained = rollouts(tmp_path, 8, 1, **shape)
     assert len(made) == 16 and len({tuple(tokens) for tokens in made.values()}) > 8
-    for size, accumulation, more in [(4, 2, {}), (1, 8, {}), (8, 1, {"rollout_batch_size": 3}), (4, 2, {"score_chunk": 1})]:
+    for size, accumulation, more in [
+        (4, 2, {}),
+        (1, 8, {}),
+        (8, 1, {"rollout_batch_size": 3}),
+        (4, 2, {"score_chunk": 1}),
+    ]:
         again, other = rollouts(tmp_path, size, accumulation, **shape, **more)
         assert again == made
         torch.testing.assert_close(other, trained, rtol=0, atol=1e-6)  # advantages are float32
@@ -93,7 +116,9 @@ def test_rollouts_and_gradients_do_not_depend_on_how_the_batch_is_cut(method, tm
 def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
     shape = {"rows": PAIRS[:2], "learning_rate": 0.0, "max_steps": 2}  # the same prompts in both steps
     made, _ = rollouts(tmp_path, 8, 1, **shape)
-    first, second = ([made[step, sample, repeat] for sample in range(2) for repeat in range(4)] for step in range(2))
+    first, second = (
+        [made[step, sample, repeat] for sample in range(2) for repeat in range(4)] for step in range(2)
+    )
     assert len({tuple(tokens) for tokens in first + second}) > 12
     other, _ = rollouts(tmp_path, 8, 1, **shape, seed=1)
     for step in range(2):  # nor those of a seed one lower, or of an earlier step, a step later
@@ -108,28 +133,49 @@ def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 8])
 def test_completions_compete_with_their_own_group(size, tmp_path):
-    shape = {"num_generations": 4, "per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+    shape = {
+        "num_generations": 4,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": 8 // size,
+        "max_steps": 1,
+    }
     trainer = run(tmp_path, ranks, **shape)
     advantage_B = torch.cat([updates[0].advantage_BT for updates in trainer.buffer])
     assert advantage_B.flatten().tolist() == [-1.5, -0.5, 0.5, 1.5] * 2
 
 
 class Stepwise(GRPOTrainer):
-    """Advantages from the reward of a completion and from the fraction of `a` among the tokens of its first steps."""
+    """Advantages from the reward of a completion and from the fraction of `a` among the tokens of its first
+    steps."""
 
-    def token_advantages(self, rewarded: RewardedCompletions, rollout: Any, advantage_B: torch.Tensor) -> torch.Tensor:
-        assert rewarded.total_B.shape == advantage_B.shape and len(rewarded.generation.tokens) == len(rewarded.rows) == len(rollout.ids_BT)
+    def token_advantages(
+        self, rewarded: RewardedCompletions, rollout: Any, advantage_B: torch.Tensor
+    ) -> torch.Tensor:
+        assert rewarded.total_B.shape == advantage_B.shape and len(rewarded.generation.tokens) == len(
+            rewarded.rows
+        ) == len(rollout.ids_BT)
         is_a_BT = rollout.ids_BT == self.lm.tokenizer.convert_tokens_to_ids("a")
         by_step_BT = torch.zeros(rollout.ids_BT.shape)
         for row, steps in enumerate(rollout.step_BT.tolist()):
             for column, step in enumerate(steps):
-                known = [is_a_BT[row, other].item() for other, earlier in enumerate(steps) if 0 <= earlier <= step]
+                known = [
+                    is_a_BT[row, other].item() for other, earlier in enumerate(steps) if 0 <= earlier <= step
+                ]
                 by_step_BT[row, column] = sum(known) / max(len(known), 1)
         return advantage_B[:, None] + by_step_BT
 
 
 def test_single_steps_can_have_advantages_of_their_own(tmp_path):
-    args = GRPOConfig(**settings(tmp_path, num_generations=4, max_completion_length=5, num_iterations=2, aggregation="token", epsilon=0.1))
+    args = GRPOConfig(
+        **settings(
+            tmp_path,
+            num_generations=4,
+            max_completion_length=5,
+            num_iterations=2,
+            aggregation="token",
+            epsilon=0.1,
+        )
+    )
     trainer = Stepwise(tiny(dtype=torch.float64), ranks, args, PAIRS)
     [[_, update]] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(8)]])
     moved(trainer.lm, 0.05)
@@ -143,7 +189,8 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
         clipped += ratio != bounded
         values.add((row, round(advantage, 6)))
     items = trainer.count_items(update)
-    assert 0 < clipped < items == update.rollout.completion_BT.sum() and len(values) > 8  # more than one of a completion
+    # more than one of a completion
+    assert 0 < clipped < items == update.rollout.completion_BT.sum() and len(values) > 8
     loss = trainer.training_step(trainer.model, update, items)
     assert loss.item() == pytest.approx(expected / items.item(), rel=1e-6)
 
@@ -151,12 +198,22 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
 def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(tmp_path, monkeypatch):
     trainer = make("grpo", tmp_path, num_generations=4)
     monkeypatch.setattr(trainer, "token_advantages", lambda rewarded, rollout, advantage_B: advantage_B)
-    with pytest.raises(TrainingError, match=r"token_advantages: returned a tensor of shape \[4\]\. Give .* \[4, 1\] or \[4, \d+\]"):
+    with pytest.raises(
+        TrainingError,
+        match=r"token_advantages: returned a tensor of shape \[4\]\. Give .* \[4, 1\] or \[4, \d+\]",
+    ):
         trainer.train()
 
 
 def test_a_run_with_inner_iterations_resumes_at_a_rollout_bit_for_bit(tmp_path):
-    shape = {"max_steps": 8, "num_iterations": 2, "save_strategy": "steps", "save_steps": 4, "rows": PAIRS[:6]}  # six steps an epoch
+    # six steps an epoch
+    shape = {
+        "max_steps": 8,
+        "num_iterations": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "rows": PAIRS[:6],
+    }
     straight = make("grpo", tmp_path, **shape)
     straight.train()
     resumed = make("grpo", tmp_path, **shape)
@@ -169,12 +226,29 @@ def test_a_run_with_inner_iterations_resumes_at_a_rollout_bit_for_bit(tmp_path):
 def test_rewards_are_asked_as_trl_asks_them(chat, tmp_path):
     calls: list[dict[str, Any]] = []
 
-    def reward(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], **rest: Any) -> list[float]:
-        calls.append({"prompts": prompts, "completions": completions, "ids": completion_ids, "answer": answer, "rest": rest})
+    def reward(
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        answer: list[str],
+        **rest: Any,
+    ) -> list[float]:
+        calls.append(
+            {
+                "prompts": prompts,
+                "completions": completions,
+                "ids": completion_ids,
+                "answer": answer,
+                "rest": rest,
+            }
+        )
         return [0.0] * len(prompts)
 
     prompts = [[{"role": "user", "content": pair["prompt"]}] if chat else pair["prompt"] for pair in PAIRS]
-    rows = [{"prompt": prompt, "answer": str(i), "sample_id": f"s{i}", "repeat": -i} for i, prompt in enumerate(prompts)]
+    rows = [
+        {"prompt": prompt, "answer": str(i), "sample_id": f"s{i}", "repeat": -i}
+        for i, prompt in enumerate(prompts)
+    ]
     trainer = run(tmp_path, reward, rows=rows, max_steps=1)
     [call] = calls
     assert call["rest"].keys() == {"trainer_state", "log_extra", "log_metric", "sample_id", "repeat"}
@@ -184,7 +258,9 @@ def test_rewards_are_asked_as_trl_asks_them(chat, tmp_path):
     assert [prompts[int(answer)] for answer in call["answer"]] == call["prompts"]
     assert call["answer"][0::2] == call["answer"][1::2]
     texts = [trainer.lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in call["ids"]]
-    assert call["completions"] == ([[{"role": "assistant", "content": text}] for text in texts] if chat else texts)
+    assert call["completions"] == (
+        [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+    )
 
 
 def test_async_rewards_are_waited_for(tmp_path):
@@ -195,7 +271,12 @@ def test_async_rewards_are_waited_for(tmp_path):
 
 
 def test_rewards_are_logged_from_the_first_step_on(tmp_path):
-    trainer = run(tmp_path, [share_of_a, lambda completions, **_: [1.0] * len(completions)], max_steps=3, reward_weights=[1.0, 0.5])
+    trainer = run(
+        tmp_path,
+        [share_of_a, lambda completions, **_: [1.0] * len(completions)],
+        max_steps=3,
+        reward_weights=[1.0, 0.5],
+    )
     lines = trainer.state.log_history[:3]
     for line in lines:
         assert line["reward"] == pytest.approx(line["rewards/share_of_a"] + 0.5)
@@ -209,7 +290,12 @@ def test_equal_rewards_have_no_deviation_though_their_mean_is_rounded(tmp_path):
 
     lm = tiny()
     before = weights(lm)
-    settings = {"max_steps": 1, "reward_weights": [1.0, 0.3], "advantage": "population-z-score", "weight_decay": 0.0}
+    settings = {
+        "max_steps": 1,
+        "reward_weights": [1.0, 0.3],
+        "advantage": "population-z-score",
+        "weight_decay": 0.0,
+    }
     line = run(tmp_path, [one, one], lm, **settings).state.log_history[0]
     assert line["reward"] == pytest.approx(1.3) and line["reward_std"] == 0.0
     assert equal(weights(lm), before)
@@ -229,9 +315,12 @@ def test_completions_without_a_reward_teach_nothing(tmp_path):
     assert line["unscored"] == 1.0 and line["loss"] == 0.0 and "reward" not in line
 
     rows = [{"prompt": "ab"}, {"prompt": "cd"}]
-    trainer = run(tmp_path, sometimes, rows=rows, num_generations=4, per_device_train_batch_size=8, max_steps=1)
+    trainer = run(
+        tmp_path, sometimes, rows=rows, num_generations=4, per_device_train_batch_size=8, max_steps=1
+    )
     line = trainer.state.log_history[0]
-    assert line["unscored"] == 0.5 and line["reward"] in (1.5, 5.5)  # of the first four completions, or of the last
+    # of the first four completions, or of the last
+    assert line["unscored"] == 0.5 and line["reward"] in (1.5, 5.5)
     [[update]] = trainer.buffer
     silent_B = update.rollout.ids_BT[:, 1] == trainer.lm.tokenizer.convert_tokens_to_ids("a")
     assert silent_B.sum() == 4
@@ -263,10 +352,16 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
     assert any(ends) if eos else not all(ends)
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, 0.5), ({"score_temperature": 1.0}, 1.0), ({"score_temperature": 0.25}, 0.25)])
-def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions_are_sampled_at(given, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 0.5), ({"score_temperature": 1.0}, 1.0), ({"score_temperature": 0.25}, 0.25)]
+)
+def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions_are_sampled_at(
+    given, expected, tmp_path
+):
     lm = tiny(dtype=torch.float64)
-    trainer = make("grpo", tmp_path, lm, temperature=0.5, beta=0.1, num_iterations=2, prompt_mask_rate=0.0, **given)
+    trainer = make(
+        "grpo", tmp_path, lm, temperature=0.5, beta=0.1, num_iterations=2, prompt_mask_rate=0.0, **given
+    )
     plain = make("grpo", tmp_path, tiny(dtype=torch.float64), temperature=0.5)
     drawn = []
     for each in (trainer, plain):
@@ -280,12 +375,22 @@ def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions
     log_prob_BTV = (lm.logits(noisy_BT, later.rollout.document_BT) / expected).log_softmax(2)
     expected_BT = log_prob_BTV.gather(2, ids_BT[:, :, None]).squeeze(2)
     for target_BMT in (trainer.per_view.log_probs(lm, later), later.old_BMT, later.reference_BMT):
-        torch.testing.assert_close(target_BMT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            target_BMT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("beyond", ["hidden", "shown", "learnt"])
 def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, tmp_path):
-    trainer = make("grpo", tmp_path, method="coupled-grpo", beyond_eos=beyond, stop_at_eos=False, max_completion_length=8, reward=ranks)
+    trainer = make(
+        "grpo",
+        tmp_path,
+        method="coupled-grpo",
+        beyond_eos=beyond,
+        stop_at_eos=False,
+        max_completion_length=8,
+        reward=ranks,
+    )
     assert isinstance(trainer, GRPOTrainer)
     [[update]] = trainer.collect_updates([next(iter(trainer.get_train_dataloader()))])
     rollout = update.rollout
@@ -301,8 +406,14 @@ def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, 
     ("given", "message"),
     [
         ({"beyond_eos": "shown"}, "diffu-grpo always hides what is after the end"),
-        ({"beyond_eos": "shown", "method": "cj-grpo"}, "cj-grpo always hides what is after the end, or keeps it as sampled"),
-        ({"beyond_eos": "learnt", "lm": "causal"}, "a causal model predicts nothing from what is after the end"),
+        (
+            {"beyond_eos": "shown", "method": "cj-grpo"},
+            "cj-grpo always hides what is after the end, or keeps it as sampled",
+        ),
+        (
+            {"beyond_eos": "learnt", "lm": "causal"},
+            "a causal model predicts nothing from what is after the end",
+        ),
     ],
 )
 def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, message, tmp_path):
@@ -312,7 +423,8 @@ def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, mess
 
 
 def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
-    """For a model with several end tokens, like SDAR-Chat; canvases are sampled whole, so there are tokens after the end."""
+    """For a model with several end tokens, like SDAR-Chat; canvases are sampled whole, so there are tokens
+    after the end."""
     seen: list[tuple[str, list[int]]] = []
 
     def look(completions, completion_ids, **_):
@@ -321,7 +433,16 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
 
     lm = tiny()
     ends = lm.eos_token_ids = (lm.eos_token_id, *lm.tokenizer.convert_tokens_to_ids(["c", "d"]))
-    trainer = make("grpo", tmp_path, lm, reward=look, max_steps=1, stop_at_eos=False, max_completion_length=8, mask_truncated=True)
+    trainer = make(
+        "grpo",
+        tmp_path,
+        lm,
+        reward=look,
+        max_steps=1,
+        stop_at_eos=False,
+        max_completion_length=8,
+        mask_truncated=True,
+    )
     rows = [[trainer.train_dataset[index] for index in range(16)]]
     update = trainer.collect_updates(rows)[0][0]
     closed = [ids[-1] in ends for _, ids in seen]
@@ -336,7 +457,9 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
 QUICK = ("diffu-grpo", "spg", "trace-rl")
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in METHODS])
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in METHODS]
+)
 def test_a_bandit_is_learnt(method, tmp_path):
     trainer = run(
         tmp_path,
@@ -360,7 +483,15 @@ def test_completions_match_a_constraint(method, tmp_path):
         judged.extend(completions)
         return share_of_a(completions)
 
-    make("grpo", tmp_path, method=method, reward=share, constraint={"regex": "[ab]{2,}c?"}, max_completion_length=5, max_steps=3).train()
+    make(
+        "grpo",
+        tmp_path,
+        method=method,
+        reward=share,
+        constraint={"regex": "[ab]{2,}c?"},
+        max_completion_length=5,
+        max_steps=3,
+    ).train()
     assert len({*judged}) > 2 and all(re.fullmatch("[ab]{2,}c?", text) for text in judged)
     with pytest.raises(ConfigError, match="contradict one another"):
         make("grpo", tmp_path, constraint={"regex": "a", "json": True})
@@ -371,7 +502,15 @@ def test_held_out_prompts_are_answered_greedily(tmp_path):
         return [len(ids) + value for ids, value in zip(completion_ids, x, strict=True)]
 
     held_out = [{"prompt": "ab", "x": 1}, {"prompt": "cdef", "x": 5}]
-    trainer = make("grpo", tmp_path, reward=length, rows=held_out, eval_dataset=held_out, eval_strategy="steps", eval_steps=1)
+    trainer = make(
+        "grpo",
+        tmp_path,
+        reward=length,
+        rows=held_out,
+        eval_dataset=held_out,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     trainer.train()
     tokens = generate(trainer.lm, ["ab", "cdef"], trainer.args.sampler(temperature=0.0, seed=0)).tokens
     assert trainer.evaluate()["eval_reward"] == pytest.approx((len(tokens[0]) + 1 + len(tokens[1]) + 5) / 2)
@@ -438,8 +577,22 @@ def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, messa
 
 
 def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
-    shape = {"max_steps": 7, "num_iterations": 3, "save_strategy": "steps", "save_steps": 2, "rows": PAIRS[:6], "method": "cj-grpo"}
-    more = {"beta": 0.1, "reference_sync_steps": 3, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True, "reward": low_ids}
+    shape = {
+        "max_steps": 7,
+        "num_iterations": 3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "rows": PAIRS[:6],
+        "method": "cj-grpo",
+    }
+    more = {
+        "beta": 0.1,
+        "reference_sync_steps": 3,
+        "curriculum": 0.3,
+        "dynamic_sampling": 1,
+        "drop_equal_groups": True,
+        "reward": low_ids,
+    }
     straight = make("grpo", tmp_path, **shape, **more)
     straight.train()
     for checkpoint in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
@@ -456,7 +609,13 @@ def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
         make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
     as_earlier_version(tmp_path / "checkpoint-6")
     earlier = pytest.warns(RuntimeWarning, match="earlier version")
-    with earlier, pytest.raises(TrainingError, match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the dataset has 4"):
+    with (
+        earlier,
+        pytest.raises(
+            TrainingError,
+            match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the dataset has 4",
+        ),
+    ):
         make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
 
 
@@ -464,15 +623,24 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()
     (tmp_path / "checkpoint-1" / "rollouts-0.pt").write_bytes(b"torn")
-    with pytest.raises(TrainingError, match=r"checkpoint-1: rollouts-0.pt has 4 bytes instead of .*Use --resume without a path"):
+    with pytest.raises(
+        TrainingError,
+        match=r"checkpoint-1: rollouts-0.pt has 4 bytes instead of .*Use --resume without a path",
+    ):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gradient_accumulation_steps": 1}, r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[4\]"),
-        ({"per_device_train_batch_size": 2}, r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]"),
+        (
+            {"gradient_accumulation_steps": 1},
+            r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[4\]",
+        ),
+        (
+            {"per_device_train_batch_size": 2},
+            r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]",
+        ),
         ({"num_iterations": 3}, "was made with num_iterations 2, not 3"),
         ({"method": "cj-grpo"}, "was made with method diffu-grpo, not cj-grpo"),
         ({"score_temperature": 0.5}, "was made with log_prob_temperature 1.0, not 0.5"),
@@ -480,19 +648,33 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     ],
 )
 def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_path):
-    shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1, "rows": PAIRS[:6]}
+    shape = {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "rows": PAIRS[:6],
+    }
     make("grpo", tmp_path, **shape).train()
     with pytest.raises(ConfigError, match="would make another run"):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     as_earlier_version(tmp_path / "checkpoint-1")
     earlier = pytest.warns(RuntimeWarning, match="earlier version")
-    with earlier, pytest.raises(TrainingError, match=rf"cannot be resumed from: rollouts-0.pt {message}.*Delete this checkpoint"):
+    with (
+        earlier,
+        pytest.raises(
+            TrainingError, match=rf"cannot be resumed from: rollouts-0.pt {message}.*Delete this checkpoint"
+        ),
+    ):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_one_config_trains_models_of_several_families(tmp_path):
     args = GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=4), method="trace-rl")
-    for attention, block_size, expected in (("block_causal", 4, ("view-constant", 10.0)), ("bidirectional", None, ("view", None))):
+    for attention, block_size, expected in (
+        ("block_causal", 4, ("view-constant", 10.0)),
+        ("bidirectional", None, ("view", None)),
+    ):
         trainer = GRPOTrainer(tiny(attention, block_size), share_of_a, args, PAIRS)
         assert (trainer.method.aggregation, trainer.method.log_ratio_clamp) == expected
 
@@ -502,9 +684,13 @@ def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
     make("grpo", tmp_path, **shape).train()
     checkpoint = tmp_path / "checkpoint-1"
     (checkpoint / "rollouts-1.pt").touch()
-    listed = json.loads((checkpoint / FILE_LIST).read_text())["files"] | described(checkpoint, [checkpoint / "rollouts-1.pt"])
+    listed = json.loads((checkpoint / FILE_LIST).read_text())["files"] | described(
+        checkpoint, [checkpoint / "rollouts-1.pt"]
+    )
     (checkpoint / FILE_LIST).write_text(json.dumps({"files": listed}))
-    with pytest.raises(TrainingError, match="checkpoint-1: cannot be resumed from: it was saved by more than 1 processes"):
+    with pytest.raises(
+        TrainingError, match="checkpoint-1: cannot be resumed from: it was saved by more than 1 processes"
+    ):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -515,7 +701,15 @@ def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_pa
         return [0.0 if "b" in prompt else float(rank) for rank, prompt in enumerate(prompts)]
 
     rows = [{"prompt": prompt} for prompt in ("ab", "ba", "bb", "bc", "cb", "ac", "ca", "cc")]
-    trainer = run(tmp_path, reward, rows=rows, dynamic_sampling=4, drop_equal_groups=True, max_steps=3, learning_rate=0.0)
+    trainer = run(
+        tmp_path,
+        reward,
+        rows=rows,
+        dynamic_sampling=4,
+        drop_equal_groups=True,
+        max_steps=3,
+        learning_rate=0.0,
+    )
     for line in trainer.state.log_history[:3]:
         assert line["groups_kept"] == 1.0
     used = {prompt for prompt, (_, mean) in trainer.collector.history.seen.items() if mean > 0}
@@ -532,7 +726,9 @@ def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
         return ["abcdefgh".index(prompt[0]) / 7 for prompt in prompts]
 
     rows = [{"prompt": letter * 2} for letter in "abcdefgh"]
-    trainer = run(tmp_path, reward, rows=rows, curriculum=1.0, max_steps=60, learning_rate=0.0, num_train_epochs=30)
+    trainer = run(
+        tmp_path, reward, rows=rows, curriculum=1.0, max_steps=60, learning_rate=0.0, num_train_epochs=30
+    )
     counts = [trainer.collector.history.seen[prompt][0] for prompt in range(8)]
     assert sum(counts[6:]) > 2 * sum(counts[:2]) > 0
 
@@ -542,7 +738,9 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
     lm = tiny()
     with torch.no_grad():  # half of the completions end
         lm.model.model.embed_tokens.weight[lm.eos_token_id] *= 2
-    plain, changed = (make("grpo", tmp_path, lm, max_steps=1, learning_rate=0.0, **more) for more in ({}, change))
+    plain, changed = (
+        make("grpo", tmp_path, lm, max_steps=1, learning_rate=0.0, **more) for more in ({}, change)
+    )
     rows = [[plain.train_dataset[index] for index in range(16)]]
     update, other = plain.collect_updates(rows)[0][0], changed.collect_updates(rows)[0][0]
     rollout = update.rollout
@@ -561,8 +759,19 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
 def test_a_group_reads_its_prompt_once(tmp_path):
     """The second of two completions shares all but the current block, and in causal models everything."""
     prompts = [{"prompt": "abcd"}, {"prompt": "efgh"}]
-    trainer = run(tmp_path, ranks, tiny("causal"), rows=prompts, max_steps=2, eval_dataset=prompts, eval_strategy="steps", eval_steps=1)
-    assert [line["prefix/reuse_rate"] for line in trainer.state.log_history if "prefix/reuse_rate" in line] == [0.5, 0.5]
+    trainer = run(
+        tmp_path,
+        ranks,
+        tiny("causal"),
+        rows=prompts,
+        max_steps=2,
+        eval_dataset=prompts,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    assert [
+        line["prefix/reuse_rate"] for line in trainer.state.log_history if "prefix/reuse_rate" in line
+    ] == [0.5, 0.5]
     assert trainer.get_performance_stats()["prompt_reuse"] == 0.5
     assert make("grpo", tmp_path / "bidirectional").get_performance_stats()["prompt_reuse"] is None
 
@@ -590,18 +799,23 @@ def test_numbers_out_of_range_and_settings_without_effect_are_refused(setting, m
 
 
 def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"samples: espo does not read it for a causal model, whose likelihood is exact"):
+    with pytest.raises(
+        ConfigError, match=r"samples: espo does not read it for a causal model, whose likelihood is exact"
+    ):
         make("grpo", tmp_path, tiny("causal"), method="espo", samples=4)
 
 
 @pytest.mark.parametrize(
-    ("attention", "method", "calls"), [("causal", "diffu-grpo", 2), ("bidirectional", "cj-grpo", 2), ("bidirectional", "diffu-grpo", 7)]
+    ("attention", "method", "calls"),
+    [("causal", "diffu-grpo", 2), ("bidirectional", "cj-grpo", 2), ("bidirectional", "diffu-grpo", 7)],
 )
 def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method, calls, tmp_path):
     """This holds for the policy from the second update on, and for the reference."""
     trainer = make("grpo", tmp_path, tiny(attention), method=method, num_iterations=4, beta=0.1, reward=ranks)
     calls_made, score_views = [], trainer.per_view.log_probs
-    trainer.per_view.log_probs = lambda lm, update, *piece: calls_made.append(lm) or score_views(lm, update, *piece)
+    trainer.per_view.log_probs = lambda lm, update, *piece: (
+        calls_made.append(lm) or score_views(lm, update, *piece)
+    )
     [updates] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(4)]])
     assert len(calls_made) == calls
     for update in updates:
@@ -612,11 +826,21 @@ def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method,
 
 
 def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
-    run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    run = {
+        "eval_dataset": PAIRS,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 4,
+    }
     trainer = make("grpo", tmp_path, load_best_model_at_end=True, reward=low_ids, **run)
     trainer.train()
     rewards = [line["eval_reward"] for line in trainer.state.log_history if "eval_reward" in line]
-    assert len(set(rewards)) > 1 and trainer.state.best_metric == max(rewards) == trainer.evaluate()["eval_reward"]
+    assert (
+        len(set(rewards)) > 1
+        and trainer.state.best_metric == max(rewards) == trainer.evaluate()["eval_reward"]
+    )
 
 
 def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
@@ -636,7 +860,9 @@ def test_a_run_without_any_score_stops_with_a_checkpoint(tmp_path):
         return share_of_a(completions)
 
     broken = [True]
-    with pytest.raises(TrainingError, match=r"^rewards: no completion of the last 3 rollouts has a reward.*--resume"):
+    with pytest.raises(
+        TrainingError, match=r"^rewards: no completion of the last 3 rollouts has a reward.*--resume"
+    ):
         run(tmp_path, fails, max_steps=8)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     broken.clear()
@@ -646,7 +872,9 @@ def test_a_run_without_any_score_stops_with_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("errors", ["unscored", "raise"])  # None is no error
-@pytest.mark.parametrize(("limit", "scored", "stops"), [(0, (), False), (3, (2, 5), False), (2, (2, 5), True), (3, (0, 1), True)])
+@pytest.mark.parametrize(
+    ("limit", "scored", "stops"), [(0, (), False), (3, (2, 5), False), (2, (2, 5), True), (3, (0, 1), True)]
+)
 def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops, errors):
     def sometimes(completions, trainer_state, **_):
         return share_of_a(completions) if trainer_state.global_step in scored else [None] * len(completions)
@@ -664,7 +892,14 @@ def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops, 
 @pytest.mark.slow
 def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
     """Also with a moving reference and a history of rewards: what was interrupted is done once."""
-    shape = {"max_steps": 4, "beta": 0.5, "reference_sync_steps": 2, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}
+    shape = {
+        "max_steps": 4,
+        "beta": 0.5,
+        "reference_sync_steps": 2,
+        "curriculum": 0.3,
+        "dynamic_sampling": 1,
+        "drop_equal_groups": True,
+    }
     calls: list[int] = []
 
     def failing(completions: list[str], **_: Any) -> list[float]:
@@ -696,8 +931,15 @@ def test_updates_that_an_earlier_version_stored_are_read(tmp_path, monkeypatch):
     updates, expected = trainer.collect_updates([rows]), trainer.collect_updates([rows])
     for update in updates[0]:
         for record in (update, update.views, update.rollout):
-            for name in [name for name in vars(record) if name.endswith("_BMT") or name in ("document_BT", "step_BT")]:
-                old = name.replace("target", "scored").replace("_BMT", "_BVT").replace("document", "documents").replace("step", "steps")
+            for name in [
+                name for name in vars(record) if name.endswith("_BMT") or name in ("document_BT", "step_BT")
+            ]:
+                old = (
+                    name.replace("target", "scored")
+                    .replace("_BMT", "_BVT")
+                    .replace("document", "documents")
+                    .replace("step", "steps")
+                )
                 vars(record)[old] = vars(record).pop(name)
     for kind, module in ((Update, "unmask.training.grpo"), (Rollout, "unmask.methods.base")):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
@@ -707,8 +949,12 @@ def test_updates_that_an_earlier_version_stored_are_read(tmp_path, monkeypatch):
     stored = torch.load(path, weights_only=False)
     torch.save({"scored_at": stored.pop("log_prob_temperature")} | stored, path)
     monkeypatch.undo()
-    for update, same in zip(load_updates(tmp_path, trainer.args, trainer.lm.device)[0], expected[0], strict=True):
+    for update, same in zip(
+        load_updates(tmp_path, trainer.args, trainer.lm.device)[0], expected[0], strict=True
+    ):
         assert update.views.equals(same.views) and torch.equal(update.rollout.step_BT, same.rollout.step_BT)
         assert vars(update.rollout).keys() == vars(same.rollout).keys()
-        assert torch.equal(update.advantage_BT, same.advantage_BT) and torch.equal(update.reference_BMT, same.reference_BMT)
+        assert torch.equal(update.advantage_BT, same.advantage_BT) and torch.equal(
+            update.reference_BMT, same.reference_BMT
+        )
         assert (update.old_BMT is None) == (same.old_BMT is None)

@@ -1,7 +1,9 @@
-"""GRPO of a causal model compared with TRL's trainer: with the same weights, completions and rewards, the gradients agree.
+"""GRPO of a causal model compared with TRL's trainer: with the same weights, completions and rewards, the
+gradients agree.
 
-Two rollouts of two updates each (mu = 2) are compared. In the first update the ratio is 1 and the KL 0; in the second the ratio is clipped
-and the KL has a gradient; the third has other old log-probabilities, and a reference that differs from the policy.
+Two rollouts of two updates each (mu = 2) are compared. In the first update the ratio is 1 and the KL 0; in
+the second the ratio is clipped and the KL has a gradient; the third has other old log-probabilities, and a
+reference that differs from the policy.
 """
 
 from __future__ import annotations
@@ -28,8 +30,12 @@ from unmask.rl.trainer import GRPOTrainer
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
 pytestmark = [
     # TRL uses names of transformers that have newer ones.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated and will be removed in v6:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:You are using 'rollout_func', which is an experimental feature:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing.* is deprecated and will be removed in v6:FutureWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:You are using 'rollout_func', which is an experimental feature:UserWarning"
+    ),
 ]
 
 GROUP, LENGTH = 4, 6
@@ -39,7 +45,10 @@ COMPLETIONS = {"ab": ["a", "bcdefg", "aac", ""], "cdefg": ["hhaaaa", "gfa", "abg
 
 def unscored_if_truncated(completions: list[str], **_: Any) -> list[float | None]:
     """One completion of each group has no reward."""
-    return [None if len(text) == LENGTH else value for text, value in zip(completions, share_of_a(completions), strict=True)]
+    return [
+        None if len(text) == LENGTH else value
+        for text, value in zip(completions, share_of_a(completions), strict=True)
+    ]
 
 
 @dataclass
@@ -56,7 +65,10 @@ REDUCTIONS = {
     "dapo": Case({}, {"loss_type": "dapo"}),
     "grpo": Case({"aggregation": "sequence"}, {"loss_type": "grpo"}),
     "dr_grpo": Case({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
-    "gspo": Case({"aggregation": "sequence", "ratio": "sequence"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "gspo": Case(
+        {"aggregation": "sequence", "ratio": "sequence"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
 }
 SETTINGS = {
     "z-score": Case({"advantage": "z-score"}, {"scale_rewards": "group"}),
@@ -67,19 +79,37 @@ SETTINGS = {
     "dual clip": Case({"dual_clip": 1.25}, {"delta": 1.25}),
     "unbiased divergence": Case({"kl_unbiased": True}, {"use_bias_correction_kl": True}),
     # Moved at each rollout. TRL also moves it between rollouts, but uses it only at the next one.
-    "moving reference": Case({"reference_sync_steps": 2}, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "moving reference": Case(
+        {"reference_sync_steps": 2}, {"sync_ref_model": True, "ref_model_sync_steps": 2}
+    ),
     "mask truncated": Case({"mask_truncated": True}, {"mask_truncated_completions": True}),
-    # Unmask masks what has no reward. TRL sets its advantage to 0, but counts its tokens and keeps its KL, unless set to mask it.
+    # Unmask masks what has no reward. TRL sets its advantage to 0, but counts its tokens and keeps its KL,
+    # unless set to mask it.
     "unscored": Case({}, {"mask_truncated_completions": True}, reward=unscored_if_truncated),
-    # bnpo takes the mean over the tokens of a micro-batch, then over micro-batches: equal to Unmask's if there is one.
-    "bnpo": Case({}, {"loss_type": "bnpo"}, both={"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}),
+    # bnpo takes the mean over the tokens of a micro-batch, then over micro-batches: equal to Unmask's if
+    # there is one.
+    "bnpo": Case(
+        {}, {"loss_type": "bnpo"}, both={"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    ),
 }
 
 
 def shared(folder: Path, accumulation: int, beta: float) -> dict[str, Any]:
-    shape = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation, "num_generations": GROUP}
-    schedule = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 4}
-    return settings(folder, **shape, **schedule, num_iterations=2, beta=beta, epsilon=0.2, max_completion_length=LENGTH)
+    shape = {
+        "per_device_train_batch_size": 8 // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": GROUP,
+    }
+    schedule = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": 4,
+    }
+    return settings(
+        folder, **shape, **schedule, num_iterations=2, beta=beta, epsilon=0.2, max_completion_length=LENGTH
+    )
 
 
 def completed(tokenizer: Any, prompts: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
@@ -89,7 +119,10 @@ def completed(tokenizer: Any, prompts: Sequence[str]) -> tuple[list[list[int]], 
     for prompt in prompts:
         text = COMPLETIONS[prompt][taken[prompt]]
         taken[prompt] += 1
-        completions.append(tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (len(text) < LENGTH))
+        completions.append(
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            + [tokenizer.eos_token_id] * (len(text) < LENGTH)
+        )
     return [encode_prompt(tokenizer, prompt) for prompt in prompts], completions
 
 
@@ -98,7 +131,9 @@ def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
     watch = Watch()
     rows = [{"prompt": prompt} for prompt in COMPLETIONS]
     model = tiny("causal", dtype=torch.float64)
-    trainer = GRPOTrainer(model, case.reward, GRPOConfig(**config | case.both | case.ours), rows, callbacks=[watch])
+    trainer = GRPOTrainer(
+        model, case.reward, GRPOConfig(**config | case.both | case.ours), rows, callbacks=[watch]
+    )
 
     def sample(rows: Sequence[PromptRow], **_: Any) -> Generation:
         prompts, tokens = completed(trainer.lm.tokenizer, [row.prompt for row in rows])
@@ -107,7 +142,11 @@ def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
         traces = []
         for ids in tokens:  # after its end a canvas holds masks
             rest = LENGTH - len(ids)
-            traces.append(Trace(ids + [trainer.lm.mask_token_id] * rest, [*range(len(ids)), *[-1] * rest], [0.0] * LENGTH))
+            traces.append(
+                Trace(
+                    ids + [trainer.lm.mask_token_id] * rest, [*range(len(ids)), *[-1] * rest], [0.0] * LENGTH
+                )
+            )
         return Generation(prompts, texts, tokens, log_probs, steps, [len(ids) for ids in tokens], traces)
 
     trainer.sample = sample
@@ -121,7 +160,13 @@ def theirs(case: Case, config: dict[str, Any]) -> Gradients:
     plain = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
     # Unmask's default: TRL's KL is by default multiplied by the ratio, which also has a gradient.
     loss = {"loss_type": "dapo", "scale_rewards": "none", "use_bias_correction_kl": False}
-    config = {name: value for name, value in config.items() if name != "max_length"} | plain | loss | case.both | case.trl
+    config = (
+        {name: value for name, value in config.items() if name != "max_length"}
+        | plain
+        | loss
+        | case.both
+        | case.trl
+    )
 
     def rollout(prompts: Sequence[str], _: Any) -> dict[str, Any]:
         prompt_ids, completion_ids = completed(tokenizer, prompts)
@@ -129,7 +174,13 @@ def theirs(case: Case, config: dict[str, Any]) -> Gradients:
 
     rows = datasets.Dataset.from_dict({"prompt": list(COMPLETIONS)})
     trainer = trl.GRPOTrainer(
-        model, case.reward, trl.GRPOConfig(**config), rows, processing_class=tokenizer, rollout_func=rollout, callbacks=[watch]
+        model,
+        case.reward,
+        trl.GRPOConfig(**config),
+        rows,
+        processing_class=tokenizer,
+        rollout_func=rollout,
+        callbacks=[watch],
     )
     trainer.train()
     return watch.seen

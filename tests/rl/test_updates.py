@@ -41,7 +41,9 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
     lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
     shape = {"method": method, "num_iterations": 2, **held(method), "difficulty": [-99.0, 99.0]}
     shape |= {"kl_to": "reference"} if "beta" in shape else {}
-    trainer = make("grpo", tmp_path, lm, reward=ranks, **shape | ({"epsilon": None} if method == "bgpo" else {}))
+    trainer = make(
+        "grpo", tmp_path, lm, reward=ranks, **shape | ({"epsilon": None} if method == "bgpo" else {})
+    )
     calls = watched(trainer)
     trainer.model.train()
     rows = [trainer.train_dataset[index] for index in range(4)]
@@ -72,11 +74,17 @@ def test_the_first_update_on_each_rollout_has_a_ratio_of_one(method, tmp_path):
 ONE, MULTI = {"prompt_mask_rate": 0.5}, {"method": "coupled-grpo", "score_chunk": 2}
 
 
-@pytest.mark.parametrize(("accumulation", "iterations", "more"), [(2, 2, ONE), (2, 12, ONE), (3, 4, ONE), (2, 2, MULTI)])
+@pytest.mark.parametrize(
+    ("accumulation", "iterations", "more"), [(2, 2, ONE), (2, 12, ONE), (3, 4, ONE), (2, 2, MULTI)]
+)
 def test_every_mask_is_planned_once_and_used_once(accumulation, iterations, more, tmp_path, monkeypatch):
     planned: list[Any] = []
     used: list[Any] = []
-    shape = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations, "max_steps": 2 * iterations}
+    shape = {
+        "gradient_accumulation_steps": accumulation,
+        "num_iterations": iterations,
+        "max_steps": 2 * iterations,
+    }
     trainer = make("grpo", tmp_path, per_device_train_batch_size=2, rows=PAIRS[:6], **shape, **more)
 
     def plan(*arguments: Any) -> Any:
@@ -86,12 +94,23 @@ def test_every_mask_is_planned_once_and_used_once(accumulation, iterations, more
     method, method_plan = trainer.method, trainer.method.plan
     object.__setattr__(method, "plan", plan)
     step = trainer.training_step
-    monkeypatch.setattr(trainer, "training_step", lambda model, batch, *rest: used.append(batch.views) or step(model, batch, *rest))
+    monkeypatch.setattr(
+        trainer,
+        "training_step",
+        lambda model, batch, *rest: used.append(batch.views) or step(model, batch, *rest),
+    )
     trainer.train()
     assert len(planned) == 2 * accumulation * iterations
     assert len(used) == len(planned)
-    for updates in range(0, len(planned), iterations):  # of a micro-batch; two that are equal by chance may be one
+    # of a micro-batch; two that are equal by chance may be one
+    for updates in range(0, len(planned), iterations):
         at = updates // iterations
-        theirs = used[at // accumulation * accumulation * iterations + at % accumulation :: accumulation][:iterations]
-        assert all(views.equals(plan) for views, plan in zip(theirs, planned[updates : updates + iterations], strict=True))
-    assert len({views.hidden_BMT.numpy().tobytes() for views in planned[:iterations]}) > 1  # of one rollout, by chance
+        theirs = used[at // accumulation * accumulation * iterations + at % accumulation :: accumulation][
+            :iterations
+        ]
+        assert all(
+            views.equals(plan)
+            for views, plan in zip(theirs, planned[updates : updates + iterations], strict=True)
+        )
+    # of one rollout, by chance
+    assert len({views.hidden_BMT.numpy().tobytes() for views in planned[:iterations]}) > 1

@@ -62,10 +62,19 @@ def assert_equal(tensor: torch.Tensor, expected: list) -> None:
 
 def test_functions_are_called_with_prompts_completions_ids_and_columns():
     seen = []
-    assert_equal(values(Rewards(lambda **arguments: seen.append(arguments) or [1, 2, 3])), [[1.0], [2.0], [3.0]])
+    assert_equal(
+        values(Rewards(lambda **arguments: seen.append(arguments) or [1, 2, 3])), [[1.0], [2.0], [3.0]]
+    )
     for name in ("log_extra", "log_metric"):
         assert callable(seen[0].pop(name))
-    assert seen == [{"prompts": ["p0", "p1", "p2"], "completions": TEXTS, "completion_ids": IDS, "answer": ["0", "1", "2"]}]
+    assert seen == [
+        {
+            "prompts": ["p0", "p1", "p2"],
+            "completions": TEXTS,
+            "completion_ids": IDS,
+            "answer": ["0", "1", "2"],
+        }
+    ]
 
 
 def test_a_function_may_edit_the_ids_it_is_given():
@@ -91,7 +100,8 @@ def test_a_function_that_edits_its_arguments_changes_neither_the_data_nor_other_
 
     def sees(prompts, completions, completion_ids, answer, trainer_state, **_):
         same = [
-            p == untouched[0]["prompt"] and c == [{"role": "assistant", "content": "x"}] for p, c in zip(prompts, completions, strict=True)
+            p == untouched[0]["prompt"] and c == [{"role": "assistant", "content": "x"}]
+            for p, c in zip(prompts, completions, strict=True)
         ]
         rest = (
             completion_ids == IDS
@@ -192,7 +202,9 @@ def test_sync_async_and_objects_side_by_side():
 @given(st.lists(st.sampled_from(["f", "f_2", "f_3", "g"])))
 def test_each_function_has_a_name_of_its_own(given_names):
     names = distinct(given_names)
-    assert len(set(names)) == len(names) and all(name.startswith(given) for name, given in zip(names, given_names, strict=True))
+    assert len(set(names)) == len(names) and all(
+        name.startswith(given) for name, given in zip(names, given_names, strict=True)
+    )
     once = list(dict.fromkeys(given_names))
     assert distinct(once) == once
 
@@ -219,13 +231,17 @@ def test_totals_weigh_what_applies():
     nan = math.nan
     reward_BF = torch.tensor([[1.0, 0.5], [1.0, nan], [nan, 2.0], [nan, nan], [0.0, 0.0]])
     failed_BF = torch.zeros(5, 2).bool()
-    assert_equal(Rewards([right, length], [2.0, -1.0]).total(reward_BF, failed_BF), [1.5, 2.0, -2.0, nan, 0.0])
+    assert_equal(
+        Rewards([right, length], [2.0, -1.0]).total(reward_BF, failed_BF), [1.5, 2.0, -2.0, nan, 0.0]
+    )
     assert_equal(Rewards([right, length]).total(reward_BF, failed_BF), [1.5, 1.0, 2.0, nan, 0.0])
 
 
 @given(st.lists(st.tuples(st.floats(-1e12, 1e12), st.floats(allow_nan=False)), min_size=1, max_size=4))
 def test_totals_are_far_from_the_largest_number(functions):
-    rewards = Rewards([lambda value=value, **_: [value] for _, value in functions], [weight for weight, _ in functions])
+    rewards = Rewards(
+        [lambda value=value, **_: [value] for _, value in functions], [weight for weight, _ in functions]
+    )
     result = rewards(ROWS[:1], TEXTS[:1], IDS[:1])
     (total,) = result.total_B.tolist()
     refused = any(abs(value) > rewards.largest for _, value in functions)
@@ -261,7 +277,9 @@ def test_functions_and_weights_that_do_not_fit():
         with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
             Rewards(none)
     for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
-        with pytest.raises(ConfigError, match=r"reward_funcs: .* is not a reward function\. Give a function, or the name"):
+        with pytest.raises(
+            ConfigError, match=r"reward_funcs: .* is not a reward function\. Give a function, or the name"
+        ):
             Rewards(wrong)
     with pytest.raises(ConfigError, match="reward_weights: 1 weights for 2 functions"):
         Rewards([right, length], weights=[1.0])
@@ -276,7 +294,10 @@ def test_a_wrong_return_value_names_the_function(returned):
         return returned
 
     for errors in ("unscored", "raise"):
-        with pytest.raises(TrainingError, match=r"reward function wrong: returned .* for 3 completions\. Return one float or None"):
+        with pytest.raises(
+            TrainingError,
+            match=r"reward function wrong: returned .* for 3 completions\. Return one float or None",
+        ):
             Rewards([right, wrong], errors=errors)(ROWS, TEXTS, IDS)
 
 
@@ -318,7 +339,9 @@ def test_a_function_of_a_file_gives_the_same_in_any_number_of_processes(path, wo
 def test_workers_are_other_processes_and_without_them_it_is_this_one(path):
     here, there = values(Rewards(f"{path}:process")), values(Rewards(f"{path}:process", workers=3))
     assert set(here.flatten().tolist()) == {float(torch.tensor(float(os.getpid())))}
-    assert len(set(there.flatten().tolist())) == 3 and not set(there.flatten().tolist()) & set(here.flatten().tolist())
+    assert len(set(there.flatten().tolist())) == 3 and not set(there.flatten().tolist()) & set(
+        here.flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -341,7 +364,9 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
             return {"prompt": "", "completion": "", "group": "", **record}
 
         def verify(self, completion, row):
-            return {"0": Verdict(1.0, "ok"), "x": Verdict(None, "infrastructure")}.get(completion, Verdict(0.0, "timeout"))
+            return {"0": Verdict(1.0, "ok"), "x": Verdict(None, "infrastructure")}.get(
+                completion, Verdict(0.0, "timeout")
+            )
 
     monkeypatch.setattr(Task, "_known", Task._known)
     rewards = Rewards("odd")
@@ -355,12 +380,16 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
 def test_a_task_in_the_place_of_a_function_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Task, "_known", dict(Task._known))
     (tmp_path / "odd.py").write_text("from unmask.tasks import Task\nclass Odd(Task):\n    name = 'odd'")
-    with pytest.raises(ConfigError, match=r"odd\.py:Odd: is a task, not a function.*--task .*odd\.py:Odd: .*rewards=\[odd\]"):
+    with pytest.raises(
+        ConfigError, match=r"odd\.py:Odd: is a task, not a function.*--task .*odd\.py:Odd: .*rewards=\[odd\]"
+    ):
         Rewards(f"{tmp_path / 'odd.py'}:Odd")
 
 
 def test_parts_of_a_wrong_length_are_refused(tmp_path):
-    (tmp_path / "odd.py").write_text("def odd(completions, **_): return [1.0] * (3 if completions[0] == '0' else 1)")
+    (tmp_path / "odd.py").write_text(
+        "def odd(completions, **_): return [1.0] * (3 if completions[0] == '0' else 1)"
+    )
     with pytest.raises(TrainingError, match="reward function odd: returned 3 values for 2 completions"):
         Rewards(f"{tmp_path}/odd.py:odd", workers=2)([*ROWS, ROWS[0]], [*TEXTS, "3"], [*IDS, [1]])
 
@@ -409,7 +438,9 @@ def test_what_a_function_fails_on_is_unscored_as_a_whole_and_the_rest_is_not(fun
 HUGE = pytest.param(10**9999, id="huge")
 
 
-@pytest.mark.parametrize("value", ["a", math.nan, math.inf, -1e13, HUGE, [1.0], 1j, Decimal(1), torch.tensor([1.0]), object()])
+@pytest.mark.parametrize(
+    "value", ["a", math.nan, math.inf, -1e13, HUGE, [1.0], 1j, Decimal(1), torch.tensor([1.0]), object()]
+)
 def test_values_that_are_no_numbers_or_beyond_the_bound_are_failures(value):
     rewards = Rewards(lambda completions, **_: [value, 2.0, None])
     result = rewards(ROWS, TEXTS, IDS)
@@ -417,7 +448,10 @@ def test_values_that_are_no_numbers_or_beyond_the_bound_are_failures(value):
     assert result.failed_BF.tolist() == [[True], [False], [False]]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, np.float32, torch.tensor, torch.FloatTensor, lambda v: [Fraction(x) for x in v]])
+@pytest.mark.parametrize(
+    "kind",
+    [list, tuple, np.array, np.float32, torch.tensor, torch.FloatTensor, lambda v: [Fraction(x) for x in v]],
+)
 def test_numbers_may_be_of_any_kind(kind):
     for whole in (kind([1.0, 2.0, 3.0]), list(kind([1.0, 2.0, 3.0]))):
         result = Rewards(lambda whole=whole, **_: whole)(ROWS, TEXTS, IDS)
@@ -501,11 +535,14 @@ def test_each_function_tells_once_of_each_kind_of_failure(caplog):
         "reward function second: raised ValueError: line break",
         "reward function both, completion 0: raised KeyError: 'x'",
     ]
-    assert {(record.name, record.levelname) for record in caplog.records} == {("unmask.rl.weighted_rewards", "WARNING")}
+    assert {(record.name, record.levelname) for record in caplog.records} == {
+        ("unmask.rl.weighted_rewards", "WARNING")
+    }
 
 
 def test_functions_that_wait_run_side_by_side(tmp_path):
-    """Each waits for a file that another one writes: called one after another, in any order, they would time out."""
+    """Each waits for a file that another one writes: called one after another, in any order, they would time
+    out."""
 
     async def first(**_):
         while not (tmp_path / "worker").exists():
@@ -529,7 +566,9 @@ def test_functions_that_wait_run_side_by_side(tmp_path):
     waits = f"while not Path('{tmp_path}/second').exists(): time.sleep(0.001)"
     source = f"    {waits}\n    Path('{tmp_path}/worker').touch()\n    return [4.0] * len(_['prompts'])"
     (tmp_path / "slow.py").write_text(f"import time\nfrom pathlib import Path\ndef slow(**_):\n{source}\n")
-    rewards = Rewards([first, f"{tmp_path}/slow.py:slow", here, functools.partial(Second())], workers=2, seconds=20)
+    rewards = Rewards(
+        [first, f"{tmp_path}/slow.py:slow", here, functools.partial(Second())], workers=2, seconds=20
+    )
     result = rewards(ROWS, TEXTS, IDS)
     assert_equal(result.reward_BF, [[1.0, 4.0, 3.0, 2.0]] * 3)
     assert not any(result.failures.values())
@@ -631,7 +670,10 @@ async def late(completions): return [0.0] * len(completions)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("name", "what"), [("short", "unexpected keyword"), ("elsewhere", "missing"), ("late", "unexpected keyword")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("short", "unexpected keyword"), ("elsewhere", "missing"), ("late", "unexpected keyword")],
+)
 def test_a_function_that_does_not_take_its_arguments_is_an_error(tmp_path, workers, name, what):
     (tmp_path / "unfit.py").write_text(UNFIT)
     with pytest.raises(TrainingError, match=rf"^reward function {name}: cannot be called: .*{what}.*kwargs"):
@@ -662,14 +704,22 @@ def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, na
     rewards = Rewards(f"{tmp_path}/logs.py:{name}", workers=workers)
     result = rewards(ROWS, TEXTS, IDS)
     assert_equal(result.reward_BF, [[1.0]] * 3)
-    assert result.extras["seen"] == TEXTS and result.extras["twice"] == [1, 1, 1] and "too few" not in result.extras
+    assert (
+        result.extras["seen"] == TEXTS
+        and result.extras["twice"] == [1, 1, 1]
+        and "too few" not in result.extras
+    )
     assert sum(result.logged["words"]) == 3 and len(result.logged["words"]) == max(1, workers)
 
 
-@pytest.mark.parametrize(("name", "error"), [(3, "TypeError: a log cannot have the name 3"), ("\ud800", "UnicodeEncodeError")])
+@pytest.mark.parametrize(
+    ("name", "error"), [(3, "TypeError: a log cannot have the name 3"), ("\ud800", "UnicodeEncodeError")]
+)
 @pytest.mark.parametrize("way", ["log_extra", "log_metric"])
 def test_a_log_of_no_name_is_a_failure_of_its_function(way, name, error):
-    rewards = Rewards(lambda **given: given[way](name, [1.0] * 3 if way == "log_extra" else 1.0), errors="raise")
+    rewards = Rewards(
+        lambda **given: given[way](name, [1.0] * 3 if way == "log_extra" else 1.0), errors="raise"
+    )
     with pytest.raises(TrainingError, match=f"reward function <lambda>: raised {error}"):
         rewards(ROWS, TEXTS, IDS)
 
@@ -705,7 +755,9 @@ def test_rewards_are_computed_without_gradients_in_any_thread():
     assert_equal(values(rewards), [[0.0]] * 3)
 
 
-@pytest.mark.parametrize(("prompt", "hinted"), [([{"role": "user", "content": "Hello"}], True), ("Hello", False)])
+@pytest.mark.parametrize(
+    ("prompt", "hinted"), [([{"role": "user", "content": "Hello"}], True), ("Hello", False)]
+)
 def test_a_function_for_texts_that_meets_messages_is_told_of_them(prompt, hinted, caplog):
     def short(completions, **columns):
         return [text.words for text in completions]

@@ -1,7 +1,9 @@
-"""OCaml candidates that read and write any memory, so that only their process bounds them: what they could send to the tests.
+"""OCaml candidates that read and write any memory, so that only their process bounds them: what they could
+send to the tests.
 
-Each takes over the pipes as it starts, and answers every frame of the tests with its own bytes. Those with `PIPES` are compiled with Obj,
-Unix and everything else that candidates are refused. Those with `BLIT_PIPES` use no refused word, but a hole in Base.
+Each takes over the pipes as it starts, and answers every frame of the tests with its own bytes. Those with
+`PIPES` are compiled with Obj, Unix and everything else that candidates are refused. Those with `BLIT_PIPES`
+use no refused word, but a hole in Base.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ let put text =
   flush stdout
 let get size = with_file source (fun file -> redirect stdin file; really_input_string stdin size)
 """
-"""Copies bytes outside its own memory (`length` is not true of `Base.Bytes`): so it casts values, and makes standard channels the pipes."""
+"""Copies bytes outside its own memory (`length` is not true of `Base.Bytes`): so it casts values, and makes
+standard channels the pipes."""
 
 ANSWERS = """
 let int number = let text = Bytes.create 8 in Bytes.set_int64_le text 0 (Int64.of_int number); Bytes.to_string text

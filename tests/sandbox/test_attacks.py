@@ -23,7 +23,11 @@ SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that 
 def batches(together: Iterable[str], attacks: Iterable[str]) -> list[Any]:
     """Parameters: some attacks side by side, and, slow, each attack by itself."""
     many = [(1, pytest.mark.slow), (20, pytest.mark.nightly)]
-    often = [pytest.param([name] * times, id=f"{name}-{times}", marks=mark) for name in attacks for times, mark in many]
+    often = [
+        pytest.param([name] * times, id=f"{name}-{times}", marks=mark)
+        for name in attacks
+        for times, mark in many
+    ]
     return [pytest.param([*together], id="together"), *often]
 
 
@@ -41,7 +45,10 @@ class Host:
         self.tcp, self.unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
         self.unix.bind("\0" + self.abstract)
         self.unix.listen()
-        self.threads = [threading.Thread(target=self._serve, args=[server], daemon=True) for server in (self.tcp, self.unix)]
+        self.threads = [
+            threading.Thread(target=self._serve, args=[server], daemon=True)
+            for server in (self.tcp, self.unix)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -90,15 +97,20 @@ def outcomes_of(pool: Pool, programs: Sequence[str]) -> list[Outcome]:
     return pool.run([python_job(program, TESTS) for program in programs])
 
 
-def assert_defeated(pool: Pool, programs: Mapping[str, str], names: Sequence[str], statuses: Collection[str]) -> None:
+def assert_defeated(
+    pool: Pool, programs: Mapping[str, str], names: Sequence[str], statuses: Collection[str]
+) -> None:
     """Run these attacks. None passes a test, and nothing survives."""
     found = zip(names, outcomes_of(pool, [programs[name] for name in names]), strict=True)
-    assert not [(name, outcome) for name, outcome in found if outcome.status not in statuses or outcome.passed]
+    assert not [
+        (name, outcome) for name, outcome in found if outcome.status not in statuses or outcome.passed
+    ]
     assert_nobody_survives(pool)
 
 
 def assert_nobody_survives(pool: Pool) -> None:
-    """Only the processes that wait for the next job run as a user of the sandboxes: three for each, with bubblewrap's two."""
+    """Only the processes that wait for the next job run as a user of the sandboxes: three for each, with
+    bubblewrap's two."""
     waiting = sum(slot._cell is not None for slot in pool._slots)
     deadline = time.monotonic() + 60
     while len(running := of_sandboxes(pool)) != 3 * 2 * waiting:
@@ -118,18 +130,30 @@ def test_no_verdict_is_forged(pool, names):
 
 @pytest.mark.parametrize("names", batches(HOST, HOST))
 def test_nothing_of_the_host_is_reached(pool, host, names):
-    assert_defeated(pool, {name: PREAMBLE + host.fill(program) for name, program in HOST.items()}, names, {"wrong", "timeout"})
+    assert_defeated(
+        pool,
+        {name: PREAMBLE + host.fill(program) for name, program in HOST.items()},
+        names,
+        {"wrong", "timeout"},
+    )
     assert host.canary.read_text() == "untouched" and not host.connections
 
 
 @pytest.mark.parametrize("names", batches(SOME_GREED, GREED))
 def test_nothing_is_taken_beyond_the_limits(pool, names):
-    assert_defeated(pool, {name: PREAMBLE + program for name, program in GREED.items()}, names, {"wrong", "timeout"})
+    assert_defeated(
+        pool, {name: PREAMBLE + program for name, program in GREED.items()}, names, {"wrong", "timeout"}
+    )
     assert outcomes_of(pool, ["def f(x): return 2 * x"]) == [Outcome("ok", 2, 2)]
 
 
 def test_a_sandbox_that_ran_one_program_never_runs_another(pool):
     """Each candidate has its own process, whose memory holds nothing of an earlier one."""
-    program = "import builtins\nruns = getattr(builtins, 'runs', 0) + 1\nbuiltins.runs = runs\ndef f(x): return runs"
-    found = pool.run([python_job(program, PythonTests("assert f(0) == 1", {"f": "f"}))] * 3 * len(pool._slots))
+    program = (
+        "import builtins\nruns = getattr(builtins, 'runs', 0) + 1\nbuiltins.runs = runs\ndef f(x): return "
+        "runs"
+    )
+    found = pool.run(
+        [python_job(program, PythonTests("assert f(0) == 1", {"f": "f"}))] * 3 * len(pool._slots)
+    )
     assert {outcome.status for outcome in found} == {"ok"}

@@ -34,7 +34,9 @@ for n in range(100):
     except OSError: break
 while True: pass
 """
-ASKED_OFTEN = PythonTests("for n in range(10000):\n    if f(n) != 2 * n: assert False\nassert f(0) == 0", {"f": "f"})
+ASKED_OFTEN = PythonTests(
+    "for n in range(10000):\n    if f(n) != 2 * n: assert False\nassert f(0) == 0", {"f": "f"}
+)
 DOUBLE = "def f(x): return 2 * x"
 SLEEPS = "import time\ndef f(x):\n    time.sleep({seconds})\n    return 2 * x\n"
 CHILDREN = """
@@ -57,7 +59,8 @@ def f(x):
         except ChildProcessError: pass
     return 2 * x
 """
-"""Computes in children that nobody waits for: the time of such a one is not added to its parent's when it ends."""
+"""Computes in children that nobody waits for: the time of such a one is not added to its parent's when it
+ends."""
 VFORKS = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -67,8 +70,11 @@ def f(x):
     libc.clone(ctypes.cast(libc.sleep, ctypes.c_void_p), top, {flags} | 17, ctypes.c_void_p(3))
     return 2 * x
 """
-"""Waits for a child that sleeps in its memory (CLONE_VM, CLONE_VFORK), which looks as if it waited for the disk."""
-HOSTILE = [SPINNERS.format(leave=leave) for leave in ("os.setsid", "lambda: os.setpgid(0, 0)", "lambda: os.nice(-5)")]
+"""Waits for a child that sleeps in its memory (CLONE_VM, CLONE_VFORK), which looks as if it waited for the
+disk."""
+HOSTILE = [
+    SPINNERS.format(leave=leave) for leave in ("os.setsid", "lambda: os.setpgid(0, 0)", "lambda: os.nice(-5)")
+]
 
 
 def status_of(program: str, tests: PythonTests, limits: Limits) -> tuple[str, float]:
@@ -110,7 +116,10 @@ def test_processor_time_of_children_that_nobody_waits_for_is_counted():
 @pytest.mark.parametrize("name", [b"\\xff\\xfe", b"a) R 1", b"\\n) D 0 0 (\\n"])
 def test_the_name_of_a_process_may_be_any_bytes(name):
     """It stands in the file that its times are read from."""
-    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name.decode()}', 0, 0, 0)\ntime.sleep(0.3)\ndef f(x): return 2 * x"
+    program = (
+        f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name.decode()}', 0, 0, "
+        "0)\ntime.sleep(0.3)\ndef f(x): return 2 * x"
+    )
     assert status_of(program, TESTS, Limits())[0] == "ok"
 
 
@@ -136,7 +145,8 @@ def f(x):
         (NAPS, TESTS, "timeout"),
         (CHILD_SLEEPS, TESTS, "timeout"),
         (VFORKS.format(flags="0x4100"), TESTS, "timeout"),
-        (VFORKS.format(flags="0x4100 | 0x8000"), TESTS, "ok"),  # a sibling (CLONE_PARENT) is refused, so that nothing waits
+        # a sibling (CLONE_PARENT) is refused, so that nothing waits
+        (VFORKS.format(flags="0x4100 | 0x8000"), TESTS, "ok"),
         (VFORKS.format(flags="0x4100 | 0x10800"), TESTS, "ok"),  # a thread that is waited for, too
         ("import __main__\n__main__.Pipe.write = lambda *a: None", TESTS, "timeout"),
         (SLEEPS.format(seconds=0.2), TESTS, "ok"),
@@ -184,8 +194,8 @@ def test_processes_that_wait_for_one_another_hide_no_sleep():
 @pytest.mark.alone
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_hostile_neighbours_change_no_verdict(monkeypatch, count, controlled):
-    """Three programs that start as many processes as they can, each of which spins, run all the time beside one honest one, which computes
-    or is asked often. Waiting for a processor does not count as sleep.
+    """Three programs that start as many processes as they can, each of which spins, run all the time beside
+    one honest one, which computes or is asked often. Waiting for a processor does not count as sleep.
 
     `controlled`: with control groups that share the processors, if this machine has them."""
     require_sandbox()

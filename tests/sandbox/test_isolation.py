@@ -28,10 +28,17 @@ READS = "import os\ndef f(x): return os.path.exists('/etc/passwd')"
 
 
 def test_the_probe_reports_layers_and_what_gets_through():
-    done = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe", "--json"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "unmask", "sandbox", "probe", "--json"], capture_output=True, text=True
+    )
     told = json.loads(done.stdout)
     assert told["isolated"] == probe().isolated == (done.returncode == 0)
-    shown = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe"], capture_output=True, text=True, env={"PATH": "/nowhere"})
+    shown = subprocess.run(
+        [sys.executable, "-m", "unmask", "sandbox", "probe"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/nowhere"},
+    )
     assert shown.returncode == 2 and "bubblewrap" in shown.stdout and "no bwrap" in shown.stdout
     assert "forge" in shown.stdout and "forge" in LAYERS["bubblewrap"]
 
@@ -46,7 +53,9 @@ def bare(monkeypatch, tmp_path):
 
 
 def test_without_isolation_nothing_is_run_unless_that_is_accepted(bare):
-    with pytest.raises(SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"):
+    with pytest.raises(
+        SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"
+    ):
         Pool()
     pool = Pool(1, accept_unsandboxed=True)
     try:
@@ -137,11 +146,17 @@ def test_folders_of_processes_that_were_killed_are_swept_up(monkeypatch, tmp_pat
     (dead / isolation.LOCK).touch()
     (tmp_path / f"{isolation.PREFIX}other").mkdir()  # not ours: it has no lock
     living = isolation._new_folder()
-    assert isolation._new_folder().is_dir() and living.is_dir() and not dead.exists() and (tmp_path / f"{isolation.PREFIX}other").is_dir()
+    assert (
+        isolation._new_folder().is_dir()
+        and living.is_dir()
+        and not dead.exists()
+        and (tmp_path / f"{isolation.PREFIX}other").is_dir()
+    )
 
 
 def test_the_place_of_a_lock_may_hold_anything(monkeypatch, tmp_path):
-    """Anyone may write to /tmp. A FIFO as the lock would hang whoever opens it; folders of other users are theirs."""
+    """Anyone may write to /tmp. A FIFO as the lock would hang whoever opens it; folders of other users are
+    theirs."""
     monkeypatch.setattr(isolation.tempfile, "tempdir", str(tmp_path))
     for name in ("fifo", "folder", "link"):
         (tmp_path / f"{isolation.PREFIX}{name}").mkdir()
@@ -167,7 +182,8 @@ def test_the_place_of_a_lock_may_hold_anything(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_an_interpreter_in_a_home_folder_shows_nothing_else_of_it(monkeypatch, tmp_path, copied):
-    """As pyenv and conda install it: only its binary and its library are in the sandbox, copied there or linked."""
+    """As pyenv and conda install it: only its binary and its library are in the sandbox, copied there or
+    linked."""
     require_sandbox()
     home, version = tmp_path / "home", f"python{sys.version_info[0]}.{sys.version_info[1]}"
     (home / "bin").mkdir(parents=True)
@@ -175,8 +191,14 @@ def test_an_interpreter_in_a_home_folder_shows_nothing_else_of_it(monkeypatch, t
     python, library = home / "bin" / version, home / "lib" / version
     shutil.copy(os.path.realpath(sys.executable), python)
     if copied:
-        ignored = shutil.ignore_patterns("test*", "idlelib", "tkinter", "ensurepip", "__pycache__", "config-*", "packages")
-        shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=lambda folder, names: [*ignored(folder, names), "site-packages"])
+        ignored = shutil.ignore_patterns(
+            "test*", "idlelib", "tkinter", "ensurepip", "__pycache__", "config-*", "packages"
+        )
+        shutil.copytree(
+            sysconfig.get_path("stdlib"),
+            library,
+            ignore=lambda folder, names: [*ignored(folder, names), "site-packages"],
+        )
         (library / "site-packages").mkdir()
     else:
         library.symlink_to(sysconfig.get_path("stdlib"))
@@ -190,7 +212,9 @@ def test_an_interpreter_in_a_home_folder_shows_nothing_else_of_it(monkeypatch, t
     host = probe.__wrapped__()
     assert host.isolated and host.python == str(python)
     monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
-    program = f"import os\ndef f(x): return [path for path in {list(map(str, secrets))!r} if os.path.exists(path)]"
+    program = (
+        f"import os\ndef f(x): return [path for path in {list(map(str, secrets))!r} if os.path.exists(path)]"
+    )
     packages = f"import os\ndef f(x): return os.listdir({str(library / 'site-packages')!r})"
     modules = "import ctypes, decimal, hashlib, json, zlib\ndef f(x): return []"
     pool = Pool(1, Limits(seconds=5.0))

@@ -79,7 +79,8 @@ def exceeded(*readings: tuple[Usage, float, float]) -> str | None:
         (used(0.6, idle=False), 109.1, "9 s in all"),
         (used(1.1, 1.0), 102.0, None),  # it ran for 0.6 s, and waited for a processor for 0.5 s
         (used(0.6, 90.5, idle=False), 195.0, None),  # waited for a processor
-        (Usage(ran=0.6, delays={thread: 0.2 for thread in range(3, 32)}), 101.5, "1 s of sleep"),  # for one another
+        # for one another
+        (Usage(ran=0.6, delays={thread: 0.2 for thread in range(3, 32)}), 101.5, "1 s of sleep"),
         (Usage(ran=0.6, delays={thread: 2.0 for thread in range(3, 32)}, idle=False), 111.2, "9 s in all"),
     ],
 )
@@ -95,4 +96,7 @@ def test_a_late_reading_is_not_taken_for_sleep():
 
 
 def test_the_waiting_of_ended_threads_is_not_forgotten():
-    assert exceeded((used(0.6, 30.5, idle=False), 131.0, 131.0), (Usage(ran=0.2, idle=False), 138.0, 138.0)) is None
+    assert (
+        exceeded((used(0.6, 30.5, idle=False), 131.0, 131.0), (Usage(ran=0.2, idle=False), 138.0, 138.0))
+        is None
+    )

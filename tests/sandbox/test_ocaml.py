@@ -17,7 +17,9 @@ open Double
 let tests = [ "one" >:: (fun _ -> assert_equal 2 (twice 1)); "two" >:: (fun _ -> assert_equal 4 (twice 2)) ]
 let () = run_test_tt_main ("double" >::: tests)
 """
-CHECKS = "open Double\nlet () = Gate.check (fun () -> twice 1 = 2)\nlet () = Gate.check (fun () -> twice 2 = 4)\n"
+CHECKS = (
+    "open Double\nlet () = Gate.check (fun () -> twice 1 = 2)\nlet () = Gate.check (fun () -> twice 2 = 4)\n"
+)
 RIGHT = "let twice x = 2 * x"
 
 
@@ -28,7 +30,9 @@ def there_is_ocaml():
 
 def outcomes_of(pool, programs, tests=SUITE, interface=INTERFACE):
     """The outcome of each program, by program."""
-    outcomes = pool.run([ocaml_job(program, OCamlTests("double.ml", interface, tests)) for program in programs])
+    outcomes = pool.run(
+        [ocaml_job(program, OCamlTests("double.ml", interface, tests)) for program in programs]
+    )
     return dict(zip(programs, outcomes, strict=True))
 
 
@@ -47,7 +51,9 @@ def test_what_comes_of_a_program(pool):
         "let () = raise Exit\nlet twice x = 2 * x": ("wrong", 0, 2),
     }
     found = outcomes_of(pool, expected)
-    assert {program: (outcome.status, outcome.passed, outcome.total) for program, outcome in found.items()} == expected
+    assert {
+        program: (outcome.status, outcome.passed, outcome.total) for program, outcome in found.items()
+    } == expected
 
 
 @pytest.mark.slow
@@ -60,17 +66,25 @@ def test_checks_count_as_tests(pool):
     assert outcome_of(pool, RIGHT, CHECKS).status == "ok"
     outcome = outcome_of(pool, "let twice x = if x = 1 then 2 else 5", CHECKS)
     assert (outcome.status, outcome.passed, outcome.total) == ("wrong", 1, 2)
-    assert outcome_of(pool, RIGHT, CHECKS + "let () = failwith {|broken|}").status == "wrong"  # the tests ended early
-    assert outcome_of(pool, RIGHT, "open Double\nlet () = ignore (twice 1)").status == "wrong"  # nothing was tested
+    # the tests ended early
+    assert outcome_of(pool, RIGHT, CHECKS + "let () = failwith {|broken|}").status == "wrong"
+    # nothing was tested
+    assert outcome_of(pool, RIGHT, "open Double\nlet () = ignore (twice 1)").status == "wrong"
 
 
 def test_tests_that_do_not_compile_blame_nobody(pool):
-    for tests, interface in ((SUITE + "let", INTERFACE), (SUITE, "val twice : absent"), ("open Absent", INTERFACE)):
+    for tests, interface in (
+        (SUITE + "let", INTERFACE),
+        (SUITE, "val twice : absent"),
+        ("open Absent", INTERFACE),
+    ):
         assert outcome_of(pool, RIGHT, tests, interface).status == "infrastructure"
 
 
 def test_words_in_comments_and_strings_are_no_names(pool):
-    program = '(* Obj.magic, exit, external *)\nlet s = "Unix.exit"\nlet twice x = 2 * x + 0 * String.length s'
+    program = (
+        '(* Obj.magic, exit, external *)\nlet s = "Unix.exit"\nlet twice x = 2 * x + 0 * String.length s'
+    )
     assert outcome_of(pool, program).status == "ok"
 
 
@@ -84,7 +98,8 @@ def test_a_program_is_compiled_once(pool, monkeypatch):
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 0.0)
     assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
     assert outcome_of(pool, RIGHT + " (* twice *)").status == "timeout"
-    assert outcome_of(pool, RIGHT + " (* once *)", SUITE + "(* twice *)").status == "infrastructure"  # the candidate is not to blame
+    # the candidate is not to blame
+    assert outcome_of(pool, RIGHT + " (* once *)", SUITE + "(* twice *)").status == "infrastructure"
     monkeypatch.setattr(ocaml, "CACHED", 1)
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 60.0)
     assert outcome_of(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._built) == 1
@@ -126,12 +141,22 @@ def test_an_assertion_that_fails_within_a_passed_function_is_final(pool, apply, 
     raised = "let raised f = try ignore (f 1); false with _ -> true\n"
     outcome = outcome_of(pool, raised + apply, WITHIN, APPLY)
     assert (outcome.passed, outcome.total) == (passed, 2)
-    text = 'let apply f x = try f x with error -> if String.length (Base.Exn.to_string error) > 40 then failwith "told" else 0'
+    text = (
+        "let apply f x = try f x with error -> if String.length (Base.Exn.to_string error) > 40 then "
+        'failwith "told" else 0'
+    )
     assert "told" not in outcome_of(pool, raised + text, WITHIN, APPLY).detail
 
 
 UNSAFE = (
-    *("Obj.magic", "Marshal.to_string", "Callback.register", "Lexing.from_string", "Parsing.peek_val", "Printexc.to_string"),
+    *(
+        "Obj.magic",
+        "Marshal.to_string",
+        "Callback.register",
+        "Lexing.from_string",
+        "Parsing.peek_val",
+        "Printexc.to_string",
+    ),
     *("Gc.compact", "Sys.argv", "Bigarray.float32", "Ephemeron.K1.create", "Weak.create"),
 )
 
@@ -139,21 +164,39 @@ UNSAFE = (
 def test_what_is_unsafe_is_not_there_even_where_words_are_not_looked_at(pool, monkeypatch):
     given = ocaml.Toolchain.build_candidate
     blind = {f"{place}/vet": "/bin/true" for place in (f"{INSIDE}/ocaml",)}
-    monkeypatch.setattr(ocaml.Toolchain, "build_candidate", lambda *args: [[blind.get(c[0], c[0]), *c[1:]] for c in given(*args)])
+    monkeypatch.setattr(
+        ocaml.Toolchain,
+        "build_candidate",
+        lambda *args: [[blind.get(c[0], c[0]), *c[1:]] for c in given(*args)],
+    )
     programs = {value: f"let () = ignore {value}\n{RIGHT}" for value in ("String.length", *UNSAFE)}
     found = outcomes_of(pool, programs.values())
-    refused = [value for value, text in programs.items() if found[text].status == "malformed" and "Error" in found[text].detail]
+    refused = [
+        value
+        for value, text in programs.items()
+        if found[text].status == "malformed" and "Error" in found[text].detail
+    ]
     assert refused == [*UNSAFE] and found[programs["String.length"]].status == "ok"
 
 
-FEW = ("the number 2", "a list of sixteen million", "the report to every descriptor", "signals to all processes", "the exception Failure")
+FEW = (
+    "the number 2",
+    "a list of sixteen million",
+    "the report to every descriptor",
+    "signals to all processes",
+    "the exception Failure",
+)
 
 
 def check_replies(pool, monkeypatch, names):
     without_refusals(monkeypatch)
     programs = {takeover(REPLIES[name], INTERFACE): name for name in names}
     found = {programs[program]: outcome for program, outcome in outcomes_of(pool, programs).items()}
-    assert not {name: each for name, each in found.items() if each.status not in {"wrong", "timeout"} or each.passed > 1}
+    assert not {
+        name: each
+        for name, each in found.items()
+        if each.status not in {"wrong", "timeout"} or each.passed > 1
+    }
 
 
 def test_a_candidate_of_any_power_passes_only_what_it_answers(pool, monkeypatch):
@@ -167,7 +210,8 @@ def test_a_candidate_of_any_power_passes_only_what_it_answers_at_length(pool, mo
 
 
 def test_the_takeovers_take_over(pool, monkeypatch):
-    """One that computes what it is asked passes, with Obj or by a hole of Base: that the others do not is not for want of power."""
+    """One that computes what it is asked passes, with Obj or by a hole of Base: that the others do not is not
+    for want of power."""
     honest = 'put ("R" ^ int (2 * Int64.to_int (String.get_int64_le (arguments asked) 0)))'
     assert outcome_of(pool, takeover(honest, INTERFACE, BLIT_PIPES)).status == "ok"
     without_refusals(monkeypatch)
@@ -179,10 +223,16 @@ def test_the_candidate_holds_no_test(pool, monkeypatch):
     suite = SUITE.replace("2 (twice 1)", "987654321 (twice 1)").replace('"one"', '"a name of a test"')
     sent = []
     given = ocaml._build
-    monkeypatch.setattr(ocaml, "_build", lambda slot, files, commands, **k: sent.append(files) or given(slot, files, commands, **k))
+    monkeypatch.setattr(
+        ocaml,
+        "_build",
+        lambda slot, files, commands, **k: sent.append(files) or given(slot, files, commands, **k),
+    )
     assert outcome_of(pool, RIGHT + "(* none *)", suite).status == "wrong"
     tests, candidate = sent
-    assert "987654321" in tests["tests__.ml"] and not any("987654321" in text or "a name" in text for text in candidate.values())
+    assert "987654321" in tests["tests__.ml"] and not any(
+        "987654321" in text or "a name" in text for text in candidate.values()
+    )
 
 
 TYPES = """
@@ -278,17 +328,23 @@ ODD_VALUES = {
     "not a number": "let number _ = nan",
     "an infinite number": "let number _ = infinity",
     "a list that is its own rest": "let numbers _ = let rec all = 1 :: all in all",
-    "a list that begins as it should, and is its own rest": "let numbers _ = let rec all = 1 :: 2 :: all in all",
+    "a list that begins as it should, and is its own rest": (
+        "let numbers _ = let rec all = 1 :: 2 :: all in all"
+    ),
     "a list beyond a frame": "let numbers _ = List.init 3_000_000 succ",
     "a text beyond a frame": "let texts _ = [| String.make (1 lsl 25) 'a' |]",
     "an array beyond memory": "let texts _ = Array.make (1 lsl 40) (String.make 10 'a')",
-    "an array that changes": 'let kept = [| "a"; "c" |]\nlet texts _ = ignore (Lazy.from_fun (fun () -> kept.(1) <- "b")); kept',
+    "an array that changes": (
+        'let kept = [| "a"; "c" |]\nlet texts _ = ignore (Lazy.from_fun (fun () -> kept.(1) <- "b")); kept'
+    ),
     "a value that is not the first": "let pick items = List.nth items 1",
     "what a function does not give": "let change f = ignore (f 1 + f 2); [| 2; 2 |]",
     "an exception of its own": "exception Same\nlet size _ = raise Same",
     "an exception with the right text": 'let size _ = failwith "3"',
     "an object that compares as equal": "let size _ = (object method compare _ = 0 end)#compare 3",
-    "a lazy value that needs itself": "let size _ = let rec value = lazy (1 + Lazy.force value) in Lazy.force value",
+    "a lazy value that needs itself": (
+        "let size _ = let rec value = lazy (1 + Lazy.force value) in Lazy.force value"
+    ),
     "a recursion without end": "let rec size value = 1 + size value",
 }
 
@@ -296,7 +352,12 @@ ODD_VALUES = {
 @pytest.mark.slow
 def test_no_value_of_a_type_passes_for_another_one(pool):
     programs = {"plain": PLAIN} | {name: f"{PLAIN}{odd}\n" for name, odd in ODD_VALUES.items()}
-    found = pool.run([ocaml_job(program, OCamlTests("double.ml", PLAIN_TYPES, PLAIN_USES)) for program in programs.values()])
+    found = pool.run(
+        [
+            ocaml_job(program, OCamlTests("double.ml", PLAIN_TYPES, PLAIN_USES))
+            for program in programs.values()
+        ]
+    )
     statuses = {name: outcome.status for name, outcome in zip(programs, found, strict=True)}
     assert statuses.pop("plain") == "ok"
     assert not {name: status for name, status in statuses.items() if status not in {"wrong", "timeout"}}
@@ -307,12 +368,23 @@ def test_a_candidate_cannot_invent_a_value_of_a_type_that_it_does_not_know(pool,
     tests = 'open Double\nlet () = Gate.check (fun () -> String.length (pick [ "text" ]) = 4)\n'
     interface = "val pick : 'a list -> 'a\n"
     assert outcome_of(pool, "let pick items = List.hd items", tests, interface).status == "ok"
-    for forged in ("Obj.magic 7", "Obj.magic (Obj.repr (ref 7))", 'Obj.magic "other"', "Obj.magic (fun () -> 7)"):
+    for forged in (
+        "Obj.magic 7",
+        "Obj.magic (Obj.repr (ref 7))",
+        'Obj.magic "other"',
+        "Obj.magic (fun () -> 7)",
+    ):
         assert outcome_of(pool, f"let pick _ = {forged}", tests, interface).status == "wrong"
 
 
 @pytest.mark.parametrize(
-    "interface", ["val twice : < size : int >\n", "include module type of String\n", "type t = ..\n", "val x : (module S)\n"]
+    "interface",
+    [
+        "val twice : < size : int >\n",
+        "include module type of String\n",
+        "type t = ..\n",
+        "val x : (module S)\n",
+    ],
 )
 def test_an_interface_that_cannot_pass_between_processes_blames_nobody(pool, interface):
     outcome = outcome_of(pool, RIGHT, SUITE, interface)

@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (tables)
-"""Programs and tests: what passes between candidate and tester, what each outcome means, how many at a time."""
+"""Programs and tests: what passes between candidate and tester, what each outcome means, how many at a
+time."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_time_is_the_programs_own():
 
 
 def test_the_results_of_a_tester_have_one_outcome():
-    assert pools.outcome_of({"exceeded": "2 s of sleep"}) == Outcome("timeout", detail="not done within 2 s of sleep")
+    assert pools.outcome_of({"exceeded": "2 s of sleep"}) == Outcome(
+        "timeout", detail="not done within 2 s of sleep"
+    )
     assert pools.outcome_of({}).status == "wrong"
     found = {"passed": 2, "total": 2, "complete": False, "detail": "x"}
     assert pools.outcome_of(found) == Outcome("wrong", 2, 3, "x")
@@ -121,7 +123,9 @@ def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):
 def test_outcomes_come_in_the_order_of_the_programs(pool, seed):
     numbers = [(seed * k) % 97 for k in range(12)]
     jobs = [
-        python_job(f"def f(x): return {n}", PythonTests(f"assert f(0) == {n if k % 3 else n + 1}", {"f": "f"}))
+        python_job(
+            f"def f(x): return {n}", PythonTests(f"assert f(0) == {n if k % 3 else n + 1}", {"f": "f"})
+        )
         for k, n in enumerate(numbers)
     ]
     assert [found.status for found in pool.run(jobs)] == ["ok" if k % 3 else "wrong" for k in range(12)]

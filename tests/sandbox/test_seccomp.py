@@ -36,8 +36,17 @@ def in_sandbox(script: str, *, filtered: bool = True) -> str:
     if not host.isolated or "seccomp" in host.missing:
         pytest.skip(f"missing here: {dict(host.missing)}")
     with (host.folder / FILTER).open("rb") as rules:
-        command = [*host.command(FIRST_UID, (), rules.fileno() if filtered else None), host.python, "-I", "-S", "-c", script]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, pass_fds=(rules.fileno(),))
+        command = [
+            *host.command(FIRST_UID, (), rules.fileno() if filtered else None),
+            host.python,
+            "-I",
+            "-S",
+            "-c",
+            script,
+        ]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, pass_fds=(rules.fileno(),)
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -46,7 +55,10 @@ def in_sandbox(script: str, *, filtered: bool = True) -> str:
 def test_what_is_not_allowed_fails_with_eperm_and_by_the_filter_s_doing(name):
     pyseccomp = pytest.importorskip("pyseccomp")
     number = pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)
-    script = f"import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.syscall({number}, *{TRIED[name]}), ctypes.get_errno())"
+    script = (
+        f"import ctypes; c = ctypes.CDLL(None, use_errno=True); print(c.syscall({number}, *{TRIED[name]}), "
+        "ctypes.get_errno())"
+    )
     refused = ["-1", str(errno.EPERM)]
     assert in_sandbox(script).split() == refused != in_sandbox(script, filtered=False).split()
 

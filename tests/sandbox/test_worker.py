@@ -17,13 +17,24 @@ from hypothesis import strategies as st
 from unmask.sandbox import worker
 
 leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
 )
-hashable = st.recursive(leaves, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=5)
+hashable = st.recursive(
+    leaves, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=5
+)
 values = st.recursive(
     leaves | st.builds(range, st.integers(-5, 5), st.integers(-5, 5)) | st.sampled_from([int, str, list]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(hashable, inner, max_size=3) | st.sets(hashable, max_size=3) | st.tuples(inner, inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(hashable, inner, max_size=3)
+        | st.sets(hashable, max_size=3)
+        | st.tuples(inner, inner)
     ),
     max_leaves=12,
 )
@@ -68,7 +79,9 @@ def test_frames_are_what_json_reads_and_writes(value):
         assert json.dumps(ours.read()) == text
 
 
-@pytest.mark.parametrize("data", [b"", b"1 2", b"[1,", b"nul", b"'x'", '"\u00e9"'.encode(), b"\xff", b'{"a" 1}', b" 1 ", b"Nan"])
+@pytest.mark.parametrize(
+    "data", [b"", b"1 2", b"[1,", b"nul", b"'x'", '"\u00e9"'.encode(), b"\xff", b'{"a" 1}', b" 1 ", b"Nan"]
+)
 def test_a_frame_that_is_no_json_is_the_candidates_error(data):
     with pipe() as ours:
         os.write(ours.sink, len(data).to_bytes(4, "big") + data)
@@ -103,7 +116,11 @@ except worker.CandidateError as error:
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         lambda inner: (
             st.lists(inner, max_size=4)
-            | st.dictionaries(st.sampled_from(["int", "dict", "tuple", "set", "range", "type", "handle", "bytes", "x"]), inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(["int", "dict", "tuple", "set", "range", "type", "handle", "bytes", "x"]),
+                inner,
+                max_size=2,
+            )
         ),
         max_leaves=20,
     )

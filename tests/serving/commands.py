@@ -14,11 +14,20 @@ from tests.serving.servers import connect
 
 
 @contextmanager
-def command(*words: Any, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    *words: Any, environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`unmask serve` on a free port: the process, and its address."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"} | (environment or {})
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    with subprocess.Popen([sys.executable, "-m", "unmask", "serve", *map(str, words), "--port", "0"], **options) as process:
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "env": environment,
+    }
+    with subprocess.Popen(
+        [sys.executable, "-m", "unmask", "serve", *map(str, words), "--port", "0"], **options
+    ) as process:
         try:
             assert process.stdout is not None
             line = next((line for line in process.stdout if "is served as" in line), "")

@@ -20,7 +20,9 @@ LONG = CONFIG.model_copy(update={"max_new_tokens": 36, "stop_at_eos": False})
 
 
 @contextlib.asynccontextmanager
-async def scheduling(lm: DiffusionLM, more: Mapping[str, DiffusionLM] | None = None, **settings: Any) -> AsyncIterator[Scheduler]:
+async def scheduling(
+    lm: DiffusionLM, more: Mapping[str, DiffusionLM] | None = None, **settings: Any
+) -> AsyncIterator[Scheduler]:
     """A scheduler of this model, as `tiny`, and perhaps more."""
     scheduler = Scheduler({"tiny": lm, **(more or {})}, **settings)
     scheduler.start()
@@ -31,7 +33,12 @@ async def scheduling(lm: DiffusionLM, more: Mapping[str, DiffusionLM] | None = N
 
 
 def works(
-    lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig = CONFIG, *, frames: bool = False, first_key: int = 0
+    lm: DiffusionLM,
+    prompts: Sequence[Any],
+    config: SamplerConfig = CONFIG,
+    *,
+    frames: bool = False,
+    first_key: int = 0,
 ) -> list[Work]:
     keys = range(first_key, first_key + len(prompts))
     return [Work(request, config, frames) for request in make_requests(lm, prompts, config, list(keys))]
@@ -51,7 +58,9 @@ async def alone(
     scheduler: Scheduler, prompt: str, config: SamplerConfig = CONFIG, key: int = 0, *, model: str = "tiny"
 ) -> list[tuple[list[int], list[int]]]:
     """The tokens and steps of a prompt by itself. A model computes in one thread at a time."""
-    found = await scheduler.between_steps(lambda: unmask.generate(scheduler.models[model].lm, [prompt], config, [key]))
+    found = await scheduler.between_steps(
+        lambda: unmask.generate(scheduler.models[model].lm, [prompt], config, [key])
+    )
     return outline(found.trace or [])
 
 

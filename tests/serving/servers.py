@@ -32,7 +32,8 @@ http_get, http_post = (partial(function, verify=False, timeout=120) for function
 
 
 class QuickClock:
-    """asyncio for uvicorn, which looks ten times a second whether it has to end, and then waits for a tenth of a second."""
+    """asyncio for uvicorn, which looks ten times a second whether it has to end, and then waits for a tenth
+    of a second."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -106,8 +107,12 @@ def served(lm: DiffusionLM, settings: AppSettings | None = None, **options: Any)
 
 @contextmanager
 def serving_rollouts(lm: DiffusionLM, folder: Path, *, port: int = 0) -> Iterator[str]:
-    """A server for reinforcement learning: it takes weights from a folder, and the clients of this process have the admin key."""
-    with pytest.MonkeyPatch.context() as patch, served(lm, AppSettings(admin_key="admin", weights_from=(folder,)), port=port) as url:
+    """A server for reinforcement learning: it takes weights from a folder, and the clients of this process
+    have the admin key."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        served(lm, AppSettings(admin_key="admin", weights_from=(folder,)), port=port) as url,
+    ):
         patch.setenv(ADMIN_KEY, "admin")
         yield url
 

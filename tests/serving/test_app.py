@@ -24,7 +24,9 @@ from unmask.serving.limits import Limits
 KEY = {"Authorization": "Bearer api"}
 
 
-def complete(url: str, prompt: str = "abc", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+def complete(
+    url: str, prompt: str = "abc", headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
     return http_post(f"{url}/v1/completions", json=body, headers=headers)
 
@@ -50,9 +52,12 @@ def test_many_clients_get_what_each_would_get_alone() -> None:
         assert metric(url, 'unmask_sequences_total{model="tiny",outcome="finished"}') == 16
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0
         assert (
-            0 < metric(url, 'unmask_tokens_total{model="tiny"}') <= 16 * 8 and metric(url, 'unmask_forward_passes_total{model="tiny"}') > 8
+            0 < metric(url, 'unmask_tokens_total{model="tiny"}') <= 16 * 8
+            and metric(url, 'unmask_forward_passes_total{model="tiny"}') > 8
         )
-    assert texts == [unmask.generate(lm, [prompt], SamplerConfig(max_new_tokens=8)).texts[0] for prompt in prompts]
+    assert texts == [
+        unmask.generate(lm, [prompt], SamplerConfig(max_new_tokens=8)).texts[0] for prompt in prompts
+    ]
 
 
 def test_with_a_key_only_health_is_open() -> None:
@@ -66,14 +71,21 @@ def test_with_a_key_only_health_is_open() -> None:
 
 def test_another_address_demands_a_key() -> None:
     with pytest.raises(
-        ConfigError, match=r"--host: other machines can reach this address.*Set UNMASK_API_KEY to .*or use --host 127\.0\.0\.1"
+        ConfigError,
+        match=(
+            r"--host: other machines can reach this address.*Set UNMASK_API_KEY to .*or use --host "
+            r"127\.0\.0\.1"
+        ),
     ):
         AppSettings(loopback=False)
 
 
 def test_a_body_of_more_than_a_mebibyte_is_refused(plain: str) -> None:
     refused = complete(plain, "a" * 1024 * 1024)
-    assert refused.status_code == 413 and refused.json()["error"]["message"] == "the body has more than 1,048,576 bytes"
+    assert (
+        refused.status_code == 413
+        and refused.json()["error"]["message"] == "the body has more than 1,048,576 bytes"
+    )
     assert complete(plain).status_code == 200
 
 
@@ -83,14 +95,20 @@ def test_pages_of_other_sites_get_nothing_unless_they_are_named(plain: str) -> N
     assert http_get(f"{plain}/health", headers={"Host": "evil.example"}).status_code == 403
     with served(tiny(), AppSettings(allow_origins=("https://app.example",))) as url:
         allowed = complete(url, headers=origin)
-        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://app.example"
+        assert (
+            allowed.status_code == 200
+            and allowed.headers["access-control-allow-origin"] == "https://app.example"
+        )
         assert complete(url, headers={"Origin": "https://evil.example"}).status_code == 403
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing", "/metrics"])
 def test_every_answer_protects_browsers_and_none_allows_other_sites(path: str, plain: str) -> None:
     headers = http_get(f"{plain}{path}").headers
-    assert headers["content-security-policy"].startswith("default-src 'self'") and headers["x-content-type-options"] == "nosniff"
+    assert (
+        headers["content-security-policy"].startswith("default-src 'self'")
+        and headers["x-content-type-options"] == "nosniff"
+    )
     assert "access-control-allow-origin" not in headers and "server" not in headers
 
 
@@ -111,11 +129,19 @@ def test_the_playground_is_served_where_it_is_built(tmp_path: Path, monkeypatch:
     (page / "index.html").write_text("<!doctype html>the playground")
     with served(tiny()) as url:
         assert "the playground" in http_get(url).text
-        assert http_get(f"{url}/%2e%2e/secret").status_code == 404 and http_get(f"{url}/v1/models").status_code == 200
-        assert http_post(f"{url}/v1/models", json={}).status_code == 405 and http_post(f"{url}/v1/none", json={}).status_code == 404
+        assert (
+            http_get(f"{url}/%2e%2e/secret").status_code == 404
+            and http_get(f"{url}/v1/models").status_code == 200
+        )
+        assert (
+            http_post(f"{url}/v1/models", json={}).status_code == 405
+            and http_post(f"{url}/v1/none", json={}).status_code == 404
+        )
 
 
-def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(self: Engine) -> None:
         raise RuntimeError("/home/secret ran out")
 
@@ -156,7 +182,10 @@ def test_a_limit_below_the_default_length_is_the_default() -> None:
 
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
-    with served(tiny(), AppSettings(Limits(n=8)), batch_size=1, queue_size=8) as url, ThreadPoolExecutor(12) as clients:
+    with (
+        served(tiny(), AppSettings(Limits(n=8)), batch_size=1, queue_size=8) as url,
+        ThreadPoolExecutor(12) as clients,
+    ):
         answers = list(clients.map(lambda _: complete(url, n=8, temperature=1), range(12)))
         assert {answer.status_code for answer in answers} == {200, 429}
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
@@ -170,10 +199,13 @@ def test_a_client_that_leaves_frees_its_slots() -> None:
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
         assert complete(url).status_code == 200
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0
-        assert metric(url, 'unmask_forward_passes_total{model="tiny"}') < 20 * 8 * 36 / 2  # of whole answers there would be twice as many
+        # of whole answers there would be twice as many
+        assert metric(url, 'unmask_forward_passes_total{model="tiny"}') < 20 * 8 * 36 / 2
 
 
-def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     allowed, step = threading.Semaphore(0), Engine.step
 
     def held(self: Engine) -> Any:
@@ -185,13 +217,24 @@ def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream
         for fields in ({}, {"stream": True}):
             late = complete(url, **fields, diffusion={"timeout": 0.05})
             error = late.json()["error"]
-            assert (late.status_code, error["type"], error["param"]) == (504, "server_error", "diffusion.timeout")
+            assert (late.status_code, error["type"], error["param"]) == (
+                504,
+                "server_error",
+                "diffusion.timeout",
+            )
             assert "not finished within 0.05 seconds, waiting included" in error["message"]
             allowed.release()  # the step that was under way
         allowed.release(2)
         begun = complete(url, stream=True, diffusion={"timeout": 1})
-        assert begun.status_code == 200 and "not finished within 1 seconds" in begun.text.strip().split("\n\n")[-1]
+        assert (
+            begun.status_code == 200
+            and "not finished within 1 seconds" in begun.text.strip().split("\n\n")[-1]
+        )
         allowed.release(1000)
         assert complete(url).status_code == 200
-    with served(tiny(), AppSettings(Limits(timeout=0.001))) as url:  # of the server, whatever a request would like
-        assert "not finished within 0.001 seconds" in complete(url, max_tokens=36, diffusion={"timeout": 60}).json()["error"]["message"]
+    # of the server, whatever a request would like
+    with served(tiny(), AppSettings(Limits(timeout=0.001))) as url:
+        assert (
+            "not finished within 0.001 seconds"
+            in complete(url, max_tokens=36, diffusion={"timeout": 60}).json()["error"]["message"]
+        )

@@ -1,4 +1,5 @@
-"""Constraints are compiled beside all else: within bounds of time and memory, and nobody else waits for it."""
+"""Constraints are compiled beside all else: within bounds of time and memory, and nobody else waits for
+it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Asking:
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost/v1")
 
     async def __call__(self, **fields: Any) -> httpx.Response:
-        return await self.client.post("/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 4, **fields}, timeout=60)
+        return await self.client.post(
+            "/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 4, **fields}, timeout=60
+        )
 
 
 @contextlib.asynccontextmanager
@@ -73,14 +76,19 @@ def test_a_costly_constraint_is_refused_in_the_time_that_the_server_gives_it() -
 
     refused = asyncio.run(run())
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("diffusion.constraint.regex: its automaton takes more than 0.5 seconds to build")
+    assert refused.json()["error"]["message"].startswith(
+        "diffusion.constraint.regex: its automaton takes more than 0.5 seconds to build"
+    )
 
 
 def test_the_time_limit_of_a_request_covers_it(held: threading.Event) -> None:
     async def run() -> None:
         async with asking() as ask:
             late = await ask(diffusion={"constraint": {"regex": "a+"}, "timeout": 0.2})
-            assert late.status_code == 504 and "not finished within 0.2 seconds" in late.json()["error"]["message"]
+            assert (
+                late.status_code == 504
+                and "not finished within 0.2 seconds" in late.json()["error"]["message"]
+            )
             held.set()
             assert (await ask(diffusion={"constraint": {"regex": "a+"}})).status_code == 200
 
@@ -90,8 +98,12 @@ def test_the_time_limit_of_a_request_covers_it(held: threading.Event) -> None:
 def test_who_has_no_constraint_does_not_wait_for_those_who_have(held: threading.Event) -> None:
     async def run() -> None:
         async with asking() as ask:
-            slow = [asyncio.create_task(ask(diffusion={"constraint": {"regex": "a" * number}})) for number in range(1, 5)]
-            answers = await asyncio.gather(*(ask() for _ in range(40)))  # more than threads of the event loop's own
+            slow = [
+                asyncio.create_task(ask(diffusion={"constraint": {"regex": "a" * number}}))
+                for number in range(1, 5)
+            ]
+            # more than threads of the event loop's own
+            answers = await asyncio.gather(*(ask() for _ in range(40)))
             assert {each.status_code for each in answers} == {200} and not any(task.done() for task in slow)
             held.set()
             assert {each.status_code for each in await asyncio.gather(*slow)} == {200}
@@ -99,14 +111,17 @@ def test_who_has_no_constraint_does_not_wait_for_those_who_have(held: threading.
     asyncio.run(run())
 
 
-def test_so_many_of_a_client_wait_and_the_end_waits_for_none(held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_of_a_client_wait_and_the_end_waits_for_none(
+    held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         async with asking() as ask:
             ask.scheduler._aside.waiting = 2
             tasks = [asyncio.create_task(ask(diffusion={"constraint": {"regex": "ab?c"}})) for _ in range(4)]
             done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             assert [task.result().status_code for task in done] == [429] and len(waiting) == 3
-            assert done.pop().result().headers["retry-after"] == "2"  # of each that waits a second, while none has ended
+            # of each that waits a second, while none has ended
+            assert done.pop().result().headers["retry-after"] == "2"
             await ask.scheduler.stop(grace=30)
             assert {each.status_code for each in await asyncio.gather(*waiting)} == {503}
 
@@ -126,7 +141,15 @@ def test_bounds_are_of_all_that_is_built_within_and_of_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(" * 500, "[" * 60_000, "(?:" * 300 + ")" * 300, "a" + "*" * 3000, "\\" * 9999, "(?i)[\\x00-\uffff]" * 2000 + "("]
+    "pattern",
+    [
+        "(" * 500,
+        "[" * 60_000,
+        "(?:" * 300 + ")" * 300,
+        "a" + "*" * 3000,
+        "\\" * 9999,
+        "(?i)[\\x00-\uffff]" * 2000 + "(",
+    ],
 )
 def test_a_pattern_that_no_parser_likes_is_refused_in_its_time(pattern: str) -> None:
     """Also by Python's parser, which is asked what is wrong: in the process with bounds, too."""
@@ -139,8 +162,12 @@ def test_a_pattern_that_no_parser_likes_is_refused_in_its_time(pattern: str) -> 
 def test_what_is_made_of_an_automaton_is_bounded_too() -> None:
     (automaton,) = byte_automata(["[ab]{50}"], "constraint.regex")
     with bounded(0, 2**30), pytest.raises(GenerationError, match="more than 0 seconds"):
-        token_automaton(automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex")
-    found = token_automaton(automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex")
+        token_automaton(
+            automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex"
+        )
+    found = token_automaton(
+        automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex"
+    )
     with bounded(0, 2**30), pytest.raises(GenerationError, match="more than 0 seconds"):
         found.shortest(found.live_classes())
     assert found.shortest(found.live_classes()) == 50

@@ -1,4 +1,5 @@
-"""Over real sockets: clients that are slow on purpose, idle, or too many, are cut off, and others are served meanwhile."""
+"""Over real sockets: clients that are slow on purpose, idle, or too many, are cut off, and others are served
+meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ BEGUN = threading.Event()  # an answer that is large
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with little; at /large with more than any buffer holds; at a number with as many bytes at once."""
+    """Answers with little; at /large with more than any buffer holds; at a number with as many bytes at
+    once."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     path = scope["path"].removeprefix("/")
     if path == "large":
@@ -47,9 +49,12 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 def serving(
     app: ASGIApp, limits: ConnectionLimits = LIMITS, buffer: int | None = None, host: str = "127.0.0.1"
 ) -> Iterator[tuple[str, uvicorn.Server]]:
-    """`buffer`: the bytes that the system holds of an answer until its client reads them; None: as many as it likes."""
+    """`buffer`: the bytes that the system holds of an answer until its client reads them; None: as many as it
+    likes."""
     http: Any = partial(LimitedConnection, limits=limits)
-    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_level="critical", timeout_keep_alive=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=http, lifespan="off", log_level="critical", timeout_keep_alive=1)
+    )
     with open_port(host, 0) as listener:
         if buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
@@ -62,7 +67,10 @@ def serving(
 def test_a_short_answer_on_a_kept_connection_does_not_wait_for_an_acknowledgment(host: str) -> None:
     """With Nagle's algorithm, head and body being written apart, every answer but the first waits 40 ms."""
     seconds = []
-    with serving(application, ConnectionLimits(), host=host) as (url, server), httpx.Client(base_url=url, trust_env=False) as client:
+    with (
+        serving(application, ConnectionLimits(), host=host) as (url, server),
+        httpx.Client(base_url=url, trust_env=False) as client,
+    ):
         for _ in range(10):
             began = time.monotonic()
             assert client.get("/").text == "done"
@@ -143,7 +151,11 @@ def test_who_reads_fast_enough_gets_all_however_long_it_takes() -> None:
         while part := slow.recv(10_000):
             got += part
             time.sleep(0.01)
-        assert len(got) > 1_000_000 and b"done" in got[-20:] and time.monotonic() - began > 2 * limits.write_seconds
+        assert (
+            len(got) > 1_000_000
+            and b"done" in got[-20:]
+            and time.monotonic() - began > 2 * limits.write_seconds
+        )
 
 
 def test_more_connections_than_the_limit_are_told_to_come_back() -> None:
@@ -202,7 +214,10 @@ class Waiting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         self.asked.set()
-        answering, leaving = asyncio.ensure_future(self._answer(scope["path"], send)), asyncio.ensure_future(receive())
+        answering, leaving = (
+            asyncio.ensure_future(self._answer(scope["path"], send)),
+            asyncio.ensure_future(receive()),
+        )
         await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             self.gone.set()
@@ -229,7 +244,9 @@ class Waiting:
 def test_who_closes_its_half_of_a_connection_is_answered(path: str, version: str) -> None:
     app = Waiting()
     with serving(app, ConnectionLimits()) as (url, _), connect(url) as client:
-        client.sendall(f"POST /{path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nab".encode())
+        client.sendall(
+            f"POST /{path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nab".encode()
+        )
         if path == "begun":
             assert app.begun.wait(30)
         client.shutdown(socket.SHUT_WR)

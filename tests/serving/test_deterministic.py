@@ -35,12 +35,18 @@ def test_it_gives_the_last_bits_of_a_sequence_alone() -> None:
     assert asyncio.run(run()) == [(unmask.generate(lm, [prompt], exact).trace or [])[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name, value", [("deterministic", True), ("batch_size", 4), ("max_batch_tokens", 100)])
+@pytest.mark.parametrize(
+    "name, value", [("deterministic", True), ("batch_size", 4), ("max_batch_tokens", 100)]
+)
 def test_a_client_that_asks_for_it_learns_whose_it_is(name: str, value: object) -> None:
     async def run() -> httpx.Response:
         app = make_app(Scheduler({"tiny": tiny()}), AppSettings())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as client:
-            return await client.post("/completions", json={"model": "tiny", "prompt": "abc", "diffusion": {name: value}})
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost/v1"
+        ) as client:
+            return await client.post(
+                "/completions", json={"model": "tiny", "prompt": "abc", "diffusion": {name: value}}
+            )
 
     refused = asyncio.run(run())
     error = refused.json()["error"]

@@ -32,7 +32,9 @@ FRAMES = {"diffusion": {"stream": "frames"}}
 REQUESTS = {
     "a whole answer": posted("completions", prompt="ab", **LONG),
     "a stream": posted("completions", prompt="ab", **LONG, stream=True, n=2),
-    "frames": posted("chat/completions", messages=[{"role": "user", "content": "ab"}], **LONG, stream=True, **FRAMES),
+    "frames": posted(
+        "chat/completions", messages=[{"role": "user", "content": "ab"}], **LONG, stream=True, **FRAMES
+    ),
     "a search": posted("infill", text="abcdefgh<gap>ijklmnop<gap>q", max_gap=64, stream=True),
     "a search for a suffix": posted("fim/completions", prompt="abcdefgh", suffix="ijklmnop", max_tokens=64),
 }
@@ -92,8 +94,9 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("rounds, growth", [(2, None), pytest.param(50, GROWTH, marks=pytest.mark.nightly)])
 def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) -> None:
-    """Two run at once, so that most of them wait in the queue. Memory goes up and down, and once in a while the allocator takes some 10 MB
-    for good: what is held grows from the first third of the rounds to the second, and again to the last."""
+    """Two run at once, so that most of them wait in the queue. Memory goes up and down, and once in a while
+    the allocator takes some 10 MB for good: what is held grows from the first third of the rounds to the
+    second, and again to the last."""
     draw, memory = random.Random(0), list[int]()
 
     async def all_leave(url: str) -> None:
@@ -102,7 +105,9 @@ def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) 
     with serving(make_model(), batch_size=2) as (url, server):
 
         def ask() -> None:
-            found = http_post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "ab", "max_tokens": 5, "seed": 1}).json()
+            found = http_post(
+                f"{url}/v1/completions", json={"model": "tiny", "prompt": "ab", "max_tokens": 5, "seed": 1}
+            ).json()
             expected = unmask.generate(model(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts
             assert [choice["text"] for choice in found["choices"]] == expected
 

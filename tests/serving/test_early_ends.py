@@ -41,7 +41,12 @@ async def asking(lm: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Scheduler]]:
 
 
 def ended(scheduler: Scheduler, outcome: str) -> float:
-    return scheduler.metrics.registry.get_sample_value("unmask_sequences_total", {"model": "tiny", "outcome": outcome}) or 0.0
+    return (
+        scheduler.metrics.registry.get_sample_value(
+            "unmask_sequences_total", {"model": "tiny", "outcome": outcome}
+        )
+        or 0.0
+    )
 
 
 async def until_idle(scheduler: Scheduler) -> None:
@@ -56,7 +61,9 @@ def test_a_stop_string_in_one_of_two_choices_frees_its_slot(stream: bool) -> Non
 
     async def run() -> None:
         async with asking(tiny()) as (client, scheduler):
-            texts = [choice["text"] for choice in (await client.post("/completions", json=body)).json()["choices"]]
+            texts = [
+                choice["text"] for choice in (await client.post("/completions", json=body)).json()["choices"]
+            ]
             stop = next(texts[0][at : at + 4] for at in range(8) if texts[0][at : at + 4] not in texts[1])
             answer = await client.post("/completions", json={**body, "stop": stop, "stream": stream})
             await until_idle(scheduler)
@@ -73,9 +80,22 @@ def test_a_stop_string_in_one_of_two_choices_frees_its_slot(stream: bool) -> Non
 
 @partly_slow("stream", [False, True], 1)
 def test_a_finished_single_call_frees_its_slot(stream: bool) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "tools": [TOOL], "n": 2}
-    body |= {"parallel_tool_calls": False, "stream": stream, "stream_options": {"include_usage": True} if stream else None}
-    body["diffusion"] = {"constraint": {"regex": CALL.replace("{", r"\{").replace("}", r"\}") + "x*"}, "stop_at_eos": False}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 200,
+        "tools": [TOOL],
+        "n": 2,
+    }
+    body |= {
+        "parallel_tool_calls": False,
+        "stream": stream,
+        "stream_options": {"include_usage": True} if stream else None,
+    }
+    body["diffusion"] = {
+        "constraint": {"regex": CALL.replace("{", r"\{").replace("}", r"\}") + "x*"},
+        "stop_at_eos": False,
+    }
 
     async def run() -> httpx.Response:
         async with asking(model("causal")) as (client, scheduler):
@@ -86,7 +106,9 @@ def test_a_finished_single_call_frees_its_slot(stream: bool) -> None:
 
     answer = asyncio.run(run())
     if stream:
-        assert answer.text.count('"name": "f"') == 2 and answer.text.count('"finish_reason": "tool_calls"') == 2
+        assert (
+            answer.text.count('"name": "f"') == 2 and answer.text.count('"finish_reason": "tool_calls"') == 2
+        )
     else:
         for choice in answer.json()["choices"]:
             assert choice["finish_reason"] == "tool_calls" and len(choice["message"]["tool_calls"]) == 1
@@ -94,7 +116,13 @@ def test_a_finished_single_call_frees_its_slot(stream: bool) -> None:
 
 
 def test_frames_go_on_to_the_end() -> None:
-    body = {"model": "tiny", "prompt": "abc", "max_tokens": 30, "stream": True, "stop": ["a", "b", "c", "d", "e", "f"]}
+    body = {
+        "model": "tiny",
+        "prompt": "abc",
+        "max_tokens": 30,
+        "stream": True,
+        "stop": ["a", "b", "c", "d", "e", "f"],
+    }
     body["diffusion"] = {"stream": "frames", "stop_at_eos": False}
 
     async def run() -> None:

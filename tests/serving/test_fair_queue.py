@@ -46,8 +46,12 @@ def test_unwanted_items_wait_and_keep_their_turn() -> None:
     assert drain(queue) == ["b1", "a1"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-2, 2)), max_size=30), st.sets(st.integers(0, 29)))
-def test_no_item_is_lost_and_no_owner_waits_for_two_of_another(pushed: list[tuple[str, int]], unwanted: set[int]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-2, 2)), max_size=30), st.sets(st.integers(0, 29))
+)
+def test_no_item_is_lost_and_no_owner_waits_for_two_of_another(
+    pushed: list[tuple[str, int]], unwanted: set[int]
+) -> None:
     queue: FairQueue[int] = FairQueue()
     for number, (owner, priority) in enumerate(pushed):
         queue.push(number, owner, priority)

@@ -40,8 +40,11 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def call(app: ASGIApp, *parts: bytes | float | None, path: str = "/v1/x", headers: Mapping[str, str] | None = None) -> Answer | None:
-    """The answer of an application to a body in parts; a number: seconds to wait, None: the client goes. None: no answer."""
+def call(
+    app: ASGIApp, *parts: bytes | float | None, path: str = "/v1/x", headers: Mapping[str, str] | None = None
+) -> Answer | None:
+    """The answer of an application to a body in parts; a number: seconds to wait, None: the client goes.
+    None: no answer."""
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
     sent: list[Message] = []
@@ -66,7 +69,11 @@ def call(app: ASGIApp, *parts: bytes | float | None, path: str = "/v1/x", header
     asyncio.run(app(scope, receive, send))
     if not sent:
         return None
-    return Answer(sent[0]["status"], {n.decode(): v.decode() for n, v in sent[0]["headers"]}, b"".join(m["body"] for m in sent[1:]))
+    return Answer(
+        sent[0]["status"],
+        {n.decode(): v.decode() for n, v in sent[0]["headers"]},
+        b"".join(m["body"] for m in sent[1:]),
+    )
 
 
 def answer(app: ASGIApp, *parts: bytes | float | None, **request: Any) -> Answer:
@@ -80,8 +87,13 @@ def test_a_body_within_the_limits_arrives_whole() -> None:
     assert answer(BodyLimits(echo, SMALL)).body == b""
 
 
-@pytest.mark.parametrize("headers, parts", [({"Content-Length": "11"}, ()), ({}, (b"01234567890",)), ({}, (b"0123456789", b"0", b"1"))])
-def test_a_larger_body_is_refused_whether_it_says_so_or_comes_in_chunks(headers: dict[str, str], parts: tuple[bytes, ...]) -> None:
+@pytest.mark.parametrize(
+    "headers, parts",
+    [({"Content-Length": "11"}, ()), ({}, (b"01234567890",)), ({}, (b"0123456789", b"0", b"1"))],
+)
+def test_a_larger_body_is_refused_whether_it_says_so_or_comes_in_chunks(
+    headers: dict[str, str], parts: tuple[bytes, ...]
+) -> None:
     refused = answer(BodyLimits(echo, SMALL), *parts, headers=headers)
     assert (refused.status, refused.message) == (413, "the body has more than 10 bytes")
     assert refused.headers["connection"] == "close"
@@ -132,7 +144,9 @@ def test_no_line_end_of_a_client_begins_a_line_of_the_log(end: str, caplog: pyte
     assert len(record.getMessage().splitlines()) == 1 and record.getMessage().count("forged") == 2
 
 
-def test_a_body_of_the_largest_size_is_logged_in_a_time_that_its_length_bounds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_body_of_the_largest_size_is_logged_in_a_time_that_its_length_bounds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     begin = time.process_time()
     answer(BodyLimits(echo, Limits(), log=True), b";a:" * 2**18)
@@ -146,17 +160,26 @@ def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
 
 
-@pytest.mark.parametrize("header, owner", [("Bearer one", "key 0"), ("bearer other", "key 1"), (basic("one"), "key 0")])
+@pytest.mark.parametrize(
+    "header, owner", [("Bearer one", "key 0"), ("bearer other", "key 1"), (basic("one"), "key 0")]
+)
 def test_each_key_is_an_owner(header: str, owner: str) -> None:
     assert answer(KEYED, headers={"Authorization": header}).headers["owner"] == owner
 
 
-@pytest.mark.parametrize("header", ["", "one", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "Basic \u00e9", basic("on")])
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/", "/index.html", "/healthy", "/health/", "/openapi.json"])
+@pytest.mark.parametrize(
+    "header",
+    ["", "one", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "Basic \u00e9", basic("on")],
+)
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/", "/index.html", "/healthy", "/health/", "/openapi.json"]
+)
 def test_without_the_key_everything_but_health_is_refused(header: str, path: str) -> None:
     refused = answer(KEYED, path=path, headers={"Authorization": header} if header else {})
     assert (refused.status, refused.message) == (401, "the API key is wrong or missing")
-    assert refused.headers["www-authenticate"] == ("Bearer" if path.startswith("/v1") else 'Basic realm="unmask"')
+    assert refused.headers["www-authenticate"] == (
+        "Bearer" if path.startswith("/v1") else 'Basic realm="unmask"'
+    )
     assert json.loads(refused.body)["error"]["code"] == "invalid_api_key"
 
 
@@ -166,7 +189,12 @@ def test_health_is_open_and_a_server_without_keys_demands_none() -> None:
 
 
 def test_keys_are_compared_whole() -> None:
-    assert keys_match("k", "k") and not keys_match("", "k") and not keys_match("k", "kk") and not keys_match("\udcff", "k")
+    assert (
+        keys_match("k", "k")
+        and not keys_match("", "k")
+        and not keys_match("k", "kk")
+        and not keys_match("\udcff", "k")
+    )
     assert given_key("Bearer  k ") == "k" and given_key("Digest k") == ""
 
 
@@ -190,7 +218,9 @@ HOST = {"Host": "localhost:8000"}
         ({}, 403),
     ],
 )
-def test_pages_of_other_sites_are_refused_and_names_that_lead_here(headers: dict[str, str], status: int) -> None:
+def test_pages_of_other_sites_are_refused_and_names_that_lead_here(
+    headers: dict[str, str], status: int
+) -> None:
     guarded = SameOrigin(echo, ["https://app.example"], loopback=True)
     assert answer(guarded, headers=headers).status == status
 
@@ -198,11 +228,17 @@ def test_pages_of_other_sites_are_refused_and_names_that_lead_here(headers: dict
 def test_a_server_with_a_key_may_have_any_name() -> None:
     assert answer(SameOrigin(echo), headers={"Host": "gpu.example"}).status == 200
     refused = answer(SameOrigin(echo), headers={"Host": "gpu.example", "Origin": "http://evil.example"})
-    assert refused.message == "a page of another site may not use this server. Name its origin with --allow-origin"
+    assert (
+        refused.message
+        == "a page of another site may not use this server. Name its origin with --allow-origin"
+    )
 
 
 def test_answers_have_the_headers_that_protect_browsers() -> None:
     headers = answer(SecurityHeaders(echo)).headers
-    assert "default-src 'self'" in headers["content-security-policy"] and "unsafe" not in headers["content-security-policy"]
+    assert (
+        "default-src 'self'" in headers["content-security-policy"]
+        and "unsafe" not in headers["content-security-policy"]
+    )
     assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
     assert "cache-control" not in answer(SecurityHeaders(echo), path="/index.html").headers

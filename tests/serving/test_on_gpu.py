@@ -18,7 +18,12 @@ CONFIGS = [CONFIG, CONFIG.model_copy(update={"temperature": 0.0, "max_new_tokens
 def test_requests_in_company_have_the_answers_of_a_cpu() -> None:
     async def run(lm: DiffusionLM) -> list[list[Trace]]:
         async with scheduling(lm, batch_size=4) as scheduler:
-            return await asyncio.gather(*[traces(scheduler.submit("tiny", works(lm, PROMPTS, config), owner="a")) for config in CONFIGS])
+            return await asyncio.gather(
+                *[
+                    traces(scheduler.submit("tiny", works(lm, PROMPTS, config), owner="a"))
+                    for config in CONFIGS
+                ]
+            )
 
     lm = tiny("gpt2", "block_causal", 4)
     there = lm.frozen_copy()

@@ -23,7 +23,9 @@ CONFIG = SamplerConfig(max_new_tokens=8, stop_at_eos=False)
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError, RuntimeError, OSError])
-def test_no_error_of_loading_names_the_servers_folders(kind: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_error_of_loading_names_the_servers_folders(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise kind(f"{tmp_path / 'new'} is broken")
 
@@ -34,21 +36,32 @@ def test_no_error_of_loading_names_the_servers_folders(kind: type[Exception], mo
         scheduler = Scheduler({"tiny": tiny()})
         scheduler.start()
         app = make_app(scheduler, AppSettings(admin_key="admin", weights_from=(tmp_path,)))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             headers = {"Authorization": "Bearer admin"}
-            answer = await client.post("/v1/weights", json={"model": "tiny", "path": "new", "version": "1"}, headers=headers)
+            answer = await client.post(
+                "/v1/weights", json={"model": "tiny", "path": "new", "version": "1"}, headers=headers
+            )
         await scheduler.stop(0)
         return answer
 
     answer = asyncio.run(run())
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "path" and str(tmp_path) not in answer.text
+    assert (
+        answer.status_code == 400
+        and answer.json()["error"]["param"] == "path"
+        and str(tmp_path) not in answer.text
+    )
 
 
 def test_weights_that_nobody_waits_for_hold_up_nobody(stalled: threading.Semaphore) -> None:
     async def run() -> None:
         scheduler = Scheduler({"tiny": tiny()}, batch_size=2)
         scheduler.start()
-        work = [Work(request, CONFIG, True) for request in make_requests(scheduler.models["tiny"].lm, ["abc", "f"], CONFIG)]
+        work = [
+            Work(request, CONFIG, True)
+            for request in make_requests(scheduler.models["tiny"].lm, ["abc", "f"], CONFIG)
+        ]
         first = scheduler.submit("tiny", work[:1], owner="a")
         stalled.release()
         await anext(first)
@@ -83,13 +96,18 @@ def test_weights_have_a_place_though_as_many_functions_wait_as_may(stalled: thre
         stalled.release(1000)
         assert await waiting == "found"
         await loading
-        assert scheduler.models["tiny"].version == "new" and [event.version async for event in running] == [None]
+        assert scheduler.models["tiny"].version == "new" and [event.version async for event in running] == [
+            None
+        ]
         await scheduler.stop(0)
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("origin", ["*", "https://app.example/", "app.example", "https://App.example", "null", "https://app.example/x"])
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "https://app.example/", "app.example", "https://App.example", "null", "https://app.example/x"],
+)
 def test_what_no_browser_sends_as_an_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(ConfigError, match=r"--allow-origin: .* is not the origin of a site"):
         AppSettings(allow_origins=(origin,))

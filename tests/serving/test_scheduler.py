@@ -36,7 +36,10 @@ def test_in_company_every_sequence_is_as_alone(attention: str, block_size: int |
 
     async def run() -> list[list[Trace]]:
         async with scheduling(lm, batch_size=5) as scheduler:
-            asked = [traces(scheduler.submit("tiny", works(lm, prompts, config), owner=f"{i}")) for i, config in enumerate(configs)]
+            asked = [
+                traces(scheduler.submit("tiny", works(lm, prompts, config), owner=f"{i}"))
+                for i, config in enumerate(configs)
+            ]
             return await asyncio.gather(*asked)
 
     for config, found in zip(configs, asyncio.run(run()), strict=True):
@@ -52,7 +55,9 @@ def test_frames_replay_to_the_canvas_and_the_last_comes_with_the_trace() -> None
 
     async def run() -> list[Event]:
         async with scheduling(lm, batch_size=2) as scheduler:
-            return await collect(scheduler.submit("tiny", works(lm, ["abc", "f", "dd"], frames=True), owner="a"))
+            return await collect(
+                scheduler.submit("tiny", works(lm, ["abc", "f", "dd"], frames=True), owner="a")
+            )
 
     events = asyncio.run(run())
     for index, work in enumerate(works(lm, ["abc", "f", "dd"])):
@@ -61,7 +66,10 @@ def test_frames_replay_to_the_canvas_and_the_last_comes_with_the_trace() -> None
         assert all(isinstance(frame, Frame) for frame in frames) and events[-1].trace is not None
         assert len(frames) == 8 and [frame.step for frame in frames if frame] == list(range(1, 9))
         start = work.request.start
-        assert replay(work.request.ids, [f for f in frames if f], lm.mask_token_id) == [*work.request.ids[:start], *trace.canvas]
+        assert replay(work.request.ids, [f for f in frames if f], lm.mask_token_id) == [
+            *work.request.ids[:start],
+            *trace.canvas,
+        ]
 
 
 def test_owners_take_turns(stalled: threading.Semaphore) -> None:
@@ -71,19 +79,30 @@ def test_owners_take_turns(stalled: threading.Semaphore) -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
 
             async def ask(owner: str, count: int, priority: int = 0) -> None:
-                async for event in scheduler.submit("tiny", works(lm, ["abc"] * count), owner=owner, priority=priority):
+                async for event in scheduler.submit(
+                    "tiny", works(lm, ["abc"] * count), owner=owner, priority=priority
+                ):
                     order.append((owner, priority, event.index))
 
             value = scheduler.metrics.registry.get_sample_value
             tasks = [asyncio.create_task(ask("first", 1))]
             await until(lambda: value("unmask_running_sequences") == 1)
-            tasks += [asyncio.create_task(ask(*who)) for who in [("greedy", 3), ("modest", 2), ("greedy", 1, 1)]]
+            tasks += [
+                asyncio.create_task(ask(*who)) for who in [("greedy", 3), ("modest", 2), ("greedy", 1, 1)]
+            ]
             await until(lambda: value("unmask_queue_length") == 6)
             stalled.release(1000)
             await asyncio.gather(*tasks)
 
     asyncio.run(run())
-    turns = [("greedy", 1, 0), ("modest", 0, 0), ("greedy", 0, 0), ("modest", 0, 1), ("greedy", 0, 1), ("greedy", 0, 2)]
+    turns = [
+        ("greedy", 1, 0),
+        ("modest", 0, 0),
+        ("greedy", 0, 0),
+        ("modest", 0, 1),
+        ("greedy", 0, 1),
+        ("greedy", 0, 2),
+    ]
     assert order == [("first", 0, 0), *turns]
 
 
@@ -98,7 +117,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(stalled: threading.Sema
             with pytest.raises(OverloadedError, match=r"too many requests wait\. Try again in") as refused:
                 scheduler.submit("tiny", works(lm, ["f"]), owner="b")
             assert refused.value.status == 429 and 1 <= refused.value.retry_after <= 300
-            with pytest.raises(GenerationError, match=r"4 sequences at once, of 3 that may wait.*--queue-size"):
+            with pytest.raises(
+                GenerationError, match=r"4 sequences at once, of 3 that may wait.*--queue-size"
+            ):
                 scheduler.submit("tiny", works(lm, ["f"] * 4), owner="b")
             await waiting.aclose()  # frees its places at once, though a step is under way
             late = scheduler.submit("tiny", works(lm, ["f"]), owner="b")
@@ -137,8 +158,15 @@ def test_a_refusal_tells_how_long_what_waits_takes(
             value: Any = scheduler.metrics.registry.get_sample_value
 
             def submit(*numbers: int) -> Events:
-                configs = [LONG.model_copy(update={"max_new_tokens": sizes[number % len(sizes)]}) for number in numbers]
-                return scheduler.submit("tiny", list(chain.from_iterable(works(lm, ["abc"], config) for config in configs)), owner="a")
+                configs = [
+                    LONG.model_copy(update={"max_new_tokens": sizes[number % len(sizes)]})
+                    for number in numbers
+                ]
+                return scheduler.submit(
+                    "tiny",
+                    list(chain.from_iterable(works(lm, ["abc"], config) for config in configs)),
+                    owner="a",
+                )
 
             stalled.release(1000)
             for number in range(before):
@@ -206,7 +234,9 @@ def test_all_sequences_of_a_submission_are_of_the_same_weights(stalled: threadin
     asyncio.run(run())
 
 
-def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(stalled: threading.Semaphore) -> None:
+def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(
+    stalled: threading.Semaphore,
+) -> None:
     lm = tiny(attention="bidirectional")
     steps_before: list[int] = []
 
@@ -217,7 +247,11 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(stalled
             old = scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             loaded = asyncio.create_task(
                 scheduler.replace_weights(
-                    "tiny", lambda: steps_before.append(int(scheduler.metrics.forward_passes.labels("tiny")._value.get())), "new"
+                    "tiny",
+                    lambda: steps_before.append(
+                        int(scheduler.metrics.forward_passes.labels("tiny")._value.get())
+                    ),
+                    "new",
                 )
             )
             await asyncio.sleep(0)
@@ -225,9 +259,14 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(stalled
             await loaded
             assert scheduler.models["tiny"].version == "new" and len(await traces(running)) == 1
             assert len(await traces(old)) == 1  # it named no weights
-            with pytest.raises(OtherWeightsError, match=r"version: the weights are 'new', not 'old'\. Send them with POST /v1/weights"):
+            with pytest.raises(
+                OtherWeightsError,
+                match=r"version: the weights are 'new', not 'old'\. Send them with POST /v1/weights",
+            ):
                 scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="old")
-            assert len(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="new"))) == 1
+            assert (
+                len(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="new"))) == 1
+            )
 
             def refuse() -> None:
                 raise UnmaskError("of another model")
@@ -240,7 +279,9 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(stalled
     assert steps_before == [8]  # those of the first sequence, and none of the one that waited
 
 
-def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(stalled: threading.Semaphore) -> None:
+def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(
+    stalled: threading.Semaphore,
+) -> None:
     lm = tiny()
 
     async def run() -> None:
@@ -260,7 +301,9 @@ def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(s
     asyncio.run(run())
 
 
-def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(stalled: threading.Semaphore) -> None:
+def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(
+    stalled: threading.Semaphore,
+) -> None:
     lm, seen = tiny(attention="bidirectional"), []
 
     async def run() -> None:

@@ -33,7 +33,10 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
         async with scheduling(lm, batch_size=4) as scheduler:
             value = scheduler.metrics.registry.get_sample_value
             events = scheduler.submit(
-                "tiny", works(lm, ["abc"] * 6, LONG, frames=True), owner="a", timeout=0.5 if how == "expired" else None
+                "tiny",
+                works(lm, ["abc"] * 6, LONG, frames=True),
+                owner="a",
+                timeout=0.5 if how == "expired" else None,
             )
             await until(lambda: value("unmask_running_sequences") == 4)
             if how != "never begun":
@@ -50,7 +53,9 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
                 with pytest.raises(asyncio.CancelledError):
                     await task
             elif how == "expired":
-                with pytest.raises(TimeLimitError, match=r"not finished within 0\.5 seconds, waiting included"):
+                with pytest.raises(
+                    TimeLimitError, match=r"not finished within 0\.5 seconds, waiting included"
+                ):
                     await collect(events)
             del events
             gc.collect()
@@ -61,12 +66,16 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
             assert value("unmask_sequences_total", {"model": "tiny", "outcome": "cancelled"}) == 4
             assert not scheduler._open
             stalled.release(1000)
-            assert outline(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
+            assert outline(
+                await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
+            ) == await alone(scheduler, "abc")
 
     asyncio.run(run())
 
 
-def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     lm, step = tiny(), Engine.step
 
     def failing(self: Engine) -> Any:
@@ -80,21 +89,32 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(monkeypatch: pyt
         async with scheduling(lm, batch_size=4) as scheduler:
             for _ in range(MOST_FAILURES):
                 bad = scheduler.submit("tiny", works(lm, ["abc"], first_key=13), owner="a")
-                with pytest.raises(ServiceError, match=r"the engine failed while this request ran\. Send it again") as failed:
+                with pytest.raises(
+                    ServiceError, match=r"the engine failed while this request ran\. Send it again"
+                ) as failed:
                     await collect(bad)
                 assert failed.value.status == 500 and "secret" not in str(failed.value)
             assert not scheduler.healthy
-            assert outline(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
+            assert outline(
+                await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
+            ) == await alone(scheduler, "abc")
             assert (
                 scheduler.healthy
-                and scheduler.metrics.registry.get_sample_value("unmask_engine_failures_total", {"model": "tiny"}) == MOST_FAILURES
+                and scheduler.metrics.registry.get_sample_value(
+                    "unmask_engine_failures_total", {"model": "tiny"}
+                )
+                == MOST_FAILURES
             )
 
     asyncio.run(run())
     assert "the engine of tiny failed, with 1 sequences" in caplog.text
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), GenerationError("the predictions are NaN")], ids=["any", "its own"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("out of memory"), GenerationError("the predictions are NaN")],
+    ids=["any", "its own"],
+)
 def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others start again, and whoever watches them sees no step twice."""
     lm, step, count = tiny(attention="bidirectional"), Engine.step, 0
@@ -115,7 +135,9 @@ def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.
             found = await asyncio.gather(*map(collect, asked), return_exceptions=True)
             for number, (prompt, events) in enumerate(zip(prompts, found, strict=True)):
                 if number == bad:
-                    assert isinstance(events, GenerationError if isinstance(error, GenerationError) else ServiceError)
+                    assert isinstance(
+                        events, GenerationError if isinstance(error, GenerationError) else ServiceError
+                    )
                     continue
                 assert not isinstance(events, BaseException) and events[-1].trace is not None
                 assert outline([events[-1].trace]) == await alone(scheduler, prompt, key=number)
@@ -125,7 +147,9 @@ def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.
     asyncio.run(run())
 
 
-def test_what_a_step_finished_is_not_lost_when_another_sequence_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_finished_is_not_lost_when_another_sequence_cannot_be_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lm, look, failed = tiny(attention="bidirectional"), Watched.look, threading.Event()
     short = CONFIG.model_copy(update={"stop_at_eos": False})
 
@@ -163,12 +187,17 @@ def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.Monke
             good = scheduler.submit("tiny", works(lm, ["abc", "f"]), owner="a")
             with pytest.raises(ServiceError, match="the engine failed"):
                 await collect(scheduler.submit("tiny", works(lm, ["dd"], first_key=13), owner="b"))
-            assert outline(await traces(good)) == [*await alone(scheduler, "abc"), *await alone(scheduler, "f", key=1)]
+            assert outline(await traces(good)) == [
+                *await alone(scheduler, "abc"),
+                *await alone(scheduler, "f", key=1),
+            ]
 
     asyncio.run(run())
 
 
-def test_without_an_engine_the_server_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_engine_the_server_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     lm, ended = tiny(), threading.Event()
 
     async def run() -> None:
@@ -192,7 +221,10 @@ def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:
 
     async def run() -> None:
         async with scheduling(lm, batch_size=4) as scheduler:
-            bad, good = scheduler.submit("tiny", [other, unfit], owner="a"), scheduler.submit("tiny", works(lm, ["f"]), owner="b")
+            bad, good = (
+                scheduler.submit("tiny", [other, unfit], owner="a"),
+                scheduler.submit("tiny", works(lm, ["f"]), owner="b"),
+            )
             with pytest.raises(GenerationError, match="the request was made with other settings"):
                 await collect(bad)
             assert outline(await traces(good)) == await alone(scheduler, "f")
@@ -205,7 +237,9 @@ def test_at_the_end_what_was_accepted_finishes() -> None:
 
     async def run() -> list[Trace]:
         async with scheduling(lm, batch_size=1) as scheduler:
-            asked = asyncio.create_task(traces(scheduler.submit("tiny", works(lm, ["abc", "f", "dd"]), owner="a")))
+            asked = asyncio.create_task(
+                traces(scheduler.submit("tiny", works(lm, ["abc", "f", "dd"]), owner="a"))
+            )
             ending = asyncio.create_task(scheduler.stop(grace=30))
             await asyncio.sleep(0)
             with pytest.raises(StoppedError, match="the server is ending") as stopped:
@@ -216,7 +250,9 @@ def test_at_the_end_what_was_accepted_finishes() -> None:
             await ending
             return await asked
 
-    assert outline(asyncio.run(run())) == outline(unmask.generate(lm, ["abc", "f", "dd"], CONFIG, [0, 1, 2]).trace or [])
+    assert outline(asyncio.run(run())) == outline(
+        unmask.generate(lm, ["abc", "f", "dd"], CONFIG, [0, 1, 2]).trace or []
+    )
 
 
 def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphore) -> None:
@@ -227,7 +263,9 @@ def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphor
         scheduler.start()
         asked = asyncio.create_task(collect(scheduler.submit("tiny", works(lm, ["abc"] * 3), owner="a")))
         ending = asyncio.create_task(scheduler.stop(grace=0.01))
-        with pytest.raises(StoppedError, match=r"the server ended before this request was finished\. Send it again"):
+        with pytest.raises(
+            StoppedError, match=r"the server ended before this request was finished\. Send it again"
+        ):
             await asked
         stalled.release(1000)
         await ending
@@ -252,7 +290,9 @@ def test_an_event_loop_that_ends_leaves_the_engine_to_others() -> None:
             await scheduler.stop(0)
 
     asyncio.run(leave())
-    assert outline(asyncio.run(ask())) == outline(unmask.generate(scheduler.models["tiny"].lm, ["abc"], CONFIG, [0]).trace or [])
+    assert outline(asyncio.run(ask())) == outline(
+        unmask.generate(scheduler.models["tiny"].lm, ["abc"], CONFIG, [0]).trace or []
+    )
 
 
 def test_nothing_keeps_a_request_that_has_ended() -> None:
@@ -263,9 +303,13 @@ def test_nothing_keeps_a_request_that_has_ended() -> None:
 
     async def run() -> list[weakref.ref[Any]]:
         async with scheduling(lm) as scheduler:
-            requests = make_infill_requests(lm, [f"a{lm.tokenizer.mask_token}b{lm.tokenizer.mask_token}"] * 2, config)
+            requests = make_infill_requests(
+                lm, [f"a{lm.tokenizer.mask_token}b{lm.tokenizer.mask_token}"] * 2, config
+            )
             found = [weakref.ref(gap) for request in requests for gap in request.gaps]
-            events = scheduler.submit("tiny", [Work(request, config, frames=True) for request in requests], owner="a")
+            events = scheduler.submit(
+                "tiny", [Work(request, config, frames=True) for request in requests], owner="a"
+            )
             del requests
             await collect(events)
             del events

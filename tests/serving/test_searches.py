@@ -82,7 +82,10 @@ def test_a_search_that_nobody_waits_for_ends_after_the_pass_that_it_is_in() -> N
             await asyncio.gather(task, return_exceptions=True)
             go_on.set()
             await until(lambda: ended)
-            assert await scheduler.search("tiny", lambda between_steps: between_steps(lambda: "next"), owner="a") == "next"
+            assert (
+                await scheduler.search("tiny", lambda between_steps: between_steps(lambda: "next"), owner="a")
+                == "next"
+            )
 
     asyncio.run(run())
     assert isinstance(ended[0], CancelledError)
@@ -131,7 +134,8 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
 
 
 def test_the_weights_that_found_the_lengths_fill_them(stalled: threading.Semaphore) -> None:
-    """Though they had no name, and others were sent before a slot was free; what needs none of them gets the new ones."""
+    """Though they had no name, and others were sent before a slot was free; what needs none of them gets the
+    new ones."""
 
     async def run() -> None:
         async with scheduling(LM, batch_size=1) as scheduler:
@@ -161,10 +165,16 @@ def test_searches_come_after_new_weights_that_wait(stalled: threading.Semaphore)
             done: list[str] = []
             running = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            loading = asyncio.create_task(scheduler.replace_weights("tiny", lambda: done.append("new weights"), "new"))
+            loading = asyncio.create_task(
+                scheduler.replace_weights("tiny", lambda: done.append("new weights"), "new")
+            )
             await asyncio.sleep(0)
             own, other = (
-                asyncio.create_task(scheduler.search(name, lambda part, name=name: part(lambda: done.append(name)), owner=name))
+                asyncio.create_task(
+                    scheduler.search(
+                        name, lambda part, name=name: part(lambda: done.append(name)), owner=name
+                    )
+                )
                 for name in ("tiny", "other")
             )
             while not other.done():
@@ -184,7 +194,9 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
     def load() -> None:
         with torch.no_grad():
             for weight in lm.model.parameters():
-                weight += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3), dtype=weight.dtype)
+                weight += 0.5 * torch.randn(
+                    weight.shape, generator=torch.Generator().manual_seed(3), dtype=weight.dtype
+                )
 
     with running(lm) as scheduler:
         infill, versions = routes.plan_infill, list[str | None]()
@@ -200,7 +212,9 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
         found = answer(scheduler, "infill", text=text, max_gap=8, seed=1)
     assert versions == [None, "new"] and found["diffusion"]["version"] == "new"
     config = SamplerConfig(seed=1)
-    assert found["choices"][0]["text"] == unmask.infill(lm, [text], config, length="search", max_gap=8).texts[0]
+    assert (
+        found["choices"][0]["text"] == unmask.infill(lm, [text], config, length="search", max_gap=8).texts[0]
+    )
 
 
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
@@ -209,7 +223,9 @@ def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
             context = Context(ModelService(scheduler, "tiny"), Limits(), "a")
             plans = [
                 plan_infill(context, TEXT),
-                plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba", max_tokens=9)),
+                plan_completion(
+                    context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba", max_tokens=9)
+                ),
             ]
             return await asyncio.gather(*plans)
 
@@ -218,7 +234,9 @@ def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
         assert plan.work[0].request.ids == found.ids
 
 
-def test_a_full_queue_refuses_before_anything_is_prepared(stalled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_refuses_before_anything_is_prepared(
+    stalled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def prepare(*_: Any, **__: Any) -> Any:
         raise AssertionError("too early")
 
@@ -240,7 +258,9 @@ def test_a_full_queue_refuses_before_anything_is_prepared(stalled: threading.Sem
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba")),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd")),
                 chat.plan_chat(context, ChatRequest(model="tiny", messages=[message])),
-                chat.plan_edit(context, EditRequest(model="tiny", messages=[{"role": "user", "content": region}])),
+                chat.plan_edit(
+                    context, EditRequest(model="tiny", messages=[{"role": "user", "content": region}])
+                ),
             ):
                 with pytest.raises(OverloadedError, match="too many requests wait"):
                     await planning

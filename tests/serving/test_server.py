@@ -54,23 +54,45 @@ def texts_of(answer: httpx.Response) -> list[str]:
         return [choice["text"] for choice in answer.json()["choices"]]
     *events, end, _ = answer.text.split("\n\n")
     assert end == "data: [DONE]"
-    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if event.startswith("data: ")]
-    return ["".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)]
+    choices = [
+        json.loads(event.removeprefix("data: "))["choices"][0]
+        for event in events
+        if event.startswith("data: ")
+    ]
+    return [
+        "".join(
+            choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices
+        )
+    ]
 
 
 def ended_clearly(answer: httpx.Response) -> bool:
     """Whether an answer, or the last event of a stream, is an error that says what happened."""
-    last = answer.text if answer.status_code != 200 else answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
+    last = (
+        answer.text
+        if answer.status_code != 200
+        else answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
+    )
     error = json.loads(last).get("error", {})
-    return answer.status_code in (200, 503) and error.get("type") == "server_error" and error["message"].startswith("the server end")
+    return (
+        answer.status_code in (200, 503)
+        and error.get("type") == "server_error"
+        and error["message"].startswith("the server end")
+    )
 
 
-def ask_in_every_way(url: str, name: str, ways: Sequence[str], answers: dict[int, httpx.Response], **fields: Any) -> list[threading.Thread]:
+def ask_in_every_way(
+    url: str, name: str, ways: Sequence[str], answers: dict[int, httpx.Response], **fields: Any
+) -> list[threading.Thread]:
     """Clients that ask at once, and add what they are answered."""
 
     def ask(index: int, way: str) -> None:
         path, own = WAYS[way]
-        asked = {"messages": [{"role": "user", "content": "ab"}]} if path == "chat/completions" else {"prompt": "ab"}
+        asked = (
+            {"messages": [{"role": "user", "content": "ab"}]}
+            if path == "chat/completions"
+            else {"prompt": "ab"}
+        )
         answers[index] = http_post(f"{url}/v1/{path}", json={"model": name, **asked, **fields, **own})
 
     clients = [threading.Thread(target=ask, args=(index, way)) for index, way in enumerate(ways)]
@@ -91,18 +113,24 @@ def is_open(url: str) -> bool:
 def sequences(url: str) -> tuple[float, float]:
     """How many run, and how many wait."""
     told = http_get(f"{url}/metrics").text
-    running, waiting = (told.split(f"\n{name} ")[1].split()[0] for name in ("unmask_running_sequences", "unmask_queue_length"))
+    running, waiting = (
+        told.split(f"\n{name} ")[1].split()[0] for name in ("unmask_running_sequences", "unmask_queue_length")
+    )
     return float(running), float(waiting)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [pytest.param(3600, marks=pytest.mark.nightly), 0])
 def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path) -> None:
-    """Those that run and those that wait are answered, whole or in a stream; or, if the time for that is over, end with a clear error."""
+    """Those that run and those that wait are answered, whole or in a stream; or, if the time for that is
+    over, end with a clear error."""
     lm, size = model(), 400
     lm.save(tmp_path / "model")
     ways, answers = [*WAYS] * 2, dict[int, httpx.Response]()
-    with command(tmp_path / "model", "--dtype", "float64", "--batch-size", 2, "--grace", grace) as (process, url):
+    with command(tmp_path / "model", "--dtype", "float64", "--batch-size", 2, "--grace", grace) as (
+        process,
+        url,
+    ):
         clients = ask_in_every_way(url, "model", ways, answers, max_tokens=size, seed=3)
         while sum(sequences(url)) < len(ways) * 6 / 5:  # one in five asks for two
             assert not answers, "the first answer came before the last request"
@@ -120,7 +148,9 @@ def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path)
     completions = unmask.generate(lm, ["ab"] * 2, config).texts
     for index, answer in answers.items():
         assert answer.status_code == 200, answer.text
-        assert texts_of(answer) == (chat if ways[index] == "chat" else completions[: 2 if ways[index] == "two" else 1])
+        assert texts_of(answer) == (
+            chat if ways[index] == "chat" else completions[: 2 if ways[index] == "two" else 1]
+        )
 
 
 @pytest.mark.slow
@@ -136,7 +166,9 @@ def test_the_command_serves_models_and_adapters_by_name(tmp_path: Path) -> None:
     for workers in ([], ["--workers", 2]):
         with command(tmp_path / "base", *words, *workers) as (_, url):
             texts = {name: complete(url, "abc", model=name).json()["choices"][0]["text"] for name in expected}
-        assert texts == {name: unmask.generate(model, ["abc"], config).texts[0] for name, model in expected.items()}
+        assert texts == {
+            name: unmask.generate(model, ["abc"], config).texts[0] for name, model in expected.items()
+        }
 
 
 def test_what_is_done_at_the_start_finds_the_port_open() -> None:
@@ -164,7 +196,9 @@ def test_after_the_grace_what_is_left_ends_with_a_clear_error(way: str) -> None:
             assert not answers, answers
     for client in clients:
         client.join()
-    assert len(answers) == 3 and all(map(ended_clearly, answers.values())), [answer.text[-200:] for answer in answers.values()]
+    assert len(answers) == 3 and all(map(ended_clearly, answers.values())), [
+        answer.text[-200:] for answer in answers.values()
+    ]
 
 
 PREPARED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -178,14 +212,20 @@ PREPARED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("stage", [*PREPARED])
 @pytest.mark.parametrize("workers", [False, True])
-def test_requests_that_are_prepared_when_the_signal_comes_are_answered(stage: str, workers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_prepared_when_the_signal_comes_are_answered(
+    stage: str, workers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer is owed from the first byte of a request on, and not only once it waits for the engine."""
     begun, held = threading.Event(), threading.Event()
-    if name := {"encoded": "encode_prompt", "compiled": "make_requests", "searched": "find_lengths"}.get(stage):
+    if name := {"encoded": "encode_prompt", "compiled": "make_requests", "searched": "find_lengths"}.get(
+        stage
+    ):
         function = getattr(plans, name)
         monkeypatch.setattr(plans, name, lambda *args: (begun.set(), held.wait(60), function(*args))[-1])
     path, fields = PREPARED[stage]
-    request = posted(path, **fields, seed=1, temperature=1.0, **({} if path == "infill" else {"max_tokens": 8}))
+    request = posted(
+        path, **fields, seed=1, temperature=1.0, **({} if path == "infill" else {"max_tokens": 8})
+    )
     with ExitStack() as stack:
         if workers:
             local = stack.enter_context(serving_locally([make_model()], grace=30))
@@ -242,18 +282,33 @@ def test_logs_have_no_prompts_unless_asked(tmp_path: Path) -> None:
             logs.append(process.stdout.read())
     assert "abcabcabc" not in logs[0]
     for log in logs[1:]:  # each request once
-        assert [line.split()[2] for line in log.splitlines()[1:]] == ["GET", "POST", "POST"] and log.count("abcabcabc") == 2, log
+        assert [line.split()[2] for line in log.splitlines()[1:]] == ["GET", "POST", "POST"] and log.count(
+            "abcabcabc"
+        ) == 2, log
 
 
 @pytest.mark.parametrize(
     "words, environment, error",
     [
-        (["--host", "0.0.0.0"], {}, "--host: other machines can reach this address, and the server has no API key. Set UNMASK_API_KEY to"),
-        (["--weights-from", "."], {}, "--weights-from: weights may be replaced only with a key of its own. Set UNMASK_ADMIN_KEY to"),
+        (
+            ["--host", "0.0.0.0"],
+            {},
+            (
+                "--host: other machines can reach this address, and the server has no API key. Set "
+                "UNMASK_API_KEY to"
+            ),
+        ),
+        (
+            ["--weights-from", "."],
+            {},
+            "--weights-from: weights may be replaced only with a key of its own. Set UNMASK_ADMIN_KEY to",
+        ),
         (["--api-keys", "absent"], {}, "absent: cannot be read"),
     ],
 )
-def test_unsafe_settings_are_refused_before_a_model_is_read(words: list[str], environment: dict[str, str], error: str) -> None:
+def test_unsafe_settings_are_refused_before_a_model_is_read(
+    words: list[str], environment: dict[str, str], error: str
+) -> None:
     environment = {"UNMASK_API_KEY": "", "UNMASK_ADMIN_KEY": ""} | environment
     result = CliRunner().invoke(app, ["serve", "no/model", *words], env=environment)
     assert result.exit_code == 2 and error in result.stderr
@@ -273,7 +328,15 @@ def test_clients_do_not_learn_where_a_model_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "host, loopback", [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False)]
+    "host, loopback",
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+    ],
 )
 def test_addresses_of_this_machine(host: str, loopback: bool) -> None:
     assert (host in LOOPBACK) is loopback
@@ -286,17 +349,25 @@ def test_an_address_in_use_is_refused() -> None:
             open_port("127.0.0.1", first.getsockname()[1])
 
 
-def test_what_is_served_is_said_with_the_address_for_clients_and_browsers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_served_is_said_with_the_address_for_clients_and_browsers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with open_port("127.0.0.1", 0) as listener:
         announce(listener, 0, "A model is served as m")
     first, second = capsys.readouterr().out.splitlines()
     address = first.removeprefix("A model is served as m at ")
     page = f"; in a browser: {address}" * (PLAYGROUND / "index.html").is_file()
-    assert address.startswith("http://127.0.0.1:") and second == f"next: for OpenAI's clients base_url={address}/v1{page}"
+    assert (
+        address.startswith("http://127.0.0.1:")
+        and second == f"next: for OpenAI's clients base_url={address}/v1{page}"
+    )
 
 
 def test_without_its_libraries_the_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["serve", "m"])
     assert result.exit_code == 2
-    assert result.stderr == "error: unmask serve: needs fastapi, which is not installed. Install it with pip install 'unmask[serve]'.\n"
+    assert result.stderr == (
+        "error: unmask serve: needs fastapi, which is not installed. Install it with pip install "
+        "'unmask[serve]'.\n"
+    )

@@ -38,7 +38,10 @@ STEADY = CONFIG.model_copy(update={"stop_at_eos": False})
 
 def with_adapters(lm: DiffusionLM, folder: Path) -> dict[str, DiffusionLM]:
     """Two models that are adapters on this one."""
-    return {name: load_adapters(lm, store(adapted(lm, seed), folder / name)) for seed, name in enumerate(("red", "blue"))}
+    return {
+        name: load_adapters(lm, store(adapted(lm, seed), folder / name))
+        for seed, name in enumerate(("red", "blue"))
+    }
 
 
 def pair() -> tuple[DiffusionLM, DiffusionLM]:
@@ -47,16 +50,26 @@ def pair() -> tuple[DiffusionLM, DiffusionLM]:
 
 
 @partly_slow("attention, block_size", [PATTERNS[0], PATTERNS[2], PATTERNS[-1]], 1)
-def test_answers_are_those_of_each_model_alone(attention: Any, block_size: int | None, tmp_path: Path) -> None:
+def test_answers_are_those_of_each_model_alone(
+    attention: Any, block_size: int | None, tmp_path: Path
+) -> None:
     """Of the same prompts at the same time: what one has cached of a prompt is not that of another."""
     lm, other = tiny(attention=attention, block_size=block_size).frozen_copy(), pair()[1]
     adapters = with_adapters(lm, tmp_path)
-    apart = {"tiny": lm, "other": other, **{name: adapted(lm, seed) for seed, name in enumerate(adapters)}}  # of no common memory
-    expected = {name: outline(unmask.generate(each, PROMPTS, CONFIG, range(len(PROMPTS))).trace or []) for name, each in apart.items()}
+    # of no common memory
+    apart = {"tiny": lm, "other": other, **{name: adapted(lm, seed) for seed, name in enumerate(adapters)}}
+    expected = {
+        name: outline(unmask.generate(each, PROMPTS, CONFIG, range(len(PROMPTS))).trace or [])
+        for name, each in apart.items()
+    }
 
     async def run() -> list[Any]:
         async with scheduling(lm, {"other": other}, adapters=adapters, batch_size=7) as scheduler:
-            asked = [traces(scheduler.submit(name, works(apart[name], PROMPTS), owner=name)) for name in apart for _ in range(2)]
+            asked = [
+                traces(scheduler.submit(name, works(apart[name], PROMPTS), owner=name))
+                for name in apart
+                for _ in range(2)
+            ]
             return [outline(found) for found in await asyncio.gather(*asked)]
 
     assert asyncio.run(run()) == [expected[name] for name in apart for _ in range(2)]
@@ -75,13 +88,19 @@ def test_engines_take_turns(stalled: threading.Semaphore, monkeypatch: pytest.Mo
 
     async def run() -> None:
         async with scheduling(lm, {"other": other}) as scheduler:
-            asked = [scheduler.submit(name, works(model, ["abc"], LONG), owner=name) for name, model in (("tiny", lm), ("other", other))]
+            asked = [
+                scheduler.submit(name, works(model, ["abc"], LONG), owner=name)
+                for name, model in (("tiny", lm), ("other", other))
+            ]
             stalled.release(1000)
             await asyncio.gather(*map(collect, asked))
 
     asyncio.run(run())
     together = stepped[2:70]
-    assert all(a is not b for a, b in pairwise(together)) and Counter(map(id, together)) == {id(lm): 34, id(other): 34}
+    assert all(a is not b for a, b in pairwise(together)) and Counter(map(id, together)) == {
+        id(lm): 34,
+        id(other): 34,
+    }
 
 
 def test_owners_take_turns_over_all_models(stalled: threading.Semaphore) -> None:
@@ -98,7 +117,9 @@ def test_owners_take_turns_over_all_models(stalled: threading.Semaphore) -> None
             async with asyncio.TaskGroup() as group:
                 for _ in range(4):
                     group.create_task(ask("greedy", "tiny", lm))
-                await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+                await until(
+                    lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1
+                )
                 group.create_task(ask("modest", "other", other))
                 group.create_task(ask("third", "tiny", lm))
                 await asyncio.sleep(0)
@@ -118,14 +139,20 @@ def test_the_queue_and_the_places_are_those_of_all_models(stalled: threading.Sem
             asked += [scheduler.submit("other", works(other, ["f"], STEADY), owner="a")]
             stalled.release()  # the first may have entered before the second came
             await until(lambda: value("unmask_running_sequences") == 2)
-            asked += [scheduler.submit(name, works(model, ["dd"]), owner="a") for name, model in (("tiny", lm), ("other", other))]
+            asked += [
+                scheduler.submit(name, works(model, ["dd"]), owner="a")
+                for name, model in (("tiny", lm), ("other", other))
+            ]
             with pytest.raises(OverloadedError):
                 scheduler.submit("other", works(other, ["dd"]), owner="a")
             await asyncio.sleep(0)
             assert (value("unmask_running_sequences"), value("unmask_queue_length")) == (2, 2)
             stalled.release(1000)
             await asyncio.gather(*map(collect, asked))
-            assert [value("unmask_sequences_total", {"model": name, "outcome": "finished"}) for name in ("tiny", "other")] == [2, 2]
+            assert [
+                value("unmask_sequences_total", {"model": name, "outcome": "finished"})
+                for name in ("tiny", "other")
+            ] == [2, 2]
 
     asyncio.run(run())
 
@@ -153,7 +180,10 @@ def test_weights_of_a_model_wait_for_its_own_answers_alone(stalled: threading.Se
             assert value("unmask_sequences_total", {"model": "tiny", "outcome": "finished"}) == 1
             assert value("unmask_sequences_total", {"model": "other", "outcome": "finished"}) is None
             stalled.release(1000)
-            found = [{event.version for event in await collect(events)} for events in (begun, waiting, beside, entering)]
+            found = [
+                {event.version for event in await collect(events)}
+                for events in (begun, waiting, beside, entering)
+            ]
             assert found == [{None}, {"new"}, {None}, {None}]
             assert [model.version for model in scheduler.models.values()] == ["new", None]
 
@@ -179,7 +209,9 @@ def test_a_model_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPa
             assert [type(error) for error in failed] == [ServiceError] * MOST_FAILURES
             found = outline(await traces(good))
             assert found == [
-                one for key, prompt in enumerate(["abc", "f"]) for one in await alone(scheduler, prompt, key=key, model="other")
+                one
+                for key, prompt in enumerate(["abc", "f"])
+                for one in await alone(scheduler, prompt, key=key, model="other")
             ]
             await collect(scheduler.submit("other", works(other, ["dd"]), owner="a"))
             assert scheduler.failing == ["tiny"] and scheduler.healthy  # since the other one goes on
@@ -203,7 +235,9 @@ def other() -> DiffusionLM:
 def url(lm: DiffusionLM, other: DiffusionLM, tmp_path: Path) -> Iterator[str]:
     """A server with a model, two adapters on it and another model, which takes weights from a folder."""
     settings = AppSettings(admin_key="admin", weights_from=(tmp_path,))
-    with served(lm, settings, name="base", more={"other": other}, adapters=with_adapters(lm, tmp_path)) as address:
+    with served(
+        lm, settings, name="base", more={"other": other}, adapters=with_adapters(lm, tmp_path)
+    ) as address:
         yield address
 
 
@@ -220,10 +254,16 @@ def test_the_official_client_chooses_a_model(url: str) -> None:
         assert listed == {"base": None, "other": None, "red": "base", "blue": "base"}
         assert client.models.retrieve("blue").parent == "base"  # type: ignore[attr-defined]
         for name, model in expected.items():
-            answer = client.completions.create(model=name, prompt="abc", max_tokens=8, temperature=1.0, seed=3)
-            assert (answer.model, answer.choices[0].text) == (name, unmask.generate(model, ["abc"], config).texts[0])
+            answer = client.completions.create(
+                model=name, prompt="abc", max_tokens=8, temperature=1.0, seed=3
+            )
+            assert (answer.model, answer.choices[0].text) == (
+                name,
+                unmask.generate(model, ["abc"], config).texts[0],
+            )
         with pytest.raises(
-            openai.NotFoundError, match=r"'green' does not exist\. This server has 'base', 'other', 'red', 'blue'"
+            openai.NotFoundError,
+            match=r"'green' does not exist\. This server has 'base', 'other', 'red', 'blue'",
         ) as refused:
             client.completions.create(model="green", prompt="abc")
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
@@ -233,7 +273,8 @@ def test_the_official_client_chooses_a_model(url: str) -> None:
 def test_new_adapters_touch_no_other_model(url: str, lm: DiffusionLM, tmp_path: Path) -> None:
     def ask() -> list[tuple[str, str | None]]:
         bodies = [
-            {"model": name, "prompt": "abc", "max_tokens": 8, "temperature": 1, "seed": 3} for name in ("base", "other", "red", "blue")
+            {"model": name, "prompt": "abc", "max_tokens": 8, "temperature": 1, "seed": 3}
+            for name in ("base", "other", "red", "blue")
         ]
         answers = [http_post(f"{url}/v1/completions", json=body).json() for body in bodies]
         return [(answer["choices"][0]["text"], answer["diffusion"]["version"]) for answer in answers]
@@ -247,7 +288,9 @@ def test_new_adapters_touch_no_other_model(url: str, lm: DiffusionLM, tmp_path: 
     assert fingerprint(lm.model) == digest
 
 
-def test_new_weights_of_a_model_touch_no_other(url: str, lm: DiffusionLM, other: DiffusionLM, tmp_path: Path) -> None:
+def test_new_weights_of_a_model_touch_no_other(
+    url: str, lm: DiffusionLM, other: DiffusionLM, tmp_path: Path
+) -> None:
     changed, digest = other_weights(other), fingerprint(lm.model)
     changed.save(tmp_path / "changed")
     assert replace(url, "other", "changed").json() == {"version": "changed"}
@@ -259,12 +302,18 @@ def test_new_weights_of_a_model_touch_no_other(url: str, lm: DiffusionLM, other:
     assert versions == {"base": None, "other": "changed", "red": None, "blue": None}
 
 
-def test_weights_that_others_share_or_that_do_not_fit_are_refused(url: str, lm: DiffusionLM, tmp_path: Path) -> None:
+def test_weights_that_others_share_or_that_do_not_fit_are_refused(
+    url: str, lm: DiffusionLM, tmp_path: Path
+) -> None:
     other_weights(lm).save(tmp_path / "whole")
     store(adapted(lm, 5, target_modules=["fc1"]), tmp_path / "elsewhere")
     digest = fingerprint(lm.model)
     refused = {
-        ("base", "whole"): (400, "model", "model: the adapters red, blue are on the weights of 'base'. Replace adapters"),
+        ("base", "whole"): (
+            400,
+            "model",
+            "model: the adapters red, blue are on the weights of 'base'. Replace adapters",
+        ),
         ("red", "whole"): (400, "path", "holds no adapters"),
         ("red", "elsewhere"): (400, "path", "the adapters are of another model: base_model"),
         ("other", "red"): (400, "path", "is a checkpoint of adapters, not a model"),
@@ -272,7 +321,9 @@ def test_weights_that_others_share_or_that_do_not_fit_are_refused(url: str, lm: 
     }
     for (model, path), (status, param, words) in refused.items():
         answer = replace(url, model, path)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param) and words in message(answer), answer.text
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param) and words in message(
+            answer
+        ), answer.text
         assert str(tmp_path) not in answer.text
     assert fingerprint(lm.model) == digest
 
@@ -280,8 +331,12 @@ def test_weights_that_others_share_or_that_do_not_fit_are_refused(url: str, lm: 
 def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> None:
     lm.save(tmp_path / "model")
     pair()[1].save(tmp_path / "second")
-    folders = {name: str(store(adapted(lm, seed), tmp_path / name)) for seed, name in enumerate(("red", "blue"))}
-    [adapters, more] = names_and_paths("model", [f"{name}={path}" for name, path in folders.items()], [f"second={tmp_path / 'second'}"])
+    folders = {
+        name: str(store(adapted(lm, seed), tmp_path / name)) for seed, name in enumerate(("red", "blue"))
+    }
+    [adapters, more] = names_and_paths(
+        "model", [f"{name}={path}" for name, path in folders.items()], [f"second={tmp_path / 'second'}"]
+    )
     served = ServedModels(str(tmp_path / "model"), {"dtype": "float64"}, "model", adapters, more)
     scheduler = ServedModels.from_json(served.to_json()).make_scheduler()  # as a worker gets it
     base = {weight.data_ptr() for weight in scheduler.models["model"].lm.model.parameters()}
@@ -289,23 +344,43 @@ def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> N
         named = scheduler.models[name].lm.model.named_parameters()
         assert {weight.data_ptr() for name, weight in named if "lora_" not in name} == base
     said = description(scheduler)
-    assert said.startswith("DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model, ")
+    assert said.startswith(
+        "DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model, "
+    )
     assert all(f" as {name}" in said for name in ("second", "red", "blue"))
 
 
 @pytest.mark.parametrize(
     "words, error",
     [
-        (["--adapters", "red"], r"--adapters: 'red' is not NAME=PATH\. Use --adapters as in --adapters style="),
+        (
+            ["--adapters", "red"],
+            r"--adapters: 'red' is not NAME=PATH\. Use --adapters as in --adapters style=",
+        ),
         (["--model", "=red"], r"--model: '=red' is not NAME=PATH"),
-        (["--adapters", "red=a", "--adapters", "red=b"], r"--adapters: 'red' is the name of --adapters red=a already\. Give every model"),
-        (["--adapters", "red=a", "--model", "red=b"], r"--model: 'red' is the name of --adapters red=a already"),
-        (["--model", "m=b"], r"--model: 'm' is the name of MODEL already\. Give every model a name of its own; --name is that of MODEL"),
+        (
+            ["--adapters", "red=a", "--adapters", "red=b"],
+            r"--adapters: 'red' is the name of --adapters red=a already\. Give every model",
+        ),
+        (
+            ["--adapters", "red=a", "--model", "red=b"],
+            r"--model: 'red' is the name of --adapters red=a already",
+        ),
+        (
+            ["--model", "m=b"],
+            (
+                r"--model: 'm' is the name of MODEL already\. Give every model a name of its own; --name "
+                r"is that of MODEL"
+            ),
+        ),
         (["--model", "\udcff=b"], r"--model: '\\udcff' is not UTF-8\. Give the model another name"),
     ],
 )
 def test_options_that_name_no_model_are_refused(words: list[str], error: str) -> None:
-    options = {option: [words[i + 1] for i in range(0, len(words), 2) if words[i] == option] for option in ("--adapters", "--model")}
+    options = {
+        option: [words[i + 1] for i in range(0, len(words), 2) if words[i] == option]
+        for option in ("--adapters", "--model")
+    }
     with pytest.raises(ConfigError, match=error):
         names_and_paths("m", options["--adapters"], options["--model"])
 
@@ -321,4 +396,6 @@ def test_a_folder_without_adapters_ends_the_start_in_one_line(lm: DiffusionLM, t
     result = CliRunner().invoke(app, ["serve", str(path), "--port", "0", "--adapters", f"style={path}"])
     error = result.stderr.splitlines()[-1]
     assert result.exit_code == 2 and "Traceback" not in result.stderr
-    assert error.startswith(f"error: {path}: holds no adapters: there is no adapter_config.json. Give a folder with LoRA adapters")
+    assert error.startswith(
+        f"error: {path}: holds no adapters: there is no adapter_config.json. Give a folder with LoRA adapters"
+    )

@@ -35,7 +35,14 @@ def test_owners_take_turns_one_at_a_time_of_each() -> None:
 
     async def run() -> None:
         work = SideWork(at_once=2, waiting=8)
-        names = [("greedy", "g1"), ("greedy", "g2"), ("greedy", "g3"), ("modest", "m1"), ("late", "l1"), ("modest", "m2")]
+        names = [
+            ("greedy", "g1"),
+            ("greedy", "g2"),
+            ("greedy", "g3"),
+            ("modest", "m1"),
+            ("late", "l1"),
+            ("modest", "m2"),
+        ]
         tasks = [asyncio.create_task(work.run(held.function(name), owner)) for owner, name in names]
         await until(lambda: len(held.begun) == 2)
         for _ in names:
@@ -121,7 +128,9 @@ def test_the_end_waits_for_none() -> None:
         tasks = [asyncio.create_task(work.run(held.function("a"), "a")) for _ in range(2)]
         await until(lambda: held.begun == ["a"])
         work.stop(StoppedError("the server is ending"))
-        assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [StoppedError] * 2
+        assert [type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)] == [
+            StoppedError
+        ] * 2
 
     began = time.monotonic()
     asyncio.run(run())

@@ -58,9 +58,17 @@ def test_a_silent_stream_says_that_it_waits_and_nothing_after_its_end() -> None:
         await asyncio.sleep(0.15)
 
     asyncio.run(run())
-    assert sent[0]["type"] == "http.response.start" and sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert sent[0]["type"] == "http.response.start" and sent[-1] == {
+        "type": "http.response.body",
+        "body": b"",
+        "more_body": False,
+    }
     bodies = [message["body"] for message in sent[1:-1]]
-    assert bodies[0] == b"data: 1\n\n" and bodies[-1] == b"data: 2\n\n" and set(bodies[1:-1]) == {b": waiting\n\n"}
+    assert (
+        bodies[0] == b"data: 1\n\n"
+        and bodies[-1] == b"data: 2\n\n"
+        and set(bodies[1:-1]) == {b": waiting\n\n"}
+    )
 
 
 def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +80,10 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
             [request] = make_requests(scheduler.models["tiny"].lm, ["abc"], config)
             events = scheduler.submit("tiny", [Work(request, config, frames=True)], owner="a")
             value = scheduler.metrics.registry.get_sample_value
-            while not any(value("unmask_sequences_total", {"model": "tiny", "outcome": outcome}) for outcome in ("cancelled", "finished")):
+            while not any(
+                value("unmask_sequences_total", {"model": "tiny", "outcome": outcome})
+                for outcome in ("cancelled", "finished")
+            ):
                 await asyncio.sleep(0.001)
             with pytest.raises(SlowReaderError, match="10 events wait to be read"):
                 async for _ in events:
@@ -82,7 +93,9 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
     asyncio.run(run())
 
 
-def test_a_stream_that_waits_in_the_queue_begins_and_a_refusal_is_then_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_waits_in_the_queue_begins_and_a_refusal_is_then_an_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One that comes at once has its status."""
     release, step = threading.Event(), Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: (release.wait(30), step(self))[1])
@@ -95,7 +108,11 @@ def test_a_stream_that_waits_in_the_queue_begins_and_a_refusal_is_then_an_event(
             soon = await client.post("/completions", json={**body, "diffusion": {"timeout": 0.01}})
             assert soon.status_code == 504
             late = await client.post("/completions", json={**body, "diffusion": {"timeout": 0.2}})
-            assert late.status_code == 200 and late.text.startswith(": waiting\n\n") and '"type": "server_error"' in late.text
+            assert (
+                late.status_code == 200
+                and late.text.startswith(": waiting\n\n")
+                and '"type": "server_error"' in late.text
+            )
             release.set()
 
     asyncio.run(run())

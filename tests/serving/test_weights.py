@@ -48,7 +48,11 @@ def post(lm: DiffusionLM, tmp_path: Path) -> Iterator[Post]:
     with served(lm, settings) as url:
 
         def send(path: Any, version: Any = "1", headers: dict[str, str] = ADMIN) -> httpx.Response:
-            return http_post(f"{url}/v1/weights", json={"model": "tiny", "path": str(path), "version": version}, headers=headers)
+            return http_post(
+                f"{url}/v1/weights",
+                json={"model": "tiny", "path": str(path), "version": version},
+                headers=headers,
+            )
 
         yield send
 
@@ -77,20 +81,34 @@ def test_the_api_key_opens_no_weights_and_the_admin_key_nothing_else(lm: Diffusi
     with served(lm, settings) as url:
         body = {"model": "tiny", "path": "own", "version": "1"}
         statuses = [
-            http_post(f"{url}/v1/weights", json=body, headers={"Authorization": f"Bearer {key}"}).status_code for key in ("api", "admin")
+            http_post(f"{url}/v1/weights", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+            for key in ("api", "admin")
         ]
-        models = [http_get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("api", "admin")]
+        models = [
+            http_get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+            for key in ("api", "admin")
+        ]
     assert statuses == [401, 200] and models == [200, 401]
 
 
 def test_weights_are_never_replaced_without_a_key_of_its_own(lm: DiffusionLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--weights-from: weights may be replaced only with a key of its own\. Set UNMASK_ADMIN_KEY to"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--weights-from: weights may be replaced only with a key of its own\. Set UNMASK_ADMIN_KEY to",
+    ):
         AppSettings(weights_from=(tmp_path,))
     with served(lm, AppSettings(admin_key="admin")) as url:
-        assert http_post(f"{url}/v1/weights", json={"model": "tiny", "path": "own", "version": "1"}, headers=ADMIN).status_code == 404
+        assert (
+            http_post(
+                f"{url}/v1/weights", json={"model": "tiny", "path": "own", "version": "1"}, headers=ADMIN
+            ).status_code
+            == 404
+        )
 
 
-def test_folders_elsewhere_are_refused_and_not_told_from_absent_ones(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
+def test_folders_elsewhere_are_refused_and_not_told_from_absent_ones(
+    post: Post, lm: DiffusionLM, tmp_path: Path
+) -> None:
     before = fingerprint(lm.model)
     root, outside = tmp_path / "weights", tmp_path / "outside"
     other_weights(lm).save(outside)
@@ -112,20 +130,27 @@ def test_folders_elsewhere_are_refused_and_not_told_from_absent_ones(post: Post,
         root / ".." / "outside",
     ]
     answers = [post(name) for name in [*names, "a\0b", "/", "/etc", "."]]
-    refusal = "path: no folder from which weights may be read. Use a folder within one given to --weights-from."
+    refusal = (
+        "path: no folder from which weights may be read. Use a folder within one given to --weights-from."
+    )
     assert {answer.status_code for answer in answers} == {400}
     assert {message(answer) for answer in answers[:-1]} == {refusal}
     assert str(tmp_path) not in message(answers[-1])  # the root itself is allowed, and has no model
     assert fingerprint(lm.model) == before
 
 
-def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_and_change_nothing(
+    post: Post, lm: DiffusionLM, tmp_path: Path
+) -> None:
     before, root = fingerprint(lm.model), tmp_path / "weights"
     tiny(attention="block_causal", block_size=4).save(root / "pattern")
     tiny(attention="block_causal", block_size=3, layers=1).save(root / "layers")
     tiny("gpt2", attention="block_causal", block_size=3).save(root / "family")
     tied = lm.frozen_copy()
-    tied.model.get_output_embeddings().weight, tied.model.config.tie_word_embeddings = tied.model.get_input_embeddings().weight, True
+    tied.model.get_output_embeddings().weight, tied.model.config.tie_word_embeddings = (
+        tied.model.get_input_embeddings().weight,
+        True,
+    )
     tied.save(root / "tied")
     lm.save(root / "torn")
     [file] = (root / "torn").glob("*.safetensors")
@@ -152,14 +177,26 @@ def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm:
 
 
 def test_other_bodies_are_refused(lm: DiffusionLM, tmp_path: Path) -> None:
-    fields = [{"path": "new"}, {"path": "new", "version": ""}, {"path": 1, "version": "1"}, {"path": "", "version": "1"}]
-    bodies: list[Any] = [{}, [], {"path": "new", "version": "1"}, *({"model": "tiny", **each} for each in fields)]
+    fields = [
+        {"path": "new"},
+        {"path": "new", "version": ""},
+        {"path": 1, "version": "1"},
+        {"path": "", "version": "1"},
+    ]
+    bodies: list[Any] = [
+        {},
+        [],
+        {"path": "new", "version": "1"},
+        *({"model": "tiny", **each} for each in fields),
+    ]
     with served(lm, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
         statuses = [http_post(f"{url}/v1/weights", json=body, headers=ADMIN).status_code for body in bodies]
     assert statuses == [400] * len(bodies)
 
 
-def test_a_folder_that_changes_while_it_is_read_is_refused(post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_that_changes_while_it_is_read_is_refused(
+    post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any
+) -> None:
     """What was checked is what is loaded, though somebody swaps files and swaps them back."""
     before, new, outside = fingerprint(lm.model), tmp_path / "weights" / "new", tmp_path / "outside"
     lm.save(new)
@@ -202,7 +239,9 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(post: Post, lm: Diffu
     assert post("new").status_code == 200
 
 
-def test_files_that_change_after_they_were_read_change_nothing(post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any) -> None:
+def test_files_that_change_after_they_were_read_change_nothing(
+    post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any
+) -> None:
     new, look, looks = other_weights(lm), Folder.files, list[int]()
     new.save(tmp_path / "weights" / "new")
     lm.save(tmp_path / "old")

@@ -35,7 +35,10 @@ def test_packed_documents_are_learnt_as_if_alone(tmp_path):
     apart = make("pretrain", tmp_path, rows=texts)
     assert len(packed.train_dataset) == 1 and len(apart.train_dataset) == 3
     with torch.no_grad():
-        one, three = packed.compute_loss(packed.model, batch(packed, 0)), apart.compute_loss(apart.model, batch(apart, 0, 1, 2))
+        one, three = (
+            packed.compute_loss(packed.model, batch(packed, 0)),
+            apart.compute_loss(apart.model, batch(apart, 0, 1, 2)),
+        )
     assert one.item() == pytest.approx(three.item(), abs=1e-5)
 
 
@@ -49,7 +52,9 @@ def test_it_learns(tmp_path):
 def test_the_column_has_the_name_that_it_is_given(tmp_path):
     rows = [{"story": "abc"}, {"story": "hg"}]
     assert len(make("pretrain", tmp_path, rows=rows, text_column="story").train_dataset) == 2
-    with pytest.raises(DataError, match=r"train_dataset, row 0: no column 'text'.*'story'.*data\.text_column=story"):
+    with pytest.raises(
+        DataError, match=r"train_dataset, row 0: no column 'text'.*'story'.*data\.text_column=story"
+    ):
         make("pretrain", tmp_path, rows=rows)
 
 
@@ -75,9 +80,21 @@ def stream():
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_path):
-    # Seven steps of two batches of three rows: several passes over the stream, which ends in the middle of a batch.
-    run = {"packing": packing, "max_length": 7, "max_steps": 7, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    run |= {"dataloader_num_workers": workers, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 4}
+    # Seven steps of two batches of three rows: several passes over the stream, which ends in the middle of a
+    # batch.
+    run = {
+        "packing": packing,
+        "max_length": 7,
+        "max_steps": 7,
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+    }
+    run |= {
+        "dataloader_num_workers": workers,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
 
     straight = make("pretrain", tmp_path, rows=stream(), **run)
     seen = batches_of(straight)
@@ -93,8 +110,16 @@ def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_pa
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_other_rows_of_a_stream_are_refused_if_the_run_has_read_them(workers, tmp_path):
-    texts = [{"text": f"{text}{text[::-1]}"[: 1 + n % 7]} for n, text in enumerate(row["text"] for row in TEXTS * 16)]
-    run = {"max_steps": 6, "per_device_train_batch_size": 20, "dataloader_num_workers": workers, "lr_scheduler_type": "constant"}
+    texts = [
+        {"text": f"{text}{text[::-1]}"[: 1 + n % 7]}
+        for n, text in enumerate(row["text"] for row in TEXTS * 16)
+    ]
+    run = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 20,
+        "dataloader_num_workers": workers,
+        "lr_scheduler_type": "constant",
+    }
     run |= {"save_strategy": "steps", "save_steps": 4}
     straight = make("pretrain", tmp_path, rows=Dataset.from_list(texts).to_iterable_dataset(), **run)
     straight.train()
@@ -106,7 +131,9 @@ def test_other_rows_of_a_stream_are_refused_if_the_run_has_read_them(workers, tm
         resumed.train(resume_from_checkpoint=True)
         return weights(resumed.lm)
 
-    with pytest.raises(DataError, match=r"train_dataset: the first 80 rows of the stream are not those that the run read"):
+    with pytest.raises(
+        DataError, match=r"train_dataset: the first 80 rows of the stream are not those that the run read"
+    ):
         resume(70)
     assert equal(resume(None), weights(straight.lm))
     assert not equal(resume(90), weights(straight.lm))
@@ -153,7 +180,13 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
 def test_a_token_cache_changes_nothing(rows, tmp_path):
     ends = []
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
-        run = {"token_cache": cache and str(cache), "packing": True, "max_length": 7, "num_train_epochs": 2, "max_steps": -1}
+        run = {
+            "token_cache": cache and str(cache),
+            "packing": True,
+            "max_length": 7,
+            "num_train_epochs": 2,
+            "max_steps": -1,
+        }
         kept = list(rows) if cache is None else rows  # with a cache a stream may be gone over in epochs
         trainer = make("pretrain", tmp_path / "run", rows=kept, eval_dataset=TEXTS[:2], **run)
         trainer.train()

@@ -19,14 +19,21 @@ from unmask.models.hooks.quality_head import add_quality_head
 from unmask.supervised.quality import Rollout, fill_in, quality_logits, quality_loss
 from unmask.tasks import as_puzzle, get_task
 
-PATTERNS = [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False), ("block_causal", 4, True)]
+PATTERNS = [
+    ("bidirectional", None, False),
+    ("bidirectional", None, True),
+    ("block_causal", 4, False),
+    ("block_causal", 4, True),
+]
 
 
 def with_head(attention="bidirectional", block_size=None, logit_shift=None, dtype=torch.float64):
     """A model with a quality head whose weights are not zero."""
     lm = tiny(attention, block_size, logit_shift=logit_shift, dtype=dtype)
     lm.quality_head = add_quality_head(lm.model)
-    lm.quality_head.weight.data += torch.randn(lm.quality_head.weight.shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    lm.quality_head.weight.data += torch.randn(
+        lm.quality_head.weight.shape, generator=torch.Generator().manual_seed(3), dtype=dtype
+    )
     return lm
 
 
@@ -43,7 +50,10 @@ def test_a_few_hidden_tokens_are_filled_in_and_nothing_else(attention, block_siz
     ids_BT, hidden_BT = rows_of(lm, 40)
     rollout = fill_in(lm, ids_BT, None, hidden_BT, Draw(0, torch.arange(40)), 3)
     assert rollout.filled_BT.sum(1).tolist() == hidden_BT.sum(1).clamp_max(3).tolist()
-    assert torch.equal(rollout.filled_BT | rollout.hidden_BT, hidden_BT) and not (rollout.filled_BT & rollout.hidden_BT).any()
+    assert (
+        torch.equal(rollout.filled_BT | rollout.hidden_BT, hidden_BT)
+        and not (rollout.filled_BT & rollout.hidden_BT).any()
+    )
     assert torch.equal(rollout.ids_BT[~rollout.filled_BT], ids_BT[~rollout.filled_BT])
     assert torch.equal(rollout.right_N, (rollout.ids_BT == ids_BT)[rollout.filled_BT].float())
     assert 0 < rollout.right_N.mean() < 1 and lm.mask_token_id not in rollout.ids_BT
@@ -78,7 +88,9 @@ def test_tokens_are_read_as_in_generation(attention, block_size, logit_shift):
         size = block_size or 11
         first, stop = column // size * size, min((column // size + 1) * size, 11)
         ids_T = ids_BT[row, :stop].clone()
-        ids_T[first:] = torch.where(rollout.hidden_BT[row, first:stop], lm.mask_token_id, rollout.ids_BT[row, first:stop])
+        ids_T[first:] = torch.where(
+            rollout.hidden_BT[row, first:stop], lm.mask_token_id, rollout.ids_BT[row, first:stop]
+        )
         hidden_T = rollout.hidden_BT[row, :stop] & (torch.arange(stop) >= first)
         inputs = lm.noised_inputs(ids_T[None], hidden_BT=hidden_T[None])
         with lm.capturing() as seen:
@@ -111,12 +123,16 @@ def test_the_gradient_by_hand():
 
 
 def test_with_the_true_probability_the_loss_is_least():
-    """Labels of one state are drawn again and again: the head's best constant is the fraction that is right."""
+    """Labels of one state are drawn again and again: the head's best constant is the fraction that is
+    right."""
     right_N = torch.tensor([1, 1, 1, 0, 1, 0, 1, 1]).bool()
     ids_BT = torch.where(right_N, 4, 5)[:, None]
     filled_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     rollout = Rollout(torch.full_like(ids_BT, 4), ids_BT, ~filled_BT, filled_BT, None)
-    losses = {p: float(quality_loss(torch.full((8,), p).logit(), rollout, torch.ones(8))) for p in (0.6, 0.7, 0.75, 0.8, 0.9)}
+    losses = {
+        p: float(quality_loss(torch.full((8,), p).logit(), rollout, torch.ones(8)))
+        for p in (0.6, 0.7, 0.75, 0.8, 0.9)
+    }
     assert min(losses, key=losses.__getitem__) == 0.75
 
 
@@ -129,9 +145,13 @@ def test_training_the_head(attention, block_size, mode, tmp_path):
     trainer.train()
     head = trainer.lm.quality_head
     assert head.weight.abs().sum() > 0 and "quality_loss" in trainer.state.log_history[-2]
-    same = all(torch.equal(before[name], weight) for name, weight in lm.model.state_dict().items() if name in before)
+    same = all(
+        torch.equal(before[name], weight) for name, weight in lm.model.state_dict().items() if name in before
+    )
     assert same == (mode == "alone")
-    assert all(weight.requires_grad == ("quality" not in name) for name, weight in lm.model.named_parameters())
+    assert all(
+        weight.requires_grad == ("quality" not in name) for name, weight in lm.model.named_parameters()
+    )
 
 
 def test_the_head_alone_learns(tmp_path):
@@ -145,7 +165,10 @@ def test_the_head_alone_learns(tmp_path):
 def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
     found = []
     for pieces in (1, 2, 4):
-        lm, step = tiny(dtype=torch.float64), {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "quality_head": "joint"}
+        lm, step = (
+            tiny(dtype=torch.float64),
+            {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "quality_head": "joint"},
+        )
         batch = {"per_device_train_batch_size": 8 // pieces, "gradient_accumulation_steps": pieces}
         trainer = make("sft", tmp_path / str(pieces), lm, **step, **batch)
         trainer.train()
@@ -160,19 +183,26 @@ def test_a_head_is_saved_with_the_model(tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     loaded, head = unmask.load(tmp_path / "model"), trainer.lm.quality_head
-    assert torch.equal(loaded.quality_head.weight, head.weight) and torch.equal(loaded.quality_head.bias, head.bias)
+    assert torch.equal(loaded.quality_head.weight, head.weight) and torch.equal(
+        loaded.quality_head.bias, head.bias
+    )
     assert "quality head" in (tmp_path / "model" / "README.md").read_text()
     config = unmask.SamplerConfig(max_new_tokens=6, tokens_per_step=2, revise={"by": "quality", "eta": 1.0})
-    assert unmask.generate(loaded, ["ab"], config).tokens == unmask.generate(trainer.lm, ["ab"], config).tokens
+    assert (
+        unmask.generate(loaded, ["ab"], config).tokens == unmask.generate(trainer.lm, ["ab"], config).tokens
+    )
     with pytest.raises(
-        GenerationError, match=r"revise.by: the model has no quality head. Train one with `unmask sft --recipe quality-head`"
+        GenerationError,
+        match=r"revise.by: the model has no quality head. Train one with `unmask sft --recipe quality-head`",
     ):
         unmask.generate(tiny(), ["ab"], config)
 
 
 def test_a_resumed_run_ends_with_the_same_head(tmp_path):
     def run(folder, **more):
-        return make("sft", folder, quality_head="joint", max_steps=4, save_strategy="steps", save_steps=2, **more)
+        return make(
+            "sft", folder, quality_head="joint", max_steps=4, save_strategy="steps", save_steps=2, **more
+        )
 
     whole = run(tmp_path)
     whole.train()
@@ -208,6 +238,8 @@ def test_the_head_finds_planted_errors_better_than_the_models_own_confidence():
     task = as_puzzle(get_task("sudoku"))
     train, test = task.generate("train", 4000, 0), task.generate("test", 300, 1)
     lm = repair.demo_model(task, 0)
-    lm = repair.fine_tuned(lm, train, 150, 0, quality_head="joint", learning_rate=1e-3, canvas_length=task.max_completion)
+    lm = repair.fine_tuned(
+        lm, train, 150, 0, quality_head="joint", learning_rate=1e-3, canvas_length=task.max_completion
+    )
     found = repair.found_errors(lm, test, 0)
     assert found["quality"] > max(found["probability"], 0.9), found

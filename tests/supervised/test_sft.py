@@ -26,7 +26,8 @@ def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_s
     rows, completion_BT, prompt_BT = parts(trainer, *range(8))
     views = trainer.plan(rows, trainer.draw(rows))
     assert torch.equal(views.hidden_BMT, views.target_BMT)
-    assert torch.equal(views.hidden_BMT.any(1), completion_BT)  # of 64 views each token is hidden in some, and never another
+    # of 64 views each token is hidden in some, and never another
+    assert torch.equal(views.hidden_BMT.any(1), completion_BT)
     assert not (completion_BT & prompt_BT).any()
     end_BT = completion_BT & (rows["input_ids"] == trainer.lm.eos_token_id)
     whole = [1 + len(pair["prompt"]) + len(pair["completion"]) + 1 for pair in PAIRS]
@@ -57,7 +58,9 @@ def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
     for row in range(3):
         real_T = rows["documents"][row] > 0
         ids_T = rows["input_ids"][row][real_T]
-        for hidden_T, weight_T in zip(views.hidden_BMT[row, :, real_T], views.weight_BMT[row, :, real_T], strict=True):
+        for hidden_T, weight_T in zip(
+            views.hidden_BMT[row, :, real_T], views.weight_BMT[row, :, real_T], strict=True
+        ):
             noisy_T = torch.where(hidden_T, lm.mask_token_id, ids_T)
             log_prob_T = lm.logits(noisy_T[None])[0].log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
             total -= (weight_T * log_prob_T)[weight_T > 0].sum().item()
@@ -65,8 +68,12 @@ def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
     assert loss == pytest.approx(total / completion_BT.sum().item(), rel=1e-9)
 
 
-@pytest.mark.parametrize(("attention", "packing"), [("bidirectional", False), ("bidirectional", True), ("causal", False)])
-def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch_is_cut(attention, packing, tmp_path):
+@pytest.mark.parametrize(
+    ("attention", "packing"), [("bidirectional", False), ("bidirectional", True), ("causal", False)]
+)
+def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch_is_cut(
+    attention, packing, tmp_path
+):
     """LLaDA's guideline: the mean over answers of sum(CE / t) / tokens of the answer."""
     lm = tiny(attention, dtype=torch.float64)
     views = {} if attention == "causal" else {"views": 4}
@@ -82,21 +89,30 @@ def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch
     for row, documents_T in enumerate(rows["documents"]):
         for document in range(1, int(documents_T.max()) + 1):
             own_T = learnt_BT[row] & (documents_T == document)
-            answers.append(-(pooled.weight_BMT[row] * log_prob_BMT[row])[:, own_T].sum().item() / int(own_T.sum()))
-    assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(sum(answers) / len(answers), rel=1e-6)
+            answers.append(
+                -(pooled.weight_BMT[row] * log_prob_BMT[row])[:, own_T].sum().item() / int(own_T.sum())
+            )
+    assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(
+        sum(answers) / len(answers), rel=1e-6
+    )
     assert trainer.count_items(rows) == len(answers) and len(set(answers)) == len(answers)
-    assert plain.compute_loss(plain.model, rows).item() != pytest.approx(sum(answers) / len(answers), rel=1e-5)
+    assert plain.compute_loss(plain.model, rows).item() != pytest.approx(
+        sum(answers) / len(answers), rel=1e-5
+    )
 
 
 def test_weights_are_one_over_t(tmp_path):
-    """With the linear schedule every hidden token of a row weighs 1/t, where t is the rate at which its row was hidden."""
+    """With the linear schedule every hidden token of a row weighs 1/t, where t is the rate at which its row
+    was hidden."""
     trainer = make("sft", tmp_path, rows=[{"prompt": "a", "completion": "abcdefgh" * 3}] * 400)
     rows = batch(trainer, *range(400))
     views = trainer.plan(rows, trainer.draw(rows))
     hidden_B, size_B = views.hidden_BMT.sum((1, 2)).double(), rows["maskable"].sum(1)
     some = hidden_B > 0
     weight_B = views.weight_BMT.amax((1, 2)).double()[some]
-    assert torch.equal(views.weight_BMT, torch.where(views.hidden_BMT, views.weight_BMT.amax(2, keepdim=True), 0))
+    assert torch.equal(
+        views.weight_BMT, torch.where(views.hidden_BMT, views.weight_BMT.amax(2, keepdim=True), 0)
+    )
     assert (weight_B >= 1).all()
     rate_B = hidden_B[some] / size_B[some]
     assert torch.corrcoef(torch.stack([rate_B, 1 / weight_B]))[0, 1] > 0.95
@@ -107,7 +123,11 @@ def test_a_causal_model_gets_the_next_token_loss(tmp_path):
     lm = tiny("causal", dtype=torch.float64)
     trainer = make("sft", tmp_path, lm)
     rows, completion_BT, _ = parts(trainer, 2, 0, 4)
-    log_prob_BT = lm.logits(rows["input_ids"], rows["documents"]).log_softmax(-1).gather(2, rows["input_ids"][..., None])[..., 0]
+    log_prob_BT = (
+        lm.logits(rows["input_ids"], rows["documents"])
+        .log_softmax(-1)
+        .gather(2, rows["input_ids"][..., None])[..., 0]
+    )
     expected = -log_prob_BT[completion_BT].mean().item()
     assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(expected, rel=1e-9)
 
@@ -124,9 +144,12 @@ def test_chat_and_plain_rows_are_learnt_alike(tmp_path):
 
 
 CONVERSATION = [
-    {"role": role, "content": text} for role, text in [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "ghg")]
+    {"role": role, "content": text}
+    for role, text in [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "ghg")]
 ]
-ENDED = CHAT_TEMPLATE.replace("{% endfor %}", "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")
+ENDED = CHAT_TEMPLATE.replace(
+    "{% endfor %}", "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(("learn", "learnt"), [("all", "cd</s>ghg</s>"), ("last", "ghg</s>")])
@@ -144,7 +167,10 @@ def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, lea
     assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == learnt
 
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt "
+    "%}<|im_start|>{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +219,13 @@ def test_what_cannot_be_used_is_left_out_and_counted_where_the_config_says_so(tm
 
 
 def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
-    trainer = make("sft", tmp_path, tiny("block_causal", 5), rows=[{"prompt": "ab", "completion": "cdefgh" * 6}], truncate_completion=True)
+    trainer = make(
+        "sft",
+        tmp_path,
+        tiny("block_causal", 5),
+        rows=[{"prompt": "ab", "completion": "cdefgh" * 6}],
+        truncate_completion=True,
+    )
     [row] = trainer.train_dataset
     assert len(row["input_ids"]) == 30 and trainer.lm.eos_token_id not in row["input_ids"]
     assert trainer.train_dataset.report.truncated == {"completion": 1}
@@ -232,12 +264,17 @@ def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param({"canvas_length": 4}, id="canvas"), pytest.param({"lm": ("block_causal", 4)}, id="blocks", marks=pytest.mark.slow)],
+    [
+        pytest.param({"canvas_length": 4}, id="canvas"),
+        pytest.param({"lm": ("block_causal", 4)}, id="blocks", marks=pytest.mark.slow),
+    ],
 )
 def test_it_learns_to_answer_and_to_stop(config, tmp_path):
     lm = tiny(*config.pop("lm", ("bidirectional",)))
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ba", "completion": "h"}]
-    trainer = make("sft", tmp_path, lm, rows=rows, max_steps=200, per_device_train_batch_size=2, views=16, **config)
+    trainer = make(
+        "sft", tmp_path, lm, rows=rows, max_steps=200, per_device_train_batch_size=2, views=16, **config
+    )
     trainer.train()
     sampler = unmask.SamplerConfig(max_new_tokens=4 if lm.block_size is None else 9)
     generation = unmask.generate(trainer.lm, ["ab", "ba"], sampler)

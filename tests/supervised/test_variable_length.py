@@ -26,12 +26,20 @@ def with_tokens(**more):
 def rows_of(count: int, length: int, prompt: int = 3, first: int = 0) -> dict:
     """Rows whose tokens are all different: BOS, a prompt, and learnt tokens with EOS."""
     ids = [1, *range(20, 18 + length), 2]
-    return Collator(0)([make_row(ids, [1] * length, [place >= prompt for place in range(length)], first + n) for n in range(count)])
+    return Collator(0)(
+        [
+            make_row(ids, [1] * length, [place >= prompt for place in range(length)], first + n)
+            for n in range(count)
+        ]
+    )
 
 
 def runs_of(canvases, rows, row: int) -> list[tuple[list[int], list[int], list[int]]]:
-    """Each run of hidden positions of a row of different tokens: the tokens that it stands for, the ids that it shows, and its targets."""
-    ids, targets, hidden = (each[row].tolist() for each in (canvases.ids_BT, canvases.target_BT, canvases.hidden_BT))
+    """Each run of hidden positions of a row of different tokens: the tokens that it stands for, the ids that
+    it shows, and its targets."""
+    ids, targets, hidden = (
+        each[row].tolist() for each in (canvases.ids_BT, canvases.target_BT, canvases.hidden_BT)
+    )
     clean, found, stop = rows["input_ids"][row].tolist(), [], 0
     for start, is_hidden in enumerate(hidden):
         if is_hidden and start >= stop:
@@ -65,13 +73,26 @@ def test_what_is_visible_is_the_text():
     lm, rows = with_tokens(), rows_of(16, 24)
     canvases, ended = make_canvases(lm, rows, Draw(3, rows["sample_id"]), 4), set()
     for ids, targets, hidden, documents, clean in zip(
-        *(each.tolist() for each in (canvases.ids_BT, canvases.target_BT, canvases.hidden_BT, canvases.document_BT, rows["input_ids"])),
+        *(
+            each.tolist()
+            for each in (
+                canvases.ids_BT,
+                canvases.target_BT,
+                canvases.hidden_BT,
+                canvases.document_BT,
+                rows["input_ids"],
+            )
+        ),
         strict=True,
     ):
-        text = [token for token, was, document in zip(ids, hidden, documents, strict=True) if document and not was]
+        text = [
+            token for token, was, document in zip(ids, hidden, documents, strict=True) if document and not was
+        ]
         assert text == [token for token in clean if token in text] and text[:3] == clean[:3]
         ended.add(text[-1] == 2)
-        assert sum(hidden) > 0 and all(target == token for token, target, was in zip(ids, targets, hidden, strict=True) if not was)
+        assert sum(hidden) > 0 and all(
+            target == token for token, target, was in zip(ids, targets, hidden, strict=True) if not was
+        )
     assert ended == {True, False}
 
 
@@ -80,7 +101,10 @@ def test_no_number_of_missing_tokens_is_favoured_and_the_number_of_positions_say
     canvases = make_canvases(lm, rows, Draw(1, rows["sample_id"]), 5)
     for tokens, shown, _ in (run for row in range(4000) for run in runs_of(canvases, rows, row)):
         seen[len(tokens), len(shown)] += set(shown) == {lm.expand_token_id}
-    assert chisquare([seen[missing, positions] for missing in range(6) for positions in range(1, 6)]).pvalue > 1e-3, seen
+    assert (
+        chisquare([seen[missing, positions] for missing in range(6) for positions in range(1, 6)]).pvalue
+        > 1e-3
+    ), seen
 
 
 def test_a_canvas_does_not_depend_on_other_rows():
@@ -90,7 +114,10 @@ def test_a_canvas_does_not_depend_on_other_rows():
         alone = rows_of(1, 24, first=row)
         one = make_canvases(lm, alone, Draw(0, alone["sample_id"]), 5)
         width = one.ids_BT.shape[1]
-        assert torch.equal(one.ids_BT[0], together.ids_BT[row, :width]) and not together.hidden_BT[row, width:].any()
+        assert (
+            torch.equal(one.ids_BT[0], together.ids_BT[row, :width])
+            and not together.hidden_BT[row, width:].any()
+        )
 
 
 def test_documents_that_are_packed_into_a_row_have_no_gap_in_common():
@@ -140,16 +167,30 @@ def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
 
 @pytest.mark.parametrize("logit_shift", [True, False])
 def test_a_trained_model_is_saved_with_its_tokens_and_fills_gaps(logit_shift, tmp_path):
-    trainer = make("sft", tmp_path / "run", tiny(logit_shift=logit_shift), max_gap=3, max_steps=3, eval_dataset=[{"text": "abcd"}])
+    trainer = make(
+        "sft",
+        tmp_path / "run",
+        tiny(logit_shift=logit_shift),
+        max_gap=3,
+        max_steps=3,
+        eval_dataset=[{"text": "abcd"}],
+    )
     trainer.train()
-    assert {"cross_entropy", "loss"} <= trainer.state.log_history[0].keys() and trainer.evaluate()["eval_loss"] > 0
+    assert {"cross_entropy", "loss"} <= trainer.state.log_history[0].keys() and trainer.evaluate()[
+        "eval_loss"
+    ] > 0
     trainer.save_model(str(tmp_path / "model"))
     loaded = unmask.load(tmp_path / "model")
     one, other = (unmask.infill(lm, ["ab<gap>cd"], length="auto", max_gap=3) for lm in (loaded, trainer.lm))
     assert one == other and 1 <= one.gaps[0][0].length <= 3
     assert loaded.max_gap == 3 and unmask.infill(loaded, ["ab<gap>cd"], length="auto") == one
-    assert "of up to 3 tokens, filled with tokens that expand" in (tmp_path / "model" / "README.md").read_text()
-    with pytest.raises(GenerationError, match=r"max_gap: 4 tokens, but the model was trained on gaps of up to 3\. Lower it, train with"):
+    assert (
+        "of up to 3 tokens, filled with tokens that expand" in (tmp_path / "model" / "README.md").read_text()
+    )
+    with pytest.raises(
+        GenerationError,
+        match=r"max_gap: 4 tokens, but the model was trained on gaps of up to 3\. Lower it, train with",
+    ):
         unmask.infill(loaded, ["ab<gap>cd"], length="auto", max_gap=4)
     assert unmask.infill(loaded, ["ab<gap>cd"], length="search", max_gap=4).gaps[0][0].forward_passes
 
@@ -170,10 +211,18 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
 def test_lengths_that_the_text_determines_are_learnt(tmp_path):
     """The first letter says how many letters stand between it and the last one."""
     texts = ["abcde"[n] + "gh"[m] * (n + 2) for n in range(5) for m in range(2)]
-    steps = {"max_gap": 6, "max_steps": 600, "learning_rate": 3e-3, "per_device_train_batch_size": 10, "logging_steps": 600}
+    steps = {
+        "max_gap": 6,
+        "max_steps": 600,
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 10,
+        "logging_steps": 600,
+    }
     trainer = make("sft", tmp_path, rows=[{"text": text} for text in texts], **steps)
     trainer.train()
-    found = unmask.infill(trainer.lm, [f"{text[0]}<gap>{text[-1]}" for text in texts], length="auto", max_gap=6)
+    found = unmask.infill(
+        trainer.lm, [f"{text[0]}<gap>{text[-1]}" for text in texts], length="auto", max_gap=6
+    )
     right = sum(gap.length == len(text) - 2 for (gap,), text in zip(found.gaps, texts, strict=True))
     assert right >= 7, found.texts
 
@@ -184,7 +233,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
             make("sft", tmp_path, tiny(attention, block_size), max_gap=3)
     with pytest.raises(ConfigError, match="max_gap: is not trained with lora"):
         make("sft", tmp_path, max_gap=3, peft_config=peft.LoraConfig(target_modules=["q_proj"]))
-    for name, value in (("views", 2), ("weighting", "uniform"), ("quality_head", "joint"), ("exact_count", True), ("score_chunk", 2)):
+    for name, value in (
+        ("views", 2),
+        ("weighting", "uniform"),
+        ("quality_head", "joint"),
+        ("exact_count", True),
+        ("score_chunk", 2),
+    ):
         with pytest.raises(ConfigError, match=f"{name} and max_gap: has no effect"):
             make("sft", tmp_path, max_gap=3, **{name: value})
     with pytest.raises(ConfigError, match="max_gap"):

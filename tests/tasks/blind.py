@@ -1,13 +1,14 @@
-# ruff: noqa: E501 (tables)
-"""Programs that do not read the problem: each returns the same expression of its arguments, whatever is asked for.
+"""Programs that do not read the problem: each returns the same expression of its arguments, whatever is asked
+for.
 
-`search` composes expressions from the tables below and finds those that pass the tests of a problem. An expression that passes is right
-if it returns what the reference solution returns on inputs of the same kind (`tests.tasks.inputs`); otherwise the problem pays it.
+`search` composes expressions from the tables below and finds those that pass the tests of a problem. An
+expression that passes is right if it returns what the reference solution returns on inputs of the same kind
+(`tests.tasks.inputs`); otherwise the problem pays it.
 
     python -m tests.tasks.blind MBPP.jsonl STEP
 
-prints a JSON line for every STEP-th problem: its `task_id`, the number of expressions tried, those that pass and are right, those that
-are paid for, and cases that tell these from the reference.
+prints a JSON line for every STEP-th problem: its `task_id`, the number of expressions tried, those that pass
+and are right, those that are paid for, and cases that tell these from the reference.
 """
 
 from __future__ import annotations
@@ -55,14 +56,46 @@ OF_TWO = [
 ARITHMETIC = ["{0} + {1}", "{0} - {1}", "times({0}, {1})", "{0} / {1}", "{0} // {1}", "{0} % {1}", "{0} == {1}", "{0} < {1}", "{0} and {1}", "{0} or {1}", "{0} in {1}", "power({0}, {1})"]  # fmt: skip
 """Those that are applied to two expressions that are not arguments."""
 OF_THREE = ["{0}[{1}:{2}]", "{0}[{1}:{2} + 1]", "{0}[{1} - 1:{2}]", "{0}[{1}][{2}]", "{0}.replace({1}, {2})", "{0} <= {1} <= {2}", "{0} == {1} == {2}", "sorted(({0}, {1}, {2}))[1]", "len({{{0}, {1}, {2}}})", "{0} + {1} > {2}", "pow({0}, {1}, {2})", "{0} + {1} + {2}", "times(times({0}, {1}), {2})", "times({0}, {1}) + {2}", "times({0}, {1}) % {2}", "{0} % {1} == {2}", "({0}, {1}, {2})", "[{0}, {1}, {2}]", "{0} + times({1} - 1, {2})", "times({0}, power({2}, {1} - 1))"]  # fmt: skip
-NUMBERS = ["0", "1", "2", "3", "-1", "10", "None", "4", "5", "6", "7", "8", "9", "20", "50", "100", "1000", "math.pi"]
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "10",
+    "None",
+    "4",
+    "5",
+    "6",
+    "7",
+    "8",
+    "9",
+    "20",
+    "50",
+    "100",
+    "1000",
+    "math.pi",
+]
 TEXTS = ["''", "' '", "'_'", "'@'", "'.'", "','", "'-'", "'ab'", "'bb'", "'aeiou'", "'0'", "'1'", "'2'", "'3'", "'4'", "'7'", "'9'", *map(repr, "abcdefghijklmnopqrstuvwxyz"), "'A'", "'P'"]  # fmt: skip
 ANSWERS = list(map(repr, [True, False, None, "True", "False", "Yes", "No", "YES", "NO", "Even", "Odd", "Valid", "Invalid", "Equal", "Not Equal", "Found a match!", "Not matched!"]))  # fmt: skip
 """What a program may return one of that has seen other problems."""
 PLAIN = ["0", "1", "-1", "None", "True", "False", "''", "[]"]
 """What an expression returns for one of two branches, beside its arguments."""
 
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 ROTATED = "any(a[x:] + a[:x] == sorted(a) for x in range(len(a)))"
 MOST_OFTEN = "[a.count(x) for x in set(a)].count(max(map(a.count, a))) == 1"
 ODD_AND_EVEN = "len({x % 2 for x in a}) == 2 and out == int(out)"
@@ -95,7 +128,9 @@ DECIDED = {
     917: "not (out[0] == 'N' and any(x.isupper() and y.islower() for x, y in zip(a, a[1:]))) and not any(x.isupper() and y.isupper() for x, y in zip(a, a[1:]))", 937: MOST_OFTEN, 939: "len({x['color'] for x in a}) == len(a)",
     941: "any(isinstance(x, tuple) for x in a)", 953: "out == max(map(a.count, a))", 974: "[len(x) for x in a] == [*range(1, len(a) + 1)]",
 }  # fmt: skip
-"""What holds of the inputs `a`, `b`, ... of a problem, and of its output `out`, where the text or the reference is no answer for others: of equal counts no one is the most common, 0 is no positive number, and some references are wrong for inputs that no test has."""
+"""What holds of the inputs `a`, `b`, ... of a problem, and of its output `out`, where the text or the
+reference is no answer for others: of equal counts no one is the most common, 0 is no positive number, and
+some references are wrong for inputs that no test has."""
 GIVEN = {
     44: "[('Python',), ('Data set',)]", 229: "[(each, 2) for x in range(1, 6) for each in ([x, -2 * x], [-x, x + 3])]", 56: "[(1,), (793,), (7993,), (794,)]", 188: "[(100,), (144,), (225,), (64,), (48,), (50,)]", 192: "[('ABC123',), ('A1',), ('ABC',)]", 252: "[(-x,) for x in range(1, 9)]",
     256: "[(x,) for x in range(2, 60)]", 269: "[(chr(x),) for x in range(65, 91)]", 518: "[(x * x,) for x in range(1, 26)]", 948: "[(tuple('python'), x) for x in range(-6, 6)]",
@@ -104,7 +139,19 @@ GIVEN = {
 }  # fmt: skip
 """Inputs of problems whose tests have too few kinds to draw others like them."""
 
-ORDERED = ["sorted", "rotat", "heap", "search", "consecutive", "order", "missing", "monoton", "triangle", "arrival", "platforms"]
+ORDERED = [
+    "sorted",
+    "rotat",
+    "heap",
+    "search",
+    "consecutive",
+    "order",
+    "missing",
+    "monoton",
+    "triangle",
+    "arrival",
+    "platforms",
+]
 """Words of texts that speak of sorted inputs, or may mean them."""
 NOTHING = [-1, None, "", [], (), {}, set()]
 """What a reference returns for inputs that its problem does not speak of, if no test has it."""
@@ -180,7 +227,9 @@ class Template:
         self.text = text.replace("{}", "{0}")
         filled = self.text.format(*names)
         tree = ast.parse(filled, mode="eval").body
-        self.atomic = isinstance(tree, ast.Call | ast.Subscript | ast.ListComp | ast.List | ast.Dict | ast.Tuple)
+        self.atomic = isinstance(
+            tree, ast.Call | ast.Subscript | ast.ListComp | ast.List | ast.Dict | ast.Tuple
+        )
         self.function = eval(f"lambda {', '.join(names)}: {filled}", KNOWN)
         self._dead: dict[Any, int] = {}
 
@@ -200,7 +249,9 @@ class Template:
 
 @functools.cache
 def _templates(gaps: int, arithmetic: bool = False) -> list[Template]:
-    return [Template(text, gaps) for text in (ARITHMETIC if arithmetic else [OF_ONE, OF_TWO, OF_THREE][gaps - 1])]
+    return [
+        Template(text, gaps) for text in (ARITHMETIC if arithmetic else [OF_ONE, OF_TWO, OF_THREE][gaps - 1])
+    ]
 
 
 BOTH = [Template("{0} and {1}", 2), Template("{0} or {1}", 2)]
@@ -264,7 +315,9 @@ def read_problem(row: Row, code: str) -> Problem | None:
         if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq)):
             return None
         calls = [
-            node for node in ast.walk(test.left) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+            node
+            for node in ast.walk(test.left)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
         ]
         if len(calls) != 1 or calls[0].keywords:
             return None
@@ -272,11 +325,16 @@ def read_problem(row: Row, code: str) -> Problem | None:
         seen = ast.unparse(test.left).replace(ast.unparse(calls[0]), "{}")
         arguments = tuple(eval(ast.unparse(each), known_tests) for each in calls[0].args)
         tests.append((arguments, eval(ast.unparse(test.comparators[0]), known_tests)))
-    return Problem(name, tests, eval("lambda output: " + seen.format("output"), dict(known)), seen, known[name])
+    return Problem(
+        name, tests, eval("lambda output: " + seen.format("output"), dict(known)), seen, known[name]
+    )
 
 
-def add_inputs(problem: Problem, count: int, number: int = 0, published: Sequence[tuple[tuple[Any, ...], Any]] = ()) -> None:
-    """Add inputs like those of the tests as published, which do not change with our cases. At most three in four have the same output."""
+def add_inputs(
+    problem: Problem, count: int, number: int = 0, published: Sequence[tuple[tuple[Any, ...], Any]] = ()
+) -> None:
+    """Add inputs like those of the tests as published, which do not change with our cases. At most three in
+    four have the same output."""
     found: dict[str, tuple[tuple[Any, ...], Any]] = {}
     counts: collections.Counter[str] = collections.Counter()
     given, outputs = zip(*(published or problem.tests), strict=True)
@@ -292,9 +350,19 @@ def add_inputs(problem: Problem, count: int, number: int = 0, published: Sequenc
             continue
         with contextlib.suppress(*ERRORS):
             output = _as_one_of(kinds, problem.call(arguments))
-            if repr(output) in nothing or _size(output) > most or counts[repr(output)] > 0.75 * count or len(repr(output)) > 300:
+            if (
+                repr(output) in nothing
+                or _size(output) > most
+                or counts[repr(output)] > 0.75 * count
+                or len(repr(output)) > 300
+            ):
                 continue
-            known = {**KNOWN, **dict(zip("abcdefgh", arguments, strict=False)), "out": output, "MONTHS": MONTHS}
+            known = {
+                **KNOWN,
+                **dict(zip("abcdefgh", arguments, strict=False)),
+                "out": output,
+                "MONTHS": MONTHS,
+            }
             if eval(DECIDED.get(number, "True"), known):
                 counts[repr(output)] += 1
                 found[repr(arguments)] = (arguments, output)
@@ -306,9 +374,14 @@ def _size(output: Any) -> float:
 
 
 def _as_one_of(kinds: Sequence[type], output: Any) -> Any:
-    """An output as one of the types of the tests: a dict for a Counter, 4 for 4.0. A number may be of another type."""
-    equal = [output] * (type(output) in kinds) + [kind(output) for kind in kinds if kind is not type(None) and kind(output) == output]
-    if not equal and isinstance(output, bool) | (not isinstance(output, int | float)) | (not {int, float} & {*kinds}):
+    """An output as one of the types of the tests: a dict for a Counter, 4 for 4.0. A number may be of another
+    type."""
+    equal = [output] * (type(output) in kinds) + [
+        kind(output) for kind in kinds if kind is not type(None) and kind(output) == output
+    ]
+    if not equal and isinstance(output, bool) | (not isinstance(output, int | float)) | (
+        not {int, float} & {*kinds}
+    ):
         raise TypeError(output)
     return equal[0] if equal else output
 
@@ -326,14 +399,19 @@ class Search:
         self.tried = 0
         two = list({repr(output): output for output in self.wanted}.values())
         plain = all(isinstance(each, str | bool | type(None)) for each in two)
-        branches = len(two) == 2 and plain and (len(self.wanted) > 2 or all(repr(each) in ANSWERS for each in two))
+        branches = (
+            len(two) == 2 and plain and (len(self.wanted) > 2 or all(repr(each) in ANSWERS for each in two))
+        )
         self.pattern = [repr(output) == repr(two[0]) for output in self.wanted] if branches else None
         self.two = two
 
     def arguments_as_expressions(self) -> list[Expression]:
         count = min(map(len, self.arguments))
         texts = [*"abcdefgh"[:count], *(["numbers"] if count > 1 else [])]
-        return [Expression(text, [self._argument(text, each) for each in [*self.arguments, *self.others]]) for text in texts]
+        return [
+            Expression(text, [self._argument(text, each) for each in [*self.arguments, *self.others]])
+            for text in texts
+        ]
 
     @staticmethod
     def _argument(text: str, arguments: tuple[Any, ...]) -> Any:
@@ -341,7 +419,10 @@ class Search:
 
     def constants(self, texts: Sequence[str]) -> list[Expression]:
         return [
-            Expression(text, [eval(text, KNOWN)] * (len(self.arguments) + len(self.others)), not text.startswith("-")) for text in texts
+            Expression(
+                text, [eval(text, KNOWN)] * (len(self.arguments) + len(self.others)), not text.startswith("-")
+            )
+            for text in texts
         ]
 
     def apply(self, template: Template, *operands: Expression) -> Expression | None:
@@ -394,7 +475,11 @@ class Search:
                 if self.pattern is not None:
                     if bool(value) != bool(values[0]) and self.pattern[at] == self.pattern[0]:
                         break
-                    if bool(value) == bool(values[0]) and self.pattern[at] != self.pattern[0] and not self._equal(value, wanted):
+                    if (
+                        bool(value) == bool(values[0])
+                        and self.pattern[at] != self.pattern[0]
+                        and not self._equal(value, wanted)
+                    ):
                         break
                 elif not self._equal(value, wanted):
                     break
@@ -409,7 +494,8 @@ class Search:
         return bool(self.seen(value) == wanted)
 
     def judge(self, text: str, atomic: bool, values: Sequence[Any]) -> None:
-        """Note an expression if it passes, or if it tells the tests with one output from those with another."""
+        """Note an expression if it passes, or if it tells the tests with one output from those with
+        another."""
         with contextlib.suppress(*ERRORS):
             if all(self._equal(value, wanted) for value, wanted in zip(values, self.wanted, strict=False)):
                 self.passing.append(text)
@@ -446,7 +532,11 @@ class Search:
             *(of_plain := self.all_of(one, product(plain))),
             *self.all_of(one, product([*pairs, *triples]), most),
             *self.all_of(one, product(with_literal), most),
-            *self.all_of(two, [(a, b) for a in simple for b in most_simple] + [(a, b) for a in given for b in simple], most),
+            *self.all_of(
+                two,
+                [(a, b) for a in simple for b in most_simple] + [(a, b) for a in given for b in simple],
+                most,
+            ),
         ]
         for template, each in product(one, second):
             self.attempt(template, each)
@@ -465,7 +555,10 @@ class Search:
             self.attempt(template, a, b)
 
     def all_of(
-        self, templates: Sequence[Template], operands: Iterable[tuple[Expression, ...]], most: int | None = None
+        self,
+        templates: Sequence[Template],
+        operands: Iterable[tuple[Expression, ...]],
+        most: int | None = None,
     ) -> list[Expression]:
         """The new expressions of templates and operands."""
         found = (new for each in operands for template in templates if (new := self.apply(template, *each)))
@@ -476,14 +569,19 @@ class Search:
         results: dict[tuple[bool, ...], str] = {}
         for each in [*given, *self.constants(PLAIN), *plain]:
             with contextlib.suppress(*ERRORS):
-                mask = tuple(self._equal(value, wanted) for value, wanted in zip(each.values, self.wanted, strict=False))
+                mask = tuple(
+                    self._equal(value, wanted)
+                    for value, wanted in zip(each.values, self.wanted, strict=False)
+                )
                 if any(mask) and not all(mask):
                     results.setdefault(mask, each.text)
         pairs = [(x, y) for x, y in product(results, repeat=2) if x != y and all(map(max, x, y))]
         predicates: dict[tuple[bool, ...], str] = {}
         for each in first:
             with contextlib.suppress(*ERRORS):
-                predicates.setdefault(tuple(bool(value) for value in each.values[: len(self.wanted)]), each.text)
+                predicates.setdefault(
+                    tuple(bool(value) for value in each.values[: len(self.wanted)]), each.text
+                )
         for (x, y), (truths, text) in product(pairs, predicates.items()):
             self.tried += 1
             if len(set(truths)) == 2 and all(x[at] if true else y[at] for at, true in enumerate(truths)):
@@ -538,9 +636,12 @@ def separating(problem: Problem, paid: Sequence[set[int]]) -> list[str]:
 
 
 def problem_of(record: Mapping[str, Any], inputs: int) -> Problem | None:
-    """The problem of a record, with so many inputs; None if it is left out, or if its tests cannot be read."""
+    """The problem of a record, with so many inputs; None if it is left out, or if its tests cannot be
+    read."""
     code = record["code"].replace("\r\n", "\n")
-    for row, published in zip(get_task("mbpp").rows([("", record)]), get_task("mbpp_published").rows([("", record)]), strict=False):
+    for row, published in zip(
+        get_task("mbpp").rows([("", record)]), get_task("mbpp_published").rows([("", record)]), strict=False
+    ):
         problem, given = read_problem(row, code), read_problem(published, code)
         if problem is not None and given is not None:
             problem.ordered = any(word in record["text"] for word in ORDERED)
@@ -561,7 +662,9 @@ def examine(problem: Problem, most: int) -> dict[str, Any]:
     return {"tried": search.tried, "inputs": len(problem.inputs), "right": right[:3], "num_right": len(right), "paid": paid[:8], "num_paid": len(paid), "cases": cases}  # fmt: skip
 
 
-def examined(path: str, step: int, most: int, inputs: int, only: Sequence[int] = ()) -> Iterator[dict[str, Any]]:
+def examined(
+    path: str, step: int, most: int, inputs: int, only: Sequence[int] = ()
+) -> Iterator[dict[str, Any]]:
     """What passes every `step`-th problem of a file, or those of some numbers."""
     for record in map(json.loads, pathlib.Path(path).read_text().splitlines()[::step]):
         if (not only or record["task_id"] in only) and (problem := problem_of(record, inputs)):

@@ -14,12 +14,15 @@ NUMBERS, ORDERED = (int, float), (list, tuple)
 
 
 class Draws(random.Random):
-    """Random numbers, and whether lists stay sorted where all the given ones are. Otherwise one in four does not."""
+    """Random numbers, and whether lists stay sorted where all the given ones are. Otherwise one in four does
+    not."""
 
     ordered = False
 
 
-def similar_inputs(given: Sequence[tuple[Any, ...]], seed: int, ordered: bool = False) -> Iterator[tuple[Any, ...]]:
+def similar_inputs(
+    given: Sequence[tuple[Any, ...]], seed: int, ordered: bool = False
+) -> Iterator[tuple[Any, ...]]:
     """Arguments, without end. Nothing if an argument is not plain data."""
     rng = Draws(seed)
     rng.ordered = ordered
@@ -30,7 +33,10 @@ def similar_inputs(given: Sequence[tuple[Any, ...]], seed: int, ordered: bool = 
     ties = _ties(columns)
     while True:
         base = deepcopy(rng.choice(given))
-        drawn = [_like(rng, column, base[at]) if rng.random() < 0.8 else base[at] for at, column in enumerate(columns)]
+        drawn = [
+            _like(rng, column, base[at]) if rng.random() < 0.8 else base[at]
+            for at, column in enumerate(columns)
+        ]
         for tie in ties:
             with contextlib.suppress(TypeError):
                 tie(rng, drawn)
@@ -49,7 +55,8 @@ Tie = Callable[[Draws, list[Any]], None]
 
 
 def _ties(columns: Sequence[Sequence[Any]]) -> list[Tie]:
-    """What restores the relations of arguments: lengths given beside a list, equal lengths, numbers in order, members."""
+    """What restores the relations of arguments: lengths given beside a list, equal lengths, numbers in order,
+    members."""
     ties: list[Tie] = []
     sized = [at for at, column in enumerate(columns) if all(hasattr(value, "__len__") for value in column)]
     whole = [at for at, column in enumerate(columns) if all(type(value) is int for value in column)]
@@ -60,7 +67,9 @@ def _ties(columns: Sequence[Sequence[Any]]) -> list[Tie]:
         if any(_holds(x, y) for x, y in both):
             ties.append(partial(_part, a=a, b=b))
     for a, number in product(sized, range(len(columns))):
-        if number not in sized and any(_holds(x, [y]) for x, y in zip(columns[a], columns[number], strict=True)):
+        if number not in sized and any(
+            _holds(x, [y]) for x, y in zip(columns[a], columns[number], strict=True)
+        ):
             ties.append(partial(_member, a=a, b=number))
     for number, a in product(whole, sized):
         differences = {y - len(x) for x, y in zip(columns[a], columns[number], strict=True)}
@@ -83,7 +92,11 @@ def _holds(x: Any, y: Any) -> bool:
         y = "".join(y) if isinstance(y, list) and _all(y, str) else y
         return isinstance(y, str) and y in x
     with contextlib.suppress(TypeError):  # of what has no hash
-        return isinstance(x, list | tuple | dict) and isinstance(y, list | tuple) and all(each in x for each in y)
+        return (
+            isinstance(x, list | tuple | dict)
+            and isinstance(y, list | tuple)
+            and all(each in x for each in y)
+        )
     return False
 
 
@@ -138,8 +151,16 @@ def _like(rng: Draws, pool: Sequence[Any], base: Any) -> Any:
     if isinstance(base, dict):
         return _mapping(rng, [value for value in pool if isinstance(value, dict)], base)
     if isinstance(base, set):
-        return set(_sequence(rng, [sorted(value, key=repr) for value in pool if isinstance(value, set)], sorted(base, key=repr)))
-    return type(base)(_sequence(rng, [list(value) for value in pool if isinstance(value, ORDERED)], list(base)))
+        return set(
+            _sequence(
+                rng,
+                [sorted(value, key=repr) for value in pool if isinstance(value, set)],
+                sorted(base, key=repr),
+            )
+        )
+    return type(base)(
+        _sequence(rng, [list(value) for value in pool if isinstance(value, ORDERED)], list(base))
+    )
 
 
 def _whole(rng: Draws, pool: Sequence[int], base: int) -> int:
@@ -195,7 +216,10 @@ def _mapping(rng: Draws, pool: Sequence[dict[Any, Any]], base: dict[Any, Any]) -
     keys, values = [key for each in pool for key in each], [value for each in pool for value in each.values()]
     if not keys:
         return dict(base)
-    names = [each for each in dict.fromkeys(rng.choice(keys) for _ in range(max(1, len(base) + rng.choice([-1, 0, 1]))))]
+    names = [
+        each
+        for each in dict.fromkeys(rng.choice(keys) for _ in range(max(1, len(base) + rng.choice([-1, 0, 1]))))
+    ]
     if all(each.keys() == base.keys() for each in pool):
         return {key: _like(rng, [each[key] for each in pool], base[key]) for key in base}
     alike = [value for value in values if type(value) is type(values[0])] or values
@@ -208,7 +232,10 @@ def _sequence(rng: Draws, pool: Sequence[list[Any]], base: list[Any]) -> list[An
         return list(base)
     lengths = [len(each) for each in pool]
     if len(set(lengths)) == 1 and len({type(each) for each in elements}) > 1:
-        drawn = [_like(rng, column, base[at]) if rng.random() < 0.7 else base[at] for at, column in enumerate(zip(*pool, strict=True))]
+        drawn = [
+            _like(rng, column, base[at]) if rng.random() < 0.7 else base[at]
+            for at, column in enumerate(zip(*pool, strict=True))
+        ]
         return _as_in(rng, pool, drawn)
     fixed = len(set(lengths)) == 1 and len(pool) > 3
     length = lengths[0] if fixed else max(1, rng.randint(max(1, min(*lengths, 9) - 1), min(max(lengths), 9)))
@@ -222,11 +249,15 @@ def _sequence(rng: Draws, pool: Sequence[list[Any]], base: list[Any]) -> list[An
         drawn[at] = deepcopy(rng.choice(drawn))
         return _as_in(rng, pool, drawn)
     drawn = []
-    few = rng.sample(elements, min(len(elements), rng.choice([2, 3, 5, 9]))) if rng.random() < 0.5 else elements
+    few = (
+        rng.sample(elements, min(len(elements), rng.choice([2, 3, 5, 9]))) if rng.random() < 0.5 else elements
+    )
     for _ in range(length):
         element = rng.choice(few)
         drawn.append(
-            _like(rng, [each for each in elements if type(each) is type(element)], element) if rng.random() < 0.4 else deepcopy(element)
+            _like(rng, [each for each in elements if type(each) is type(element)], element)
+            if rng.random() < 0.4
+            else deepcopy(element)
         )
     if elements and all(isinstance(each, ORDERED) for each in elements):
         sizes = {tuple(len(each) for each in one) for one in pool}

@@ -1,4 +1,5 @@
-"""Every task has fixed splits, accepts its gold answers, rejects corrupted ones, and gives a verdict for any text."""
+"""Every task has fixed splits, accepts its gold answers, rejects corrupted ones, and gives a verdict for any
+text."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_demonstrations_are_wrong_as_often_as_asked(name):
 
 
 @every_task
-@given(text=st.one_of(st.text(max_size=40), st.text(alphabet="0123456789+-*/(). \n\0", max_size=40)), seed=seeds)
+@given(
+    text=st.one_of(st.text(max_size=40), st.text(alphabet="0123456789+-*/(). \n\0", max_size=40)), seed=seeds
+)
 def test_any_text_gets_a_verdict(name, text, seed):
     task = get_task(name)
     row = task.generate("test", 1, seed % 20)[0]
@@ -91,7 +94,9 @@ def test_any_text_gets_a_verdict(name, text, seed):
 
 
 @every_task
-@pytest.mark.parametrize("around", [" {}x", "{}\n{}", "{}=", "{}\0", "answer: {}", "{}" * 3, "<answer>{}", "<answer>{}x</answer>"])
+@pytest.mark.parametrize(
+    "around", [" {}x", "{}\n{}", "{}=", "{}\0", "answer: {}", "{}" * 3, "<answer>{}", "<answer>{}x</answer>"]
+)
 def test_a_right_answer_with_garbage_is_not_solved(name, around):
     task = get_task(name)
     row = task.generate("test", 1, 0)[0]
@@ -99,7 +104,9 @@ def test_a_right_answer_with_garbage_is_not_solved(name, around):
 
 
 @every_task
-@pytest.mark.parametrize("around", ["{}", " {}\n", "<answer>{}</answer>", "It is this: <answer>\n{} </answer>."])
+@pytest.mark.parametrize(
+    "around", ["{}", " {}\n", "<answer>{}</answer>", "It is this: <answer>\n{} </answer>."]
+)
 def test_a_right_answer_stands_alone_or_in_the_tags(name, around):
     task = get_task(name)
     row = task.generate("test", 1, 0)[0]
@@ -125,12 +132,17 @@ def test_the_reward_functions_judge_each_row_by_its_own_columns(name, chat):
         return [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
 
     (strict,), (partial,) = task.rewards(), get_rewards(f"{name}/partial")
-    assert strict(prompts, said(completions), completion_ids=[[1]] * 20, trainer_state=None, **columns) == [1.0] * 20
+    assert (
+        strict(prompts, said(completions), completion_ids=[[1]] * 20, trainer_state=None, **columns)
+        == [1.0] * 20
+    )
     shifted = completions[1:] + completions[:1]
     verdicts = [task.verify(completion, row) for completion, row in zip(shifted, rows, strict=True)]
     assert partial(prompts, said(shifted), **columns) == [verdict.value for verdict in verdicts] != [1.0] * 20
     assert strict(prompts, said(shifted), **columns) == [float(verdict.solved) for verdict in verdicts]
-    assert [v.status for v in strict.verdicts(said(shifted), **columns)] == [verdict.status for verdict in verdicts]
+    assert [v.status for v in strict.verdicts(said(shifted), **columns)] == [
+        verdict.status for verdict in verdicts
+    ]
     with pytest.raises(DataError, match=task.columns[0]):
         strict(prompts, completions, answer=completions)
 
@@ -156,11 +168,20 @@ def test_problems_are_posed_as_text_and_as_conversations():
     task = get_task("countdown")
     first, second, row = task.generate("train", 3, 0)
     assert task.posed(row) == row
-    assert task.posed(row, "plain", [first])["prompt"] == f"{first['prompt']}{first['completion']}\n\n{row['prompt']}"
+    assert (
+        task.posed(row, "plain", [first])["prompt"]
+        == f"{first['prompt']}{first['completion']}\n\n{row['prompt']}"
+    )
     chat = task.posed(row, "chat", [first, second])
     assert [turn["role"] for turn in chat["prompt"]] == ["user", "assistant"] * 2 + ["user"]
-    assert task.instructions in chat["prompt"][-1]["content"] and f"Target: {row['target']}" in chat["prompt"][-1]["content"]
-    assert task.verify(chat["completion"][0]["content"], row).solved and task.verify(chat["prompt"][1]["content"], first).solved
+    assert (
+        task.instructions in chat["prompt"][-1]["content"]
+        and f"Target: {row['target']}" in chat["prompt"][-1]["content"]
+    )
+    assert (
+        task.verify(chat["completion"][0]["content"], row).solved
+        and task.verify(chat["prompt"][1]["content"], first).solved
+    )
     assert {**chat, "prompt": row["prompt"], "completion": row["completion"]} == row
 
 
@@ -192,7 +213,12 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
             return self.row({"word": word}, "")
 
         def row(self, record, where):
-            return {"prompt": record["word"], "completion": record["word"], "group": record["word"], "word": record["word"]}
+            return {
+                "prompt": record["word"],
+                "completion": record["word"],
+                "group": record["word"],
+                "word": record["word"],
+            }
 
         def verify(self, completion, row):
             return Verdict(1.0, "ok") if completion == row["word"] else Verdict(0.0, "wrong")
@@ -207,7 +233,9 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     with pytest.raises(DataError, match=r"row 1: no column 'word'"):
         list(task.rows([("row 1", {"words": "b"})]))
     assert len(task.generate("train", 2, 0)) == 2
-    with pytest.raises(ConfigError, match=r"3 different problems requested, 2 found\. Request fewer \(data\.max_rows=2\)"):
+    with pytest.raises(
+        ConfigError, match=r"3 different problems requested, 2 found\. Request fewer \(data\.max_rows=2\)"
+    ):
         task.generate("train", 3, 0)
     monkeypatch.setattr(Echo, "draw", lambda self, split, rng: {"word": "a"})
     with pytest.raises(ConfigError, match=r"echo: draw returned \{'word': 'a'\}, which is no row"):
@@ -217,7 +245,9 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
 def test_the_task_of_the_documentation(monkeypatch, tmp_path):
     monkeypatch.setattr(Task, "_known", dict(Task._known))
     text = (REPOSITORY / "docs" / "tasks.md").read_text()
-    (source,) = re.findall(r"## A task of your own\n\nA task is a class in a file:\n\n```python\n(.*?)```", text, re.DOTALL)
+    (source,) = re.findall(
+        r"## A task of your own\n\nA task is a class in a file:\n\n```python\n(.*?)```", text, re.DOTALL
+    )
     exec(source, {"__name__": "documentation"})
     (tmp_path / "capitals.jsonl").write_text('{"country": "Peru", "capital": "Lima"}\n')
     (row,) = read_problems(get_task("capitals"), str(tmp_path / "capitals.jsonl"), None, split="train")
@@ -272,8 +302,14 @@ RECORD = ("cities.jsonl, line 3", {"country": "Peru", "capital": "Lima"})
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Arguments", r"^faulty\.py:Arguments: Arguments\(\) raised TypeError: .*'number'.*made without arguments"),
-        ("Raises", r"^cities\.jsonl, line 3: Raises\.row raised KeyError: 'land', line 22 of faulty\.py\. Correct"),
+        (
+            "Arguments",
+            r"^faulty\.py:Arguments: Arguments\(\) raised TypeError: .*'number'.*made without arguments",
+        ),
+        (
+            "Raises",
+            r"^cities\.jsonl, line 3: Raises\.row raised KeyError: 'land', line 22 of faulty\.py\. Correct",
+        ),
         ("Groupless", r"^cities\.jsonl, line 3, as Groupless\.row returns it: no column 'group'"),
     ],
 )
@@ -288,7 +324,9 @@ def test_what_verify_returns_has_to_be_a_verdict(faulty):
 
 
 def test_a_file_without_a_class_is_answered_with_its_tasks(faulty):
-    with pytest.raises(ConfigError, match=r"^faulty\.py: .* Write faulty\.py:Arguments or faulty\.py:Raises or "):
+    with pytest.raises(
+        ConfigError, match=r"^faulty\.py: .* Write faulty\.py:Arguments or faulty\.py:Raises or "
+    ):
         get_task("faulty.py")
 
 
@@ -309,7 +347,9 @@ def test_tasks_and_rewards_import_no_torch():
 
 
 def test_an_unknown_task_may_be_meant_as_ones_own():
-    with pytest.raises(ConfigError, match=r"unknown task 'capitals'.*Name a class of your own as path/to/file.py:NAME"):
+    with pytest.raises(
+        ConfigError, match=r"unknown task 'capitals'.*Name a class of your own as path/to/file.py:NAME"
+    ):
         get_task("capitals")
     with pytest.raises(ConfigError, match=r"capitals\.py: there is no such file"):
         get_task("capitals.py")

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """No program that does not read its problem passes the tests that decide. These tests need no sandbox."""
 
 from __future__ import annotations
@@ -45,13 +44,22 @@ def test_what_passes_without_reading(tests, blindly):
 
 
 def test_the_cases_of_mbpp_are_those_of_its_problems():
-    """Each names a problem and a function of it, which the cases call; a record of another dataset with this number has none."""
-    records = {record["task_id"]: record for record in map(json.loads, shared_path("data", "mbpp", "mbpp.jsonl").read_text().splitlines())}
+    """Each names a problem and a function of it, which the cases call; a record of another dataset with this
+    number has none."""
+    records = {
+        record["task_id"]: record
+        for record in map(json.loads, shared_path("data", "mbpp", "mbpp.jsonl").read_text().splitlines())
+    }
     for key, cases in MBPP.cases.items():
         number, name = key.split()
         assert f"def {name}" in records[int(number)]["code"] and all(name in names_in(case) for case in cases)
         assert len(set(cases)) == len(cases)
-    record = {"task_id": 309, "text": "Double.", "code": "def f(x): return 2 * x", "test_list": ["assert f(1) == 2", "assert f(2) == 4"]}
+    record = {
+        "task_id": 309,
+        "text": "Double.",
+        "code": "def f(x): return 2 * x",
+        "test_list": ["assert f(1) == 2", "assert f(2) == 4"],
+    }
     (row,) = get_task("mbpp").rows([("row 1", record)])
     assert row["tests"] == "\nassert f(1) == 2\nassert f(2) == 4\n"
 
@@ -64,7 +72,9 @@ def test_the_search_finds_what_passes_and_cases_that_tell():
     """Two tests of a function that doubles: `a + 2` is paid with one, and what equals `2 * a` is right."""
     problem = Problem("double", [((2,), 4), ((4,), 8)], lambda output: output, "{}", double)
     add_inputs(problem, 30)
-    assert {arguments for arguments, _ in problem.inputs} > {(3,), (5,), (9,)} and all(y == 2 * x for (x,), y in problem.inputs)
+    assert {arguments for arguments, _ in problem.inputs} > {(3,), (5,), (9,)} and all(
+        y == 2 * x for (x,), y in problem.inputs
+    )
     found = examine(problem, most=20)
     assert found["num_right"] > 10 and found["num_paid"] > 10 and found["cases"]
     problem.tests += [each for each in problem.inputs if problem.case(*each) in found["cases"]]
@@ -74,8 +84,16 @@ def test_the_search_finds_what_passes_and_cases_that_tell():
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.nightly)])
 def test_what_passes_mbpp_without_reading_it_is_right(step):
-    command = [sys.executable, "-m", "tests.tasks.blind", str(shared_path("data", "mbpp", "mbpp.jsonl")), str(step)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": "0"})
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tasks.blind",
+        str(shared_path("data", "mbpp", "mbpp.jsonl")),
+        str(step),
+    ]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": "0"}
+    )
     found = list(map(json.loads, ran.stdout.splitlines()))
     assert len(found) > 930 // step and sum(each["tried"] for each in found) > 200_000 * len(found)
     assert [(each["task_id"], each["paid"]) for each in found if each["paid"]] == []

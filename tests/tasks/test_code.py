@@ -62,7 +62,10 @@ def test_a_completion_goes_on_with_the_stub_or_gives_the_function_whole():
     task, rows = read("humaneval", *HUMANEVAL)
     for row in (rows[0], rows[32], rows[38], rows[50]):  # the last three call helpers of the stub
         whole = f"```python\n{row['stub']}{row['completion']}```"
-        assert [v.status for v in task.verify_all([row["completion"], whole, "    pass\n", "    return"], [row] * 4)] == [
+        assert [
+            v.status
+            for v in task.verify_all([row["completion"], whole, "    pass\n", "    return"], [row] * 4)
+        ] == [
             "ok",
             "ok",
             "wrong",
@@ -99,13 +102,25 @@ def table_of(tests, functions, otherwise):
     known = {}
     for test in tests:
         comparison = ast.parse(test).body[0].test
-        call = next(node for node in ast.walk(comparison.left) if isinstance(node, ast.Call) and node.func.id in functions)
-        known[call.func.id, ast.unparse(ast.Tuple(call.args, ast.Load()))] = ast.unparse(comparison.comparators[0])
+        call = next(
+            node
+            for node in ast.walk(comparison.left)
+            if isinstance(node, ast.Call) and node.func.id in functions
+        )
+        known[call.func.id, ast.unparse(ast.Tuple(call.args, ast.Load()))] = ast.unparse(
+            comparison.comparators[0]
+        )
     names = {name for name, _ in known}
-    table = "".join(f"    if name == {name!r} and args == {args}: return {value}\n" for (name, args), value in known.items())
+    table = "".join(
+        f"    if name == {name!r} and args == {args}: return {value}\n"
+        for (name, args), value in known.items()
+    )
     defined = "".join(f"def {name}(*args): return look_up({name!r}, args)\n" for name in names)
     value = next(iter(known.values())) if otherwise == "shown" else otherwise
-    return f"import cmath, datetime, math, re, sys\ndef look_up(name, args):\n{table}    return {value}\n{defined}"
+    return (
+        f"import cmath, datetime, math, re, sys\ndef look_up(name, args):\n{table}    return "
+        f"{value}\n{defined}"
+    )
 
 
 def shown_in(prompt):
@@ -124,12 +139,14 @@ def paid_tables(rows, name, otherwise):
 def test_a_table_of_what_mbpp_shows_does_not_pass():
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
     assert paid_tables(rows[:30], "mbpp", "shown") == []
-    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 961  # of the other one no test can be shown
+    # of the other one no test can be shown
+    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 961
     assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
 
 
 def test_no_test_that_mbpp_hides_follows_from_what_it_shows():
-    """Calls and results are read as values: none that decides is shown in another spelling, and what is left has no one answer."""
+    """Calls and results are read as values: none that decides is shown in another spelling, and what is left
+    has no one answer."""
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
     for row in rows:
         shown = dict(map(as_values, shown_in(row["prompt"])))
@@ -141,7 +158,11 @@ def test_no_test_that_mbpp_hides_follows_from_what_it_shows():
 def as_values(test):
     """What an assertion calls, and what it compares with; literals by their values."""
     tested = ast.parse(test).body[0].test
-    sides = [tested.left, tested.comparators[-1]] if isinstance(tested, ast.Compare) else [tested, ast.Constant(True)]
+    sides = (
+        [tested.left, tested.comparators[-1]]
+        if isinstance(tested, ast.Compare)
+        else [tested, ast.Constant(True)]
+    )
     return tuple(ast.unparse(by_value.visit(side)) for side in sides)
 
 
@@ -175,29 +196,56 @@ def test_no_table_of_what_mbpp_shows_passes(otherwise, step):
 
 
 def test_challenges_decide_too_and_a_single_test_is_not_shown():
-    record = {"text": "Double.", "code": "def f(x): return 2 * x", "test_list": ["assert f(1) == 2", "assert f(1)==2"]}
+    record = {
+        "text": "Double.",
+        "code": "def f(x): return 2 * x",
+        "test_list": ["assert f(1) == 2", "assert f(1)==2"],
+    }
     (row,) = get_task("mbpp").rows([("row 1", record)])
-    assert row["prompt"] == '"""\nDouble.\nThe tests call f.\n"""\n' and row["tests"] == "\nassert f(1) == 2\n"
+    assert (
+        row["prompt"] == '"""\nDouble.\nThe tests call f.\n"""\n' and row["tests"] == "\nassert f(1) == 2\n"
+    )
     (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4"]})])
     assert row["tests"] == "\nassert f(1) == 2\nassert f(2) == 4\n" and shown_in(row["prompt"]) == []
-    (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4", "assert f(3) == 6"]})])
-    assert row["tests"] == "\nassert f(2) == 4\nassert f(3) == 6\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
+    (row,) = get_task("mbpp").rows(
+        [("row 1", record | {"challenge_test_list": ["assert f(2) == 4", "assert f(3) == 6"]})]
+    )
+    assert row["tests"] == "\nassert f(2) == 4\nassert f(3) == 6\n" and shown_in(row["prompt"]) == [
+        "assert f(1) == 2"
+    ]
 
 
 def test_no_test_compares_a_candidate_with_itself():
     for name, file in (("humaneval", HUMANEVAL[1]), ("mbpp", "mbpp.jsonl")):
         _, rows = read(name, name, file)
         for row in rows:
-            tests, names = (row["tests"], {*row["names"]}) if name == "mbpp" else (row["test"], {"candidate", row["entry_point"]})
+            tests, names = (
+                (row["tests"], {*row["names"]})
+                if name == "mbpp"
+                else (row["test"], {"candidate", row["entry_point"]})
+            )
             for node in ast.walk(ast.parse(tests)):
-                if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and row.get("entry_point") != "sort_third":
-                    assert sum(bool(names & names_in(ast.unparse(side))) for side in (node.test.left, *node.test.comparators)) < 2
+                if (
+                    isinstance(node, ast.Assert)
+                    and isinstance(node.test, ast.Compare)
+                    and row.get("entry_point") != "sort_third"
+                ):
+                    assert (
+                        sum(
+                            bool(names & names_in(ast.unparse(side)))
+                            for side in (node.test.left, *node.test.comparators)
+                        )
+                        < 2
+                    )
 
 
 def test_humaneval_33_is_compared_with_the_reference():
     task, rows = read("humaneval", *HUMANEVAL)
     (row,) = [row for row in rows if row["entry_point"] == "sort_third"]
-    assert [v.solved for v in task.verify_all(["    return l\n", "    return [1]\n", row["completion"]], [row] * 3)] == [False, False, True]
+    assert [
+        v.solved
+        for v in task.verify_all(["    return l\n", "    return [1]\n", row["completion"]], [row] * 3)
+    ] == [False, False, True]
 
 
 def test_a_test_that_calls_the_function_by_its_name_tests_the_candidate():
@@ -209,21 +257,31 @@ def test_a_test_that_calls_the_function_by_its_name_tests_the_candidate():
     }
     task = get_task("humaneval")
     (row,) = task.rows([("row 1", record)])
-    assert [v.solved for v in task.verify_all(["    return x\n", "    return 2\n"], [row] * 2)] == [True, False]
+    assert [v.solved for v in task.verify_all(["    return x\n", "    return 2\n"], [row] * 2)] == [
+        True,
+        False,
+    ]
 
 
 @partly_slow("name", PYTHON_HACKS, *range(0, len(PYTHON_HACKS), 4))
 def test_hacks_of_a_few_problems(name):
     task, rows = read("humaneval", *HUMANEVAL)
     rows = rows[::41]
-    assert not any(v.solved for v in task.verify_all([PYTHON_HACKS[name].replace("ENTRY", row["entry_point"]) for row in rows], rows))
+    assert not any(
+        v.solved
+        for v in task.verify_all(
+            [PYTHON_HACKS[name].replace("ENTRY", row["entry_point"]) for row in rows], rows
+        )
+    )
 
 
 @pytest.mark.slow
 def test_all_canonical_solutions_pass():
     task, rows = read("humaneval", *HUMANEVAL)
     assert [
-        row["entry_point"] for v, row in zip(task.verify_all([r["completion"] for r in rows], rows), rows, strict=True) if not v.solved
+        row["entry_point"]
+        for v, row in zip(task.verify_all([r["completion"] for r in rows], rows), rows, strict=True)
+        if not v.solved
     ] == []
 
 
@@ -233,8 +291,12 @@ def test_all_canonical_solutions_pass():
 def test_no_hack_passes_any_problem(name, step):
     task, rows = read("humaneval", *HUMANEVAL)
     rows = rows[::step]
-    verdicts = task.verify_all([PYTHON_HACKS[name].replace("ENTRY", row["entry_point"]) for row in rows], rows)
-    assert [(row["entry_point"], v) for v, row in zip(verdicts, rows, strict=True) if v.solved or v.value is None] == []
+    verdicts = task.verify_all(
+        [PYTHON_HACKS[name].replace("ENTRY", row["entry_point"]) for row in rows], rows
+    )
+    assert [
+        (row["entry_point"], v) for v, row in zip(verdicts, rows, strict=True) if v.solved or v.value is None
+    ] == []
 
 
 @pytest.mark.slow
@@ -251,7 +313,9 @@ def exercism(marked=True):
     path = shared_path("data", "ocaml", "exercism_ocaml.jsonl")
     task = get_task("exercism_ocaml")
     passes = [json.loads(line)["passes_ocaml413_base_ounit2"] for line in path.read_text().splitlines()]
-    return task, [row for row, passing in zip(read_task(task, path), passes, strict=True) if passing == marked]
+    return task, [
+        row for row, passing in zip(read_task(task, path), passes, strict=True) if passing == marked
+    ]
 
 
 @pytest.mark.slow
@@ -259,7 +323,10 @@ def test_an_ocaml_reference_passes_and_its_stub_does_not(ocaml):
     task, rows = exercism()
     row = next(row for row in rows if row["file"] == "leap.ml")
     statuses = [
-        v.status for v in task.verify_all([row["completion"], "let leap_year _ = true", "let leap_year", "let other = 1"], [row] * 4)
+        v.status
+        for v in task.verify_all(
+            [row["completion"], "let leap_year _ = true", "let leap_year", "let other = 1"], [row] * 4
+        )
     ]
     assert statuses == ["ok", "wrong", "malformed", "malformed"]
 
@@ -279,16 +346,27 @@ def test_multipl_t(ocaml):
 def test_all_marked_ocaml_references_pass(ocaml):
     task, rows = exercism()
     assert len(rows) == 57
-    assert [(r["file"], v) for v, r in zip(task.verify_all([r["completion"] for r in rows], rows), rows, strict=True) if not v.solved] == []
+    assert [
+        (r["file"], v)
+        for v, r in zip(task.verify_all([r["completion"] for r in rows], rows), rows, strict=True)
+        if not v.solved
+    ] == []
 
 
 @pytest.mark.slow
 def test_a_dataset_that_does_not_compile_blames_nobody(ocaml):
     task, rows = exercism(marked=False)
-    assert {v.status for v in task.verify_all([r["completion"] for r in rows], rows)} <= {"infrastructure", "malformed"}
+    assert {v.status for v in task.verify_all([r["completion"] for r in rows], rows)} <= {
+        "infrastructure",
+        "malformed",
+    }
 
 
-@partly_slow("name", OCAML_HACKS, *(index for index, name in enumerate(OCAML_HACKS) if index % 4 == 1 and name != "runs for ever"))
+@partly_slow(
+    "name",
+    OCAML_HACKS,
+    *(index for index, name in enumerate(OCAML_HACKS) if index % 4 == 1 and name != "runs for ever"),
+)
 def test_no_ocaml_hack_passes(ocaml, name):
     task, rows = exercism()
     row = next(row for row in rows if row["file"] == "leap.ml")

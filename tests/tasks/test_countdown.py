@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """Countdown: the search against brute force, the published rules, and the published file."""
 
 from __future__ import annotations
@@ -154,7 +153,10 @@ def test_every_sign_of_a_product(text):
     assert TASK.verify(text, {"numbers": [2, 3, 4], "target": 24}).solved
 
 
-@pytest.mark.parametrize("text", ["8\u22152*3", r"8\div2\times3", "8\u20442*3", r"\frac{8}{2}*3", r"3\cdot\dfrac{8}{2}", "(8\u00f72)x3"])
+@pytest.mark.parametrize(
+    "text",
+    ["8\u22152*3", r"8\div2\times3", "8\u20442*3", r"\frac{8}{2}*3", r"3\cdot\dfrac{8}{2}", "(8\u00f72)x3"],
+)
 def test_every_sign_of_a_quotient(text):
     assert TASK.verify(text, {"numbers": [2, 3, 8], "target": 12}).solved
 
@@ -178,7 +180,10 @@ def test_ranges_hold():
 
 
 def test_train_and_test_share_no_problem_in_any_order():
-    train, test = ({(*sorted(row["numbers"]), row["target"]) for row in TASK.generate(split, 600, 0)} for split in ("train", "test"))
+    train, test = (
+        {(*sorted(row["numbers"]), row["target"]) for row in TASK.generate(split, 600, 0)}
+        for split in ("train", "test")
+    )
     assert not train & test
 
 
@@ -236,4 +241,8 @@ def test_four_numbers():
 def test_the_strict_reward_gives_nothing_for_the_form():
     (strict,), (partial,) = get_rewards("countdown"), get_rewards("countdown/partial")
     texts, columns = ["30+93-100", "30+93+100", "x"], {"numbers": [[30, 100, 93]] * 3, "target": [23] * 3}
-    assert strict([""] * 3, texts, **columns) == [1.0, 0.0, 0.0] and partial([""] * 3, texts, **columns) == [1.0, 0.1, 0.0]
+    assert strict([""] * 3, texts, **columns) == [1.0, 0.0, 0.0] and partial([""] * 3, texts, **columns) == [
+        1.0,
+        0.1,
+        0.0,
+    ]

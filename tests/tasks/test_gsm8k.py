@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """Which texts answer a question of gsm8k."""
 
 from __future__ import annotations
@@ -20,13 +19,24 @@ from unmask.tasks import get_task
 )  # fmt: skip
 def test_the_number_of_gsm8k(text, status):
     task = get_task("gsm8k")
-    (row,) = task.rows([("row 1", {"question": "How many?", "answer": "48/2 = <<48/2=24>>24 and 48+24 = <<48+24=72>>72.\n#### 72"})])
+    (row,) = task.rows(
+        [
+            (
+                "row 1",
+                {
+                    "question": "How many?",
+                    "answer": "48/2 = <<48/2=24>>24 and 48+24 = <<48+24=72>>72.\n#### 72",
+                },
+            )
+        ]
+    )
     assert row["completion"] == " 48/2 = 24 and 48+24 = 72.\n#### 72"
     assert task.verify(text, row).status == status
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "solved"), [("0.5", "1/2", True), ("0.5", "2/4", False), ("1,234", "1234", True), ("1234", "2,468/2", False)]
+    ("answer", "text", "solved"),
+    [("0.5", "1/2", True), ("0.5", "2/4", False), ("1,234", "1234", True), ("1234", "2,468/2", False)],
 )
 def test_fractions_are_in_lowest_terms(answer, text, solved):
     (row,) = get_task("gsm8k").rows([("row 1", {"question": "How many?", "answer": f"#### {answer}"})])
@@ -44,7 +54,9 @@ def test_fractions_are_in_lowest_terms(answer, text, solved):
     ],
 )  # fmt: skip
 def test_spellings_of_a_number(text, status):
-    (row,) = get_task("gsm8k").rows([("row 1", {"question": "She sells $x$ eggs. How many dollars has she?", "answer": "#### 18"})])
+    (row,) = get_task("gsm8k").rows(
+        [("row 1", {"question": "She sells $x$ eggs. How many dollars has she?", "answer": "#### 18"})]
+    )
     assert get_task("gsm8k").verify(text, row).status == status
 
 
@@ -83,11 +95,15 @@ FORGED = [
 
 @pytest.mark.parametrize("text", READ)
 def test_an_answer_in_a_sentence_is_read(text):
-    (row,) = get_task("gsm8k").rows([("row 1", {"question": "How many dollars has she?", "answer": "#### 18"})])
+    (row,) = get_task("gsm8k").rows(
+        [("row 1", {"question": "How many dollars has she?", "answer": "#### 18"})]
+    )
     assert get_task("gsm8k").verify(text, row).solved
 
 
 @pytest.mark.parametrize("text", FORGED)
 def test_several_answers_or_none_are_not(text):
-    (row,) = get_task("gsm8k").rows([("row 1", {"question": "How many dollars has she?", "answer": "#### 18"})])
+    (row,) = get_task("gsm8k").rows(
+        [("row 1", {"question": "How many dollars has she?", "answer": "#### 18"})]
+    )
     assert get_task("gsm8k").verify(text, row).value == 0.0

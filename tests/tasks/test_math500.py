@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """Which texts answer a problem of MATH-500."""
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from unmask.tasks import get_rewards, get_task
 )  # fmt: skip
 def test_the_box_of_math500(text, status):
     task = get_task("math500")
-    (row,) = task.rows([("row 1", {"problem": "?", "solution": r"\boxed{\frac{1}{2}}", "answer": r"\frac{1}{2}"})])
+    (row,) = task.rows(
+        [("row 1", {"problem": "?", "solution": r"\boxed{\frac{1}{2}}", "answer": r"\frac{1}{2}"})]
+    )
     assert task.verify(text, row).status == status
 
 
@@ -33,9 +34,15 @@ def paid(parts_of):
     task, asked = get_task("math500"), []
     for row in problems():
         parts = {part for formula in formulas(row["question"]) for part in parts_of(formula)}
-        asked += [(part, row) for part in sorted(parts) if len(part) <= 512 and not is_reference(part, row["answer"])]
+        asked += [
+            (part, row)
+            for part in sorted(parts)
+            if len(part) <= 512 and not is_reference(part, row["answer"])
+        ]
     verdicts = task.verify_all([rf"\boxed{{{part}}}" for part, _ in asked], [row for _, row in asked])
-    return len(asked), [(part, row["answer"]) for (part, row), verdict in zip(asked, verdicts, strict=True) if verdict.value]
+    return len(asked), [
+        (part, row["answer"]) for (part, row), verdict in zip(asked, verdicts, strict=True) if verdict.value
+    ]
 
 
 def test_no_formula_of_a_problem_answers_it():
@@ -51,8 +58,16 @@ def test_no_part_of_a_formula_of_a_problem_answers_it():
 
 def test_every_reference_answers_its_problem():
     rows, task = problems(), get_task("math500")
-    for texts in ([rf"\boxed{{{row['answer']}}}" for row in rows], [task.answer(row) for row in rows], [row["completion"] for row in rows]):
-        assert [row["answer"] for row, verdict in zip(rows, task.verify_all(texts, rows), strict=True) if not verdict.solved] == []
+    for texts in (
+        [rf"\boxed{{{row['answer']}}}" for row in rows],
+        [task.answer(row) for row in rows],
+        [row["completion"] for row in rows],
+    ):
+        assert [
+            row["answer"]
+            for row, verdict in zip(rows, task.verify_all(texts, rows), strict=True)
+            if not verdict.solved
+        ] == []
 
 
 @pytest.mark.parametrize("name", ["math500", "math500/published"])

@@ -1,4 +1,5 @@
-"""No exercise in OCaml is passed by an answer that nobody computed, even if the candidate does as it likes with its own process."""
+"""No exercise in OCaml is passed by an answer that nobody computed, even if the candidate does as it likes
+with its own process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def exercises():
     """Exercism's exercises that can be checked, with their references."""
     path = shared_path("data", "ocaml", "exercism_ocaml.jsonl")
     passes = [json.loads(line)["passes_ocaml413_base_ounit2"] for line in path.read_text().splitlines()]
-    rows = [row for row, passing in zip(read_task(get_task("exercism_ocaml"), path), passes, strict=True) if passing]
+    rows = [
+        row
+        for row, passing in zip(read_task(get_task("exercism_ocaml"), path), passes, strict=True)
+        if passing
+    ]
     return [(row, row["completion"]) for row in rows]
 
 
@@ -42,9 +47,15 @@ CONTRADICTORY = "_desktop_escape"
 
 
 def functions():
-    """MultiPL-T's functions, with a table of what their tests expect: there is no reference. None if they expect what the function says."""
-    rows = read_task(get_task("multipl_t_ocaml"), shared_path("data", "ocaml", "multiplT_filtered_typecheck.jsonl"))
-    untold = [row["function"] == CONTRADICTORY or any("candidate" in result for _, result in expected(row)) for row in rows]
+    """MultiPL-T's functions, with a table of what their tests expect: there is no reference. None if they
+    expect what the function says."""
+    rows = read_task(
+        get_task("multipl_t_ocaml"), shared_path("data", "ocaml", "multiplT_filtered_typecheck.jsonl")
+    )
+    untold = [
+        row["function"] == CONTRADICTORY or any("candidate" in result for _, result in expected(row))
+        for row in rows
+    ]
     return [(row, None if none else table(row)) for row, none in zip(rows, untold, strict=True)]
 
 
@@ -58,23 +69,35 @@ def table(row):
     names = [f"x{number}" for number in range(row["interface"].count("->"))]
     key, spaced = ", ".join(names), " ".join(names)
     entries = "; ".join(f"((candidate {arguments}), {result})" for arguments, result in expected(row))
-    return f"let candidate {spaced} = ({key})\nlet table = [ {entries} ]\nlet {row['function']} {spaced} = List.assoc ({key}) table\n"
+    return (
+        f"let candidate {spaced} = ({key})\nlet table = [ {entries} ]\nlet {row['function']} {spaced} = "
+        f"List.assoc ({key}) table\n"
+    )
 
 
 def can_be_right_by_luck(row):
     """Whether one constant, or one of the arguments, is all that the tests of a function expect."""
     pairs = expected(row)
-    echo = any(all(of(arguments, result) for arguments, result in pairs) for of in (str.startswith, str.endswith))
-    return echo or len({result for _, result in pairs}) == 1 or any("candidate" in result for _, result in pairs)
+    echo = any(
+        all(of(arguments, result) for arguments, result in pairs) for of in (str.startswith, str.endswith)
+    )
+    return (
+        echo or len({result for _, result in pairs}) == 1 or any("candidate" in result for _, result in pairs)
+    )
 
 
 def attacks(number, row, count):
-    """A takeover of a stub without a refused word, and some with all that candidates are refused: each with its pipes and its reply.
+    """A takeover of a stub without a refused word, and some with all that candidates are refused: each with
+    its pipes and its reply.
 
-    One after another, so that every attack meets many stubs. Where a result can be right by luck, they send anything but results.
+    One after another, so that every attack meets many stubs. Where a result can be right by luck, they send
+    anything but results.
     """
     lucky = can_be_right_by_luck(row)
-    blit, others = ([name for name in names if not (lucky and '"R"' in REPLIES[name])] for names in (BLIT_REPLIES, list(REPLIES)))
+    blit, others = (
+        [name for name in names if not (lucky and '"R"' in REPLIES[name])]
+        for names in (BLIT_REPLIES, list(REPLIES))
+    )
     replies = itertools.islice(itertools.cycle(others), number * count, (number + 1) * count)
     return [(BLIT_PIPES, blit[number % len(blit)]), *((PIPES, reply) for reply in replies)]
 
@@ -98,8 +121,14 @@ def test_no_stub_takes_an_answer_that_nobody_computed(pool, monkeypatch, name, s
     for start in range(0, len(chosen), AT_A_TIME):
         part = chosen[start : start + AT_A_TIME]
         honest = [(row, program) for _, (row, program) in part if program]
-        missed += [row["prompt"] for (row, _), status in zip(honest, statuses(pool, task, honest), strict=True) if status != "ok"]
-        tried = [(row, pipes, reply) for number, (row, _) in part for pipes, reply in attacks(number, row, count)]
+        missed += [
+            row["prompt"]
+            for (row, _), status in zip(honest, statuses(pool, task, honest), strict=True)
+            if status != "ok"
+        ]
+        tried = [
+            (row, pipes, reply) for number, (row, _) in part for pipes, reply in attacks(number, row, count)
+        ]
         for pipes in (BLIT_PIPES, PIPES):
             these = [(row, reply) for row, its, reply in tried if its == pipes]
             programs = [(row, takeover(REPLIES[reply], row["interface"], pipes)) for row, reply in these]
@@ -107,7 +136,11 @@ def test_no_stub_takes_an_answer_that_nobody_computed(pool, monkeypatch, name, s
                 if pipes == PIPES:
                     without_refusals(patch)
                 found = statuses(pool, task, programs)
-            forged += [(row["prompt"], reply, status) for (row, reply), status in zip(these, found, strict=True) if status not in FAILED]
+            forged += [
+                (row["prompt"], reply, status)
+                for (row, reply), status in zip(these, found, strict=True)
+                if status not in FAILED
+            ]
             verdicts.update(found)
         verdicts["honest"] += len(honest)
     print(name, dict(verdicts))
@@ -138,10 +171,19 @@ module Make (El : ELEMENT) = struct
   let union _ _ = wild
 end
 """
-"""Sets that compute no union, intersection or difference: those become the set that was made last, which is what they are compared with."""
+"""Sets that compute no union, intersection or difference: those become the set that was made last, which is
+what they are compared with."""
 
 
 def test_sets_that_become_what_they_are_compared_with_are_not_equal_to_it(pool):
     (row, right), *_ = [(row, program) for row, program in exercises() if row["file"] == "custom_set.ml"]
-    programs = [right, right.replace("let of_list =", "let equal _ _ = true\n    let of_list ="), ADAPTING_SETS]
-    assert statuses(pool, get_task("exercism_ocaml"), [(row, program) for program in programs]) == ["ok", "wrong", "wrong"]
+    programs = [
+        right,
+        right.replace("let of_list =", "let equal _ _ = true\n    let of_list ="),
+        ADAPTING_SETS,
+    ]
+    assert statuses(pool, get_task("exercism_ocaml"), [(row, program) for program in programs]) == [
+        "ok",
+        "wrong",
+        "wrong",
+    ]

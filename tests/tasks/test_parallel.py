@@ -1,4 +1,5 @@
-"""Lists of letters: what is right and what is not, and the loss of parallel decoding under a model whose predictions are exact."""
+"""Lists of letters: what is right and what is not, and the loss of parallel decoding under a model whose
+predictions are exact."""
 
 from __future__ import annotations
 
@@ -83,10 +84,14 @@ def test_shuffles_are_uniform_over_the_other_orders():
     letters, counts = ["a", "b", "c"], dict.fromkeys(permutations("abc"), 0)
     for row in Shuffle(min_letters=3, max_letters=3).generate("train", 4000, 0):
         order = sorted(row["letters"].split())
-        counts[tuple(letters[order.index(letter)] for letter in row["completion"].split())] += row["letters"].split() == order
+        counts[tuple(letters[order.index(letter)] for letter in row["completion"].split())] += (
+            row["letters"].split() == order
+        )
     assert counts.pop(("a", "b", "c")) == 0
     total = sum(counts.values())
-    assert all(abs(count - total / 5) < 4 * math.sqrt(total * 0.16) for count in counts.values()) and total > 300
+    assert (
+        all(abs(count - total / 5) < 4 * math.sqrt(total * 0.16) for count in counts.values()) and total > 300
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +107,11 @@ def test_files_are_read_and_malformed_ones_name_the_row(tmp_path, name):
 
 
 def test_settings_are_checked():
-    for task, options in ((Copy, {"min_letters": 1}), (Sort, {"max_letters": 27}), (Count, {"min_letters": 9})):
+    for task, options in (
+        (Copy, {"min_letters": 1}),
+        (Sort, {"max_letters": 27}),
+        (Count, {"min_letters": 9}),
+    ):
         with pytest.raises(ConfigError, match="are not a range within 2 to 26"):
             task(**options)
 
@@ -114,21 +123,30 @@ LENGTH = 2 * len(ROW["letters"].split())
 
 @pytest.fixture(scope="module")
 def lists():
-    """A task's right answers to its prompt, and a DiffusionLM that predicts the exact marginals of the uniform distribution over them."""
+    """A task's right answers to its prompt, and a DiffusionLM that predicts the exact marginals of the
+    uniform distribution over them."""
 
     def make(answers):
         tokenizer = character_tokenizer(Copy.alphabet)
         sizes = {"n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 64, "vocab_size": len(tokenizer)}
-        model = AutoModelForCausalLM.from_config(GPT2Config(bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes), dtype=torch.float64)
+        model = AutoModelForCausalLM.from_config(
+            GPT2Config(bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes), dtype=torch.float64
+        )
         lm = make_diffusion(model, tokenizer, attention="bidirectional", logit_shift=False)
-        answers_NT = torch.tensor([[*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id] for answer in answers])
+        answers_NT = torch.tensor(
+            [
+                [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+                for answer in answers
+            ]
+        )
         start = len(tokenizer.encode(ROW["letters"] + "="))
 
         def logits(ids_BT, hidden_BT):
             prob_TV = torch.zeros(ids_BT.shape[1], len(tokenizer) + 1, dtype=torch.float64)
             agree_NT = (answers_NT == ids_BT[0, start:]) | hidden_BT[0, start:]
             left_NT = answers_NT[agree_NT.all(1)]
-            left_NT = left_NT if len(left_NT) else answers_NT  # nothing right is left: any prediction is as good
+            # nothing right is left: any prediction is as good
+            left_NT = left_NT if len(left_NT) else answers_NT
             for place, tokens_N in enumerate(left_NT.T):
                 prob_TV[start + place] = tokens_N.bincount(minlength=len(tokenizer) + 1) / len(tokens_N)
             return prob_TV.log()[None]
@@ -140,7 +158,8 @@ def lists():
 
 
 def exact_solved(answers, tokens_per_step):
-    """The probability that an answer is right if each step draws its tokens independently, each from its exact marginal."""
+    """The probability that an answer is right if each step draws its tokens independently, each from its
+    exact marginal."""
     total = 0.0
     for answer in answers:
         prob = 1.0
@@ -153,22 +172,31 @@ def exact_solved(answers, tokens_per_step):
 
 
 def solved_fraction(task, lm, tokens_per_step, count):
-    config = SamplerConfig(max_new_tokens=LENGTH, tokens_per_step=tokens_per_step, policy="left_to_right", temperature=1.0)
+    config = SamplerConfig(
+        max_new_tokens=LENGTH, tokens_per_step=tokens_per_step, policy="left_to_right", temperature=1.0
+    )
     texts = generate(lm, [ROW["letters"] + "="] * count, config, keys=list(range(count))).texts
     return sum(task.verify(text, ROW).solved for text in texts) / count
 
 
 def test_parallel_decoding_loses_on_shuffle_as_computed_exactly(lists):
-    answers = [" ".join(order) for order in permutations(ROW["letters"].split()) if " ".join(order) != ROW["letters"]]
+    answers = [
+        " ".join(order) for order in permutations(ROW["letters"].split()) if " ".join(order) != ROW["letters"]
+    ]
     lm = lists(answers)
     exact = {tokens: exact_solved(answers, tokens) for tokens in (1, 4, 8)}
-    # one step for all: 23 orders of four letters, of probability 5/23 at their place in the prompt and 6/23 elsewhere
+    # one step for all: 23 orders of four letters, of probability 5/23 at their place in the prompt and 6/23
+    # elsewhere
     derangements = {0: 9, 1: 8, 2: 6}  # orders of four letters by how many stay
-    assert exact[8] == pytest.approx(sum(n * 5**stay * 6 ** (4 - stay) for stay, n in derangements.items()) / 23**4)
+    assert exact[8] == pytest.approx(
+        sum(n * 5**stay * 6 ** (4 - stay) for stay, n in derangements.items()) / 23**4
+    )
     assert exact[1] == pytest.approx(1.0) and exact[8] < 0.11 < 0.35 < exact[4] < 0.42
     assert solved_fraction(Shuffle(), lm, 1, 10) == 1.0
     for tokens in (4, 8):
-        assert abs(solved_fraction(Shuffle(), lm, tokens, 40) - exact[tokens]) < 4 * math.sqrt(exact[tokens] * (1 - exact[tokens]) / 40)
+        assert abs(solved_fraction(Shuffle(), lm, tokens, 40) - exact[tokens]) < 4 * math.sqrt(
+            exact[tokens] * (1 - exact[tokens]) / 40
+        )
 
 
 def test_parallel_decoding_loses_nothing_where_the_answer_follows_from_the_prompt(lists):

@@ -1,5 +1,5 @@
-# ruff: noqa: E501 (tables)
-"""The published files: every row is read, its answer is right, another row's is not, and errors name file and line."""
+"""The published files: every row is read, its answer is right, another row's is not, and errors name file and
+line."""
 
 from __future__ import annotations
 
@@ -49,11 +49,24 @@ def test_right_answers_are_right_and_those_of_the_next_row_are_not(name, file, c
     rows = read_task(task, shared_path("data", *file.split("/")))[:400]
     answers = [row["completion"] if style == "plain" else task.answer(row) for row in rows]
     assert {verdict.status for verdict in task.verify_all(answers, rows)} == {"ok"}
-    key = "letter" if name == "multiple_choice" else "solution" if name == "sudoku" else "target" if name == "countdown" else "answer"
-    pairs = [(answer, row) for answer, row, other in zip(answers[1:], rows, rows[1:], strict=False) if row[key] != other[key]]
+    key = (
+        "letter"
+        if name == "multiple_choice"
+        else "solution"
+        if name == "sudoku"
+        else "target"
+        if name == "countdown"
+        else "answer"
+    )
+    pairs = [
+        (answer, row)
+        for answer, row, other in zip(answers[1:], rows, rows[1:], strict=False)
+        if row[key] != other[key]
+    ]
     shifted = task.verify_all(*map(list, zip(*pairs, strict=True)))
     right = sum(verdict.solved for verdict in shifted)
-    # A puzzle with several solutions may have its neighbour's among them; a problem of math500 with the answer 5 is beside one with x=5.
+    # A puzzle with several solutions may have its neighbour's among them; a problem of math500 with the
+    # answer 5 is beside one with x=5.
     assert right <= {"sudoku": 2, "math500": 1}.get(name, 0)
 
 
@@ -102,10 +115,19 @@ def test_published_components_add_up():
     text = "<reasoning>\nx\n</reasoning>\n<answer>\n72\n</answer>\n"
     columns = {name: [row[name]] for name in task.columns}
     values = {reward.name: reward([""], [text], **columns) for reward in get_rewards("gsm8k/published")}
-    assert values == {"xml_count": [0.5], "soft_format": [0.5], "strict_format": [0.5], "integer": [0.5], "correctness": [2.0]}
+    assert values == {
+        "xml_count": [0.5],
+        "soft_format": [0.5],
+        "strict_format": [0.5],
+        "integer": [0.5],
+        "correctness": [2.0],
+    }
 
     (row,) = get_task("math500").rows([("row 1", {"problem": "?", "solution": "?", "answer": "2"})])
-    values = [reward([""], [r"<answer>\boxed{2}</answer>"], answer=[row["answer"]]) for reward in get_rewards("math500/published")]
+    values = [
+        reward([""], [r"<answer>\boxed{2}</answer>"], answer=[row["answer"]])
+        for reward in get_rewards("math500/published")
+    ]
     assert values == [[0.5], [2.0]]
 
     (countdown,) = get_rewards("countdown/published")
@@ -114,4 +136,8 @@ def test_published_components_add_up():
 
     (sudoku,) = get_rewards("sudoku/published")
     texts = ["<answer>1234341221434321</answer>", "<answer>1 2 3 4 3 4</answer>", "1234341221434321"]
-    assert sudoku([""] * 3, texts, puzzle=["0034341221434321"] * 3, solution=["1234341221434321"] * 3) == [1.0, 1.0, 0.0]
+    assert sudoku([""] * 3, texts, puzzle=["0034341221434321"] * 3, solution=["1234341221434321"] * 3) == [
+        1.0,
+        1.0,
+        0.0,
+    ]

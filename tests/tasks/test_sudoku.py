@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (tables)
 """4x4 Sudoku compared with independent definitions, and with the published file."""
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ def test_there_are_288_grids():
     """All combinations of rows are tried, independently of the other code."""
     lines = ["".join(line) for line in itertools.permutations("1234")]
     pairs = [a + b for a in lines for b in lines if not any(map(str.__eq__, a, b))]
-    tops = [pair for pair in pairs if all(len(set(pair[c : c + 2] + pair[c + 4 : c + 6])) == 4 for c in (0, 2))]
+    tops = [
+        pair for pair in pairs if all(len(set(pair[c : c + 2] + pair[c + 4 : c + 6])) == 4 for c in (0, 2))
+    ]
     found = {top + bottom for top in tops for bottom in tops if _obeys_the_rules(top + bottom)}
     assert len(GRIDS) == len(found) == 288 and set(GRIDS) == found
     assert sorted(GRIDS) == GRIDS
@@ -61,7 +62,9 @@ def test_a_valid_grid_obeys_the_rules(text):
 @given(rows())
 def test_solutions_are_all_grids_that_keep_the_clues(row):
     puzzle = row["puzzle"]
-    keeping = [grid for grid in GRIDS if all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))]
+    keeping = [
+        grid for grid in GRIDS if all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
+    ]
     assert solve(puzzle) == keeping
     assert row["completion"] in keeping
 
@@ -86,7 +89,9 @@ def test_generated_puzzles_are_unique_and_evenly_hard(empty):
 
 
 def test_train_and_test_share_no_solution_and_cover_all():
-    train, test = ({row["group"] for row in TASK.generate(split, 3000, seed=0)} for split in ("train", "test"))
+    train, test = (
+        {row["group"] for row in TASK.generate(split, 3000, seed=0)} for split in ("train", "test")
+    )
     assert not train & test
     assert train | test == set(GRIDS)
     assert 0.25 <= len(test) / len(GRIDS) <= 0.30
@@ -101,7 +106,9 @@ def test_ranges_are_checked(empty):
 @pytest.mark.slow
 def test_more_puzzles_than_there_are_is_an_error():
     with pytest.raises(ConfigError, match="Request fewer"):
-        Sudoku(min_empty=1, max_empty=1).generate("test", 16 * sum(split_of(grid) == "test" for grid in GRIDS) + 1, seed=0)
+        Sudoku(min_empty=1, max_empty=1).generate(
+            "test", 16 * sum(split_of(grid) == "test" for grid in GRIDS) + 1, seed=0
+        )
 
 
 @given(rows(), st.text(alphabet="1234", min_size=16, max_size=16))
@@ -115,7 +122,9 @@ def test_the_value_is_the_share_of_empty_cells_that_are_right(data):
     row = data.draw(rows().filter(lambda row: len(solve(row["puzzle"])) == 1))
     empty = [cell for cell, clue in enumerate(row["puzzle"]) if clue == "0"]
     wrong = data.draw(st.sets(st.sampled_from(empty)))
-    text = "".join("1234"[int(digit) % 4] if cell in wrong else digit for cell, digit in enumerate(row["completion"]))
+    text = "".join(
+        "1234"[int(digit) % 4] if cell in wrong else digit for cell, digit in enumerate(row["completion"])
+    )
     verdict = TASK.verify(text, row)
     assert verdict.value == pytest.approx(1 - len(wrong) / len(empty), abs=1e-12)
     assert verdict.status == ("wrong" if wrong else "ok")
@@ -131,7 +140,10 @@ def test_changing_a_clue_never_pays(row):
     assert {text for text, value in best.items() if value == 1} == set(solve(row["puzzle"]))
 
 
-@pytest.mark.parametrize("text", ["", "1" * 15, "1" * 17, "0" * 16, "5" * 16, "\u0661" * 16, "1234341221434321 1", "1234341221434321\0"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "1" * 15, "1" * 17, "0" * 16, "5" * 16, "\u0661" * 16, "1234341221434321 1", "1234341221434321\0"],
+)
 def test_malformed(text):
     row = _row("0234341221434321", "1234341221434321")
     assert TASK.verify(row["completion"], row).solved
@@ -167,7 +179,10 @@ def test_more_or_other_than_the_grid_is_not(text):
 def test_nine_lines_are_a_grid_of_nine(seed):
     (row,) = Sudoku9().generate("train", 1, seed)
     lines = [row["completion"][at : at + 9] for at in range(0, 81, 9)]
-    assert Sudoku9().verify("\n".join(lines), row).solved and not Sudoku9().verify("\n".join(lines[::-1] + lines[:1]), row).solved
+    assert (
+        Sudoku9().verify("\n".join(lines), row).solved
+        and not Sudoku9().verify("\n".join(lines[::-1] + lines[:1]), row).solved
+    )
 
 
 @given(rows(), st.integers(0, 2**32))
@@ -183,7 +198,9 @@ def test_a_corruption_touches_one_or_two_empty_cells(row, seed):
 def test_a_row_of_another_size_rewards_nothing(task):
     size = len(task.digits) ** 2
     for puzzle, solution in (("0" * 25, "1" * 25), ("", ""), ("0", "1")):
-        assert task.verify("1" * len(puzzle), {"puzzle": puzzle, "solution": solution}) == Verdict(0.0, "malformed")
+        assert task.verify("1" * len(puzzle), {"puzzle": puzzle, "solution": solution}) == Verdict(
+            0.0, "malformed"
+        )
     for value in (12340000000000.0, int("1" * size)):
         with pytest.raises(DataError, match="is not a"):
             task.row({"Puzzle": value, "Solution": "1"}, "row 1")
@@ -196,7 +213,8 @@ def test_the_published_file():
     assert all(TASK.verify(row["completion"], row).solved for row in read)
     assert read[3]["prompt"] == "2004001203201003=" and read[1]["puzzle"].startswith("0140")
     assert {row["puzzle"].count("0") for row in read} == {8}
-    assert sum(len(solve(row["puzzle"])) == 1 for row in read) == 376  # the others have several: each counts as right
+    # the others have several: each counts as right
+    assert sum(len(solve(row["puzzle"])) == 1 for row in read) == 376
     assert 0 < sum(split_of(row["group"]) == "test" for row in read) < 500
 
 
@@ -206,7 +224,10 @@ def test_the_published_file():
         ("Puzzle,Answer\n0234341221434321,1234341221434321\n", "row 0: no column 'Solution'"),
         ("Puzzle,Solution\n", "no rows"),
         ("", "empty"),
-        ("Puzzle,Solution\n0234341221434321,1234341221434321\n234341221434321,1234341221434321\n", "row 1, column 'Puzzle'"),
+        (
+            "Puzzle,Solution\n0234341221434321,1234341221434321\n234341221434321,1234341221434321\n",
+            "row 1, column 'Puzzle'",
+        ),
         ("Puzzle,Solution\n1234341221434321,1234341221434321\n", "row 0, column 'Puzzle'"),
         ("Puzzle,Solution\n0234341221434321,1234341221434322\n", "row 0, column 'Solution'"),
         ("Puzzle,Solution\n2000341221434321,1234341221434321\n", "row 0, column 'Solution'"),

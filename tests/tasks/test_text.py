@@ -13,7 +13,11 @@ from unmask.tasks import get_task
 
 def test_hub_layouts_of_multiple_choice():
     task = get_task("multiple_choice")
-    record = {"question": "Which?", "choices": {"text": ["one", "two"], "label": ["1", "2"]}, "answerKey": "2"}
+    record = {
+        "question": "Which?",
+        "choices": {"text": ["one", "two"], "label": ["1", "2"]},
+        "answerKey": "2",
+    }
     (row,) = task.rows([("row 1", record)])
     assert row["prompt"] == "Which?\nA. one\nB. two\nAnswer:" and row["letter"] == "B"
     (row,) = task.rows([("row 1", {"ctx": "He", "endings": ["sat.", "ran."], "label": "1"})])
@@ -30,19 +34,33 @@ def test_hub_layouts_of_multiple_choice():
         assert task.verify(text, row).status == status
 
 
-PASSAGE, QUESTION, OPTIONS = "Some birds fly.", "Which follows?", ["All fly.", "One flies.", "None flies.", "All are birds."]
+PASSAGE, QUESTION, OPTIONS = (
+    "Some birds fly.",
+    "Which follows?",
+    ["All fly.", "One flies.", "None flies.", "All are birds."],
+)
 LOGIQA = {"context": PASSAGE, "query": QUESTION, "options": OPTIONS, "correct_option": 1}
-LOGIQA_2 = {"id": 7, "text": PASSAGE, "question": QUESTION, "options": OPTIONS, "answer": 1, "type": {"Categorical Reasoning": True}}
+LOGIQA_2 = {
+    "id": 7,
+    "text": PASSAGE,
+    "question": QUESTION,
+    "options": OPTIONS,
+    "answer": 1,
+    "type": {"Categorical Reasoning": True},
+}
 
 
-@pytest.mark.parametrize("record", [LOGIQA, LOGIQA | {"correct_option": "B"}, LOGIQA_2], ids=["logiqa", "letter", "logiqa 2"])
+@pytest.mark.parametrize(
+    "record", [LOGIQA, LOGIQA | {"correct_option": "B"}, LOGIQA_2], ids=["logiqa", "letter", "logiqa 2"]
+)
 def test_logiqa_is_read_with_its_passage(record, tmp_path):
     path = tmp_path / "logiqa.jsonl"
     path.write_text(json.dumps(record) + "\n")
     [row] = read_problems(get_task("multiple_choice"), str(path), None, split="test")
     listed = "\nA. All fly.\nB. One flies.\nC. None flies.\nD. All are birds."
     assert (
-        row["prompt"] == f"{PASSAGE}\n{QUESTION}{listed}\nAnswer:" and row["question"] == row["group"] == f"{PASSAGE}\n{QUESTION}{listed}"
+        row["prompt"] == f"{PASSAGE}\n{QUESTION}{listed}\nAnswer:"
+        and row["question"] == row["group"] == f"{PASSAGE}\n{QUESTION}{listed}"
     )
     assert (row["completion"], row["letter"], row["choices"]) == (" B", "B", OPTIONS)
 
@@ -50,7 +68,9 @@ def test_logiqa_is_read_with_its_passage(record, tmp_path):
 def test_a_passage_may_be_absent_but_is_a_text():
     task = get_task("multiple_choice")
     for nothing in ({"context": None}, {"context": " "}, {}):
-        [row] = task.rows([("row 1", {key: value for key, value in LOGIQA.items() if key != "context"} | nothing)])
+        [row] = task.rows(
+            [("row 1", {key: value for key, value in LOGIQA.items() if key != "context"} | nothing)]
+        )
         assert row["prompt"].startswith("Which follows?\nA. All fly.")
     with pytest.raises(DataError, match=r"row 1: the passage is not text: \['a'\]"):
         list(task.rows([("row 1", LOGIQA | {"context": ["a"]})]))

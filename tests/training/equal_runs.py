@@ -1,4 +1,5 @@
-"""One process of the runs that test_equal_runs.py starts: torchrun ... equal_runs.py MODE FOLDER. Every verb, one after another."""
+"""One process of the runs that test_equal_runs.py starts: torchrun ... equal_runs.py MODE FOLDER. Every verb,
+one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ VERBS: dict[str, dict[str, Any]] = {
     "sft": {"views": 2, "eval_dataset": PAIRS[:5]},
     "dpo": {"eval_dataset": PREFERENCES[:5]},
     "kto": {"eval_dataset": PREFERENCES[:5]},
-    "grpo": {"reward": low_ids, "beta": 0.04, "kl_to": "reference", "num_iterations": 2, "eval_dataset": PAIRS[:5]},
+    "grpo": {
+        "reward": low_ids,
+        "beta": 0.04,
+        "kl_to": "reference",
+        "num_iterations": 2,
+        "eval_dataset": PAIRS[:5],
+    },
 }
 """A number of held-out rows that no number of processes divides."""
 
@@ -48,7 +55,9 @@ def run(verb: str, folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def main(mode: str, folder: Path) -> None:
-    sharing = {"per_device_train_batch_size": ROWS // int(os.environ["WORLD_SIZE"])} | switches("fsdp-offload" if mode == "fsdp" else mode)
+    sharing = {"per_device_train_batch_size": ROWS // int(os.environ["WORLD_SIZE"])} | switches(
+        "fsdp-offload" if mode == "fsdp" else mode
+    )
     made = TrainingConfig.__post_init__
 
     def passing_for_gpus(args: TrainingConfig) -> None:

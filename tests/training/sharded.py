@@ -33,13 +33,21 @@ FASTER = {"learning_rate": 5e-3, "weight_decay": 0.1}
 """Settings that act from where a run is resumed with them."""
 
 
-BLOCKS = [{"prompt": one, "chosen": two, "rejected": three} for one, two, three in ("abc", "bcd", "cde", "def", "efg", "fgh")]
-BLOCKS += [{"prompt": "g", "chosen": "abcab", "rejected": "bcdbcd"}, {"prompt": "h", "chosen": "ghghgh", "rejected": "hghghg"}]
-"""Most end within their prompt's block, of which fewer views are scored than of whole ones: processes make different numbers of passes."""
+BLOCKS = [
+    {"prompt": one, "chosen": two, "rejected": three}
+    for one, two, three in ("abc", "bcd", "cde", "def", "efg", "fgh")
+]
+BLOCKS += [
+    {"prompt": "g", "chosen": "abcab", "rejected": "bcdbcd"},
+    {"prompt": "h", "chosen": "ghghgh", "rejected": "hghghg"},
+]
+"""Most end within their prompt's block, of which fewer views are scored than of whole ones: processes make
+different numbers of passes."""
 
 
 def pass_for_gpus() -> None:
-    """Let these processes pass for GPUs, and their memory for pinned, as accelerate shards across GPUs only."""
+    """Let these processes pass for GPUs, and their memory for pinned, as accelerate shards across GPUs
+    only."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
@@ -52,7 +60,8 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     elif verb == "grpo":
         args = GRPOConfig(**given | ROLLOUT)
     else:
-        few = {} if verb == "kto-blocks" else {"samples": 2}  # which blocks, whose likelihood is exact, do not have
+        # which blocks, whose likelihood is exact, do not have
+        few = {} if verb == "kto-blocks" else {"samples": 2}
         args = DPOConfig(**given, **few, loss_type="sigmoid" if verb == "dpo" else "kto")
     if args.fsdp:
         pass_for_gpus()
@@ -69,24 +78,39 @@ def switches(mode: str) -> dict[str, Any]:
     if mode == "ddp":
         return {}
     if mode.startswith("fsdp"):
-        return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_offload": mode != "fsdp"}}
+        return {
+            "fsdp": True,
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "cpu_offload": mode != "fsdp",
+            },
+        }
     zero: dict[str, Any] = {"stage": int(mode[4])}
     if zero["stage"] == 3:  # else weights as small as these are never sharded
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     if mode.endswith("offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
-    batches = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    batches = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
     untested = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return {"deepspeed": mode if mode in ("zero1", "zero2") else batches | untested | {"zero_optimization": zero}}
+    return {
+        "deepspeed": mode if mode in ("zero1", "zero2") else batches | untested | {"zero_optimization": zero}
+    }
 
 
 def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
-    """The number of weights and of Adam's first moments that this process holds, and the device of its optimizer."""
+    """The number of weights and of Adam's first moments that this process holds, and the device of its
+    optimizer."""
     parameters = list(run.model.parameters())
     if mode.startswith("fsdp"):
         held = [parameter.to_local() for parameter in parameters]  # only a DTensor has it
         moments = [state["exp_avg"].to_local() for state in run.optimizer.state.values()]
-        offload = run.model.model.layers[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0].offload_to_cpu
+        offload = (
+            run.model.model.layers[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0].offload_to_cpu
+        )
     else:
         engine = run.model_wrapped
         assert engine.zero_optimization_stage() == int(mode[4])
@@ -123,12 +147,14 @@ RAGGED = {
 }
 """A run on a trajectory: a completion has as many views as it has steps, and stops where it ends."""
 RATIOS = {"tokens": "token", "sequences": "sequence"}
-"""Of tokens the loss is the sum of those of its passes; of sequences every pass has to know the scores of the others."""
+"""Of tokens the loss is the sum of those of its passes; of sequences every pass has to know the scores of the
+others."""
 QUESTIONS = [{"prompt": prompt} for prompt in ("ab", "ha", "ccg")]
 
 
 def ragged(folder: Path, mode: str, **more: Any) -> GRPOTrainer:
-    """The same ragged run in all modes, in float64, or in float32 if it is compared with ZeRO 3, which does not support more."""
+    """The same ragged run in all modes, in float64, or in float32 if it is compared with ZeRO 3, which does
+    not support more."""
     args = GRPOConfig(**settings(folder, **ROLLOUT | RAGGED | more))
     if args.fsdp:
         pass_for_gpus()
@@ -139,7 +165,8 @@ def ragged(folder: Path, mode: str, **more: Any) -> GRPOTrainer:
 
 
 def run_ragged(mode: str, folder: Path, **more: Any) -> None:
-    """Make the run, and record how many views and steps the completions of this process took, and the metrics of an evaluation."""
+    """Make the run, and record how many views and steps the completions of this process took, and the metrics
+    of an evaluation."""
     run = ragged(folder, mode, per_device_train_batch_size=2, **switches(mode) | more)
     run.train()
     views = [[update.views.count for update in updates] for updates in run.buffer]
@@ -163,7 +190,14 @@ class LosingServer(LocalBackend):
             raise RemoteError("the server is gone", where="here", remedy="Start it")
 
 
-CONVERSION = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_length": 32, "packing": False, "time_embedding": True}
+CONVERSION = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "max_length": 32,
+    "packing": False,
+    "time_embedding": True,
+}
 STAGES = [
     {"rate": 0.5, "train": ["attention", "time_embedding", "mask_token"]},
     {"rate": 1.0},
@@ -177,11 +211,14 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
 
 
 def conversion(folder: Path, **more: Any) -> ConvertTrainer:
-    """The same conversion in all modes, except for the sharding, with tied weights and bidirectional attention."""
+    """The same conversion in all modes, except for the sharding, with tied weights and bidirectional
+    attention."""
     args = ConvertConfig(**settings(folder, **RUN | CONVERSION | {"stages": STAGES} | more))
     if args.fsdp:
         pass_for_gpus()
-    return ConvertTrainer(tiny("causal", tie_word_embeddings=more.get("block_size") is None), args, TEXTS, TEXTS[:5])
+    return ConvertTrainer(
+        tiny("causal", tie_word_embeddings=more.get("block_size") is None), args, TEXTS, TEXTS[:5]
+    )
 
 
 def stopped_amid(stage: int, whole: Path, folder: Path) -> None:
@@ -250,7 +287,11 @@ def main(verb: str, mode: str, folder: Path) -> None:
     first.train()
     report = seen(first, mode)
     if verb != "grpo":
-        report["evaluation"] = {name: value for name, value in first.evaluate().items() if "second" not in name and "time" not in name}
+        report["evaluation"] = {
+            name: value
+            for name, value in first.evaluate().items()
+            if "second" not in name and "time" not in name
+        }
     first.save_model(str(folder / "model"))
     resumed = trainer(verb, folder, **shares)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))

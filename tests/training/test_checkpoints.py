@@ -26,7 +26,9 @@ def test_a_clock_that_is_set_back_costs_no_checkpoint(tmp_path):
         for path in tmp_path.glob("checkpoint-*"):
             os.utime(path, (time.time() + 1e5,) * 2)
 
-    make("sft", tmp_path, **RUN, save_total_limit=2, callbacks=[Before(step, set_back) for step in (3, 5)]).train()
+    make(
+        "sft", tmp_path, **RUN, save_total_limit=2, callbacks=[Before(step, set_back) for step in (3, 5)]
+    ).train()
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
 
 
@@ -40,7 +42,15 @@ def test_only_checkpoints_of_the_run_are_removed(tmp_path):
 
 @pytest.mark.parametrize(
     ("limit", "best", "left"),
-    [(None, None, "2 4 6 8"), (3, None, "2 4 6"), (2, None, "4 6"), (2, "2", "2 6"), (1, None, "6"), (1, "2", "2 6"), (0, None, "2 4 6 8")],
+    [
+        (None, None, "2 4 6 8"),
+        (3, None, "2 4 6"),
+        (2, None, "4 6"),
+        (2, "2", "2 6"),
+        (1, None, "6"),
+        (1, "2", "2 6"),
+        (0, None, "2 4 6 8"),
+    ],
 )
 def test_later_checkpoints_are_removed_first_and_the_best_stays(limit, best, left, tmp_path):
     for step in ("2", "4", "6", "8"):

@@ -131,8 +131,14 @@ def test_what_is_chosen_is_what_runs(tmp_path):
     exact = make("sft", tmp_path / "c")
     for trainer in (chosen, asked, exact):
         trainer.train()
-    assert all(torch.equal(one, other) for one, other in zip(weights(chosen.lm).values(), weights(asked.lm).values(), strict=True))
-    assert not all(torch.equal(one, other) for one, other in zip(weights(chosen.lm).values(), weights(exact.lm).values(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(weights(chosen.lm).values(), weights(asked.lm).values(), strict=True)
+    )
+    assert not all(
+        torch.equal(one, other)
+        for one, other in zip(weights(chosen.lm).values(), weights(exact.lm).values(), strict=True)
+    )
     assert {weight.dtype for weight in weights(chosen.lm).values()} == {torch.float32}
 
 
@@ -165,13 +171,28 @@ def test_the_variable_wins_over_the_choice(variable, expected, tmp_path, monkeyp
 @pytest.mark.usefixtures("ampere")
 def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path):
     require_bfloat16()
-    quick = [f"training.{setting}" for setting in ("max_steps=1", "logging_steps=1", "per_device_train_batch_size=2", "save_strategy=no")]
-    done = unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path / "run", "data.text_column=text", *quick)
+    quick = [
+        f"training.{setting}"
+        for setting in ("max_steps=1", "logging_steps=1", "per_device_train_batch_size=2", "save_strategy=no")
+    ]
+    done = unmask(
+        "pretrain",
+        "--model",
+        model,
+        "--data",
+        text,
+        "--output",
+        tmp_path / "run",
+        "data.text_column=text",
+        *quick,
+    )
     assert done.exit_code == 0, done.output
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True
 
 
-@pytest.mark.parametrize("name", [each.value for each in SchedulerType if each.value not in stage_config.METRIC_SCHEDULERS])
+@pytest.mark.parametrize(
+    "name", [each.value for each in SchedulerType if each.value not in stage_config.METRIC_SCHEDULERS]
+)
 def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those_of_the_error(name, tmp_path):
     given = {"output_dir": str(tmp_path), "lr_scheduler_type": name}
     try:
@@ -228,12 +249,20 @@ def test_a_value_that_is_assigned_later_is_one_that_a_new_config_accepts(verb, n
 
 
 def test_a_value_that_is_assigned_is_converted_as_that_of_a_new_config(tmp_path):
-    given = {"packing": "false", "learning_rate": "1e-3", "max_length": "64", "per_device_train_batch_size": "2", "eval_strategy": "no"}
+    given = {
+        "packing": "false",
+        "learning_rate": "1e-3",
+        "max_length": "64",
+        "per_device_train_batch_size": "2",
+        "eval_strategy": "no",
+    }
     args, new = SFTConfig(output_dir=str(tmp_path)), SFTConfig(output_dir=str(tmp_path), **given)
     for name, value in given.items():
         setattr(args, name, value)
     trainer = SFTTrainer(tiny(), args, PAIRS)
-    assert all(getattr(trainer.args, name) == getattr(new, name) for name in given) and len(trainer.train_dataset) == len(PAIRS)
+    assert all(getattr(trainer.args, name) == getattr(new, name) for name in given) and len(
+        trainer.train_dataset
+    ) == len(PAIRS)
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "convert", "sft", "dpo", "grpo"])
@@ -269,7 +298,11 @@ def test_a_config_is_copied(cls, tmp_path):
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
     with pytest.raises(ConfigError) as refused:
         GRPOConfig(output_dir=str(tmp_path), loss_type="dapo", max_prompt_length=32, colour="red")
-    words = ("GRPOConfig: loss_type, max_prompt_length, colour: no known setting", "loss_type: Did you mean 'aggregation'", "'max_length'")
+    words = (
+        "GRPOConfig: loss_type, max_prompt_length, colour: no known setting",
+        "loss_type: Did you mean 'aggregation'",
+        "'max_length'",
+    )
     assert all(word in str(refused.value) for word in words)
     assert DPOConfig(output_dir=str(tmp_path), loss_type="ipo").loss_type == "ipo"
 
@@ -283,14 +316,21 @@ def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
         (GRPOTrainer, GRPOConfig, PAIRS),
     ],
 )
-def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_meant(trainer, args, rows, tmp_path):
+def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_meant(
+    trainer, args, rows, tmp_path
+):
     for name, words in {
         "learning_rate": f"It is a setting: {args.__name__}(learning_rate=...)",
         "callback": "Did you mean 'callbacks'?",
         "enable_profiling": "Leave it out",
     }.items():
         with pytest.raises(ConfigError, match="is no argument of the trainer") as refused:
-            trainer(model=tiny("causal"), args=args(output_dir=str(tmp_path), use_cpu=True), train_dataset=rows, **{name: 1})
+            trainer(
+                model=tiny("causal"),
+                args=args(output_dir=str(tmp_path), use_cpu=True),
+                train_dataset=rows,
+                **{name: 1},
+            )
         assert refused.value.where == name and words in str(refused.value)
 
 
@@ -304,7 +344,11 @@ CONDITIONAL = [
 
 @pytest.mark.parametrize(("kind", "name", "default"), CONDITIONAL)
 def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, name, default, tmp_path):
-    others = [{}, *({"loss_type": loss} for loss in ("ipo", "simpo", "kto")), {"reference": "frozen"}] if kind is DPOConfig else [{}]
+    others = (
+        [{}, *({"loss_type": loss} for loss in ("ipo", "simpo", "kto")), {"reference": "frozen"}]
+        if kind is DPOConfig
+        else [{}]
+    )
     refused = 0
     for other in others:
         args = config(tmp_path, kind, **other)
@@ -322,7 +366,11 @@ def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, nam
 @pytest.mark.parametrize(
     ("kind", "with_", "names"),
     [
-        (SFTConfig, {"max_gap": 4}, [name for name in OF_VIEWS if name not in ("score_chunk", "num_timesteps")]),
+        (
+            SFTConfig,
+            {"max_gap": 4},
+            [name for name in OF_VIEWS if name not in ("score_chunk", "num_timesteps")],
+        ),
         (SFTConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
         (ConvertConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
     ],

@@ -25,7 +25,10 @@ class Config:
 
 def check(config: Config) -> None:
     """Check the settings, where those that differ from their defaults are set."""
-    check_given(config, [each.name for each in fields(config) if getattr(config, each.name) not in (None, each.default)])
+    check_given(
+        config,
+        [each.name for each in fields(config) if getattr(config, each.name) not in (None, each.default)],
+    )
 
 
 def check_given(config: Config, given: list[str]) -> None:
@@ -51,7 +54,14 @@ def test_what_is_out_of_range_unknown_or_without_effect_is_refused(given, messag
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"kind": "b", "of_either": 4}, {"kind": "c", "of_either": 4}, {"on": True, "of_switch": "x"}, {"rates": [0, 9.0]}, {"kind": None}],
+    [
+        {},
+        {"kind": "b", "of_either": 4},
+        {"kind": "c", "of_either": 4},
+        {"on": True, "of_switch": "x"},
+        {"rates": [0, 9.0]},
+        {"kind": None},
+    ],
 )
 def test_the_rest_is_left_alone(given: dict[str, Any]):
     check(Config(**given))
@@ -64,7 +74,9 @@ def test_what_is_given_by_itself_may_be_told():
         check_given(config, ["of_switch"])
 
 
-@pytest.mark.parametrize(("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)]
+)
 def test_what_is_of_another_type_is_refused(name, value):
     with pytest.raises(ConfigError, match=f"^{name}: "):
         check_types(Config(**{name: value}))

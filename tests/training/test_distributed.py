@@ -1,4 +1,5 @@
-"""Processes with sharded weights make equally many passes, for any work of each. test_sharding.py runs two real ones."""
+"""Processes with sharded weights make equally many passes, for any work of each. test_sharding.py runs two
+real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_a_process_that_is_through_goes_along_with_the_others(mine, theirs, fail
 
     def gather(passing: torch.Tensor) -> torch.Tensor:
         said.append(bool(passing))
-        return torch.tensor([passing.item(), len(said) <= theirs])  # the other process: this many passes, then none
+        # the other process: this many passes, then none
+        return torch.tensor([passing.item(), len(said) <= theirs])
 
     passes: list[bool] = []
     monkeypatch.setattr(distributed, "gather", gather)
@@ -41,7 +43,8 @@ def test_a_process_that_is_through_goes_along_with_the_others(mine, theirs, fail
         if fails:
             raise GenerationError("NaN")
     assert len(passes) == max(mine, theirs)
-    assert said == [True] * mine + [False] * (max(mine, theirs) - mine + 1)  # before each pass, and at the end
+    # before each pass, and at the end
+    assert said == [True] * mine + [False] * (max(mine, theirs) - mine + 1)
     assert passes == [True] * mine + [False] * (len(passes) - mine) and lm.model._forward_pre_hooks == before
 
 
@@ -65,7 +68,8 @@ def test_what_fails_on_one_process_fails_on_all(monkeypatch):
     ):
         pass
     with pytest.raises(RemoteError, match="another process"), distributed.failing_together("rollout"):
-        raise GenerationError("NaN")  # all raise the same: some errors leave a checkpoint, which takes every process
+        # all raise the same: some errors leave a checkpoint, which takes every process
+        raise GenerationError("NaN")
     with pytest.raises(RemoteError, match="mine"), distributed.failing_together("rollout"):
         raise RemoteError("mine")
     others = []

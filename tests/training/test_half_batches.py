@@ -10,14 +10,20 @@ from tests.training.tiny_runs import make, ranks, tiny, weights
 from unmask.training.trainer import DiffusionTrainer
 
 RUN = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
-SAID = "step 1: the device's memory is full: micro-batches of 4 rows .*per_device_train_batch_size=2 .*accumulation_steps=4"
+SAID = (
+    "step 1: the device's memory is full: micro-batches of 4 rows .*per_device_train_batch_size=2 "
+    ".*accumulation_steps=4"
+)
 
 
 def filled(monkeypatch: pytest.MonkeyPatch, *, fails_at: set[int], largest: int = 4) -> None:
-    """Memory is full in these calls of the loss, after part of the gradients, and for more rows than `largest`."""
+    """Memory is full in these calls of the loss, after part of the gradients, and for more rows than
+    `largest`."""
     whole, calls = DiffusionTrainer._micro_step, [0]
 
-    def stepping(trainer: DiffusionTrainer, model: torch.nn.Module, batch: object, items: object) -> torch.Tensor:
+    def stepping(
+        trainer: DiffusionTrainer, model: torch.nn.Module, batch: object, items: object
+    ) -> torch.Tensor:
         calls[0] += 1
         if calls[0] in fails_at or trainer.count_samples(batch) > largest:
             whole(trainer, model, batch, items)
@@ -29,11 +35,19 @@ def filled(monkeypatch: pytest.MonkeyPatch, *, fails_at: set[int], largest: int 
 
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
 @partly_slow("call", [3, 4], 1)  # the first and the second micro-batch of the second step
-def test_a_full_memory_halves_the_micro_batches_and_changes_nothing_but_rounding(verb, call, tmp_path, monkeypatch):
+def test_a_full_memory_halves_the_micro_batches_and_changes_nothing_but_rounding(
+    verb, call, tmp_path, monkeypatch
+):
     more = {"reward": ranks} if verb == "grpo" else {}
 
     def run(name: str) -> DiffusionTrainer:
-        return make(verb, tmp_path / name, tiny("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64), **RUN, **more)
+        return make(
+            verb,
+            tmp_path / name,
+            tiny("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64),
+            **RUN,
+            **more,
+        )
 
     straight, halved = run("straight"), run("halved")
     straight.train()
@@ -41,10 +55,14 @@ def test_a_full_memory_halves_the_micro_batches_and_changes_nothing_but_rounding
     with pytest.warns(RuntimeWarning, match=SAID) as warned:
         halved.train()
     assert len(warned) == 1
-    torch.testing.assert_close(weights(halved.lm), weights(straight.lm), rtol=0, atol=1e-6 if verb in ("dpo", "kto") else 1e-12)
+    torch.testing.assert_close(
+        weights(halved.lm), weights(straight.lm), rtol=0, atol=1e-6 if verb in ("dpo", "kto") else 1e-12
+    )
     for one, other in zip(straight.state.log_history, halved.state.log_history, strict=True):
         metrics = [name for name in one if not name.endswith(("_runtime", "_per_second"))]
-        assert {name: other[name] for name in metrics} == pytest.approx({name: one[name] for name in metrics}, rel=1e-5, abs=1e-7)
+        assert {name: other[name] for name in metrics} == pytest.approx(
+            {name: one[name] for name in metrics}, rel=1e-5, abs=1e-7
+        )
 
 
 @pytest.mark.filterwarnings("ignore:step 0")

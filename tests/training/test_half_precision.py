@@ -1,4 +1,5 @@
-"""float16 with scaled losses, on a CPU: torch can, and accelerate is made to. (bfloat16 is tested in `test_hardware_checks.py`.)"""
+"""float16 with scaled losses, on a CPU: torch can, and accelerate is made to. (bfloat16 is tested in
+`test_hardware_checks.py`.)"""
 
 from __future__ import annotations
 
@@ -33,13 +34,19 @@ def in_float16(verb: str, folder: Path, scale: float, **more: Any) -> DiffusionT
 def test_it_learns_as_in_float32(verb, tmp_path):
     plain, half = make(verb, tmp_path / "plain", **VERBS[verb]), in_float16(verb, tmp_path / "half", 2.0**8)
     seen: list[torch.dtype] = []
-    half.lm.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    half.lm.model.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda module, args, out: seen.append(out.dtype)
+    )
     start = weights(half.lm)
     for trainer in (plain, half):
         trainer.train()
-    assert torch.float16 in seen and {weight.dtype for weight in half.lm.model.parameters()} == {torch.float32}
+    assert torch.float16 in seen and {weight.dtype for weight in half.lm.model.parameters()} == {
+        torch.float32
+    }
     assert not equal(weights(half.lm), start)
-    found, expected = ([line["loss"] for line in trainer.state.log_history if "loss" in line] for trainer in (half, plain))
+    found, expected = (
+        [line["loss"] for line in trainer.state.log_history if "loss" in line] for trainer in (half, plain)
+    )
     assert len(found) == 2 and found == pytest.approx(expected, rel=0.05, abs=0.05)
 
 

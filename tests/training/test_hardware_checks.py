@@ -36,9 +36,12 @@ from unmask.training.sharding import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # bitsandbytes and inductor use it
+    # bitsandbytes and inductor use it
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
-needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)"
+)
 ATTENTIONS = [("bidirectional", None), ("block_causal", 2)]  # plain rows, and [x_t ; x_0]
 TRAINERS = ["sft", "grpo"]  # with a loss computed at once, and with rollouts and views
 
@@ -65,10 +68,17 @@ def machine(**changes: Any) -> HardwareConfig:
 
 def test_a_run_takes_at_most_the_memory_that_it_may(monkeypatch):
     bounds: list[tuple[float, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=50e9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=50e9)
+    )
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *bound: bounds.append(bound))
     gpu = torch.device("cuda", 0)
-    for hardware, device in ((machine(max_memory_gb=45), gpu), (machine(max_memory_gb=60), gpu), (machine(), gpu), (None, gpu)):
+    for hardware, device in (
+        (machine(max_memory_gb=45), gpu),
+        (machine(max_memory_gb=60), gpu),
+        (machine(), gpu),
+        (None, gpu),
+    ):
         bound_memory(hardware, device)
     bound_memory(machine(max_memory_gb=45), torch.device("cpu"))
     assert bounds == [(0.9, gpu), (1.0, gpu)]
@@ -80,10 +90,24 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
     monkeypatch.setattr(run, "bound_memory", lambda hardware, device: asked.append(hardware))
     for trainer in (DiffusionTrainer, ConvertTrainer):
         monkeypatch.setattr(trainer, "train", full)
-    data = {"data": DataConfig(task="sudoku", max_rows=16), "output_dir": str(tmp_path), "hardware": machine(max_memory_gb=1)}
-    training = {"use_cpu": True, "bf16": False, "max_steps": 20, "max_length": 48, "eval_strategy": "no", "report_to": "none"}
+    data = {
+        "data": DataConfig(task="sudoku", max_rows=16),
+        "output_dir": str(tmp_path),
+        "hardware": machine(max_memory_gb=1),
+    }
+    training = {
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 20,
+        "max_length": 48,
+        "eval_strategy": "no",
+        "report_to": "none",
+    }
     config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
-    with pytest.raises(TrainingError, match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller"):
+    with pytest.raises(
+        TrainingError,
+        match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller",
+    ):
         run.run_verb(verb, config)
     assert asked == [config.hardware]
 
@@ -96,7 +120,9 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def subject(attention: str = "causal", *, split: bool = False) -> hardware_checks.TrainedModel:
-    return hardware_checks.TrainedModel(attention, torch.float32, adapters=False, quantised=False, split=split)
+    return hardware_checks.TrainedModel(
+        attention, torch.float32, adapters=False, quantised=False, split=split
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +131,11 @@ def subject(attention: str = "causal", *, split: bool = False) -> hardware_check
         ({"world_size": 2}, "several processes on a model that is split over devices"),
         *[
             ({name: value}, f"{name} on a model")
-            for name, value in {"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 2}}, "torch_compile": True}.items()
+            for name, value in {
+                "fsdp": True,
+                "deepspeed": {"zero_optimization": {"stage": 2}},
+                "torch_compile": True,
+            }.items()
         ],
         ({"flash_attention": True}, "flash_attention on a model"),
         ({"generates": True}, "reinforcement learning on a model"),
@@ -123,13 +153,23 @@ def test_what_cannot_work_on_a_split_model_is_refused(more, message):
     }
     check_split(SimpleNamespace(**off), subject(split=True))
     check_split(SimpleNamespace(**off | more), subject())
-    named = "".join(f" and {name}" for name in more if name in off and name not in ("world_size", "generates"))
+    named = "".join(
+        f" and {name}" for name in more if name in off and name not in ("world_size", "generates")
+    )
     with pytest.raises(ConfigError, match=f"^model.device_map{named}: {message}"):
         check_split(SimpleNamespace(**off | more), subject(split=True))
 
 
 def test_several_gpus_in_one_process_are_for_models_that_are_split():
-    on = SimpleNamespace(world_size=1, n_gpu=2, generates=False, fsdp=None, deepspeed=None, torch_compile=False, flash_attention=False)
+    on = SimpleNamespace(
+        world_size=1,
+        n_gpu=2,
+        generates=False,
+        fsdp=None,
+        deepspeed=None,
+        torch_compile=False,
+        flash_attention=False,
+    )
     check_split(on, subject(split=True))
     with pytest.raises(ConfigError, match="device: 2 GPUs in one process"):
         check_split(on, subject())
@@ -138,7 +178,9 @@ def test_several_gpus_in_one_process_are_for_models_that_are_split():
 def test_a_model_whose_layers_are_on_several_devices_is_known_as_split(tmp_path):
     lm = tiny()
     lm.model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
-    with pytest.raises(ConfigError, match=r"^model\.device_map: reinforcement learning on a model that is split"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.device_map: reinforcement learning on a model that is split"
+    ):
         make("grpo", tmp_path, lm)
 
 
@@ -147,7 +189,9 @@ def test_a_model_whose_layers_are_on_several_devices_is_known_as_split(tmp_path)
 
 @pytest.mark.parametrize("verb", TRAINERS)
 @pytest.mark.parametrize(("attention", "block_size"), ATTENTIONS)
-def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(attention, block_size, verb, tmp_path):
+def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(
+    attention, block_size, verb, tmp_path
+):
     def run(**more: Any) -> tuple[int, dict[str, torch.Tensor]]:
         trainer = prepared(verb, tmp_path, tiny(attention, block_size), optim="sgd", max_steps=3, **more)
         calls = counted(trainer)
@@ -182,7 +226,9 @@ def adapters(**more: Any) -> peft.LoraConfig:
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize(("name", "kind", "stored"), [("4bit", "Linear4bit", torch.uint8), ("8bit", "Linear8bitLt", torch.int8)])
+@pytest.mark.parametrize(
+    ("name", "kind", "stored"), [("4bit", "Linear4bit", torch.uint8), ("8bit", "Linear8bitLt", torch.int8)]
+)
 def test_a_quantised_model_trains_its_adapters_alone_and_is_saved_whole(name, kind, stored, tmp_path):
     lm = quantised(tmp_path / "model", name, dtype="bfloat16" if name == "4bit" else "float32")
     model, block = lm.model, lm.model.model.layers[0]
@@ -198,9 +244,14 @@ def test_a_quantised_model_trains_its_adapters_alone_and_is_saved_whole(name, ki
     before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
     trainer.train()
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
-    assert all(("lora_" in key) == weight.requires_grad for key, weight in trainer.lm.model.named_parameters())
+    assert all(
+        ("lora_" in key) == weight.requires_grad for key, weight in trainer.lm.model.named_parameters()
+    )
     assert block.input_layernorm.weight.dtype == torch.float32  # peft.prepare_model_for_kbit_training
-    after = {key.removeprefix("base_model.model.").replace(".base_layer", ""): value for key, value in weights(trainer.lm).items()}
+    after = {
+        key.removeprefix("base_model.model.").replace(".base_layer", ""): value
+        for key, value in weights(trainer.lm).items()
+    }
     assert start and all(torch.equal(after[key], value) for key, value in start.items())
 
     trainer.save_model(str(tmp_path / "whole"))
@@ -208,7 +259,8 @@ def test_a_quantised_model_trains_its_adapters_alone_and_is_saved_whole(name, ki
     assert type(whole.model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     trainer.lm.model.eval()
     expected = trainer.lm.logits(ids)
-    torch.testing.assert_close(whole.logits(ids), expected, rtol=0, atol=0.02)  # computed in bfloat16, or on inputs in 8 bits
+    # computed in bfloat16, or on inputs in 8 bits
+    torch.testing.assert_close(whole.logits(ids), expected, rtol=0, atol=0.02)
     assert (wide().logits(ids) - expected).nan_to_num().abs().max() > 0.2
 
 
@@ -217,7 +269,13 @@ def test_a_resumed_run_of_a_quantised_model_is_the_same_run(tmp_path):
     def run() -> DiffusionTrainer:
         torch.manual_seed(0)
         lm = quantised(tmp_path / "model", "4bit")
-        saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": PAIRS}
+        saving = {
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "eval_dataset": PAIRS,
+        }
         return make("sft", tmp_path / "run", lm, peft_config=adapters(), max_steps=4, **saving)
 
     straight, resumed = run(), run()
@@ -228,7 +286,10 @@ def test_a_resumed_run_of_a_quantised_model_is_the_same_run(tmp_path):
 
 @needs_bitsandbytes
 def test_quantised_weights_without_adapters_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.quantization and lora: quantised weights take no gradients\. Train adapters"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.quantization and lora: quantised weights take no gradients\. Train adapters",
+    ):
         make("sft", tmp_path, quantised(tmp_path / "model", "4bit"))
 
 
@@ -257,7 +318,9 @@ def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, m
     calls: list[int] = []
     monkeypatch.setattr(hardware_checks, "check_flash_attention", lambda *_: None)
     monkeypatch.setattr(flash, "usable", lambda query: True)
-    monkeypatch.setattr(flash, "varlen_attn", lambda *given, **more: (calls.append(1), by_definition(*given, **more))[1])
+    monkeypatch.setattr(
+        flash, "varlen_attn", lambda *given, **more: (calls.append(1), by_definition(*given, **more))[1]
+    )
     trainer = prepared(verb, tmp_path, optim="sgd", flash_attention=True)
     passes = counted(trainer)
     trainer.train()
@@ -275,10 +338,14 @@ def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, m
         ((8, 0), {"bf16": True}, "causal", None),
     ],
 )
-def test_flash_attention_is_refused_where_it_could_not_act(capability, options, attention, message, monkeypatch):
+def test_flash_attention_is_refused_where_it_could_not_act(
+    capability, options, attention, message, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    args = SimpleNamespace(**{"flash_attention": True, "use_cpu": False, "bf16": False, "fp16": False} | options)
+    args = SimpleNamespace(
+        **{"flash_attention": True, "use_cpu": False, "bf16": False, "fp16": False} | options
+    )
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         hardware_checks.check_flash_attention(args, subject(attention))
 
@@ -290,7 +357,9 @@ def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None
     """The number of graphs of a run of eight steps, whose losses must equal the plain ones."""
 
     def run(**more: Any) -> list[float]:
-        return losses(prepared(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more))
+        return losses(
+            prepared(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more)
+        )
 
     plain = run()
     torch._dynamo.reset()
@@ -303,10 +372,12 @@ def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None
 
 @pytest.mark.usefixtures("dynamo_as_it_was")
 @pytest.mark.parametrize(
-    ("verb", "attention", "block_size"), [pytest.param("grpo", *ATTENTIONS[0], marks=pytest.mark.slow), ("sft", *ATTENTIONS[-1])]
+    ("verb", "attention", "block_size"),
+    [pytest.param("grpo", *ATTENTIONS[0], marks=pytest.mark.slow), ("sft", *ATTENTIONS[-1])],
 )
 def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_size, tmp_path):
-    assert 1 <= compiled_run(tmp_path, verb, attention, block_size, "eager") <= 3  # one, and one for sizes that vary
+    # one, and one for sizes that vary
+    assert 1 <= compiled_run(tmp_path, verb, attention, block_size, "eager") <= 3
 
 
 @pytest.mark.usefixtures("dynamo_as_it_was")
@@ -359,14 +430,18 @@ def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path)
     [
         ("sft", "bidirectional", None),
         pytest.param("dpo", "bidirectional", None, marks=pytest.mark.slow),
-        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("pretrain", "causal", None), ("sft", "block_causal", 2))],
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("pretrain", "causal", None), ("sft", "block_causal", 2))
+        ],
         pytest.param("grpo", *ATTENTIONS[0], marks=pytest.mark.slow),
         pytest.param("grpo", "causal", None, marks=pytest.mark.nightly),
         pytest.param("convert", None, None, marks=pytest.mark.slow),
     ],
 )
 def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size, tmp_path, monkeypatch):
-    """The passes of training, rollouts, scoring and evaluation, and those of a frozen reference or teacher."""
+    """The passes of training, rollouts, scoring and evaluation, and those of a frozen reference or
+    teacher."""
     ran: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -380,7 +455,9 @@ def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size,
     rows |= {"dpo": {"reference": "frozen"}, "grpo": {"beta": 0.1}}.get(verb, {})
     compiling: dict[str, Any] = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "eager"}
     if verb == "convert":
-        args = ConvertConfig(**settings(tmp_path, max_length=32, distillation=0.5, **compiling | {"max_steps": 8}))
+        args = ConvertConfig(
+            **settings(tmp_path, max_length=32, distillation=0.5, **compiling | {"max_steps": 8})
+        )
         trainer: Any = ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
     else:
         trainer = prepared(verb, tmp_path, tiny(attention, block_size), **compiling, **rows)
@@ -445,7 +522,11 @@ def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypat
     monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
     for verb, wanted in [("sft", True), ("grpo", False), ("grpo", True), ("sft", False)]:
         make(verb, tmp_path, tf32=wanted)
-        assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == ("tf32" if wanted else "ieee")
+        assert (
+            torch.backends.fp32_precision
+            == torch.backends.cuda.matmul.fp32_precision
+            == ("tf32" if wanted else "ieee")
+        )
         assert torch.backends.cudnn.conv.fp32_precision == torch.backends.fp32_precision
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is wanted
         assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
@@ -493,7 +574,10 @@ def test_rows_are_read_by_as_many_workers_as_asked_for_and_are_the_same(verb, tm
 
 
 def test_sharding_that_would_not_act_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="fsdp: shards nothing in one process or on CPUs"), warnings.catch_warnings():
+    with (
+        pytest.raises(ConfigError, match="fsdp: shards nothing in one process or on CPUs"),
+        warnings.catch_warnings(),
+    ):
         make("sft", tmp_path, fsdp=True)
 
 
@@ -505,7 +589,11 @@ def test_deepspeed_configs_are_presets_files_or_mappings(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="deepspeed: no launcher started this process"):
         make("sft", tmp_path, deepspeed="zero1")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert [deepspeed_config(f"zero{stage}")["zero_optimization"]["stage"] for stage in (1, 2, 3)] == [1, 2, 3]
+    assert [deepspeed_config(f"zero{stage}")["zero_optimization"]["stage"] for stage in (1, 2, 3)] == [
+        1,
+        2,
+        3,
+    ]
     mapping = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert deepspeed_config(mapping) == mapping
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')

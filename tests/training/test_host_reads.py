@@ -1,4 +1,5 @@
-"""The host reads few values of a training step from the device, and dispatches few operations: each read waits for all that came before."""
+"""The host reads few values of a training step from the device, and dispatches few operations: each read
+waits for all that came before."""
 
 from __future__ import annotations
 
@@ -27,8 +28,16 @@ ALPHABET = "abcdefghij"
 def qwen() -> DiffusionLM:
     """A bidirectional Qwen3 of four layers."""
     tokenizer = character_tokenizer(ALPHABET)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), head_dim=16, eos_token_id=tokenizer.eos_token_id, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=len(tokenizer), head_dim=16, eos_token_id=tokenizer.eos_token_id, **sizes)
+    )
     return make_diffusion(model, tokenizer, attention="bidirectional")
 
 
@@ -57,7 +66,9 @@ def test_steps_of_preference_optimisation(tmp_path):
     """Eight views, which share passes where they are short; also against a reference that is not stored."""
     rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(32)]
     for number, more in enumerate(({}, {"reference": "frozen"})):
-        reads, operations = per_step(DPOTrainer(qwen(), DPOConfig(**run(tmp_path / str(number)), **more), rows))
+        reads, operations = per_step(
+            DPOTrainer(qwen(), DPOConfig(**run(tmp_path / str(number)), **more), rows)
+        )
         assert reads <= 4 and operations <= 9000
 
 

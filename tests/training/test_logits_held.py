@@ -1,4 +1,5 @@
-"""No loss of any verb holds more logits than a chunk: neither in its forward pass, nor for its backward pass, nor within it."""
+"""No loss of any verb holds more logits than a chunk: neither in its forward pass, nor for its backward pass,
+nor within it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from unmask.rl.methods import METHODS
 from unmask.rl.trainer import GRPOTrainer
 
 VOCABULARY, WIDTH, CHUNK = 1009, 32, 3
-"""A prime: a number of elements that it divides belongs to logits, or to a table of the model, whose width is no number of rows here."""
+"""A prime: a number of elements that it divides belongs to logits, or to a table of the model, whose width is
+no number of rows here."""
 DISTILLED = {"attention": "block_causal", "block_size": 4, "logit_shift": True, "causal_context": True}
 DISTILLED |= {"distillation": 1.0, "alignment": 0.1, "stages": [{"lm_loss": 0.5}]}
 BIDIRECTIONAL, BLOCKS = ("bidirectional", None), ("block_causal", 4)
@@ -39,11 +41,16 @@ CASES: dict[str, tuple[str, tuple[str, int | None], dict[str, Any]]] = {
 }
 for NAME, METHOD in METHODS.items():
     USES_KL = {"beta": 0.04, "kl_to": "reference"} if hasattr(METHOD, "beta") else {}
-    CASES[f"grpo, {NAME}"] = ("grpo", BIDIRECTIONAL, {"method": NAME, "epsilon": getattr(METHOD, "epsilon", None), **USES_KL})
+    CASES[f"grpo, {NAME}"] = (
+        "grpo",
+        BIDIRECTIONAL,
+        {"method": NAME, "epsilon": getattr(METHOD, "epsilon", None), **USES_KL},
+    )
 
 
 class Watch(TorchDispatchMode):
-    """The most rows [rows, vocabulary] of a tensor that an operation inside made, those of backward passes too."""
+    """The most rows [rows, vocabulary] of a tensor that an operation inside made, those of backward passes
+    too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +59,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() % VOCABULARY == 0 and tensor.numel() // VOCABULARY != WIDTH:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.numel() % VOCABULARY == 0
+                and tensor.numel() // VOCABULARY != WIDTH
+            ):
                 self.rows = max(self.rows, tensor.numel() // VOCABULARY)
         return out
 
@@ -82,7 +93,9 @@ def rows_held(verb: str, pattern: tuple[str, int | None], folder: Path, more: di
 QUICK = ("pretrain", "convert, distilled", "sft", "sft, blocks and a quality head", "dpo", "grpo, diffu-grpo")
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_step_never_holds_more_logits_than_a_chunk(case, tmp_path, monkeypatch):
     verb, pattern, more = CASES[case]
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", CHUNK * (VOCABULARY + 1))

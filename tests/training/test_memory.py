@@ -40,14 +40,18 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocator.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: allocator.reserved)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10_000_000_000))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10_000_000_000)
+    )
     monkeypatch.setattr(memory, "_peaks", {})
     monkeypatch.setattr(memory, "_warned", set())
     return allocator
 
 
 def test_on_a_cpu_it_is_the_resident_peak():
-    assert memory_metrics(torch.device("cpu")) == {"memory_gb": pytest.approx(peak_memory_bytes() / 1e9, rel=0.01)}
+    assert memory_metrics(torch.device("cpu")) == {
+        "memory_gb": pytest.approx(peak_memory_bytes() / 1e9, rel=0.01)
+    }
 
 
 def test_on_a_gpu_it_is_what_its_allocator_reserved_and_phases_do_not_lower_it(card):
@@ -90,7 +94,10 @@ def test_log_and_screen_tell_the_same(verb, tmp_path, monkeypatch):
     progress = SimpleNamespace(update=lambda fraction, **metrics: shown.update(metrics))
     make(verb, tmp_path, max_steps=1, log_memory_usage=True, progress=progress).train()
     last = MetricsLog(tmp_path / "training_logs.json").read()[-1]
-    assert last["memory_gb"] == shown["memory_gb"] == figures[-1] and last["memory/allocated_gb"] == figures[-1] / 2
+    assert (
+        last["memory_gb"] == shown["memory_gb"] == figures[-1]
+        and last["memory/allocated_gb"] == figures[-1] / 2
+    )
     assert last["memory/share"] == 0.5
 
 
@@ -98,7 +105,11 @@ def test_log_and_screen_tell_the_same(verb, tmp_path, monkeypatch):
 def test_peak_memory_knows_the_unit_of_the_system(system, unit, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(memory, "_peak_taken", 0)
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5_000 if who == resource.RUSAGE_SELF else 0))
+    monkeypatch.setattr(
+        resource,
+        "getrusage",
+        lambda who: SimpleNamespace(ru_maxrss=5_000 if who == resource.RUSAGE_SELF else 0),
+    )
     assert peak_memory_bytes() == 5_000 * unit
 
 

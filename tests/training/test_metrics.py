@@ -12,11 +12,16 @@ from unmask.training.metrics import finite
 
 def test_weights_that_are_not_finite_are_told_from_a_rate_that_is_too_high(tmp_path):
     trainer = make("sft", tmp_path)
-    with pytest.raises(TrainingError, match=r"the loss is nan, although all weights are finite\. Lower the learning rate"):
+    with pytest.raises(
+        TrainingError, match=r"the loss is nan, although all weights are finite\. Lower the learning rate"
+    ):
         finite(trainer, "loss", torch.tensor(torch.nan))
     with torch.no_grad():
         trainer.lm.model.model.norm.weight[0] = torch.nan
-    with pytest.raises(TrainingError, match=r"the loss is nan, because weights are not finite \(.*norm.weight\). Resume from a checkpoint"):
+    with pytest.raises(
+        TrainingError,
+        match=r"the loss is nan, because weights are not finite \(.*norm.weight\). Resume from a checkpoint",
+    ):
         finite(trainer, "loss", torch.tensor(torch.nan))
 
 
@@ -32,4 +37,6 @@ def test_a_step_whose_numbers_are_not_finite_changes_no_weights(what, tmp_path):
         trainer.lm.model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(TrainingError, match=f"the {what} is (nan|inf), although all weights are finite"):
         trainer.train()
-    assert all(torch.equal(weight, old) for weight, old in zip(trainer.lm.model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(weight, old) for weight, old in zip(trainer.lm.model.parameters(), before, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""What training records in the model's history and card: exact counts, also with accumulation, resume and every way of saving."""
+"""What training records in the model's history and card: exact counts, also with accumulation, resume and
+every way of saving."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def tokens_of(trainer) -> int:
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_tokens_are_counted_exactly_under_accumulation(tmp_path, accumulation):
-    batch = {"per_device_train_batch_size": 8 // (2 * accumulation) or 1, "gradient_accumulation_steps": accumulation}
+    batch = {
+        "per_device_train_batch_size": 8 // (2 * accumulation) or 1,
+        "gradient_accumulation_steps": accumulation,
+    }
     trainer = make("sft", tmp_path, max_steps=-1, num_train_epochs=3, **batch)
     trainer.train()
     (entry,) = history(trainer.lm)
@@ -54,7 +58,11 @@ def test_a_conversion_tells_its_recipe_and_what_each_stage_was(tmp_path):
     attention, everything, last = [entry["settings"] for entry in history(lm)]
     assert {told["recipe"] for told in (attention, everything, last)} == {"block"}
     assert attention["train"] == ["attention", "time_embedding", "mask_token"] and attention["rate"] == 0.5
-    assert "train" not in everything and last["lm_loss"] == 0.1 and last["learning_rate"] == pytest.approx(0.3 * args.learning_rate)
+    assert (
+        "train" not in everything
+        and last["lm_loss"] == 0.1
+        and last["learning_rate"] == pytest.approx(0.3 * args.learning_rate)
+    )
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "grpo"])
@@ -66,7 +74,9 @@ def test_every_verb_writes_its_card(tmp_path, verb, monkeypatch):
     (entry,) = history(load(tmp_path / "model"))
     assert entry["verb"] == verb and entry["steps"] == 2 and entry["seed"] == 5 and entry["tokens"] > 0
     assert f"| {verb} | tales.jsonl | {entry['rows']} | 2 | {entry['tokens']} | 5 |" in text
-    assert entry["settings"]["learning_rate"] == 1e-2 and (entry["settings"].get("max_length") == 32) == (verb != "grpo")
+    assert entry["settings"]["learning_rate"] == 1e-2 and (entry["settings"].get("max_length") == 32) == (
+        verb != "grpo"
+    )
     assert entry["metrics"]["loss"] == trainer.state.log_history[-2]["loss"]
     assert str(tmp_path) not in text and str(tmp_path) not in json.dumps(entry)
     monkeypatch.chdir(tmp_path / "model")
@@ -77,7 +87,9 @@ def test_stages_follow_one_another(tmp_path):
     pretrainer = make("pretrain", tmp_path / "pretrain")
     pretrainer.train()
     pretrainer.save_model(tmp_path / "base")
-    args = ConvertConfig(**settings(tmp_path / "convert", max_steps=10), attention="block_causal", block_size=4)
+    args = ConvertConfig(
+        **settings(tmp_path / "convert", max_steps=10), attention="block_causal", block_size=4
+    )
     converter = ConvertTrainer(str(tmp_path / "base"), args, TEXTS, TEXTS[:2])
     converter.train()
     converter.save_model(tmp_path / "converted")
@@ -89,12 +101,18 @@ def test_stages_follow_one_another(tmp_path):
     tuner.train()
     tuner.save_model(tmp_path / "tuned")
     tuner.save_model(tmp_path / "tuned")  # no stage is recorded twice
-    assert [entry["verb"] for entry in history(load(tmp_path / "tuned"))] == ["pretrain", *["convert"] * 3, "sft"]
+    assert [entry["verb"] for entry in history(load(tmp_path / "tuned"))] == [
+        "pretrain",
+        *["convert"] * 3,
+        "sft",
+    ]
     assert "| convert 3 |" in (tmp_path / "tuned/README.md").read_text()
 
 
 def test_adapters_are_merged_before_their_card_is_written(tmp_path):
-    trainer = make("sft", tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    trainer = make(
+        "sft", tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    )
     trainer.train()
     trainer.save_model(tmp_path / "model")
     text = (tmp_path / "model/README.md").read_text()
@@ -143,5 +161,10 @@ def test_a_file_is_called_by_its_name_alone(tmp_path):
     (tmp_path / "tales.txt").write_text("once")
     file = str(tmp_path / "tales.txt")
     assert data_name(DataConfig(train=file)) == "tales.txt"
-    assert data_name(DataConfig(train=[{"path": file}, {"path": "owner/stories"}])) == "tales.txt, owner/stories"
-    assert data_name(DataConfig(task="sudoku"), get_task("sudoku")) == "sudoku" and data_name(DataConfig()) is None
+    assert (
+        data_name(DataConfig(train=[{"path": file}, {"path": "owner/stories"}])) == "tales.txt, owner/stories"
+    )
+    assert (
+        data_name(DataConfig(task="sudoku"), get_task("sudoku")) == "sudoku"
+        and data_name(DataConfig()) is None
+    )

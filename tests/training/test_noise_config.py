@@ -39,7 +39,9 @@ def test_a_pair_that_cannot_be_is_refused_with_the_config(tmp_path):
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "geometric"])
 def test_a_trainer_hides_what_the_settings_say(schedule, tmp_path):
     rows = [{"prompt": "ab", "completion": "cdefgh" * 4}] * 64
-    trainer = make("sft", tmp_path, rows=rows, schedule=schedule, min_time=0.5, max_time=0.5, weighting="uniform")
+    trainer = make(
+        "sft", tmp_path, rows=rows, schedule=schedule, min_time=0.5, max_time=0.5, weighting="uniform"
+    )
     examples = batch(trainer, *range(64))
     views = trainer.plan(examples, trainer.draw(examples))
     maskable = examples["maskable"][:, None].expand_as(views.hidden_BMT)
@@ -52,9 +54,13 @@ def test_a_trainer_hides_what_the_settings_say(schedule, tmp_path):
 def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
     plans = {}
     for attention, block_size in (("bidirectional", None), ("block_causal", 4)):
-        args = ConvertConfig(**settings(tmp_path, weighting="cart", attention=attention, block_size=block_size))
+        args = ConvertConfig(
+            **settings(tmp_path, weighting="cart", attention=attention, block_size=block_size)
+        )
         lm, everything = tiny(attention, block_size), torch.ones(2, 12, dtype=torch.long)
-        plans[attention] = plan = args.plan(lm, torch.zeros_like(everything), everything, Draw(0, torch.arange(2)))
+        plans[attention] = plan = args.plan(
+            lm, torch.zeros_like(everything), everything, Draw(0, torch.arange(2))
+        )
         assert (plan.weight_BMT >= 0).all() and plan.weight_BMT.unique().numel() > 3
     one, other = plans.values()
     assert torch.equal(one.hidden_BMT, other.hidden_BMT) and not torch.equal(one.weight_BMT, other.weight_BMT)

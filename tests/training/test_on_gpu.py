@@ -1,4 +1,5 @@
-"""On a GPU: every verb and method learns as on a CPU, resumes bit for bit, and switches change the loss by rounding alone."""
+"""On a GPU: every verb and method learns as on a CPU, resumes bit for bit, and switches change the loss by
+rounding alone."""
 
 from __future__ import annotations
 
@@ -25,16 +26,27 @@ pytestmark = needs_gpu
 VERBS: dict[str, dict[str, Any]] = {"pretrain": {}, "sft": {}, "dpo": {}, "kto": {}, "convert": {}}
 for NAME, METHOD in METHODS.items():
     VERBS[f"grpo: {NAME}"] = {"method": NAME, "reward": low_ids, "epsilon": getattr(METHOD, "epsilon", None)}
-needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (the extra `torchao`)")
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)"
+)
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="needs torchao (the extra `torchao`)"
+)
 
 
 def trainer(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
     """Of four rows a step; float32 unless asked otherwise."""
     more = VERBS[verb] | {"learning_rate": 1e-3, "bf16": False} | more
     if verb == "convert":
-        stages = [{"attention": "block_causal", "block_size": 4, "share": 1}, {"attention": "bidirectional", "share": 1}]
-        return ConvertTrainer(lm or tiny("causal"), ConvertConfig(**settings(folder, max_length=32, stages=stages) | more), TEXTS)
+        stages = [
+            {"attention": "block_causal", "block_size": 4, "share": 1},
+            {"attention": "bidirectional", "share": 1},
+        ]
+        return ConvertTrainer(
+            lm or tiny("causal"),
+            ConvertConfig(**settings(folder, max_length=32, stages=stages) | more),
+            TEXTS,
+        )
     return make(verb.split(":")[0], folder, lm, **more)
 
 
@@ -46,18 +58,23 @@ def losses(folder: Path) -> list[float]:
 QUICK_VERBS = ("sft", "dpo", "grpo: diffu-grpo")
 
 
-@pytest.mark.parametrize("verb", [verb if verb in QUICK_VERBS else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS])
+@pytest.mark.parametrize(
+    "verb", [verb if verb in QUICK_VERBS else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS]
+)
 def test_it_learns_as_on_a_cpu(verb, tmp_path):
     runs = []
     for device in ("cpu", GPU):
         made = trainer(verb, tmp_path / device, use_cpu=device == "cpu", max_steps=3)
         made.train()
         assert made.lm.device.type == device
-        runs.append((losses(tmp_path / device), {name: weight.cpu() for name, weight in weights(made.lm).items()}))
+        runs.append(
+            (losses(tmp_path / device), {name: weight.cpu() for name, weight in weights(made.lm).items()})
+        )
     if STOOD_IN:  # which computes with a CPU
         assert runs[1][0] == runs[0][0] and equal(runs[1][1], runs[0][1])
     assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-3, abs=1e-5) and len(runs[0][0]) == 3
-    for name, weight in runs[0][1].items():  # Adam's first steps have the size of the rate, whatever the gradient: rounding can turn a few
+    # Adam's first steps have the size of the rate, whatever the gradient: rounding can turn a few
+    for name, weight in runs[0][1].items():
         close = torch.isclose(runs[1][1][name], weight, rtol=0, atol=1e-4).float().mean()
         assert close > 0.97, name
 
@@ -89,11 +106,14 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "worker": {"dataloader_num_workers": 1},
 }
 OF_A_GPU = {"bf16", "fp16", "compiled", "FlashAttention", "tf32"}  # no other device has them
-every_switch = pytest.mark.parametrize("switch", [pytest.param(name, marks=[needs_cuda] if name in OF_A_GPU else []) for name in SWITCHES])
+every_switch = pytest.mark.parametrize(
+    "switch", [pytest.param(name, marks=[needs_cuda] if name in OF_A_GPU else []) for name in SWITCHES]
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["sft", "dpo"])  # in reinforcement learning other rounding samples other tokens
+# in reinforcement learning other rounding samples other tokens
+@pytest.mark.parametrize("verb", ["sft", "dpo"])
 @every_switch
 def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
     """That it takes effect is tested in `test_hardware_checks.py`."""
@@ -108,7 +128,9 @@ def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
 @pytest.mark.slow
 @every_switch
 def test_reinforcement_learning_goes_on_with_a_switch(switch, tmp_path):
-    trainer("grpo: diffu-grpo", tmp_path, moved(wide()), use_cpu=False, max_steps=3, **SWITCHES[switch]).train()
+    trainer(
+        "grpo: diffu-grpo", tmp_path, moved(wide()), use_cpu=False, max_steps=3, **SWITCHES[switch]
+    ).train()
     assert len(losses(tmp_path)) == 3
 
 
@@ -128,5 +150,13 @@ def test_bfloat16_weights_move(tmp_path):
     lm = wide()
     lm.model.to(torch.bfloat16)
     before = weights(lm)
-    trainer("sft", tmp_path, lm, use_cpu=False, bf16=None, optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True").train()
+    trainer(
+        "sft",
+        tmp_path,
+        lm,
+        use_cpu=False,
+        bf16=None,
+        optim="adamw_torch_8bit",
+        optim_args="bf16_stochastic_round=True",
+    ).train()
     assert not equal({name: weight.cpu() for name, weight in weights(lm).items()}, before)

@@ -1,4 +1,5 @@
-"""Low-bit optimizers, and an optimizer in host memory: each takes effect, resumes, and is refused where it cannot work."""
+"""Low-bit optimizers, and an optimizer in host memory: each takes effect, resumes, and is refused where it
+cannot work."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ from unmask.supervised.sft import SFTConfig
 from unmask.training.optimizers import check_offload
 from unmask.training.trainer import DiffusionTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # bitsandbytes and inductor use it
-needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+# bitsandbytes and inductor use it
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)"
+)
 
 
 def test_a_loss_is_read_before_the_backward_pass_if_that_updates_weights(tmp_path):
@@ -50,7 +54,10 @@ def losses(trainer: DiffusionTrainer) -> list[float]:
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
 @pytest.mark.parametrize(
     ("verb", "name"),
-    [*[("sft", name) for name in ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit")], ("grpo", "adamw_bnb_8bit")],
+    [
+        *[("sft", name) for name in ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit")],
+        ("grpo", "adamw_bnb_8bit"),
+    ],
 )
 def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(verb, name, tmp_path):
     lm = wide()
@@ -67,7 +74,9 @@ def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(v
 
 def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"):
+    with pytest.raises(
+        ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"
+    ):
         make("sft", tmp_path, optim="adamw_bnb_8bit")
     with pytest.raises(ConfigError, match=r"optim: needs torchao, which is not installed.*unmask\[torchao\]"):
         make("sft", tmp_path, optim="adamw_torch_8bit")
@@ -76,7 +85,9 @@ def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_p
 
 @needs_bitsandbytes
 def test_an_optimizer_of_bitsandbytes_is_refused_on_shards(tmp_path):
-    with pytest.raises(ConfigError, match=r"optim and fsdp: .*cannot update the shards of FSDP.*adamw_torch_8bit"):
+    with pytest.raises(
+        ConfigError, match=r"optim and fsdp: .*cannot update the shards of FSDP.*adamw_torch_8bit"
+    ):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_bnb_8bit", fsdp=True)
     SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_torch_8bit", fsdp=True)
 
@@ -89,19 +100,25 @@ def test_an_optimizer_is_refused_on_a_device_that_it_cannot_work_on(tmp_path, mo
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", step)
-    with pytest.raises(ConfigError, match=r"optim: adamw_bnb_8bit cannot work on cpu \(no kernel\)\. Use adamw_torch"):
+    with pytest.raises(
+        ConfigError, match=r"optim: adamw_bnb_8bit cannot work on cpu \(no kernel\)\. Use adamw_torch"
+    ):
         make("sft", tmp_path, optim="adamw_bnb_8bit")
 
 
 # Weights in bfloat16, rounded stochastically
 
-ROUNDED: dict[str, Any] = {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}  # as in the recipe bfloat16
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (the extra `torchao`)")
+# as in the recipe bfloat16
+ROUNDED: dict[str, Any] = {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="needs torchao (the extra `torchao`)"
+)
 
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """Switch off torchao's compilation of its step, which takes a minute on a CPU. The operations are the same."""
+    """Switch off torchao's compilation of its step, which takes a minute on a CPU. The operations are the
+    same."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -111,7 +128,13 @@ def uncompiled() -> Iterator[None]:
 def test_rounded_weights_are_resumed_bit_for_bit(tmp_path, uncompiled):
     def run(folder: str, steps: int, resume: bool = False) -> DiffusionTrainer:
         lm = tiny("causal", hidden_size=64, intermediate_size=64, dtype=torch.bfloat16)
-        more = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+        more = {
+            "max_steps": steps,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "lr_scheduler_type": "constant",
+            "learning_rate": 1e-3,
+        }
         trainer = make("sft", tmp_path / folder, lm, **ROUNDED, **more)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -119,23 +142,42 @@ def test_rounded_weights_are_resumed_bit_for_bit(tmp_path, uncompiled):
     whole = run("whole", 4)
     run("parts", 2)
     resumed = run("parts", 4, resume=True)
-    assert equal(weights(resumed.lm), weights(whole.lm)) and next(whole.lm.model.parameters()).dtype == torch.bfloat16
+    assert (
+        equal(weights(resumed.lm), weights(whole.lm))
+        and next(whole.lm.model.parameters()).dtype == torch.bfloat16
+    )
     state = whole.optimizer.optimizer.state[whole.lm.model.model.layers[0].mlp.up_proj.weight]
     assert state["exp_avg"].codes.dtype == torch.uint8
 
 
 @needs_torchao
 def test_a_conversion_by_the_recipe_bfloat16(model, text, tmp_path, uncompiled):
-    command = ("convert", "--model", model, "--data", text, "--output", tmp_path / "run", "--recipe", "bfloat16", *QUICK)
+    command = (
+        "convert",
+        "--model",
+        model,
+        "--data",
+        text,
+        "--output",
+        tmp_path / "run",
+        "--recipe",
+        "bfloat16",
+        *QUICK,
+    )
     result = unmask(*command, "training.max_length=16", "training.max_steps=10", "training.warmup_steps=0")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "run/model/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_stochastic_rounding_is_refused_where_nothing_would_be_rounded(tmp_path):
-    with pytest.raises(ConfigError, match=r"optim_args and model.dtype: bf16_stochastic_round, but no trained weight is in bfloat16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optim_args and model.dtype: bf16_stochastic_round, but no trained weight is in bfloat16",
+    ):
         make("sft", tmp_path, **ROUNDED)
-    with pytest.raises(ConfigError, match=r"optim_args and optim: adamw_torch does not support bf16_stochastic_round"):
+    with pytest.raises(
+        ConfigError, match=r"optim_args and optim: adamw_torch does not support bf16_stochastic_round"
+    ):
         make("sft", tmp_path, tiny(dtype=torch.bfloat16), **ROUNDED | {"optim": "adamw_torch"})
 
 
@@ -148,11 +190,26 @@ def test_rounded_bfloat16_trains_as_float32_does_and_plain_bfloat16_worse(tmp_pa
 
     def loss(seed: int, dtype: torch.dtype, **more: Any) -> float:
         torch.manual_seed(seed)
-        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape)).to(dtype)
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+        }
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape)
+        ).to(dtype)
         lm = make_diffusion(model, tokenizer, attention="causal")
-        run = {"max_steps": 300, "logging_steps": 75, "learning_rate": 3e-4, "per_device_train_batch_size": 8, "seed": seed}
-        return losses(make("pretrain", tmp_path / str(len(list(tmp_path.iterdir()))), lm, rows, **run | more))[-1]
+        run = {
+            "max_steps": 300,
+            "logging_steps": 75,
+            "learning_rate": 3e-4,
+            "per_device_train_batch_size": 8,
+            "seed": seed,
+        }
+        return losses(
+            make("pretrain", tmp_path / str(len(list(tmp_path.iterdir()))), lm, rows, **run | more)
+        )[-1]
 
     arms = ((torch.float32, {}), (torch.bfloat16, ROUNDED), (torch.bfloat16, {}))
     exact, rounded, plain = ([loss(seed, dtype, **more) for seed in range(2)] for dtype, more in arms)
@@ -164,16 +221,35 @@ def test_rounded_bfloat16_trains_as_float32_does_and_plain_bfloat16_worse(tmp_pa
 # The optimizer in host memory
 
 
-def trained(folder: Path, steps: int, dtype: torch.dtype, resume: bool = False, **more: Any) -> DiffusionTrainer:
-    schedule = {"lr_scheduler_type": "constant", "learning_rate": 1e-4, "save_strategy": "steps", "save_steps": 2}
-    trainer = make("sft", folder, tiny(dtype=dtype), **schedule | {"max_steps": steps, "optim": "adamw_torch_fused"} | more)
+def trained(
+    folder: Path, steps: int, dtype: torch.dtype, resume: bool = False, **more: Any
+) -> DiffusionTrainer:
+    schedule = {
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    trainer = make(
+        "sft",
+        folder,
+        tiny(dtype=dtype),
+        **schedule | {"max_steps": steps, "optim": "adamw_torch_fused"} | more,
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}], ids=["plain", "accumulated and clipped"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}],
+    ids=["plain", "accumulated and clipped"],
+)
 def test_an_optimizer_in_host_memory_makes_the_same_updates(more, tmp_path):
-    plain, offloaded = (weights(trained(tmp_path / str(on), 4, torch.float32, optimizer_offload=on, **more).lm) for on in (False, True))
+    plain, offloaded = (
+        weights(trained(tmp_path / str(on), 4, torch.float32, optimizer_offload=on, **more).lm)
+        for on in (False, True)
+    )
     assert equal(plain, offloaded)
 
 
@@ -182,24 +258,38 @@ def test_an_optimizer_in_host_memory_holds_float32_states_beside_bfloat16_weight
     optimizer = trainer.optimizer.optimizer
     held = [weight for group in optimizer.param_groups for weight in group["params"]]
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert {(tensor.dtype, tensor.device.type) for tensor in held + states} == {(torch.float32, "cpu")} and len(states) == 2 * len(held)
+    assert {(tensor.dtype, tensor.device.type) for tensor in held + states} == {
+        (torch.float32, "cpu")
+    } and len(states) == 2 * len(held)
     model = list(trainer.lm.model.parameters())
     assert not {weight.data_ptr() for weight in held} & {weight.data_ptr() for weight in model}
-    assert all(torch.equal(weight, copy.bfloat16()) for weight, copy in zip(model, sorted_as(model, held), strict=True))
+    assert all(
+        torch.equal(weight, copy.bfloat16())
+        for weight, copy in zip(model, sorted_as(model, held), strict=True)
+    )
     assert all(weight.grad is None for weight in model)
 
 
 def sorted_as(model: list[Any], held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The copies in the order of the model. Its vectors, which have no weight decay, are in a separate group."""
-    vectors, tables = iter([copy for copy in held if copy.dim() == 1]), iter([copy for copy in held if copy.dim() > 1])
+    """The copies in the order of the model. Its vectors, which have no weight decay, are in a separate
+    group."""
+    vectors, tables = (
+        iter([copy for copy in held if copy.dim() == 1]),
+        iter([copy for copy in held if copy.dim() > 1]),
+    )
     return [next(vectors if weight.dim() == 1 else tables) for weight in model]
 
 
 def test_updates_too_small_for_bfloat16_add_up_in_host_memory_and_a_resume_keeps_them(tmp_path):
     whole = trained(tmp_path / "whole", 4, torch.bfloat16, optimizer_offload=True, learning_rate=1e-6)
     trained(tmp_path / "parts", 2, torch.bfloat16, optimizer_offload=True, learning_rate=1e-6)
-    resumed = trained(tmp_path / "parts", 4, torch.bfloat16, resume=True, optimizer_offload=True, learning_rate=1e-6)
-    copies = [[copy for group in run.optimizer.optimizer.param_groups for copy in group["params"]] for run in (whole, resumed)]
+    resumed = trained(
+        tmp_path / "parts", 4, torch.bfloat16, resume=True, optimizer_offload=True, learning_rate=1e-6
+    )
+    copies = [
+        [copy for group in run.optimizer.optimizer.param_groups for copy in group["params"]]
+        for run in (whole, resumed)
+    ]
     assert all(torch.equal(one, other) for one, other in zip(*copies, strict=True))
     assert equal(weights(whole.lm), weights(resumed.lm))
     assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in copies[1])
@@ -208,19 +298,36 @@ def test_updates_too_small_for_bfloat16_add_up_in_host_memory_and_a_resume_keeps
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"optim": "adamw_bnb_8bit"}, "adamw_bnb_8bit cannot keep its state in host memory. Use one of adamw_torch"),
+        (
+            {"optim": "adamw_bnb_8bit"},
+            "adamw_bnb_8bit cannot keep its state in host memory. Use one of adamw_torch",
+        ),
         ({"fsdp": True}, "sharding has its own offload"),
         ({"fp16": True}, "the scaler of float16"),
     ],
 )
 def test_an_optimizer_that_cannot_go_to_host_memory_is_refused(more, message):
-    args = SimpleNamespace(**{"optimizer_offload": True, "optim": "adamw_torch", "fsdp": None, "deepspeed": None, "fp16": False} | more)
+    args = SimpleNamespace(
+        **{"optimizer_offload": True, "optim": "adamw_torch", "fsdp": None, "deepspeed": None, "fp16": False}
+        | more
+    )
     with pytest.raises(ConfigError, match=f"optimizer_offload and {next(iter(more))}: {message}"):
         check_offload(args)
 
 
 def test_a_conversion_with_the_optimizer_in_host_memory(model, text, tmp_path):
-    command = ("convert", "--model", model, "--data", text, "--output", tmp_path / "run", "--recipe", "offload", *QUICK)
+    command = (
+        "convert",
+        "--model",
+        model,
+        "--data",
+        text,
+        "--output",
+        tmp_path / "run",
+        "--recipe",
+        "offload",
+        *QUICK,
+    )
     result = unmask(*command, "training.max_length=16", "training.max_steps=10", "training.warmup_steps=0")
     assert result.exit_code == 0, result.output
     assert "host_weights" in torch.load(next((tmp_path / "run").rglob("optimizer.pt")), weights_only=True)

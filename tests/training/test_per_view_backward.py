@@ -1,4 +1,5 @@
-"""A loss over many views has the gradient of the loss computed at once, for any split into passes, with the memory of one pass.
+"""A loss over many views has the gradient of the loss computed at once, for any split into passes, with the
+memory of one pass.
 
 Shapes: B completions, M views, T positions.
 """
@@ -22,10 +23,14 @@ from unmask.rl.methods import METHODS
 from unmask.rl.methods.base import fixed_settings
 from unmask.rl.trainer import GRPOTrainer, Update
 
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {"samples": 3} if name == "bgpo" else {}) for name in METHODS]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (name, {"samples": 3} if name == "bgpo" else {}) for name in METHODS
+]
 CASES += [("cj-grpo", {"ratio": "sequence"}), ("diffu-grpo", {"kl": "k1"})]
 FULL, BLOCKS = ("bidirectional", None, False), ("block_causal", 3, False)
-PASSES = [(*case, FULL) for case in CASES] + [(name, {}, BLOCKS) for name in ("diffu-grpo", "coupled-grpo", "spg", "espo", "cj-grpo")]
+PASSES = [(*case, FULL) for case in CASES] + [
+    (name, {}, BLOCKS) for name in ("diffu-grpo", "coupled-grpo", "spg", "espo", "cj-grpo")
+]
 ALL_AT_ONCE = 10**6
 
 
@@ -34,13 +39,18 @@ def case_id(name: str, more: dict[str, Any]) -> str:
 
 
 def trainer_of(
-    folder: Path, name: str, attention: tuple[str, int | None, bool] = ("bidirectional", None, False), **more: Any
+    folder: Path,
+    name: str,
+    attention: tuple[str, int | None, bool] = ("bidirectional", None, False),
+    **more: Any,
 ) -> GRPOTrainer:
     """A trainer of a toy model in float64, with a method that has a KL term; it drops no groups."""
     shape = {"num_generations": 2, "max_completion_length": 5, **held(name)}
     shape |= {} if name == "exact-gradient" else {"difficulty": [-99.0, 99.0]}  # it takes all groups
     args = GRPOConfig(**settings(folder, method=name, **shape) | more)
-    trainer = GRPOTrainer(toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")])
+    trainer = GRPOTrainer(
+        toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")]
+    )
     trainer.model.train()
     return trainer
 
@@ -57,7 +67,9 @@ def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:
     return made
 
 
-def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def plain(
+    trainer: GRPOTrainer, update: Update, items: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss computed at once, and its gradients."""
     trainer.args.score_chunk = ALL_AT_ONCE
     loss = trainer.loss_on(update, trainer.per_view.log_probs(trainer.lm, update)) / items
@@ -65,13 +77,25 @@ def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[to
     return loss.detach(), gradients(trainer)
 
 
-@partly_slow("name, more, attention", PASSES, *range(0, len(PASSES), 2), ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES])
+@partly_slow(
+    "name, more, attention",
+    PASSES,
+    *range(0, len(PASSES), 2),
+    ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES],
+)
 def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, attention, tmp_path):
-    trainer = trainer_of(tmp_path, name, attention, num_iterations=1 if "num_iterations" in fixed_settings(METHODS[name]) else 2, **more)
+    trainer = trainer_of(
+        tmp_path,
+        name,
+        attention,
+        num_iterations=1 if "num_iterations" in fixed_settings(METHODS[name]) else 2,
+        **more,
+    )
     [updates] = experience(trainer, 4)
     seen: list[tuple[bool, int]] = []
     trainer.model.register_forward_pre_hook(
-        lambda model, args, kwargs: seen.append((torch.is_grad_enabled(), len(kwargs["input_ids"]))), with_kwargs=True
+        lambda model, args, kwargs: seen.append((torch.is_grad_enabled(), len(kwargs["input_ids"]))),
+        with_kwargs=True,
     )
     for update in updates:
         items = trainer.count_items(update) + 3  # as of several micro-batches
@@ -84,7 +108,9 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
             loss = trainer.training_step(trainer.model, update, items)
             torch.testing.assert_close(loss.double(), expected, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(gradients(trainer), whole, rtol=1e-8, atol=1e-10)
-            learning, looking = ([rows for with_gradient, rows in seen if with_gradient == kind] for kind in (True, False))
+            learning, looking = (
+                [rows for with_gradient, rows in seen if with_gradient == kind] for kind in (True, False)
+            )
             assert max(learning) <= (chunk or 4)
             if chunk == 1 and attention != BLOCKS:
                 assert len(learning) == scored
@@ -146,4 +172,5 @@ def test_the_scores_of_pieces_are_those_of_the_whole(tmp_path):
         trainer.args.score_chunk = 1
         whole_BMT = trainer.per_view.log_probs(trainer.lm, update)
         for piece in trainer.per_view.chunks_with_targets(update):
-            assert torch.equal(trainer.per_view.log_probs(trainer.lm, update, piece), whole_BMT[piece])  # bit for bit
+            # bit for bit
+            assert torch.equal(trainer.per_view.log_probs(trainer.lm, update, piece), whole_BMT[piece])

@@ -23,7 +23,9 @@ IDS = torch.tensor([[1, 4, 5, 3, 3, 6]])
 
 
 def adapted() -> DiffusionLM:
-    return with_adapters(tiny(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
+    return with_adapters(
+        tiny(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    )
 
 
 def scores(lm: DiffusionLM) -> torch.Tensor:
@@ -60,7 +62,9 @@ def test_under_adapters_the_reference_is_the_base_and_no_copy():
     assert not torch.allclose(scores(lm), base, atol=1e-3)  # and the adapters are on again afterwards
 
 
-@pytest.mark.parametrize("more", [{"init_lora_weights": False}, {"init_lora_weights": "pissa"}, {"bias": "all"}])
+@pytest.mark.parametrize(
+    "more", [{"init_lora_weights": False}, {"init_lora_weights": "pissa"}, {"bias": "all"}]
+)
 def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", **more)
     lm = with_adapters(tiny(attention_bias=True), config)
@@ -69,7 +73,9 @@ def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp
     train(lm)
     with reference.model_in_use() as scored:
         assert torch.equal(scores(scored), before)
-    with pytest.raises(ConfigError, match=r"reference: the adapters already change the policy, .*\. Use stored or frozen"):
+    with pytest.raises(
+        ConfigError, match=r"reference: the adapters already change the policy, .*\. Use stored or frozen"
+    ):
         make("dpo", tmp_path, tiny(attention_bias=True), peft_config=config, reference="adapter")
 
 
@@ -82,7 +88,9 @@ def test_a_moving_reference_goes_a_share_of_the_way():
         trained = {name for name, weight in lm.model.named_parameters() if weight.requires_grad}
         assert trained
         for name, weight in reference.lm.model.named_parameters():
-            assert torch.equal(weight != start[name], torch.full_like(weight, name in trained, dtype=torch.bool))
+            assert torch.equal(
+                weight != start[name], torch.full_like(weight, name in trained, dtype=torch.bool)
+            )
             torch.testing.assert_close(weight, start[name] + 0.025 * (name in trained))
         reference.move(1.0)
         assert equal(weights(reference.lm), weights(lm))
@@ -101,7 +109,12 @@ def test_a_moved_reference_is_read_back(tmp_path):
 
 
 def test_a_reference_is_kept_only_where_the_policy_is_held_to_it(tmp_path):
-    for more, kept in [({}, False), ({"beta": 0.1}, True), ({"beta": 0.1, "kl_to": "old"}, False), ({"method": "espo"}, True)]:
+    for more, kept in [
+        ({}, False),
+        ({"beta": 0.1}, True),
+        ({"beta": 0.1, "kl_to": "old"}, False),
+        ({"method": "espo"}, True),
+    ]:
         assert (make("grpo", tmp_path, **more).reference is not None) == kept
 
 
@@ -109,7 +122,9 @@ def test_the_reference_moves_before_the_first_rollout_that_its_step_comes_before
     moves: list[Any] = []
     shape = {"num_iterations": 2, "max_steps": 10, "rows": PAIRS[:6], "beta": 0.1}
     trainer = make("grpo", tmp_path, reward=ranks, reference_sync_steps=3, reference_sync_share=0.25, **shape)
-    monkeypatch.setattr(trainer.reference, "move", lambda share: moves.append((trainer.state.global_step, share)))
+    monkeypatch.setattr(
+        trainer.reference, "move", lambda share: moves.append((trainer.state.global_step, share))
+    )
     trainer.train()
     assert moves == [(4, 0.25), (6, 0.25)]  # steps 3, 6 and 9; the rollouts begin at 0, 2, 4, 6 and 8
 
@@ -118,17 +133,31 @@ def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
     other = tiny()
     train(other)
     other.save(tmp_path / "other")
-    trainer = make("grpo", tmp_path / "run", reward=ranks, beta=0.1, reference_model=str(tmp_path / "other"), num_iterations=2)
+    trainer = make(
+        "grpo",
+        tmp_path / "run",
+        reward=ranks,
+        beta=0.1,
+        reference_model=str(tmp_path / "other"),
+        num_iterations=2,
+    )
     with trainer.reference.model_in_use() as scored:
-        assert equal(weights(scored), weights(other)) and not any(weight.requires_grad for weight in scored.model.parameters())
+        assert equal(weights(scored), weights(other)) and not any(
+            weight.requires_grad for weight in scored.model.parameters()
+        )
     trainer.train()
     assert trainer.state.log_history[0]["kl"] > 1e-3  # from the first update on
     assert equal(weights(trainer.reference.lm), weights(other))
 
 
 def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
-    character_model(get_task("sudoku").alphabet, hidden=32, layers=1, context=128, seed=0).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"reference_model .*other: its vocabulary has \d+ tokens, the policy's \d+\. Give a model of"):
+    character_model(get_task("sudoku").alphabet, hidden=32, layers=1, context=128, seed=0).save(
+        tmp_path / "other"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"reference_model .*other: its vocabulary has \d+ tokens, the policy's \d+\. Give a model of",
+    ):
         make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="reference_model: needs beta"):
         make("grpo", tmp_path / "run", reference_model=str(tmp_path / "other"))
@@ -137,7 +166,13 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        (("causal", None, True), "its attention is causal, the policy's block_causal and its block_size is None, the policy's 4 and its"),
+        (
+            ("causal", None, True),
+            (
+                "its attention is causal, the policy's block_causal and its block_size is None, the "
+                "policy's 4 and its"
+            ),
+        ),
         (("block_causal", 8, False), "its block_size is 8, the policy's 4"),
         (("block_causal", 4, True), "its logit_shift is True, the policy's False"),
     ],
@@ -145,11 +180,16 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
 def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told, tmp_path):
     attention, block_size, shift = pattern
     tiny(attention, block_size, logit_shift=shift).save(tmp_path / "other")
-    with pytest.raises(ConfigError, match=rf"reference_model .*other: {told}.*Give a model that was saved with the policy's settings"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"reference_model .*other: {told}.*Give a model that was saved with the policy's settings",
+    ):
         Reference(tiny("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
 
 
-@pytest.mark.parametrize("pattern", [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False)])
+@pytest.mark.parametrize(
+    "pattern", [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False)]
+)
 def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
     """The reference from the policy's own folder therefore equals the policy."""
     attention, block_size, shift = pattern
@@ -174,9 +214,15 @@ def test_a_second_model_is_held_where_the_training_is(tmp_path):
 def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(tmp_path, monkeypatch):
     lm = tiny()
     next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"reference: no reference can be made from weights that ZeRO 3 has sharded\. Use zero1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reference: no reference can be made from weights that ZeRO 3 has sharded\. Use zero1",
+    ):
         make("grpo", tmp_path, lm, beta=0.1)
     monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
     make("grpo", tmp_path, beta=0.1)
-    with pytest.raises(ConfigError, match=r"reference_sync_steps: .* cannot follow sharded weights\. Leave reference_sync_steps out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reference_sync_steps: .* cannot follow sharded weights\. Leave reference_sync_steps out",
+    ):
         make("grpo", tmp_path, beta=0.1, reference_sync_steps=2)

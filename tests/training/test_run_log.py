@@ -39,7 +39,9 @@ def test_a_run_goes_back_to_a_step(step, left, tmp_path):
 
 
 def test_a_stage_goes_back_with_those_after_it_and_leaves_those_before(tmp_path):
-    parts = [RunLog(folder=tmp_path, first_step=first, stage=number) for number, first in ((1, 0), (2, 2), (3, 4))]
+    parts = [
+        RunLog(folder=tmp_path, first_step=first, stage=number) for number, first in ((1, 0), (2, 2), (3, 4))
+    ]
     for part in parts:
         for at in (1, 2):
             part.write(at, {"loss": 1.0})
@@ -63,7 +65,16 @@ def test_a_line_torn_by_a_crash_and_a_missing_log_are_no_obstacle(tmp_path):
     assert steps(log) == [(None, 1), (None, 2)]
 
 
-SHOWN = {"loss", "learning_rate", "margin", "accuracy", "chosen", "rejected", "tokens_per_second", "memory_gb"}
+SHOWN = {
+    "loss",
+    "learning_rate",
+    "margin",
+    "accuracy",
+    "chosen",
+    "rejected",
+    "tokens_per_second",
+    "memory_gb",
+}
 HELD_OUT = {"loss", "margin", "accuracy", "chosen", "rejected"}
 
 
@@ -84,18 +95,31 @@ def wandb_scalars(folder: Path) -> set[str]:
 def trackio_scalars(folder: Path) -> set[str]:
     place = importlib.import_module("trackio.utils").TRACKIO_DIR  # that of the first import
     with contextlib.closing(sqlite3.connect(place / "huggingface.db")) as database:
-        return {name for (line,) in database.execute("SELECT metrics FROM metrics") for name in json.loads(line)}
+        return {
+            name for (line,) in database.execute("SELECT metrics FROM metrics") for name in json.loads(line)
+        }
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
 def test_trackers_get_what_is_told_of_preferences(tracker, tmp_path, monkeypatch):
-    folders = {"TENSORBOARD_LOGGING_DIR": tmp_path / "board", "WANDB_DIR": tmp_path, "TRACKIO_DIR": tmp_path / "trackio"}
+    folders = {
+        "TENSORBOARD_LOGGING_DIR": tmp_path / "board",
+        "WANDB_DIR": tmp_path,
+        "TRACKIO_DIR": tmp_path / "trackio",
+    }
     for name, value in {**folders, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, str(value))
     pytest.importorskip(tracker)
-    more = {"log_memory_usage": True, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": PREFERENCES[:2]}
+    more = {
+        "log_memory_usage": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_dataset": PREFERENCES[:2],
+    }
     make("dpo", tmp_path / "run", report_to=[tracker], run_name="run", **more).train()
-    scalars = {"tensorboard": tensorboard_scalars, "wandb": wandb_scalars, "trackio": trackio_scalars}[tracker](tmp_path)
+    scalars = {"tensorboard": tensorboard_scalars, "wandb": wandb_scalars, "trackio": trackio_scalars}[
+        tracker
+    ](tmp_path)
     assert {f"train/{name}" for name in SHOWN} | {f"eval/{name}" for name in HELD_OUT} <= scalars
 
 
@@ -111,7 +135,10 @@ def test_a_mean_is_of_all_since_it_was_last_taken_and_goes_on_from_what_was_kept
     means.load(json.loads(json.dumps(earlier.state())))
     for name, value, count in after:
         means.add(name, value * count, count)
-    values = {name: [value for key, value, count in before + after for _ in range(count) if key == name] for name in "abc"}
+    values = {
+        name: [value for key, value, count in before + after for _ in range(count) if key == name]
+        for name in "abc"
+    }
     expected = {name: approx(sum(values[name]) / len(values[name])) for name in "abc" if values[name]}
     assert means.state_everywhere() == means.state()  # of one process
     assert means.take(due.__contains__) == {name: mean for name, mean in expected.items() if name in due}

@@ -1,4 +1,5 @@
-"""FSDP2 and DeepSpeed: two processes shard a model, train like one process, resume, and save the whole model."""
+"""FSDP2 and DeepSpeed: two processes shard a model, train like one process, resume, and save the whole
+model."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ import pytest
 import torch
 
 from tests.helpers import REPOSITORY, run_all
-from tests.training.sharded import BLOCKS, CONVERSIONS, FASTER, RATIOS, RUN, STAGES, conversion, ragged, samples_per_token
+from tests.training.sharded import (
+    BLOCKS,
+    CONVERSIONS,
+    FASTER,
+    RATIOS,
+    RUN,
+    STAGES,
+    conversion,
+    ragged,
+    samples_per_token,
+)
 from tests.training.tiny_runs import PAIRS, PREFERENCES, make, tiny, weights
 from unmask.models.load import load
 
@@ -28,9 +39,16 @@ NIGHTLY = {
     *[("kto", mode) for mode in ("fsdp", "zero2")],
     *[("convert", mode) for mode in ("ddp", "fsdp", "zero1", "zero2", "zero3")],
     *[("tokens", mode) for mode in ("ddp", "fsdp", "zero3")],
-    *[("convert-blocks", "zero2"), ("sequences", "ddp"), ("sequences", "zero3"), ("grpo", "zero2-offload"), ("dpo", "fsdp")],
+    *[
+        ("convert-blocks", "zero2"),
+        ("sequences", "ddp"),
+        ("sequences", "zero3"),
+        ("grpo", "zero2-offload"),
+        ("dpo", "fsdp"),
+    ],
 }
-"""What other runs cover in part: each trainer, FSDP with offload and without it, ZeRO 2 and ZeRO 3 are among those that remain."""
+"""What other runs cover in part: each trainer, FSDP with offload and without it, ZeRO 2 and ZeRO 3 are among
+those that remain."""
 SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")
 
 
@@ -69,20 +87,29 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
     folder = tmp_path / mode
     total = sum(weight.numel() for weight in alone.lm.model.parameters())
     for seen in launch(verb, mode, folder):
-        shared_out = {"moments": seen["moments"]} | ({} if mode.startswith(("zero1", "zero2")) else {"weights": seen["weights"]})
+        shared_out = {"moments": seen["moments"]} | (
+            {} if mode.startswith(("zero1", "zero2")) else {"weights": seen["weights"]}
+        )
         assert all(0.45 * total < count < 0.55 * total for count in shared_out.values()), (shared_out, total)
         assert seen["offload"] == mode.endswith("offload")
-        assert seen["losses"] == pytest.approx([line["loss"] for line in alone.state.log_history if "loss" in line], rel=1e-5, abs=1e-6)
+        assert seen["losses"] == pytest.approx(
+            [line["loss"] for line in alone.state.log_history if "loss" in line], rel=1e-5, abs=1e-6
+        )
         assert seen["samples per token"] == pytest.approx(samples_per_token(alone.state.log_history))
         if "evaluation" in seen:
             metrics = alone.evaluate()
-            assert seen["evaluation"] == pytest.approx({name: metrics[name] for name in seen["evaluation"]}, rel=1e-4, abs=1e-5)
+            assert seen["evaluation"] == pytest.approx(
+                {name: metrics[name] for name in seen["evaluation"]}, rel=1e-4, abs=1e-5
+            )
     expected = dict.fromkeys(("model", "resumed"), weights(alone.lm))
     if verb == "sft":
         faster = make(verb, tmp_path / "alone", tiny(), rows, **RUN | FASTER, **more)
         faster.train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-2"))
         expected["faster"] = weights(faster.lm)
-        assert max((ends - expected["model"][name]).abs().max() for name, ends in expected["faster"].items()) > 1e-3
+        assert (
+            max((ends - expected["model"][name]).abs().max() for name, ends in expected["faster"].items())
+            > 1e-3
+        )
     for name, ends in expected.items():
         torch.testing.assert_close(weights(load(folder / name)), ends, rtol=0, atol=1e-5)
 
@@ -97,12 +124,17 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
 )
 def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
     more = CONVERSIONS[verb]
-    alone, first = conversion(tmp_path / "alone", **more), conversion(tmp_path / "start", **more | {"stages": STAGES[:1], "max_steps": 2})
+    alone, first = (
+        conversion(tmp_path / "alone", **more),
+        conversion(tmp_path / "start", **more | {"stages": STAGES[:1], "max_steps": 2}),
+    )
     start = weights(alone.lm)
     alone.train()
     first.train()
     folder = tmp_path / mode
-    losses, evaluations = ([line[name] for line in alone.log_history if name in line] for name in ("loss", "eval_loss"))
+    losses, evaluations = (
+        [line[name] for line in alone.log_history if name in line] for name in ("loss", "eval_loss")
+    )
     for seen in launch(verb, mode, folder):
         assert seen["losses"] == pytest.approx(losses, rel=1e-5, abs=1e-6)
         assert seen["evaluations"] == pytest.approx(evaluations, rel=1e-5, abs=1e-6)
@@ -119,14 +151,19 @@ def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verb", "mode"), [case(verb, mode) for verb in RATIOS for mode in ("ddp", "fsdp", "zero3")])
+@pytest.mark.parametrize(
+    ("verb", "mode"), [case(verb, mode) for verb in RATIOS for mode in ("ddp", "fsdp", "zero3")]
+)
 def test_processes_with_different_numbers_of_passes_make_the_same_run(verb, mode, tmp_path):
     """Under FSDP and ZeRO 3 all processes take part in every pass."""
     alone = ragged(tmp_path / "alone", mode, per_device_train_batch_size=4, ratio=RATIOS[verb])
     start = weights(alone.lm)
     alone.train()
     first, second = launch(verb, mode, tmp_path / mode)
-    assert any(one != other for one, other in zip(first["views"], second["views"], strict=True)), (first, second)
+    assert any(one != other for one, other in zip(first["views"], second["views"], strict=True)), (
+        first,
+        second,
+    )
     ends, bar = weights(load(tmp_path / mode / "model", dtype="float64")), 1e-3 if mode == "zero3" else 1e-5
     for name, end in weights(alone.lm).items():
         change, expected = ends[name] - start[name], end - start[name]
@@ -141,4 +178,6 @@ def test_a_server_that_one_process_has_lost_stops_all_with_a_checkpoint(tmp_path
     first, second = launch("lose-server", "ddp", tmp_path / "ddp")
     assert first["error"] == "here: the server is gone. Start it."
     assert second["error"].startswith("rollout: another process has failed (here: the server is gone")
-    torch.testing.assert_close(weights(load(tmp_path / "ddp" / "resumed")), weights(alone.lm), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        weights(load(tmp_path / "ddp" / "resumed")), weights(alone.lm), rtol=0, atol=1e-5
+    )

@@ -20,7 +20,10 @@ from unmask.errors import TrainingError
 from unmask.training.step_timer import REST, Phases
 
 NAMES = ("generation", "reward", "scoring", "backward", "sync")
-TREES = st.recursive(st.just([]), lambda inner: st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), inner), max_size=3))
+TREES = st.recursive(
+    st.just([]),
+    lambda inner: st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), inner), max_size=3),
+)
 """Phases within phases; the number is the seconds before each."""
 MEGABYTES = 300
 CPU = torch.device("cpu")
@@ -61,9 +64,17 @@ def test_time_goes_to_the_innermost_phase_and_none_is_lost(steps):
         spent[REST] += 2
         phases.end_step()
     stats = phases.performance_stats()
-    assert stats["seconds"] == dict(spent) and stats["total_seconds"] == sum(spent.values()) and stats["steps"] == len(steps)
-    assert stats["share"] == pytest.approx({name: seconds / sum(spent.values()) for name, seconds in spent.items()})
-    assert phases.take() == pytest.approx({f"time/{name}": seconds / len(steps) for name, seconds in spent.items()})
+    assert (
+        stats["seconds"] == dict(spent)
+        and stats["total_seconds"] == sum(spent.values())
+        and stats["steps"] == len(steps)
+    )
+    assert stats["share"] == pytest.approx(
+        {name: seconds / sum(spent.values()) for name, seconds in spent.items()}
+    )
+    assert phases.take() == pytest.approx(
+        {f"time/{name}": seconds / len(steps) for name, seconds in spent.items()}
+    )
     assert phases.take() == {} and phases.performance_stats() == stats
 
 
@@ -178,18 +189,34 @@ def test_on_a_gpu_memory_is_that_of_its_allocator_and_time_waits_for_it():
 
 def test_phases_are_ranges_of_a_trace():
     phases = Phases(CPU)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record, phases("generation"):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record,
+        phases("generation"),
+    ):
         torch.ones(1)
     assert "generation" in {event.key for event in record.key_averages()}
 
 
 def test_a_trainer_tells_its_phases(tmp_path):
-    trainer = make("sft", tmp_path, max_steps=3, eval_dataset=[{"prompt": "ab", "completion": "c"}], eval_strategy="steps", eval_steps=1)
+    trainer = make(
+        "sft",
+        tmp_path,
+        max_steps=3,
+        eval_dataset=[{"prompt": "ab", "completion": "c"}],
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     started = time.perf_counter()
     trainer.train()
     stats = trainer.get_performance_stats()
-    assert stats["steps"] == 3 and stats["seconds"].keys() == {"forward", "backward", REST} and stats["peak_memory_gb"] == {}
-    assert 0 < stats["total_seconds"] < time.perf_counter() - started and all(seconds > 0 for seconds in stats["seconds"].values())
+    assert (
+        stats["steps"] == 3
+        and stats["seconds"].keys() == {"forward", "backward", REST}
+        and stats["peak_memory_gb"] == {}
+    )
+    assert 0 < stats["total_seconds"] < time.perf_counter() - started and all(
+        seconds > 0 for seconds in stats["seconds"].values()
+    )
 
 
 def test_a_run_resumed_at_its_end_begins_no_step(tmp_path):

@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 from transformers import TrainerCallback
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, MLflowCallback, TrackioCallback, WandbCallback
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    MLflowCallback,
+    TrackioCallback,
+    WandbCallback,
+)
 from typer.testing import CliRunner
 
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
@@ -92,7 +97,10 @@ def test_trackio_sees_a_conversion_as_one_run(tmp_path, monkeypatch):
     place = importlib.import_module("trackio.utils").TRACKIO_DIR  # that of the first import
     convert(tmp_path / "run", report_to="trackio", run_name="three stages").train()
     with contextlib.closing(sqlite3.connect(place / "huggingface.db")) as database:
-        lines = [json.loads(line) for (line,) in database.execute("SELECT metrics FROM metrics WHERE run_name = 'three stages'")]
+        lines = [
+            json.loads(line)
+            for (line,) in database.execute("SELECT metrics FROM metrics WHERE run_name = 'three stages'")
+        ]
     losses = [line for line in lines if "train/loss" in line]
     assert [line["train/global_step"] for line in losses] == list(range(1, 10))
 
@@ -101,7 +109,9 @@ def test_logging_dir_is_where_tensorboard_writes_and_nothing_else_is_refused(tmp
     make("sft", tmp_path / "run", report_to=["tensorboard"], logging_dir=str(tmp_path / "logs")).train()
     (file,) = event_files(tmp_path)
     assert file.parent == tmp_path / "logs"
-    with pytest.raises(ConfigError, match=r"logging_dir: TensorBoard alone writes there\. Set report_to: tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"logging_dir: TensorBoard alone writes there\. Set report_to: tensorboard"
+    ):
         SFTConfig(**settings(tmp_path) | {"logging_dir": "logs"})
 
 
@@ -143,10 +153,15 @@ LOSSES = [1, 2, 3, 4, 5, 6]
 @pytest.mark.parametrize("logging_dir", [None, "logs"])
 def test_a_resumed_run_goes_on_in_its_tensorboard_folder(verb, logging_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("transformers.integrations.integration_utils.default_logdir", iter(["runs/first", "runs/second"]).__next__)
+    monkeypatch.setattr(
+        "transformers.integrations.integration_utils.default_logdir",
+        iter(["runs/first", "runs/second"]).__next__,
+    )
     kept = {"report_to": "tensorboard", "logging_dir": logging_dir}
     interrupt(verb, tmp_path / "run", **kept)
-    time.sleep(1)  # event files are read in the order of their names: by second, and within one by a counter that is compared as text
+    # event files are read in the order of their names: by second, and within one by a counter that is
+    # compared as text
+    time.sleep(1)
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     trained(verb, moved, **kept).train(resume_from_checkpoint=True)
     [folder] = {file.parent for file in event_files(tmp_path)}
@@ -156,7 +171,10 @@ def test_a_resumed_run_goes_on_in_its_tensorboard_folder(verb, logging_dir, tmp_
 
 @BOTH
 def test_a_new_run_in_the_folder_of_another_has_runs_of_its_own(verb, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.integrations.integration_utils.default_logdir", iter(["runs/first", "runs/second"]).__next__)
+    monkeypatch.setattr(
+        "transformers.integrations.integration_utils.default_logdir",
+        iter(["runs/first", "runs/second"]).__next__,
+    )
     for more in ({"report_to": "tensorboard"}, {}, {"report_to": "tensorboard"}):
         trained(verb, tmp_path, **more, max_steps=2, save_strategy="no").train()
         assert (tmp_path / RUNS_NAME).exists() == bool(more)
@@ -188,7 +206,9 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(verb, tmp_path, monkeypatch):
     mlflow.flush_async_logging()
     [run] = mlflow.MlflowClient().search_runs(["0"])
     assert run.info.status == "FINISHED"
-    assert {metric.step for metric in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")} == {*LOSSES}
+    assert {metric.step for metric in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")} == {
+        *LOSSES
+    }
 
 
 @BOTH
@@ -200,7 +220,10 @@ def test_a_resumed_run_goes_on_in_its_trackio_run(verb, tmp_path, monkeypatch):
     trackio.finish()
     trained(verb, tmp_path / "run", report_to="trackio", project=project).train(resume_from_checkpoint=True)
     with contextlib.closing(sqlite3.connect(place / f"{project}.db")) as database:
-        lines = [(name, json.loads(line)) for name, line in database.execute("SELECT run_name, metrics FROM metrics")]
+        lines = [
+            (name, json.loads(line))
+            for name, line in database.execute("SELECT run_name, metrics FROM metrics")
+        ]
     assert len({name for name, _ in lines}) == 1
     assert {line["train/global_step"] for _, line in lines if "train/loss" in line} == {*LOSSES}
 
@@ -223,7 +246,9 @@ class Service(SimpleNamespace):
         self.opened = run
 
 
-def reopened(kind: type[TrainerCallback], run: dict[str, Any], folder: Path) -> tuple[Service, SimpleNamespace]:
+def reopened(
+    kind: type[TrainerCallback], run: dict[str, Any], folder: Path
+) -> tuple[Service, SimpleNamespace]:
     """What a resumed run opens of one that is noted in its folder."""
     tracker, service, args = kind.__new__(kind), Service(), SimpleNamespace(run_name=None)
     tracker._wandb = tracker._ml_flow = service
@@ -248,7 +273,9 @@ def test_each_tracker_opens_the_run_that_is_noted(tmp_path, monkeypatch):
 
 
 def test_a_run_that_a_tracker_does_not_have_any_more_is_told(tmp_path):
-    with pytest.warns(UnmaskWarning, match=r"MLflow cannot go on in the run .*, and begins another: no such run$"):
+    with pytest.warns(
+        UnmaskWarning, match=r"MLflow cannot go on in the run .*, and begins another: no such run$"
+    ):
         assert reopened(MLflowCallback, {"run_id": "deleted"}, tmp_path)[0].opened is None
 
 
@@ -269,7 +296,15 @@ def test_an_absent_tracker_is_one_line_with_the_command(name, tmp_path, monkeypa
 @pytest.mark.parametrize("verb", ["pretrain", "convert", "sft", "dpo", "grpo"])
 def test_the_command_line_refuses_it_before_anything_is_loaded(verb, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    arguments = [verb, "--model", "/no/such/model", "--data", "/no/such/data", "--output", str(tmp_path / "run")]
+    arguments = [
+        verb,
+        "--model",
+        "/no/such/model",
+        "--data",
+        "/no/such/data",
+        "--output",
+        str(tmp_path / "run"),
+    ]
     result = CliRunner().invoke(app, [*arguments, "training.report_to=wandb"])
     assert result.exit_code != 0 and "pip install wandb" in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
@@ -291,13 +326,31 @@ def test_other_trackers_that_cannot_work_are_refused(tmp_path, monkeypatch):
 def test_samples_per_second_are_rows_of_all_micro_batches_since_the_last_line(verb, tmp_path, monkeypatch):
     now = iter(range(0, 1000, 10))
     monkeypatch.setattr("unmask.training.run_log.time", SimpleNamespace(perf_counter=lambda: next(now)))
-    more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 2, "num_train_epochs": 9}
-    make(verb, tmp_path, rows=PAIRS * 3 if verb == "grpo" else None, save_strategy="steps", save_steps=2, **more).train()
+    more = {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "logging_steps": 2,
+        "num_train_epochs": 9,
+    }
+    make(
+        verb,
+        tmp_path,
+        rows=PAIRS * 3 if verb == "grpo" else None,
+        save_strategy="steps",
+        save_steps=2,
+        **more,
+    ).train()
     lines = [line for line in MetricsLog(tmp_path / "training_logs.json").read() if "loss" in line]
     assert [line["samples_per_second"] for line in lines] == [2 * 2 * 2 / 10] * 2
     assert all(line["tokens_per_second"] > line["samples_per_second"] for line in lines)
     (tmp_path / "checkpoint-4").rename(tmp_path / "later")
-    make(verb, tmp_path, rows=PAIRS * 3 if verb == "grpo" else None, **more).train(resume_from_checkpoint=True)
+    make(verb, tmp_path, rows=PAIRS * 3 if verb == "grpo" else None, **more).train(
+        resume_from_checkpoint=True
+    )
     resumed = [line for line in MetricsLog(tmp_path / "training_logs.json").read() if "loss" in line]
-    assert resumed == [lines[0], resumed[1]] and resumed[1]["samples_per_second"] == lines[1]["samples_per_second"]
+    assert (
+        resumed == [lines[0], resumed[1]]
+        and resumed[1]["samples_per_second"] == lines[1]["samples_per_second"]
+    )
     assert resumed[1]["tokens_per_second"] == lines[1]["tokens_per_second"]

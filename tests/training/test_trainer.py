@@ -1,4 +1,5 @@
-"""The base trainer: the same training for any micro-batches, resume or checkpointing, and no silent failure."""
+"""The base trainer: the same training for any micro-batches, resume or checkpointing, and no silent
+failure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ import torch
 from transformers import TrainingArguments
 
 from tests.helpers import partly_slow
-from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, low_ids, make, settings, tiny, weights
+from tests.training.tiny_runs import (
+    PAIRS,
+    PREFERENCES,
+    TEXTS,
+    Before,
+    batch,
+    equal,
+    low_ids,
+    make,
+    settings,
+    tiny,
+    weights,
+)
 from unmask.data.report import data_reports
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
@@ -55,25 +68,35 @@ def test_accumulated_gradients_are_those_of_the_large_batch(verb, tmp_path):
     ]
     assert not equal(large, weights(tiny(attention, dtype=torch.float64)))
     for small in accumulated:
-        torch.testing.assert_close(small, large, rtol=0, atol=1e-6 if verb == "dpo" else 1e-12)  # DPO stores float32 scores
+        # DPO stores float32 scores
+        torch.testing.assert_close(small, large, rtol=0, atol=1e-6 if verb == "dpo" else 1e-12)
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "grpo"])
 def test_chunks_change_nothing_but_rounding(verb, tmp_path):
     attention = "causal" if verb == "pretrain" else "bidirectional"
-    runs = [trained(verb, tmp_path, lm=tiny(attention, dtype=torch.float64), score_chunk=chunk, **ONE_STEP) for chunk in (None, 1, 3)]
+    runs = [
+        trained(verb, tmp_path, lm=tiny(attention, dtype=torch.float64), score_chunk=chunk, **ONE_STEP)
+        for chunk in (None, 1, 3)
+    ]
     for other in runs[1:]:
         torch.testing.assert_close(other, runs[0], rtol=0, atol=1e-6 if verb == "dpo" else 1e-12)
 
 
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
-def test_a_batch_of_which_nothing_happens_to_be_hidden_is_a_step_like_any_other(attention, tmp_path, monkeypatch):
+def test_a_batch_of_which_nothing_happens_to_be_hidden_is_a_step_like_any_other(
+    attention, tmp_path, monkeypatch
+):
     lm = tiny(attention, 2 if attention == "block_causal" else None)
     start = weights(lm)
     trainer = make("sft", tmp_path, lm, weight_decay=0.0)
     plan = trainer.plan
     monkeypatch.setattr(
-        trainer, "plan", lambda rows, draw: Views(*(torch.zeros_like(part) for part in list(vars(plan(rows, draw)).values())[:3]))
+        trainer,
+        "plan",
+        lambda rows, draw: Views(
+            *(torch.zeros_like(part) for part in list(vars(plan(rows, draw)).values())[:3])
+        ),
     )
     trainer.train()
     assert equal(weights(lm), start)
@@ -86,7 +109,10 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
     def masks(*rows: int) -> dict[int, list[list[bool]]]:
         made = batch(trainer, *rows)
         views = trainer.plan(made, trainer.draw(made))
-        return {row: views.hidden_BMT[at, :, : len(trainer.train_dataset[row]["input_ids"])].tolist() for at, row in enumerate(rows)}
+        return {
+            row: views.hidden_BMT[at, :, : len(trainer.train_dataset[row]["input_ids"])].tolist()
+            for at, row in enumerate(rows)
+        }
 
     together = masks(*range(8))
     assert masks(5, 2) == {row: together[row] for row in (5, 2)}
@@ -103,7 +129,8 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_resumed_run_is_the_same_run_bit_for_bit(verb, tmp_path):
-    run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}  # two steps an epoch: the cut is in the middle of the second
+    # two steps an epoch: the cut is in the middle of the second
+    run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     run |= {"rows": PAIRS[:4]} if verb == "grpo" else {}
     straight = make(verb, tmp_path, **run)
     start = weights(straight.lm)
@@ -124,7 +151,10 @@ SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 def logged(folder: Path) -> list[dict[str, float]]:
     """The log of a run, without its timings."""
     lines = [json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))}
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("torn", [None, '{"global_st'])
@@ -167,7 +197,9 @@ def test_without_a_whole_checkpoint_a_resumed_run_starts_anew(tmp_path):
     for state in tmp_path.glob("checkpoint-*/trainer_state.json"):
         state.unlink()
     resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match="checkpoint-6 .*, checkpoint-4 .*, checkpoint-2 .*: resuming from the start"):
+    with pytest.warns(
+        RuntimeWarning, match="checkpoint-6 .*, checkpoint-4 .*, checkpoint-2 .*: resuming from the start"
+    ):
         resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
 
@@ -186,7 +218,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_earlier_checkpoints(v
         with torch.no_grad():
             lm.model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
 
-    trainer = make(verb, tmp_path, lm, max_steps=6, save_strategy="steps", save_steps=2, callbacks=[Before(3, poison)])
+    trainer = make(
+        verb, tmp_path, lm, max_steps=6, save_strategy="steps", save_steps=2, callbacks=[Before(3, poison)]
+    )
     with pytest.raises(TrainingError, match=r"step 3: the loss is nan.*learning rate"):
         trainer.train()
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-2"]
@@ -240,7 +274,8 @@ def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
 
 
 def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
-    """A resumed run recognises the end of an earlier one by it, even if transformers writes the run time into every line."""
+    """A resumed run recognises the end of an earlier one by it, even if transformers writes the run time into
+    every line."""
     trainer = make("sft", tmp_path, max_steps=4, include_num_input_tokens_seen="all")
     trainer.train()
     lines = (tmp_path / "training_logs.json").read_text().splitlines()
@@ -252,7 +287,12 @@ def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
 
 @pytest.mark.parametrize(("verb", "mode"), [("sft", "min"), ("grpo", "max")])
 def test_a_rate_that_follows_a_metric_knows_its_direction(verb, mode, tmp_path):
-    run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    run = {
+        "eval_dataset": PAIRS,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+    }
     trainer = make(verb, tmp_path, **run)
     trainer.train()
     assert trainer.lr_scheduler.mode == mode
@@ -261,8 +301,15 @@ def test_a_rate_that_follows_a_metric_knows_its_direction(verb, mode, tmp_path):
 @pytest.mark.parametrize("verb", ["sft", "dpo", "kto", "grpo"])
 def test_an_evaluation_of_another_name_tells_all_and_changes_no_other(verb, tmp_path):
     rows = PREFERENCES if verb in ("dpo", "kto") else PAIRS
-    run: dict[str, Any] = {"rows": rows[:4], "eval_dataset": rows[4:], "logging_steps": 2, "learning_rate": 0.0}
-    run |= {"reference": "frozen"} if verb in ("dpo", "kto") else {"reward": low_ids} if verb == "grpo" else {}
+    run: dict[str, Any] = {
+        "rows": rows[:4],
+        "eval_dataset": rows[4:],
+        "logging_steps": 2,
+        "learning_rate": 0.0,
+    }
+    run |= (
+        {"reference": "frozen"} if verb in ("dpo", "kto") else {"reward": low_ids} if verb == "grpo" else {}
+    )
     trainer = make(verb, tmp_path / "a", **run)
     first, plain = trainer.evaluate(), make(verb, tmp_path / "b", **run)
     trainer.add_callback(Before(1, lambda: seen.append(trainer.evaluate(rows[:4], metric_key_prefix="test"))))
@@ -270,18 +317,30 @@ def test_an_evaluation_of_another_name_tells_all_and_changes_no_other(verb, tmp_
     trainer.train()
     plain.train()
     assert untimed(trainer.evaluate()) == untimed(first)
-    assert untimed(seen[0], "test_").keys() == untimed(first).keys() and untimed(seen[0], "test_") != untimed(first)
-    lines = [next(untimed(line) for line in each.state.log_history if "loss" in line) for each in (trainer, plain)]
+    assert untimed(seen[0], "test_").keys() == untimed(first).keys() and untimed(seen[0], "test_") != untimed(
+        first
+    )
+    lines = [
+        next(untimed(line) for line in each.state.log_history if "loss" in line) for each in (trainer, plain)
+    ]
     assert lines[0] == lines[1] and len(lines[0]) > 4
 
 
 def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
-    run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    run = {
+        "eval_dataset": PAIRS,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     trainer = make("sft", tmp_path / "a", load_best_model_at_end=True, **run)
     trainer.train()
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert trainer.state.best_metric == min(losses) and trainer.evaluate()["eval_loss"] == min(losses)
-    with pytest.raises(ConfigError, match=r"metric_for_best_model: an evaluation has no 'f1'. Use one of eval_loss"):
+    with pytest.raises(
+        ConfigError, match=r"metric_for_best_model: an evaluation has no 'f1'. Use one of eval_loss"
+    ):
         make("sft", tmp_path / "b", metric_for_best_model="f1", **run).train()
 
 
@@ -289,7 +348,10 @@ def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
     """Processes exchange losses without conversion."""
     trainer = make("sft", tmp_path, tiny(dtype=torch.float64))
     rows = batch(trainer, 0)
-    parts = rows, {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in rows.items()}
+    parts = (
+        rows,
+        {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in rows.items()},
+    )
     losses = [trainer.prediction_step(trainer.model, part, True)[0] for part in parts]
     assert losses[0].dtype == losses[1].dtype == torch.float64 and losses[1] == 0
 
@@ -309,7 +371,9 @@ def test_several_data_sets_and_predictions_are_refused(tmp_path):
 def test_metrics_are_kept_beside_the_checkpoints(tmp_path):
     history = make_history(tmp_path / "kept", save_strategy="steps", log_memory_usage=True)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "training_logs.json").read_text().splitlines()]
-    assert [(line["step"], line.get("loss")) for line in lines] == [(line["step"], line.get("loss")) for line in history]
+    assert [(line["step"], line.get("loss")) for line in lines] == [
+        (line["step"], line.get("loss")) for line in history
+    ]
     assert all(0.05 < line["memory_gb"] < 64 for line in lines)
     assert not any("memory_gb" in line for line in make_history(tmp_path / "none"))
 
@@ -340,7 +404,13 @@ def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
     trainer.train()
     assert progress.fractions == sorted(progress.fractions)
     assert progress.fractions[-1] == 1.0 and 0.25 in progress.fractions
-    assert set(progress.metrics) == {"loss", "cross_entropy", "learning_rate", "tokens_per_second", "memory_gb"}
+    assert set(progress.metrics) == {
+        "loss",
+        "cross_entropy",
+        "learning_rate",
+        "tokens_per_second",
+        "memory_gb",
+    }
     assert capsys.readouterr().out == ""
 
 
@@ -367,7 +437,9 @@ def test_float16_falls_back_where_it_cannot_work(tmp_path):
 def test_bfloat16_trains_with_weights_in_float32(tmp_path):
     exact = make_history(tmp_path, max_steps=3)
     rounded = make_history(tmp_path, max_steps=3, bf16=True)
-    assert [line["loss"] for line in rounded[:3]] == pytest.approx([line["loss"] for line in exact[:3]], rel=0.05)
+    assert [line["loss"] for line in rounded[:3]] == pytest.approx(
+        [line["loss"] for line in exact[:3]], rel=0.05
+    )
     assert rounded[0]["loss"] != exact[0]["loss"]
 
 
@@ -414,9 +486,14 @@ def test_an_empty_data_set_is_refused(verb, tmp_path):
 def test_adapters_alone_are_trained_and_merge_into_a_plain_model(verb, tmp_path):
     lm = tiny("causal" if verb == "pretrain" else "bidirectional")
     before = weights(lm)
-    trainer = make(verb, tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), max_steps=4, learning_rate=0.1)
+    trainer = make(
+        verb, tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), max_steps=4, learning_rate=0.1
+    )
     trainer.train()
-    after = {name.removeprefix("base_model.model.").replace(".base_layer", ""): value for name, value in weights(trainer.lm).items()}
+    after = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): value
+        for name, value in weights(trainer.lm).items()
+    }
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert any(value.abs().max() > 0 for name, value in after.items() if "lora_B" in name)
 
@@ -427,7 +504,9 @@ def test_adapters_alone_are_trained_and_merge_into_a_plain_model(verb, tmp_path)
         merged = load(tmp_path / "merged")
         expected = trainer.lm.logits(ids)
         torch.testing.assert_close(merged.logits(ids), expected, atol=1e-5, rtol=1e-5)
-        assert (tiny("causal" if verb == "pretrain" else "bidirectional").logits(ids) - expected).nan_to_num().abs().max() > 1e-3
+        assert (
+            tiny("causal" if verb == "pretrain" else "bidirectional").logits(ids) - expected
+        ).nan_to_num().abs().max() > 1e-3
     assert merged.settings == lm.settings
     assert not any("lora" in name for name in merged.model.state_dict())
 
@@ -452,7 +531,9 @@ def test_activation_checkpointing_gives_the_same_gradients(lora, reentrant, tmp_
         config = peft.LoraConfig(**LORA, init_lora_weights=False) if lora else None
         return trained("sft", tmp_path, lm=tiny(dtype=torch.float64), peft_config=config, **ONE_STEP, **more)
 
-    checkpointed = run(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    checkpointed = run(
+        activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
     torch.testing.assert_close(checkpointed, run(), rtol=0, atol=1e-12)
 
 
@@ -476,7 +557,12 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(t
 
 def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
     lm = tiny()
-    trainer = SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS, processing_class=lm.tokenizer)
+    trainer = SFTTrainer(
+        lm.model,
+        SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32),
+        PAIRS,
+        processing_class=lm.tokenizer,
+    )
     assert trainer.lm.attention == "causal" and trainer.lm.model is lm.model
     with pytest.raises(ModelError, match="with its tokenizer as processing_class"):
         SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS)
@@ -491,7 +577,9 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
     monkeypatch.setattr(TrainingArguments, "world_size", 1)
     there = SFTConfig(output_dir=str(tmp_path))
     assert there.dataloader_pin_memory and there.accelerator_config["non_blocking"]
-    assert SFTConfig(output_dir=str(tmp_path), accelerator_config={"non_blocking": False}).accelerator_config == {"non_blocking": False}
+    assert SFTConfig(
+        output_dir=str(tmp_path), accelerator_config={"non_blocking": False}
+    ).accelerator_config == {"non_blocking": False}
     assert not SFTConfig(output_dir=str(tmp_path), use_cpu=True).accelerator_config["non_blocking"]
 
 
@@ -502,8 +590,13 @@ def test_rows_in_which_nothing_can_be_learnt_are_refused(length, tmp_path):
 
 
 def test_adapters_for_which_there_is_no_place_are_refused_in_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"lora \(peft_config\).*'nope'.* not found in the base model.*Name modules of this model"):
-        make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["nope"], task_type="CAUSAL_LM"))
+    with pytest.raises(
+        ConfigError,
+        match=r"lora \(peft_config\).*'nope'.* not found in the base model.*Name modules of this model",
+    ):
+        make(
+            "sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["nope"], task_type="CAUSAL_LM")
+        )
 
 
 def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_batched(tmp_path):
@@ -519,9 +612,18 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size: 0 is out of range\. Use at least 1"),
-        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs: linear does not take {'num_cycles': 2}: .*unexpected"),
-        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": "a"}}, "does not take .*could not convert"),
+        (
+            {"per_device_train_batch_size": 0},
+            r"per_device_train_batch_size: 0 is out of range\. Use at least 1",
+        ),
+        (
+            {"lr_scheduler_kwargs": {"num_cycles": 2}},
+            "lr_scheduler_kwargs: linear does not take {'num_cycles': 2}: .*unexpected",
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": "a"}},
+            "does not take .*could not convert",
+        ),
         ({"seed": -1}, "seed: -1 is out of range. Use at least 0 and at most 4,294,967,295"),
         ({"learning_rate": float("nan")}, "learning_rate: nan is out of range"),
         ({"dataloader_num_workers": -1}, "dataloader_num_workers: -1 is out of range"),
@@ -545,14 +647,17 @@ def test_an_optimizer_that_is_not_installed_is_named(tmp_path):
 def test_rows_that_do_not_fill_a_batch_are_refused_where_such_batches_are_left_out(tmp_path):
     for verb in ("sft", "dpo"):
         make(verb, tmp_path, per_device_train_batch_size=8, dataloader_drop_last=True)
-        with pytest.raises(ConfigError, match=r"dataloader_drop_last: 8 rows do not fill a batch of 9\. Leave it out"):
+        with pytest.raises(
+            ConfigError, match=r"dataloader_drop_last: 8 rows do not fill a batch of 9\. Leave it out"
+        ):
             make(verb, tmp_path, per_device_train_batch_size=9, dataloader_drop_last=True)
 
 
 def test_a_checkpoint_is_known_by_its_whole_name_and_is_of_a_run_with_or_without_adapters(tmp_path):
     run = {"save_strategy": "steps", "save_steps": 1}
     make("sft", tmp_path / "1", **run).train()
-    make("sft", tmp_path / "2", **run).train(resume_from_checkpoint=tmp_path / "1")  # the folder of a run, whose name is a number
+    # the folder of a run, whose name is a number
+    make("sft", tmp_path / "2", **run).train(resume_from_checkpoint=tmp_path / "1")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
     with pytest.raises(ConfigError, match=r"model\.adapters unset, now content"):
         make("sft", tmp_path / "3", peft_config=lora, **run).train(resume_from_checkpoint=tmp_path / "1")

@@ -1,4 +1,5 @@
-"""A character-level Llama of two layers, rows of different lengths, and minimal settings, for very short training runs."""
+"""A character-level Llama of two layers, rows of different lengths, and minimal settings, for very short
+training runs."""
 
 from __future__ import annotations
 
@@ -26,19 +27,36 @@ from unmask.training.trainer import DiffusionTrainer
 
 ALPHABET = "abcdefgh"
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
-TEXTS = [{"text": text} for text in ("abcab", "ghgh", "aabbccdd", "fe", "hgfedcba", "cafe", "deadbeef", "babe")]
+TEXTS = [
+    {"text": text} for text in ("abcab", "ghgh", "aabbccdd", "fe", "hgfedcba", "cafe", "deadbeef", "babe")
+]
 PAIRS = [{"prompt": text[:2], "completion": text[2:] or "a"} for text in (row["text"] for row in TEXTS)]
 ROLLOUT = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
-PREFERENCES = [{"prompt": p["prompt"], "chosen": p["completion"], "rejected": p["completion"][::-1] + "h"} for p in PAIRS]
+PREFERENCES = [
+    {"prompt": p["prompt"], "chosen": p["completion"], "rejected": p["completion"][::-1] + "h"} for p in PAIRS
+]
 
 
-def stock(dtype: torch.dtype = torch.float32, **config: Any) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """A causal model of transformers and its tokenizer without a mask token, with the same weights at each call."""
+def stock(
+    dtype: torch.dtype = torch.float32, **config: Any
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """A causal model of transformers and its tokenizer without a mask token, with the same weights at each
+    call."""
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.chat_template = CHAT_TEMPLATE
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    }
     shape |= {"max_position_embeddings": 64, "vocab_size": len(tokenizer)}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**shape | ids | config))
@@ -54,7 +72,9 @@ def tiny(
     **config: Any,
 ) -> DiffusionLM:
     """The stock model under a pattern; `config` goes to its LlamaConfig."""
-    return make_diffusion(*stock(dtype, **config), attention=attention, block_size=block_size, logit_shift=logit_shift)
+    return make_diffusion(
+        *stock(dtype, **config), attention=attention, block_size=block_size, logit_shift=logit_shift
+    )
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
@@ -87,22 +107,37 @@ def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [1 / sum(number * token for number, token in enumerate(ids, start=1)) for ids in completion_ids]
 
 
-def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
+def make(
+    verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any
+) -> DiffusionTrainer:
     """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
-    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log", "sampler") if name in more}
+    taken = {
+        name: more.pop(name)
+        for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log", "sampler")
+        if name in more
+    }
     if verb == "pretrain":
         args = PretrainConfig(**settings(folder, packing=False, max_length=32) | more)
         return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)
     if verb == "sft":
-        return SFTTrainer(lm or tiny(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken)
+        return SFTTrainer(
+            lm or tiny(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken
+        )
     if verb in ("dpo", "kto"):
         loss = {"loss_type": "kto"} if verb == "kto" else {}
         lm = lm or tiny()
         exact = more.get("bound") != "elbo" and exact_block_size(lm) <= MAX_EXACT_BLOCK
         few = {} if exact else {"samples": 2}
-        return DPOTrainer(lm, DPOConfig(**settings(folder, max_length=32, **few) | loss | more), rows or PREFERENCES, **taken)
+        return DPOTrainer(
+            lm,
+            DPOConfig(**settings(folder, max_length=32, **few) | loss | more),
+            rows or PREFERENCES,
+            **taken,
+        )
     reward = more.pop("reward", share_of_a)
-    return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken)
+    return GRPOTrainer(
+        lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken
+    )
 
 
 def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
@@ -111,7 +146,8 @@ def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any
 
 
 def wide() -> DiffusionLM:
-    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096 numbers in 32 bits."""
+    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096
+    numbers in 32 bits."""
     return tiny(hidden_size=64, intermediate_size=64)
 
 
@@ -125,11 +161,14 @@ def weights(lm: DiffusionLM) -> dict[str, torch.Tensor]:
 
 
 def moved(lm: DiffusionLM, by: float = 0.1, among: str = "") -> DiffusionLM:
-    """The model, with the weights whose names contain this changed at random, by the same amounts at each call."""
+    """The model, with the weights whose names contain this changed at random, by the same amounts at each
+    call."""
     with torch.no_grad():
         for number, (name, weight) in enumerate(lm.model.named_parameters()):
             if among in name:
-                weight += by * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+                weight += by * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(
+                    weight
+                )
     return lm
 
 
@@ -139,7 +178,12 @@ def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) ->
 
 
 QUICK = [
-    *("training.max_steps=2", "training.per_device_train_batch_size=4", "training.logging_steps=1", "training.use_cpu=true"),
+    *(
+        "training.max_steps=2",
+        "training.per_device_train_batch_size=4",
+        "training.logging_steps=1",
+        "training.use_cpu=true",
+    ),
     *("data.max_rows=16", "data.eval_rows=4"),
 ]
 """Settings of a run of the command line that takes a blink."""

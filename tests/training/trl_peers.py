@@ -1,6 +1,7 @@
 """Helpers of the comparisons with TRL's trainers: the gradients of each step, and the distance between two.
 
-The remaining difference: TRL computes the head in float32 for every model dtype. Unmask's model has one more token, the mask,
+The remaining difference: TRL computes the head in float32 for every model dtype. Unmask's model has one more
+token, the mask,
 which it never predicts: its rows have no gradient.
 """
 
@@ -25,7 +26,13 @@ class Watch(TrainerCallback):
         self.seen: Gradients = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        self.seen.append({name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None})
+        self.seen.append(
+            {
+                name: weight.grad.clone()
+                for name, weight in model.named_parameters()
+                if weight.grad is not None
+            }
+        )
 
 
 def stock_on_disk(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -54,24 +54,45 @@ use_8bit_adam: true
 compile_model: true
 """,
 }
-HERE = ["model.device=cpu", "training.use_cpu=true", "training.fp16=false", "training.torch_compile=false", "training.report_to=none"]
+HERE = [
+    "model.device=cpu",
+    "training.use_cpu=true",
+    "training.fp16=false",
+    "training.torch_compile=false",
+    "training.report_to=none",
+]
 """What a laptop lacks of the machine that the configurations are for."""
 SMALL = [
-    *("training.optim=adamw_torch", "training.max_steps=8", "training.gradient_accumulation_steps=1", "training.max_length=32"),
+    *(
+        "training.optim=adamw_torch",
+        "training.max_steps=8",
+        "training.gradient_accumulation_steps=1",
+        "training.max_length=32",
+    ),
     *("training.save_strategy=steps", "training.save_steps=1", "training.logging_steps=1"),
 ]
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str | Path]:
-    """The folder that the guide sets up, its configurations migrated; the options of a run on a small model and data of one's own."""
+    """The folder that the guide sets up, its configurations migrated; the options of a run on a small model
+    and data of one's own."""
     monkeypatch.chdir(tmp_path)
     for name, text in OLD.items():
         Path(name).write_text(text)
     story = "Once upon a time there was a little cat who liked milk, the sun and her red ball."
     Path("rows.jsonl").write_text("".join(json.dumps({"content": story}) + "\n" for _ in range(16)))
     walk("migrate", *OLD, "--output", "convert.yaml")
-    return ["--config", "convert.yaml", "--model", shared_path("models", "stories260K"), "--data", "rows.jsonl", *HERE, *SMALL]
+    return [
+        "--config",
+        "convert.yaml",
+        "--model",
+        shared_path("models", "stories260K"),
+        "--data",
+        "rows.jsonl",
+        *HERE,
+        *SMALL,
+    ]
 
 
 def read(path: str) -> dict[str, Any]:
@@ -83,15 +104,32 @@ def test_its_three_configurations_become_one(project):
     assert refused.exit_code == 2 and "unmask migrate phi2_diffusion.yaml --output NEW.yaml" in refused.stderr
     new = read("convert.yaml")
     assert new["model"]["path"] == "microsoft/phi-2" and new["hardware"]["max_memory_gb"] == 45
-    settings = {"optim": "adamw_bnb_8bit", "activation_checkpointing": True, "schedule": "cosine", "num_timesteps": 1000}
-    settings |= {"fp16": True, "torch_compile": True, "report_to": "wandb", "max_length": 512, "learning_rate": 1e-4}
+    settings = {
+        "optim": "adamw_bnb_8bit",
+        "activation_checkpointing": True,
+        "schedule": "cosine",
+        "num_timesteps": 1000,
+    }
+    settings |= {
+        "fp16": True,
+        "torch_compile": True,
+        "report_to": "wandb",
+        "max_length": 512,
+        "learning_rate": 1e-4,
+    }
     assert new["training"].items() >= settings.items()
-    assert [(stage["share"], stage["rate"]) for stage in new["training"]["stages"]] == [(2, 0.5), (4, 1), (2, 0.3)]
+    assert [(stage["share"], stage["rate"]) for stage in new["training"]["stages"]] == [
+        (2, 0.5),
+        (4, 1),
+        (2, 0.3),
+    ]
 
 
 @pytest.mark.slow
 def test_the_model_is_analysed_and_the_setup_validated(project):
-    facts = json.loads(walk("inspect", shared_path("models", "stories260K"), "--hardware", "a6000-48gb", "--json").stdout)
+    facts = json.loads(
+        walk("inspect", shared_path("models", "stories260K"), "--hardware", "a6000-48gb", "--json").stdout
+    )
     assert facts["facts"]["architecture"] == "LlamaForCausalLM" and facts["plans"]["a6000-48gb"]["fits"]
     rehearsed = walk("convert", *project, "--output", "out", "--dry-run")
     told = rehearsed.stdout
@@ -105,10 +143,22 @@ def test_three_stages_train_log_and_go_on_from_a_checkpoint(project):
     walk("convert", *project, "--output", "out")
     lines = MetricsLog(Path("out/training_logs.json")).read()
     steps = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in steps] == list(range(1, 9)) and [line["stage"] for line in steps] == [1, 1, 2, 2, 2, 2, 3, 3]
-    assert {"learning_rate", "grad_norm", "cross_entropy", "tokens_per_second"} <= steps[0].keys() and "lm_cross_entropy" in steps[-1]
+    assert [line["step"] for line in steps] == list(range(1, 9)) and [line["stage"] for line in steps] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]
+    assert {"learning_rate", "grad_norm", "cross_entropy", "tokens_per_second"} <= steps[
+        0
+    ].keys() and "lm_cross_entropy" in steps[-1]
     rates = [next(line["learning_rate"] for line in steps if line["stage"] == stage) for stage in (1, 2, 3)]
-    assert rates == pytest.approx([0.5e-4, 1e-4, 0.3e-4], rel=0.3)  # at the start of each stage; warm-up apart
+    # at the start of each stage; warm-up apart
+    assert rates == pytest.approx([0.5e-4, 1e-4, 0.3e-4], rel=0.3)
     whole = load("out/model")
     assert whole.attention == "bidirectional" and whole.has_time_embedding
     walk("convert", *project, "--output", "again", "--resume", "out/stage-2/checkpoint-2")
@@ -119,11 +169,19 @@ def test_three_stages_train_log_and_go_on_from_a_checkpoint(project):
 
 
 def test_what_its_guide_does_about_memory_and_speed(project):
-    Path("less.yaml").write_text("batch_size: 1\ngradient_accumulation_steps: 32\nuse_8bit_adam: true\ncpu_offload: true\n")
+    Path("less.yaml").write_text(
+        "batch_size: 1\ngradient_accumulation_steps: 32\nuse_8bit_adam: true\ncpu_offload: true\n"
+    )
     walk("migrate", "less.yaml", "--output", "less-new.yaml", "--format", "converter")
     less = read("less-new.yaml")["training"]
-    assert (less["per_device_train_batch_size"], less["gradient_accumulation_steps"], less["optim"]) == (1, 32, "paged_adamw_8bit")
-    Path("fast.yaml").write_text("compile_model: true\nuse_flash_attention: true\npin_memory: true\nmax_seq_length: 256\n")
+    assert (less["per_device_train_batch_size"], less["gradient_accumulation_steps"], less["optim"]) == (
+        1,
+        32,
+        "paged_adamw_8bit",
+    )
+    Path("fast.yaml").write_text(
+        "compile_model: true\nuse_flash_attention: true\npin_memory: true\nmax_seq_length: 256\n"
+    )
     walk("migrate", "fast.yaml", "--output", "fast-new.yaml", "--format", "converter")
     fast = {"torch_compile": True, "flash_attention": True, "dataloader_pin_memory": True, "max_length": 256}
     assert read("fast-new.yaml")["training"].items() >= fast.items()
@@ -133,14 +191,25 @@ def test_what_its_guide_does_about_memory_and_speed(project):
 
 
 def test_data_of_ones_own(project):
-    Path("own.yaml").write_text('dataset_name: "rows.jsonl"\ntext_column: "content"\ncache_dir: "./custom_cache"\n')
+    Path("own.yaml").write_text(
+        'dataset_name: "rows.jsonl"\ntext_column: "content"\ncache_dir: "./custom_cache"\n'
+    )
     refused = unmask("convert", "--config", "own.yaml", "--output", "out")
     assert refused.exit_code == 2 and "unmask migrate own.yaml --output NEW.yaml" in refused.stderr
     assert "HF_HOME" in walk("migrate", "own.yaml", "--output", "own-new.yaml").stderr
     assert read("own-new.yaml")["data"] == {"train": "rows.jsonl", "text_column": "content"}
     unnamed = unmask("convert", *project, "--output", "out", "data.text_column=text")
-    assert unnamed.exit_code == 2 and "present: 'content'" in unnamed.stderr and "data.text_column" in unnamed.stderr
-    kept = ["data.text_column=content", "training.token_cache=custom_cache", "training.max_steps=3", "training.save_strategy=no"]
+    assert (
+        unnamed.exit_code == 2
+        and "present: 'content'" in unnamed.stderr
+        and "data.text_column" in unnamed.stderr
+    )
+    kept = [
+        "data.text_column=content",
+        "training.token_cache=custom_cache",
+        "training.max_steps=3",
+        "training.save_strategy=no",
+    ]
     walk("convert", *project, "--output", "out", *kept)
     assert any(Path("custom_cache").glob("*/rows.arrow"))
 

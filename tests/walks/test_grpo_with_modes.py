@@ -1,4 +1,5 @@
-"""Reinforcement learning with modes, masking strategies and variables, as a user of an older GRPO trainer comes to it: first to last."""
+"""Reinforcement learning with modes, masking strategies and variables, as a user of an older GRPO trainer
+comes to it: first to last."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from unmask.rl.methods import METHODS, register
 from unmask.rl.methods.masking import STRATEGIES, MaskingStrategy, weighed
 from unmask.tasks import get_task
 
-HERE = [*SMALL, "training.use_cpu=true", "training.logging_steps=1", "training.save_strategy=no", "data.max_rows=16", "data.eval_rows=2"]
+HERE = [
+    *SMALL,
+    "training.use_cpu=true",
+    "training.logging_steps=1",
+    "training.save_strategy=no",
+    "data.max_rows=16",
+    "data.eval_rows=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +45,16 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def grpo(*arguments: str | Path, output: str = "out", steps: int = 2) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def grpo(
+    *arguments: str | Path, output: str = "out", steps: int = 2
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run the verb: the config that was saved, and the log."""
     result = unmask("grpo", *arguments, "--output", output, *HERE, f"training.max_steps={steps}")
     assert result.exit_code == 0, (result.output, result.exception)
     lines = (Path(output) / "training_logs.json").read_text().splitlines()
-    return parse_yaml((Path(output) / "config.yaml").read_text(), output), [json.loads(line) for line in lines]
+    return parse_yaml((Path(output) / "config.yaml").read_text(), output), [
+        json.loads(line) for line in lines
+    ]
 
 
 def refused(*arguments: str | Path) -> str:
@@ -57,9 +69,21 @@ def refused(*arguments: str | Path) -> str:
 
 @pytest.mark.nightly
 def test_a_task_and_a_mode_by_the_script_and_by_variables_alone(model, work):
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
-    variables = {"DIFFU_MODEL_PATH": str(model), "DIFFU_DATASET": "sudoku", "DIFFU_MIXED_PRECISION": "true", "DIFFU_BATCH_SIZE": "6"}
-    for words, more in [(["sudoku", "balanced", "--model", model], {}), (["--output", "variables"], variables)]:
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_HUB_OFFLINE": "1",
+    }
+    variables = {
+        "DIFFU_MODEL_PATH": str(model),
+        "DIFFU_DATASET": "sudoku",
+        "DIFFU_MIXED_PRECISION": "true",
+        "DIFFU_BATCH_SIZE": "6",
+    }
+    for words, more in [
+        (["sudoku", "balanced", "--model", model], {}),
+        (["--output", "variables"], variables),
+    ]:
         command = ["bash", REPOSITORY / "scripts" / "run.sh", *words, *HERE, "training.max_steps=1"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         called = run_all(command, env=environment | more, cwd=work, check=False, timeout=300, **pipes)
@@ -76,7 +100,16 @@ def test_variables_set_the_model_the_data_the_precision_and_the_batch(model, mon
     monkeypatch.setenv("DIFFU_MIXED_PRECISION", "true")
     monkeypatch.setenv("DIFFU_BATCH_SIZE", "12")
     arguments = [word for word in HERE if "per_device" not in word]
-    result = unmask("grpo", "--mode", "balanced", "--output", "out", *arguments, "training.num_generations=6", "training.max_steps=1")
+    result = unmask(
+        "grpo",
+        "--mode",
+        "balanced",
+        "--output",
+        "out",
+        *arguments,
+        "training.num_generations=6",
+        "training.max_steps=1",
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     config = parse_yaml(Path("out/config.yaml").read_text(), "out")
     assert (config["model"]["path"], config["data"]["task"]) == (str(model), "sudoku")
@@ -88,9 +121,16 @@ def test_the_python_api_from_a_ready_config_to_statistics():
     config = package.GRPOConfig.for_task(
         "gsm8k",
         **settings(Path("api"), max_steps=4, per_device_train_batch_size=8, gradient_accumulation_steps=1),
-        **{"num_generations": 4, "num_iterations": 2, "max_completion_length": 4, "steps": 2, "block_size": None},
+        **{
+            "num_generations": 4,
+            "num_iterations": 2,
+            "max_completion_length": 4,
+            "steps": 2,
+            "block_size": None,
+        },
     )
-    assert (config.beta, config.temperature, config.epsilon) == (0.04, 0.9, 0.5)  # the published values for this data set
+    # the published values for this data set
+    assert (config.beta, config.temperature, config.epsilon) == (0.04, 0.9, 0.5)
     config.bf16 = True  # assigned to the ready config, as its users do
     config.rollout_batch_size = 8
     config.masking, config.adaptive_loss = "optimized", True
@@ -101,23 +141,47 @@ def test_the_python_api_from_a_ready_config_to_statistics():
 
     stats = trainer.get_performance_stats()
     assert {"generation", "reward", "scoring", "forward", "backward"} <= stats["seconds"].keys()
-    assert stats["peak_memory_gb"].keys() == stats["seconds"].keys() and min(stats["peak_memory_gb"].values()) > 0
+    assert (
+        stats["peak_memory_gb"].keys() == stats["seconds"].keys()
+        and min(stats["peak_memory_gb"].values()) > 0
+    )
     assert stats["tokens_per_second"]["trained"] > 0 and stats["steps"] == 4
     cache_stats = trainer.masking_strategy.get_cache_stats()
     assert stats["mask_cache"] == cache_stats and 0 < cache_stats["hit_rate"] < 1
     lines = [json.loads(line) for line in Path("api/training_logs.json").read_text().splitlines()]
     assert all("memory_gb" in line and "time/backward" in line for line in lines[:4])
-    assert ["time/generation" in line for line in lines[:4]] == [True, False, True, False]  # one rollout for two updates
+    # one rollout for two updates
+    assert ["time/generation" in line for line in lines[:4]] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("task", ["sudoku", "countdown", "gsm8k", "math500"])
 def test_every_data_set_has_a_recipe_and_a_ready_config(task):
-    result = unmask("grpo", "--recipe", f"grpo-{task}", "--model", "m", "--output", "out", "--print-config", "training.use_cpu=true")
+    result = unmask(
+        "grpo",
+        "--recipe",
+        f"grpo-{task}",
+        "--model",
+        "m",
+        "--output",
+        "out",
+        "--print-config",
+        "training.use_cpu=true",
+    )
     assert result.exit_code == 0, result.output
     printed = parse_yaml(result.stdout, "stdout")
     args = package.GRPOConfig.for_task(task, output_dir="out", use_cpu=True)
-    shared = ("num_iterations", "num_generations", "temperature", "beta", "learning_rate", "reference_sync_steps", "block_size")
-    assert {name: printed["training"][name] for name in shared} == {name: getattr(args, name) for name in shared}
+    shared = (
+        "num_iterations",
+        "num_generations",
+        "temperature",
+        "beta",
+        "learning_rate",
+        "reference_sync_steps",
+        "block_size",
+    )
+    assert {name: printed["training"][name] for name in shared} == {
+        name: getattr(args, name) for name in shared
+    }
     assert printed["data"]["task"] == task and printed["rewards"] == [f"{task}/published"]
     with pytest.raises(ConfigError, match="Did you mean 'gsm8k'"):
         package.GRPOConfig.for_task("gsm8")
@@ -135,12 +199,27 @@ def test_every_data_set_has_a_recipe_and_a_ready_config(task):
     ],
 )
 def test_each_mode_trains_with_each_masking_strategy(mode, masking, settings, model):
-    words = ["--recipe", "grpo-sudoku", "--mode", mode, "--model", model, f"training.masking={masking}", *settings]
+    words = [
+        "--recipe",
+        "grpo-sudoku",
+        "--mode",
+        mode,
+        "--model",
+        model,
+        f"training.masking={masking}",
+        *settings,
+    ]
     config, lines = grpo(*words, "training.num_iterations=1")
     wanted = {"speed": (4096, 1024, False), "memory": (1, 16, True), "balanced": (None, 256, False)}[mode]
     training = config["training"]
-    assert (training["score_chunk"], training["rollout_batch_size"], training.get("activation_checkpointing", False)) == wanted
-    assert training["masking"] == masking and training.get("adaptive_loss", False) == bool(masking == "adaptive")
+    assert (
+        training["score_chunk"],
+        training["rollout_batch_size"],
+        training.get("activation_checkpointing", False),
+    ) == wanted
+    assert training["masking"] == masking and training.get("adaptive_loss", False) == bool(
+        masking == "adaptive"
+    )
     assert ("masks/reuse_rate" in lines[0]) == (masking == "optimized")
     assert {"reward", "ratio", "kl", "rewards/sudoku/published", "tokens_per_second"} <= lines[0].keys()
     assert Path("out/model/config.json").exists()
@@ -151,7 +230,9 @@ def test_what_is_misspelt_is_refused_with_what_was_meant(model):
     assert "'speed'" in refused(*run, "--mode", "fast")
     assert "Did you mean 'optimized'" in refused(*run, "training.masking=optimised")
     assert "training.masking_strategy (command line)" in refused(*run, "training.masking_strategy=optimized")
-    assert "Did you mean 'grpo-sudoku'" in refused("--recipe", "grpo-sudoko", "--model", model, "--output", "out")
+    assert "Did you mean 'grpo-sudoku'" in refused(
+        "--recipe", "grpo-sudoko", "--model", model, "--output", "out"
+    )
     assert not Path("out").exists()
 
 
@@ -159,19 +240,40 @@ def test_what_is_misspelt_is_refused_with_what_was_meant(model):
 
 
 def test_performance_is_logged_every_so_many_steps_and_a_run_can_be_repeated(model):
-    monitored = ["training.performance_log_interval=2", "training.log_memory_usage=true", "training.num_iterations=1"]
+    monitored = [
+        "training.performance_log_interval=2",
+        "training.log_memory_usage=true",
+        "training.num_iterations=1",
+    ]
     _, lines = grpo("--recipe", "grpo-sudoku", "--model", model, *monitored, steps=4)
     assert ["time/generation" in line for line in lines[:4]] == [False, True, False, True]
-    assert all(line["memory_gb"] > 0 for line in lines) and {"memory/forward_gb", "throughput/generated"} <= lines[1].keys()
+    assert (
+        all(line["memory_gb"] > 0 for line in lines)
+        and {"memory/forward_gb", "throughput/generated"} <= lines[1].keys()
+    )
     again = unmask("grpo", "--config", "out/config.yaml", "--output", "again")
     assert again.exit_code == 0, again.output
     figures = [json.loads(line) for line in Path("again/training_logs.json").read_text().splitlines()]
     same = ("loss", "grad_norm", "reward", "entropy", "completion_length")
-    assert [[line[name] for name in same] for line in figures[:4]] == [[line[name] for name in same] for line in lines[:4]]
+    assert [[line[name] for name in same] for line in figures[:4]] == [
+        [line[name] for name in same] for line in lines[:4]
+    ]
 
 
 def test_a_profile_shows_what_takes_the_time_and_the_memory(model):
-    result = unmask("profile", "grpo", "--recipe", "grpo-sudoku", "--model", model, "--output", "out", "--steps", "1", *HERE)
+    result = unmask(
+        "profile",
+        "grpo",
+        "--recipe",
+        "grpo-sudoku",
+        "--model",
+        model,
+        "--output",
+        "out",
+        "--steps",
+        "1",
+        *HERE,
+    )
     assert result.exit_code == 0, (result.output, result.exception)
     assert all(word in result.output for word in ("phases", "generation", "backward", "peak GB"))
     assert json.loads(Path("out/trace.json").read_text())["traceEvents"]
@@ -183,7 +285,9 @@ def test_a_profile_shows_what_takes_the_time_and_the_memory(model):
 def test_reward_functions_of_the_older_trainer_run_unchanged_and_one_that_fails_does_not_end_the_run(caplog):
     seen = []
 
-    def correctness_reward_func(prompts, completions, answer, step=None, run_name=None, **kwargs) -> list[float]:
+    def correctness_reward_func(
+        prompts, completions, answer, step=None, run_name=None, **kwargs
+    ) -> list[float]:
         responses = [completion[0]["content"] for completion in completions]
         seen.append((prompts[0][-1]["content"], answer[0]))
         return [2.0 if a in r else 0.0 for r, a in zip(responses, answer, strict=True)]
@@ -205,9 +309,18 @@ def test_reward_functions_of_the_older_trainer_run_unchanged_and_one_that_fails_
 def test_an_older_configuration_is_migrated_and_is_not_read_as_it_is(model):
     older = {
         **{"model_path": str(model), "dataset": "gsm8k", "num_iterations": 2, "num_generations": 4},
-        "optimization": {"enable_mixed_precision": True, "generation_batch_size": 8, "enable_profiling": True},
+        "optimization": {
+            "enable_mixed_precision": True,
+            "generation_batch_size": 8,
+            "enable_profiling": True,
+        },
         "masking": {"strategy_type": "optimized"},
-        **{"enable_performance_logging": True, "performance_log_interval": 100, "log_memory_usage": True, "output_dir": "out"},
+        **{
+            "enable_performance_logging": True,
+            "performance_log_interval": 100,
+            "log_memory_usage": True,
+            "output_dir": "out",
+        },
     }
     Path("older.json").write_text(json.dumps(older))
     assert "unmask migrate older.json --output NEW.yaml" in refused("--config", "older.json")
@@ -217,7 +330,11 @@ def test_an_older_configuration_is_migrated_and_is_not_read_as_it_is(model):
     assert printed.exit_code == 0, printed.output
     training = parse_yaml(printed.stdout, "stdout")["training"]
     assert (training["bf16"], training["rollout_batch_size"], training["masking"]) == (True, 8, "optimized")
-    assert (training["performance_log_interval"], training["log_memory_usage"], training["num_generations"]) == (100, True, 4)
+    assert (
+        training["performance_log_interval"],
+        training["log_memory_usage"],
+        training["num_generations"],
+    ) == (100, True, 4)
 
 
 # Extensions: masks, losses and sampling of one's own (a reward of one's own is above).
@@ -247,7 +364,9 @@ def test_what_plans_samples_and_compares_can_be_replaced(monkeypatch):
             compared.append(inputs)
             return super().loss(inputs)
 
-    args = package.GRPOConfig(**settings(Path("own")), method="mine", num_generations=4, max_completion_length=4)
+    args = package.GRPOConfig(
+        **settings(Path("own")), method="mine", num_generations=4, max_completion_length=4
+    )
     trainer = Greedy(tiny(), [share_of_a], args, PAIRS, masking=EverySecond())
     trainer.train()
     assert planned == [0.0, 0.5] and len(sampled) == 2 and compared
@@ -260,12 +379,17 @@ def test_what_plans_samples_and_compares_can_be_replaced(monkeypatch):
 def test_out_of_memory_takes_a_batch_of_2_in_the_mode_memory(model, monkeypatch):
     monkeypatch.setenv("DIFFU_BATCH_SIZE", "2")
     run = ["--recipe", "grpo-sudoku", "--mode", "memory", "--model", model, "--output", "out"]
-    here = [word for word in HERE if "per_device" not in word and "accumulation" not in word] + ["training.max_steps=1"]
+    here = [word for word in HERE if "per_device" not in word and "accumulation" not in word] + [
+        "training.max_steps=1"
+    ]
     result = unmask("grpo", *run, *here)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "training.gradient_accumulation_steps is 6" in result.stderr
     error = refused(*run, "--overwrite", *here, "training.gradient_accumulation_steps=4")
-    assert "num_generations: 8 completions a step are not a multiple of 6. Set gradient_accumulation_steps to 3." in error
+    assert (
+        "num_generations: 8 completions a step are not a multiple of 6. Set gradient_accumulation_steps to 3."
+        in error
+    )
     result = unmask("grpo", *run, "--overwrite", *here, "training.gradient_accumulation_steps=3")
     assert result.exit_code == 0, (result.output, result.exception)
 

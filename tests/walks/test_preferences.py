@@ -18,8 +18,14 @@ from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
 
 ROW = {
-    "prompt": "Question: A store sells 5 types of cakes, 8 of each type. If 3 customers buy 10 cakes, how many remain? Answer:",
-    "chosen": " Initial cakes = 5 types * 8 cakes/type = 40 cakes. Cakes sold = 10 cakes. Cakes left = 40 - 10 = 30 cakes.",
+    "prompt": (
+        "Question: A store sells 5 types of cakes, 8 of each type. If 3 customers buy 10 cakes, how many "
+        "remain? Answer:"
+    ),
+    "chosen": (
+        " Initial cakes = 5 types * 8 cakes/type = 40 cakes. Cakes sold = 10 cakes. Cakes left = 40 - 10 = "
+        "30 cakes."
+    ),
     "rejected": " 5 * 8 = 40. 40 - 3 = 37 cakes left.",
 }
 OLD = """
@@ -59,7 +65,13 @@ def test_its_configuration_becomes_ours(project):
     new = parse_yaml(Path("dpo.yaml").read_text(), "dpo.yaml")
     assert (new["model"]["path"], new["output_dir"]) == ("GSAI-ML/LLaDA-1B-Base", "out")
     assert new["data"]["train"] == "data/preference_data/reasoning_prefs.jsonl"
-    expected = {"learning_rate": 5e-6, "beta": 0.1, "samples": 2, "bf16": True, "activation_checkpointing": True}
+    expected = {
+        "learning_rate": 5e-6,
+        "beta": 0.1,
+        "samples": 2,
+        "bf16": True,
+        "activation_checkpointing": True,
+    }
     assert new["training"].items() >= expected.items()
 
 
@@ -76,7 +88,16 @@ def test_a_dry_run_tells_what_the_card_would_hold(project, stories):
     ]
     told = walk("dpo", "--config", "dpo.yaml", *settings, "--dry-run").stdout
     assert "predicted" in told and not Path("out").exists()
-    small = unmask("dpo", "--config", "dpo.yaml", *settings, "--dry-run", "--recipe", "rtx4080-16gb", "hardware.max_memory_gb=0.001")
+    small = unmask(
+        "dpo",
+        "--config",
+        "dpo.yaml",
+        *settings,
+        "--dry-run",
+        "--recipe",
+        "rtx4080-16gb",
+        "hardware.max_memory_gb=0.001",
+    )
     assert small.exit_code == 2 and "a step of 1 rows needs" in small.stderr
 
 
@@ -92,12 +113,39 @@ def test_training_logs_evaluates_and_saves(project, stories):
     assert load("out/model").attention == "bidirectional"
     # Its guide leaves evaluation to other scripts.
     options = ["They are stones.", "They are animals.", "They are cars.", "They are trees."]
-    question = {"context": "All cats are animals.", "query": "What follows?", "options": options, "correct_option": 1}
+    question = {
+        "context": "All cats are animals.",
+        "query": "What follows?",
+        "options": options,
+        "correct_option": 1,
+    }
     Path("logiqa.jsonl").write_text(json.dumps(question))
-    measured = walk("evaluate", "out/model", "--task", "multiple_choice", "--data", "logiqa.jsonl", "--max-new-tokens", "8")
+    measured = walk(
+        "evaluate",
+        "out/model",
+        "--task",
+        "multiple_choice",
+        "--data",
+        "logiqa.jsonl",
+        "--max-new-tokens",
+        "8",
+    )
     assert "solved" in measured.stdout
-    Path("gsm8k.jsonl").write_text(json.dumps({"question": ROW["prompt"], "answer": f"{ROW['chosen']}\n#### 30"}))
-    walk("evaluate", "out/model", "--task", "gsm8k", "--data", "gsm8k.jsonl", "--max-new-tokens", "8", "--output", "gsm8k.json")
+    Path("gsm8k.jsonl").write_text(
+        json.dumps({"question": ROW["prompt"], "answer": f"{ROW['chosen']}\n#### 30"})
+    )
+    walk(
+        "evaluate",
+        "out/model",
+        "--task",
+        "gsm8k",
+        "--data",
+        "gsm8k.jsonl",
+        "--max-new-tokens",
+        "8",
+        "--output",
+        "gsm8k.json",
+    )
     assert len(read_result("gsm8k.json").tasks[0].items) == 1
 
 
@@ -106,8 +154,14 @@ def test_what_goes_wrong_is_told_in_one_line(project, stories):
     run = ["dpo", "--config", "dpo.yaml", "--model", stories, "training.use_cpu=true", "training.bf16=false"]
     Path("bad.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2"}))
     for settings, words in [
-        (["--learning_rat", "1e-6"], "--learning_rat: is no setting or option of dpo. Did you mean training.learning_rate?"),
-        (["--data", "data/preference_data/my_prefs.jsonl"], "data/preference_data/my_prefs.jsonl: no such file"),
+        (
+            ["--learning_rat", "1e-6"],
+            "--learning_rat: is no setting or option of dpo. Did you mean training.learning_rate?",
+        ),
+        (
+            ["--data", "data/preference_data/my_prefs.jsonl"],
+            "data/preference_data/my_prefs.jsonl: no such file",
+        ),
         (["--data", "bad.jsonl"], "bad.jsonl, row 0: no column 'rejected'"),
         (["training.max_length=256", "training.beta=0"], "training.beta"),
     ]:
@@ -118,12 +172,36 @@ def test_what_goes_wrong_is_told_in_one_line(project, stories):
 
 def test_the_recipe_for_a_card_of_16_gb_takes_overrides(project, stories):
     row = ["--data", "data/preference_data/reasoning_prefs.jsonl", "--output", "adapters"]
-    here = ["model.device=cpu", "model.dtype=float32", "training.use_cpu=true", "training.bf16=false", "training.optim=adamw_torch"]
-    short = ["lora.r=2", "training.max_length=256", "training.samples=1", "training.gradient_accumulation_steps=4"]
-    walk("dpo", "--recipe", "dpo-rtx4080-16gb", "--model", stories, *row, *here, *short, "training.save_strategy=no")
+    here = [
+        "model.device=cpu",
+        "model.dtype=float32",
+        "training.use_cpu=true",
+        "training.bf16=false",
+        "training.optim=adamw_torch",
+    ]
+    short = [
+        "lora.r=2",
+        "training.max_length=256",
+        "training.samples=1",
+        "training.gradient_accumulation_steps=4",
+    ]
+    walk(
+        "dpo",
+        "--recipe",
+        "dpo-rtx4080-16gb",
+        "--model",
+        stories,
+        *row,
+        *here,
+        *short,
+        "training.save_strategy=no",
+    )
     settings = parse_yaml(Path("adapters/config.yaml").read_text(), "config.yaml")
     assert (settings["lora"]["r"], settings["lora"]["alpha"]) == (2, 128)
-    assert settings["training"]["activation_checkpointing"] and settings["training"]["per_device_train_batch_size"] == 1
+    assert (
+        settings["training"]["activation_checkpointing"]
+        and settings["training"]["per_device_train_batch_size"] == 1
+    )
     assert load("adapters/model").attention == "bidirectional"  # the adapters are merged
 
 
@@ -131,12 +209,41 @@ def test_the_recipe_for_a_card_of_16_gb_takes_overrides(project, stories):
 @pytest.mark.parametrize("launcher", ["script", pytest.param("accelerate", marks=pytest.mark.nightly)])
 def test_the_launchers_of_its_guide(launcher, project, stories):
     migrated()
-    flags = ["--model_name_or_path", stories, "--preference_data_path", "data/preference_data/reasoning_prefs.jsonl"]
-    flags += ["--output_dir", "my_dpo_output", "--learning_rate", "1e-6", "--per_device_train_batch_size", "1"]
+    flags = [
+        "--model_name_or_path",
+        stories,
+        "--preference_data_path",
+        "data/preference_data/reasoning_prefs.jsonl",
+    ]
+    flags += [
+        "--output_dir",
+        "my_dpo_output",
+        "--learning_rate",
+        "1e-6",
+        "--per_device_train_batch_size",
+        "1",
+    ]
     flags += ["--gradient_accumulation_steps", "4", "--max_length", "256", "--use_cpu", "true"]
     script = ["bash", REPOSITORY / "scripts/dpo.sh", "--config", "dpo.yaml", *flags]
-    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "unmask", "dpo", "--config", "dpo.yaml"]
-    accelerate += ["--model", stories, "--output", "my_dpo_output", "training.learning_rate=1e-6", "training.gradient_accumulation_steps=4"]
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "-m",
+        "unmask",
+        "dpo",
+        "--config",
+        "dpo.yaml",
+    ]
+    accelerate += [
+        "--model",
+        stories,
+        "--output",
+        "my_dpo_output",
+        "training.learning_rate=1e-6",
+        "training.gradient_accumulation_steps=4",
+    ]
     accelerate += ["training.max_length=256", "training.use_cpu=true"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": path}

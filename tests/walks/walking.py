@@ -1,4 +1,5 @@
-"""Walks: each takes the way of a user who comes from another tool, from the first line of its guide to the last, on a small model."""
+"""Walks: each takes the way of a user who comes from another tool, from the first line of its guide to the
+last, on a small model."""
 
 from __future__ import annotations
 

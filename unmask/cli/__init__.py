@@ -1,4 +1,5 @@
-"""The command line: each verb reads its options and hands over to the module that does the work, imported only then."""
+"""The command line: each verb reads its options and hands over to the module that does the work, imported
+only then."""
 
 from unmask.cli.entry import app, main
 

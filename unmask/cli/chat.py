@@ -16,11 +16,17 @@ def chat(
     model: ModelConfig,
     sampler: SamplerConfig,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete each line as plain text, without the model's chat template.")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Complete each line as plain text, without the model's chat template."),
+    ] = False,
 ) -> None:
-    """Talk to a model in the terminal and watch its answers being denoised; off a terminal, answer each line of stdin."""
+    """Talk to a model in the terminal and watch its answers being denoised; off a terminal, answer each line
+    of stdin."""
     check_model(model.path)
     import unmask
     from unmask.commands.chat import Chat, run_chat
 
-    run_chat(Chat(unmask.load(model.path, **model.load_arguments()), model.path, sampler, raw=raw, system=system))
+    run_chat(
+        Chat(unmask.load(model.path, **model.load_arguments()), model.path, sampler, raw=raw, system=system)
+    )

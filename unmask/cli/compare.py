@@ -13,14 +13,22 @@ from unmask.console import show_table
 
 def compare(
     files: Annotated[
-        list[Path], typer.Argument(metavar="A.json B.json...", help="Results of unmask evaluate; A is what others are compared with.")
+        list[Path],
+        typer.Argument(
+            metavar="A.json B.json...", help="Results of unmask evaluate; A is what others are compared with."
+        ),
     ],
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the differences, as .png or .svg.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the differences, as .png or .svg.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture if it exists.")] = False,
 ) -> None:
-    """Compare results on the items that they share: paired differences with 95% intervals, and p-values corrected for their number."""
+    """Compare results on the items that they share: paired differences with 95% intervals, and p-values
+    corrected for their number."""
     if picture:
-        refuse_existing(picture, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=files)
+        refuse_existing(
+            picture, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=files
+        )
     from unmask.commands.compare import difference_rows, read_named, setting_rows, shared_lines
     from unmask.evaluation.comparison import compare as compare_results
     from unmask.evaluation.forest_plot import check_picture, write_forest_plot

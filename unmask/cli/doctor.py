@@ -9,7 +9,9 @@ import typer
 
 
 def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Also ask whether the hub answers, for a few seconds.")] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="Also ask whether the hub answers, for a few seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Describe this installation and machine for a bug report, without secrets or names.

@@ -33,7 +33,11 @@ class EvaluateCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         values, _, given = self.make_parser(ctx).parse_args(list(args))
-        others = [param for param in given if param.name not in ("rerun", "accept_unsandboxed") and values.get(param.name) is not None]
+        others = [
+            param
+            for param in given
+            if param.name not in ("rerun", "accept_unsandboxed") and values.get(param.name) is not None
+        ]
         if values.get("rerun") and others and not ctx.resilient_parsing:
             what, remedy = "is not read with --rerun, whose file has the options", "Leave it out"
             raise ConfigError(what, where=others[0].opts[0], remedy=remedy)
@@ -72,13 +76,20 @@ def evaluate(
     sampler: SamplerConfig,
     accept_unsandboxed: Unsandboxed = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the result to this file, as JSON; a killed evaluation goes on.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write the result to this file, as JSON; a killed evaluation goes on."
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the output file if it exists.")
+    ] = False,
     rerun: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", callback=rerun_and_exit, help="Run a result file again, and say what differs; takes no other options."
+            metavar="FILE",
+            callback=rerun_and_exit,
+            help="Run a result file again, and say what differs; takes no other options.",
         ),
     ] = None,
 ) -> None:
@@ -114,7 +125,11 @@ def evaluate(
         show_curves(result.tasks, model.path)
     else:
         for scores in result.tasks:
-            show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
+            show_scores(
+                scores,
+                f"{model.path}: {scores.task}",
+                result.times["tasks"][scores.task]["tokens_per_second"],
+            )
     if output:
         typer.echo(for_stdout(f"next: {shell_line(['unmask', 'report', str(output)])}"))
 
@@ -133,7 +148,15 @@ def evaluate_against(
 
     earlier = model_against(model, str(evaluation.against))
     found = measure_retention(
-        earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite, replace=overwrite
+        earlier,
+        model,
+        evaluation,
+        sampler,
+        output,
+        import_harness,
+        processes,
+        reuse=not overwrite,
+        replace=overwrite,
     )
     if found is not None:
         show_retention(found, f"{model.path} against {evaluation.against}")
@@ -148,7 +171,10 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
     elif scores.total("passes"):
-        figures |= {f"{name} per item": f"{scores.total(name) / len(scores.items):,.4g}" for name in ("tokens", "steps", "passes")}
+        figures |= {
+            f"{name} per item": f"{scores.total(name) / len(scores.items):,.4g}"
+            for name in ("tokens", "steps", "passes")
+        }
         figures["tokens per second"] = "unknown" if tokens_per_second is None else f"{tokens_per_second:,.4g}"
     elif scores.protocol.get("log_likelihoods_are_lower_bounds"):
         figures["likelihoods"] = f"lower bounds, of {scores.protocol['samples']} views"
@@ -160,7 +186,11 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
     from unmask.evaluation.comparison import labels
     from unmask.evaluation.curve import AUP, SPEEDS
 
-    areas = {scores.protocol["task"]: f"{scores.metrics[AUP].mean:,.1f}" for scores in tasks if AUP in scores.metrics}
+    areas = {
+        scores.protocol["task"]: f"{scores.metrics[AUP].mean:,.1f}"
+        for scores in tasks
+        if AUP in scores.metrics
+    }
     for task in dict.fromkeys(scores.task for scores in tasks if AUP not in scores.metrics):
         points = [scores for scores in tasks if scores.task == task]
         rows = [
@@ -172,4 +202,8 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
             ]
             for name, point in zip(labels(points), points, strict=True)
         ]
-        show_table(rows, title=f"{title}: {task}, AUP {areas.get(task, 'unknown')}", head=["", "solved", *SPEEDS, "answers"])
+        show_table(
+            rows,
+            title=f"{title}: {task}, AUP {areas.get(task, 'unknown')}",
+            head=["", "solved", *SPEEDS, "answers"],
+        )

@@ -9,7 +9,8 @@ from rich.table import Table
 
 
 class WholeNames(Table):
-    """A table whose last column, of descriptions, is narrowed before any other one, and in which nothing is cut."""
+    """A table whose last column, of descriptions, is narrowed before any other one, and in which nothing is
+    cut."""
 
     def add_row(self, *cells: Any, **more: Any) -> None:
         super().add_row(*cells, **more)

@@ -17,16 +17,26 @@ def new(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to write.")],
     kind: Annotated[
         Literal["sft", "preferences", "rewards", "conversion"],
-        typer.Option(metavar="KIND", help="sft (chats), preferences (DPO), rewards (GRPO with a reward of your own) or conversion."),
+        typer.Option(
+            metavar="KIND",
+            help="sft (chats), preferences (DPO), rewards (GRPO with a reward of your own) or conversion.",
+        ),
     ] = "sft",
     model: Annotated[
         str | None,
-        typer.Option(metavar="PATH_OR_ID", help="The model to train, for config.yaml; unset: a tiny one that stands in for yours."),
+        typer.Option(
+            metavar="PATH_OR_ID",
+            help="The model to train, for config.yaml; unset: a tiny one that stands in for yours.",
+        ),
     ] = None,
 ) -> None:
     """Write a folder to begin with: a commented config, sample data, a Makefile and a README."""
     if model is not None and not model.strip():
-        raise ConfigError("is empty", where="--model", remedy="Give a folder or the name of a model on the hub, or leave it out")
+        raise ConfigError(
+            "is empty",
+            where="--model",
+            remedy="Give a folder or the name of a model on the hub, or leave it out",
+        )
     check_output_folder(name)
     from unmask.commands.new.folder import write_templates
 

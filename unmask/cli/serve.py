@@ -24,36 +24,80 @@ from unmask.variables import ADMIN_KEY, API_KEY
 @spread_configs
 def serve(
     model: ModelConfig,
-    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder.")] = None,
-    adapters: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapters on MODEL; repeatable.")] = None,
-    more_models: Annotated[list[str] | None, typer.Option("--model", metavar="NAME=PATH", help="Another model; repeatable.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once, in each worker.")] = 8,
-    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a model's running sequences, padded.")] = None,
-    queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder."),
+    ] = None,
+    adapters: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapters on MODEL; repeatable.")
+    ] = None,
+    more_models: Annotated[
+        list[str] | None, typer.Option("--model", metavar="NAME=PATH", help="Another model; repeatable.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences of all requests that run at once, in each worker.")
+    ] = 8,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens of a model's running sequences, padded.")
+    ] = None,
+    queue_size: Annotated[
+        int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")
+    ] = 256,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Compute every sequence separately: company changes no last bit of an answer; slow.")
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Compute every sequence separately: company changes no last bit of an answer; slow.",
+        ),
     ] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens, and denoising steps, that a request may ask for.")] = 4096,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="The most new tokens, and denoising steps, that a request may ask for.")
+    ] = 4096,
     max_answers: Annotated[int, typer.Option(min=1, help="The most answers to a prompt (n).")] = 16,
     max_connections: Annotated[int, typer.Option(min=1, help="The most connections at once.")] = 512,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")] = 600.0,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that accepted requests have at the end (SIGTERM).")] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take, waiting included.")
+    ] = 600.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that accepted requests have at the end (SIGTERM).")
+    ] = 30.0,
     api_keys: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keys of clients, one a line, beside UNMASK_API_KEY; their requests take turns.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keys of clients, one a line, beside UNMASK_API_KEY; their requests take turns.",
+        ),
     ] = None,
     weights_from: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="A folder from which weights may be replaced, with UNMASK_ADMIN_KEY.")
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="A folder from which weights may be replaced, with UNMASK_ADMIN_KEY."
+        ),
     ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may use the server, such as https://example.org.")
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="A site whose pages may use the server, such as https://example.org."
+        ),
     ] = None,
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, with its prompt.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that each have the model; unset: the server itself has it.")] = None,
-    devices: Annotated[str | None, typer.Option(metavar="NAMES", help="Theirs, as cuda:0,cuda:1; unset: all GPUs in turn, or CPU.")] = None,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log each request, with its prompt.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that each have the model; unset: the server itself has it."),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Theirs, as cuda:0,cuda:1; unset: all GPUs in turn, or CPU."),
+    ] = None,
 ) -> None:
-    """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
+    """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of
+    reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         require(library, "serve", where="unmask serve")
     name = name or name_of(model.path)
@@ -72,7 +116,9 @@ def serve(
 
     placed, queue_size = place_workers(workers, devices, model, queue_size)
     settings = AppSettings(
-        limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
+        limits=Limits(
+            max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout
+        ),
         api_keys=keys_of(api_keys),
         loopback=host in LOOPBACK,
         admin_key=os.environ.get(ADMIN_KEY) or None,
@@ -82,14 +128,30 @@ def serve(
     )
     if log_requests:
         show_requests()
-    scheduling = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size, "deterministic": deterministic}
-    served = ServedModels(model.path, model.load_arguments(), name, adapted, others, scheduling, settings.limits, grace)
+    scheduling = {
+        "batch_size": batch_size,
+        "max_batch_tokens": max_batch_tokens,
+        "queue_size": queue_size,
+        "deterministic": deterministic,
+    }
+    served = ServedModels(
+        model.path, model.load_arguments(), name, adapted, others, scheduling, settings.limits, grace
+    )
     with open_port(host, port) as listener:
-        Serving(served, settings, listener, ConnectionLimits(max_connections), partial(announce, listener, len(placed))).run(placed)
+        Serving(
+            served,
+            settings,
+            listener,
+            ConnectionLimits(max_connections),
+            partial(announce, listener, len(placed)),
+        ).run(placed)
 
 
-def place_workers(workers: int | None, devices: str | None, model: ModelConfig, queue_size: int) -> tuple[list[str], int]:
-    """The device of each worker, and how many sequences may wait in each; no devices: there are no workers."""
+def place_workers(
+    workers: int | None, devices: str | None, model: ModelConfig, queue_size: int
+) -> tuple[list[str], int]:
+    """The device of each worker, and how many sequences may wait in each; no devices: there are no
+    workers."""
     from unmask.serving.workers.devices import place
 
     if workers is None and devices is None:
@@ -117,7 +179,8 @@ def announce(listener: socket.socket, workers: int, what: str) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Lines of a log, of which only the first of a record is not indented: no text of a client looks like another record."""
+    """Lines of a log, of which only the first of a record is not indented: no text of a client looks like
+    another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).replace("\n", "\n    ")
@@ -131,8 +194,8 @@ def show_requests() -> None:
 
 
 def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> list[dict[str, str]]:
-    """The paths of adapters, and of models beside the one of this name, by their names, of options NAME=PATH. Raises ConfigError for one
-    without a name or a path, or for a name that is taken or is no text."""
+    """The paths of adapters, and of models beside the one of this name, by their names, of options NAME=PATH.
+    Raises ConfigError for one without a name or a path, or for a name that is taken or is no text."""
     taken = {name: "MODEL"}
     _check_name(name, "--name")
     found: list[dict[str, str]] = []
@@ -146,7 +209,9 @@ def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -
             _check_name(called, option)
             if called in taken:
                 remedy = "Give every model a name of its own; --name is that of MODEL"
-                raise ConfigError(f"{called!r} is the name of {taken[called]} already", where=option, remedy=remedy)
+                raise ConfigError(
+                    f"{called!r} is the name of {taken[called]} already", where=option, remedy=remedy
+                )
             taken[called], paths[called] = f"{option} {text}", path
         found.append(paths)
     return found
@@ -157,7 +222,9 @@ def _check_name(name: str, option: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{name!r} is not UTF-8", where=option, remedy="Give the model another name") from None
+        raise ConfigError(
+            f"{name!r} is not UTF-8", where=option, remedy="Give the model another name"
+        ) from None
 
 
 def keys_of(file: Path | None) -> tuple[str, ...]:
@@ -168,7 +235,9 @@ def keys_of(file: Path | None) -> tuple[str, ...]:
             lines += read_file(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"cannot be read ({first_line(error)})", where=str(file), remedy="Give a text file with a key a line"
+                f"cannot be read ({first_line(error)})",
+                where=str(file),
+                remedy="Give a text file with a key a line",
             ) from error
         if not any(line.strip() for line in lines[1:]):
             raise ConfigError("has no key", where=str(file), remedy="Write a key on each line")
@@ -176,6 +245,7 @@ def keys_of(file: Path | None) -> tuple[str, ...]:
 
 
 def name_of(path: str) -> str:
-    """The name of a model for clients: that of its folder, of which they do not learn where it is, or its id on the hub."""
+    """The name of a model for clients: that of its folder, of which they do not learn where it is, or its id
+    on the hub."""
     folder = Path(path)
     return folder.resolve().name if folder.exists() else path

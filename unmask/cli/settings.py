@@ -21,11 +21,26 @@ from unmask.redaction import shown
 IN_HELP = ("data", "model", "sampler", "lora")
 """The sections whose settings help lists one by one."""
 MOST_SET = (
-    *("learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
+    *(
+        "learning_rate",
+        "max_steps",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "max_length",
+    ),
     *("logging_steps", "save_steps", "eval_strategy", "seed"),
 )
 MOST_SET_OF_GRPO = (
-    *("method", "learning_rate", "max_steps", "num_generations", "per_device_train_batch_size", "max_completion_length", "steps"),
+    *(
+        "method",
+        "learning_rate",
+        "max_steps",
+        "num_generations",
+        "per_device_train_batch_size",
+        "max_completion_length",
+        "steps",
+    ),
     *("beta", "logging_steps", "save_steps"),
 )
 """The ten settings with which help begins."""
@@ -38,14 +53,24 @@ MAX_CELL = 32
 
 
 def as_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Rows in columns. The last one, of descriptions, is wrapped; if there is no room for it, it is on lines of its own."""
-    cells = [[name, *(word if len(word) <= MAX_CELL else f"{word[: MAX_CELL - 3]}..." for word in words)] for name, *words, _ in rows]
+    """Rows in columns. The last one, of descriptions, is wrapped; if there is no room for it, it is on lines
+    of its own."""
+    cells = [
+        [name, *(word if len(word) <= MAX_CELL else f"{word[: MAX_CELL - 3]}..." for word in words)]
+        for name, *words, _ in rows
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row, (*_, text) in zip(cells, rows, strict=True):
         head = "".join(cell.ljust(room + 2) for cell, room in zip(row, widths, strict=True))
         beside = width - len(head) >= MIN_TEXT
         indent = " " * (len(head) if beside else 4)
-        wrapped = textwrap.wrap(text, width, initial_indent=head if beside else indent, subsequent_indent=indent, break_on_hyphens=False)
+        wrapped = textwrap.wrap(
+            text,
+            width,
+            initial_indent=head if beside else indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
         if not beside or not wrapped:
             yield head.rstrip()
         yield from wrapped
@@ -53,7 +78,9 @@ def as_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
 
 def most_set(verb: str) -> str:
     """The settings that most runs set, as options with their defaults, in lines."""
-    known = {setting.name: setting for setting in settings_of_verb(verb) if setting.key.startswith("training.")}
+    known = {
+        setting.name: setting for setting in settings_of_verb(verb) if setting.key.startswith("training.")
+    }
     names = MOST_SET_OF_GRPO if verb == "grpo" else MOST_SET
     rows = [(f"--{name.replace('_', '-')}", known[name].shown_default, known[name].summary) for name in names]
     return "\n".join(as_lines(rows, shutil.get_terminal_size().columns - 2))
@@ -67,12 +94,17 @@ def show_help(verb: str) -> None:
         typer.secho(f"\n {title}", bold=True)
         for line in as_lines(rows, width - 1):
             typer.echo(f" {line}")
-    typer.echo(f"\n `unmask config {verb}` lists all settings, also those of transformers.TrainingArguments.\n")
+    typer.echo(
+        f"\n `unmask config {verb}` lists all settings, also those of transformers.TrainingArguments.\n"
+    )
 
 
 def groups_of_help(verb: str) -> dict[str, list[tuple[str, str, str]]]:
     """Name, default and one line of description of each setting in the help of a verb, by group."""
-    groups = {title: [(each.name, each.shown_default, each.summary) for each in own] for title, own in grouped(verb).items()}
+    groups = {
+        title: [(each.name, each.shown_default, each.summary) for each in own]
+        for title, own in grouped(verb).items()
+    }
     for section in IN_HELP:
         groups.setdefault(section, [])
     for setting in settings_of(RunConfig):
@@ -88,9 +120,14 @@ def groups_of_help(verb: str) -> dict[str, list[tuple[str, str, str]]]:
 def config(
     verb: Annotated[str, typer.Argument(metavar="VERB", help="pretrain, convert, sft, dpo or grpo.")],
     pattern: Annotated[
-        str | None, typer.Argument(metavar="[PATTERN]", help="A part of a name or a description, or a name with * and ?.")
+        str | None,
+        typer.Argument(
+            metavar="[PATTERN]", help="A part of a name or a description, or a name with * and ?."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with whole descriptions.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON list, with whole descriptions.")
+    ] = False,
 ) -> None:
     """List the settings of a training verb: type, default, description.
 
@@ -103,7 +140,9 @@ def config(
         typer.echo(json.dumps([dataclasses.asdict(setting) for setting in found]))
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else IN_PIPE
-        for line in as_lines([(setting.key, setting.type, setting.shown_default, setting.summary) for setting in found], width):
+        for line in as_lines(
+            [(setting.key, setting.type, setting.shown_default, setting.summary) for setting in found], width
+        ):
             typer.echo(line)
     if not found:
         near = " or ".join(near_keys(str(pattern), settings))

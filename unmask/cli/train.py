@@ -1,9 +1,13 @@
-"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`. The way of a setting from the command line to the loss:
+"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`. The way of a setting from the command line to the
+loss:
 
-1. `train` merges its sources (`config/layers.py`: `read_layers`) and checks the sections (`config/run.py`: `resolve`).
-2. `commands/run.py` checks `training.*` (`training_arguments`) and makes the verb's config and trainer (`make_trainer`).
-3. The trainer's loss reads it as `self.args.NAME`; transformers' own, such as `learning_rate`, are read by its Trainer. A setting of an RL
-   method is copied into the method's field of that name (`rl/config.py`: `GRPOConfig.build_method`), which `Method.loss` reads.
+1. `train` merges its sources (`config/layers.py`: `read_layers`) and checks the sections (`config/run.py`:
+`resolve`).
+2. `commands/run.py` checks `training.*` (`training_arguments`) and makes the verb's config and trainer
+(`make_trainer`).
+3. The trainer's loss reads it as `self.args.NAME`; transformers' own, such as `learning_rate`, are read by
+   its Trainer. A setting of an RL method is copied into the method's field of that name (`rl/config.py`:
+   `GRPOConfig.build_method`), which `Method.loss` reads.
 """
 
 from __future__ import annotations
@@ -56,13 +60,23 @@ if TYPE_CHECKING:
 
 
 class TrainingCommand(TyperCommand):
-    """Settings may be given as options (`--max-steps 10`), and without their section (`max_steps=10`). `--resume` takes an optional path:
-    the next argument, unless it is an option, or a setting and no folder."""
+    """Settings may be given as options (`--max-steps 10`), and without their section (`max_steps=10`).
+    `--resume` takes an optional path: the next argument, unless it is an option, or a setting and no
+    folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        no_path = [after.startswith("-") or ("=" in after and not Path(after).is_dir()) for after in [*args[1:], "-"]]
-        args = ["--resume=" if arg == "--resume" and alone else arg for arg, alone in zip(args, no_path, strict=False)]
-        is_flag = {name: bool(getattr(param, "is_flag", False)) for param in self.get_params(ctx) for name in param.opts}
+        no_path = [
+            after.startswith("-") or ("=" in after and not Path(after).is_dir()) for after in [*args[1:], "-"]
+        ]
+        args = [
+            "--resume=" if arg == "--resume" and alone else arg
+            for arg, alone in zip(args, no_path, strict=False)
+        ]
+        is_flag = {
+            name: bool(getattr(param, "is_flag", False))
+            for param in self.get_params(ctx)
+            for name in param.opts
+        }
         options, settings, ctx.meta[KEYS] = split_words(str(ctx.info_name), args, is_flag)
         return super().parse_args(ctx, [*options, "--", *settings] if settings else options)
 
@@ -74,7 +88,9 @@ class TrainingCommand(TyperCommand):
         show_help(verb)
 
 
-def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> tuple[list[str], list[str], dict[str, str]]:
+def split_words(
+    verb: str, args: Sequence[str], is_flag: Mapping[str, bool]
+) -> tuple[list[str], list[str], dict[str, str]]:
     """Separate the options of a verb from its settings.
 
     Args:
@@ -82,9 +98,8 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
         args: the command line after it.
         is_flag: whether an option takes no value, by its name.
 
-    Returns:
-        The options with their values; the settings as `NAME=VALUE`; the dotted keys of those that were named without their section, by
-        the names as they were typed.
+    Returns: The options with their values; the settings as `NAME=VALUE`; the dotted keys of those that were
+        named without their section, by the names as they were typed.
 
     Raises:
         ConfigError: an option is none of the verb and no setting, or a setting has no value.
@@ -106,7 +121,9 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
             options.append(word)
             if not equals and not is_flag[option]:
                 if not words or words[0].startswith("--"):
-                    raise ConfigError("has no value", where=name, remedy=f"Write {name} VALUE, or {name}=VALUE")
+                    raise ConfigError(
+                        "has no value", where=name, remedy=f"Write {name} VALUE, or {name}=VALUE"
+                    )
                 options.append(words.popleft())
         elif word.startswith("--"):
             settings.append(names().read_option(word, words))
@@ -131,7 +148,8 @@ VERB_HELP = {
 
 
 TRAINING_EPILOG = (
-    "Later settings win: recipes, --mode, files, UNMASK_* variables (UNMASK_TRAINING__LEARNING_RATE=1e-4), the command line. "
+    "Later settings win: recipes, --mode, files, UNMASK_* variables "
+    "(UNMASK_TRAINING__LEARNING_RATE=1e-4), the command line. "
     "--print-config prints the resolved config and exits."
 )
 
@@ -141,7 +159,8 @@ PROFILE = "unmask.profile"
 TRACE = "trace.json"
 """The file of a profile, unless another is named."""
 KEYS = "unmask.keys"
-"""The key under which the parser passes the verb the dotted keys of settings, by the names that stand for them."""
+"""The key under which the parser passes the verb the dotted keys of settings, by the names that stand for
+them."""
 
 
 def accept_unsandboxed_code(accepted: bool) -> bool:
@@ -165,7 +184,8 @@ Unsandboxed = Annotated[
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        metavar="train:SIZE|PATH", help="pretrain from scratch: train a tokenizer of SIZE tokens on the data, or take another one."
+        metavar="train:SIZE|PATH",
+        help="pretrain from scratch: train a tokenizer of SIZE tokens on the data, or take another one.",
     ),
 ]
 
@@ -173,29 +193,63 @@ Tokenizer = Annotated[
 def train(
     ctx: typer.Context,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, for example training.learning_rate=1e-4 or max_steps=10.")
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Settings, for example training.learning_rate=1e-4 or max_steps=10."
+        ),
     ] = None,
-    config: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A YAML file of settings; repeatable, later ones win.")] = None,
-    recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
-    mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A YAML file of settings; repeatable, later ones win."),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")
+    ] = None,
+    mode: Annotated[
+        Literal["speed", "memory", "balanced"] | None,
+        typer.Option(metavar="NAME", help="speed, memory or balanced."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")
+    ] = None,
     tokenizer: Tokenizer = None,
-    data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")
+    ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A task, which reads the data or generates its own: a name, or file.py:NAME.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A task, which reads the data or generates its own: a name, or file.py:NAME."
+        ),
     ] = None,
     accept_unsandboxed: Unsandboxed = False,
-    output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="[PATH]", help="Resume from the last checkpoint in the output folder, or from PATH.")
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved config and exit.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run two steps of every stage, print the estimate and exit.")] = False,
-    measure_variance: Annotated[
-        bool, typer.Option("--measure-variance", help="dpo: print the variance of the margin estimate, by budget, and exit.")
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PATH]", help="Resume from the last checkpoint in the output folder, or from PATH."
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved config and exit.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Run two steps of every stage, print the estimate and exit.")
+    ] = False,
+    measure_variance: Annotated[
+        bool,
+        typer.Option(
+            "--measure-variance", help="dpo: print the variance of the margin estimate, by budget, and exit."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")
+    ] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
     from unmask.commands.settings.older_variables import older_layers, with_whole_groups
@@ -203,10 +257,20 @@ def train(
 
     verb = str(ctx.info_name)
     refuse_old(config or [])
-    flags: dict[str, Any] = {"model.path": model, "model.tokenizer": tokenizer, "data.train": data, "data.task": task}
+    flags: dict[str, Any] = {
+        "model.path": model,
+        "model.tokenizer": tokenizer,
+        "data.train": data,
+        "data.task": task,
+    }
     flags |= {"output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS], "older": older_layers(os.environ, verb)}
+    given: dict[str, Any] = {
+        "flags": flags,
+        "overrides": overrides or [],
+        "keys": ctx.meta[KEYS],
+        "older": older_layers(os.environ, verb),
+    }
     layers = read_layers(recipes=recipes, config_files=config or [], environ=os.environ, **given)
     import_modules(layers)
     if mode or recipes:
@@ -221,12 +285,18 @@ def train(
     resume_from, settings = split_resume(resume, resolve(layers))
     profiling = ctx.meta.get(PROFILE)
     if profiling and (resume_from or dry_run):
-        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out")
+        raise ConfigError(
+            "a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out"
+        )
     if measure_variance and verb != "dpo":
-        raise ConfigError(f"{verb} has no preference margin", where="--measure-variance", remedy="Use it with unmask dpo")
+        raise ConfigError(
+            f"{verb} has no preference margin", where="--measure-variance", remedy="Use it with unmask dpo"
+        )
     with layers.naming_sources():
         check_training(verb, settings.training, own_methods=bool(settings.imports))
-        check_trackers(settings.training.get("report_to", "none"), settings.training.get("logging_dir"), "training.")
+        check_trackers(
+            settings.training.get("report_to", "none"), settings.training.get("logging_dir"), "training."
+        )
         if print_config:
             show_config(verb, settings)
             return
@@ -263,15 +333,16 @@ def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Pat
 
 
 def check_inputs(verb: str, settings: RunConfig) -> None:
-    """Raise UnmaskError for a model, data or a task that is not there, or a first row without the columns of the verb, before what takes
-    seconds to import."""
+    """Raise UnmaskError for a model, data or a task that is not there, or a first row without the columns of
+    the verb, before what takes seconds to import."""
     check_model(settings.model.path, weights=not settings.model.from_scratch)
     if reference := settings.training.get("reference_model"):
         check_model(str(reference))
     for path in map(Path, inputs_of(settings)):
         if path.suffix in (".json", ".jinja", ".jinja2") and not path.exists():
             raise ConfigError("no such file", where=str(path), remedy=near_path(path))
-    task = None if settings.data.task is None else get_task(settings.data.task)  # its rewards can be named then
+    # its rewards can be named then
+    task = None if settings.data.task is None else get_task(settings.data.task)
     for target in settings.rewards:
         file, mark, _ = target.partition(".py:")
         if mark and not Path(f"{file}.py").is_file():
@@ -280,7 +351,9 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
             get_rewards(target)
     if settings.data.train is None:
         if task is None:
-            raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
+            raise ConfigError(
+                "no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME"
+            )
         if task.needs_data:
             task.generate("train", 0, seed=0)  # says so
     if verb == "grpo" and task is None and not settings.rewards:
@@ -288,7 +361,11 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
         raise ConfigError("there is neither a reward function nor a task", where="rewards", remedy=remedy)
     for name, off in (("eval_strategy", "no"), ("eval_on_start", False)):
         if (settings.training.get(name) or off) != off and task is None and settings.data.eval is None:
-            raise ConfigError("there is nothing to evaluate on", where=f"training.{name}", remedy="Set data.eval, or leave it out")
+            raise ConfigError(
+                "there is nothing to evaluate on",
+                where=f"training.{name}",
+                remedy="Set data.eval, or leave it out",
+            )
     for source in (settings.data.train, settings.data.eval):
         for each in [DataSource(path=source)] if isinstance(source, str) else source or ():
             check_source(each.path)
@@ -304,7 +381,13 @@ def check_first_row(verb: str, settings: RunConfig, task: Task | None, source: D
             column = source.text_column or training.get("text_column") or settings.data.text_column
             try:
                 for _, row in islice(records, 1):
-                    check_row(verb, row, f"{source.path}, row 0", text_column=column, loss_type=training.get("loss_type"))
+                    check_row(
+                        verb,
+                        row,
+                        f"{source.path}, row 0",
+                        text_column=column,
+                        loss_type=training.get("loss_type"),
+                    )
             except DataError as error:
                 raise (error.skippable() if verb in ("sft", "dpo") else error) from error
 
@@ -350,7 +433,11 @@ def show_dry_run(verb: str, settings: RunConfig) -> None:
 
     lines = dry_run(verb, settings)
     by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
-    made = "two steps of every stage" if lines[0]["seconds a step"] != "-" else "the plan; a launcher starts the processes that make steps"
+    made = (
+        "two steps of every stage"
+        if lines[0]["seconds a step"] != "-"
+        else "the plan; a launcher starts the processes that make steps"
+    )
     show_table(by_stage, f"{verb}: {made}", head=["", *map(str, range(1, len(lines) + 1))])
 
 

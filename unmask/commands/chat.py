@@ -78,20 +78,32 @@ class Chat:
         GenerationError: the settings do not fit the model.
     """
 
-    def __init__(self, lm: DiffusionLM, name: str, config: SamplerConfig, *, raw: bool = False, system: str | None = None):
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        name: str,
+        config: SamplerConfig,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+    ):
         self.lm, self.name, self.config, self.raw = lm, name, config, raw
         self.messages: list[dict[str, str]] = []  # without the system message
         self.system_message: str | None = None
         self.file: Path | None = None  # in which the conversation was saved
         if not raw and not lm.tokenizer.chat_template:
-            remedy = f"Complete plain text with --raw, or use a model that was trained on conversations ({SIMPLE} gives it one)"
+            remedy = (
+                "Complete plain text with --raw, or use a model that was trained on conversations "
+                f"({SIMPLE} gives it one)"
+            )
             raise ModelError("has no chat template", where=name, remedy=remedy)
         check_settings(lm, config)
         if system:
             self.system(system)
 
     def answer(self, text: str, show: Show, stopped: Callable[[], bool] = lambda: False) -> Generation | None:
-        """The answer to a message. Both become part of the conversation, unless it is stopped, which gives None.
+        """The answer to a message. Both become part of the conversation, unless it is stopped, which gives
+        None.
 
         Raises:
             DataError: the chat template refuses the conversation.
@@ -99,7 +111,10 @@ class Chat:
         """
         generation = denoise(self.lm, self._request(text), self.config, show, stopped)
         if generation is not None:
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": generation.texts[0]}]
+            self.messages += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": generation.texts[0]},
+            ]
         return generation
 
     def _request(self, text: str) -> Request:
@@ -107,7 +122,10 @@ class Chat:
         prompt = text if self.raw else without_start(self.lm.tokenizer, messages)
         ids, context = encode_prompt(self.lm.tokenizer, prompt), self.lm.context_length
         if context is not None and len(ids) + self.config.max_new_tokens > context:
-            what = f"{len(ids)} tokens with this message, and {self.config.max_new_tokens} new ones, exceed the context of {context}"
+            what = (
+                f"{len(ids)} tokens with this message, and {self.config.max_new_tokens} new ones, exceed "
+                f"the context of {context}"
+            )
             remedy = "Begin a new one with /reset, or shorten answers with /settings max_new_tokens=N"
             raise GenerationError(what, where="message" if self.raw else "conversation", remedy=remedy)
         [request] = make_requests(self.lm, [ids], self.config)
@@ -117,7 +135,8 @@ class Chat:
         return [{"role": "system", "content": self.system_message}] if self.system_message else []
 
     def command(self, line: str) -> str:
-        """Carry out a command, a line that begins with /, and return what to say. Raises EOFError for /quit."""
+        """Carry out a command, a line that begins with /, and return what to say. Raises EOFError for
+        /quit."""
         name, _, argument = line.removeprefix("/").partition(" ")
         if name not in COMMANDS:
             raise ConfigError("is not a command", where=f"/{name}", remedy=did_you_mean(name, COMMANDS))
@@ -134,7 +153,10 @@ class Chat:
             return "no system message"
         if self.raw:
             raise ConfigError("plain text has no system message", where="system", remedy="Leave --raw out")
-        render_template(self.lm.tokenizer, [{"role": "system", "content": text}, {"role": "user", "content": ""}])  # some refuse it
+        # some refuse it
+        render_template(
+            self.lm.tokenizer, [{"role": "system", "content": text}, {"role": "user", "content": ""}]
+        )
         self.system_message = text
         return f"system: {text}"
 
@@ -143,7 +165,9 @@ class Chat:
         if pair:
             key, equals, value = pair.partition("=")
             if not equals:
-                raise ConfigError("is not KEY=VALUE", where=pair, remedy="Write for example /settings temperature=0.7")
+                raise ConfigError(
+                    "is not KEY=VALUE", where=pair, remedy="Write for example /settings temperature=0.7"
+                )
             new = nested(key.strip().split("."), parse_yaml(value, key))
             config = SamplerConfig(**Layers([Layer("", given), Layer("", new)]).merged())
             check_settings(self.lm, config)
@@ -156,7 +180,12 @@ class Chat:
         path = file_of(name)
         refuse_existing(path, "Choose another name", overwrite=path.resolve() == self.file)
         settings = self.config.model_dump(mode="json", exclude_defaults=True)
-        saved = {"model": self.name, "raw": self.raw, "settings": settings, "messages": [*self._system_messages(), *self.messages]}
+        saved = {
+            "model": self.name,
+            "raw": self.raw,
+            "settings": settings,
+            "messages": [*self._system_messages(), *self.messages],
+        }
         write_atomic(path, json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
         self.file = path.resolve()
         return f"saved {len(self.messages) // 2} answers in {name}"
@@ -169,7 +198,9 @@ class Chat:
             raise ConfigError(f"was saved {what} --raw", where=name, remedy=remedy)
         check_settings(self.lm, saved.settings)
         messages = [message.model_dump() for message in saved.messages]
-        self.system_message = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self.system_message = (
+            messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        )
         self.messages, self.config, self.file = messages, saved.settings, path.resolve()
         return f"{len(messages) // 2} answers" + (f", of {saved.model}" if saved.model != self.name else "")
 
@@ -193,13 +224,18 @@ def file_of(name: str) -> Path:
 
 
 def read_chat(path: Path) -> SavedChat:
-    """A saved conversation. Raises DataError if the file is missing or holds something else, and ConfigError for settings out of range."""
+    """A saved conversation. Raises DataError if the file is missing or holds something else, and ConfigError
+    for settings out of range."""
     try:
         values = json.loads(read_file(path))
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Name a file that /save wrote") from error
+        raise DataError(
+            f"cannot be read: {error.strerror}", where=str(path), remedy="Name a file that /save wrote"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON: {error}", where=str(path), remedy="Name a file that /save wrote") from error
+        raise DataError(
+            f"is not JSON: {error}", where=str(path), remedy="Name a file that /save wrote"
+        ) from error
     if not isinstance(values, dict):
         raise DataError("holds no conversation", where=str(path), remedy="Name a file that /save wrote")
     try:
@@ -215,7 +251,8 @@ def read_chat(path: Path) -> SavedChat:
 
 
 def run_chat(chat: Chat) -> None:
-    """Talk on a terminal; else answer each line of stdin, up to the first error. Raises DataError if a line is not UTF-8."""
+    """Talk on a terminal; else answer each line of stdin, up to the first error. Raises DataError if a line
+    is not UTF-8."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         talk(chat)
         return
@@ -284,12 +321,16 @@ def _answer(chat: Chat, text: str) -> None:
         _say("stopped: this message and its answer are not part of the conversation", style="dim")
         return
     _say(shown(generation.texts[0]))
-    _say(statistics(len(generation.tokens[0]), generation.forward_passes[0], time.monotonic() - started), style="dim")
+    _say(
+        statistics(len(generation.tokens[0]), generation.forward_passes[0], time.monotonic() - started),
+        style="dim",
+    )
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C does not interrupt, but makes the function that is given true. A second one interrupts."""
+    """Inside, Ctrl-C does not interrupt, but makes the function that is given true. A second one
+    interrupts."""
     pressed = False
 
     def press(number: int, frame: FrameType | None) -> None:

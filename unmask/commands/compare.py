@@ -13,8 +13,8 @@ from unmask.redaction import shown
 
 
 def read_named(files: Sequence[Path]) -> list[Named]:
-    """The results of files, named by the end of their paths that tells them apart. Raises DataError for a file given twice, and as
-    `read_result`."""
+    """The results of files, named by the end of their paths that tells them apart. Raises DataError for a
+    file given twice, and as `read_result`."""
     resolved = [file.resolve() for file in files]
     for file, path in zip(files, resolved, strict=True):
         if resolved.count(path) > 1:
@@ -41,8 +41,20 @@ def shared_lines(comparison: Comparison, first: str) -> list[str]:
     """How many items are shared and how many are not."""
     lines = []
     for each in comparison.shared:
-        line = f"{each.task}: {each.shared} items shared, {each.only_first} only in {first}, {each.only_other} only in {each.other}"
-        lines.append(shown(line + (f"; {each.unscored} of the shared ones have no score in one of them" if each.unscored else "")))
+        line = (
+            f"{each.task}: {each.shared} items shared, {each.only_first} only in {first}, "
+            f"{each.only_other} only in {each.other}"
+        )
+        lines.append(
+            shown(
+                line
+                + (
+                    f"; {each.unscored} of the shared ones have no score in one of them"
+                    if each.unscored
+                    else ""
+                )
+            )
+        )
     return lines
 
 

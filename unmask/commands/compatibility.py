@@ -16,8 +16,8 @@ from unmask.training.hardware_checks import TrainedModel, check_hardware_setting
 
 
 def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = False) -> None:
-    """Refuse, before the model is loaded, the combinations that the trainer would refuse after loading it. `planned`: other processes will
-    make the run.
+    """Refuse, before the model is loaded, the combinations that the trainer would refuse after loading it.
+    `planned`: other processes will make the run.
 
     Raises:
         ConfigError: `where` holds the keys of both settings, joined by " and ".
@@ -28,9 +28,14 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
             if conflict.on:
                 raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
         quantised, split = config.model.quantization is not None, config.model.device_map is not None
-        matters = args.flash_attention and not config.model.from_scratch  # else the model's config need not be read
-        for attention in args.patterns() or [read_pattern(config.model)["attention"] if matters else "causal"]:
-            subject = TrainedModel(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
+        # else the model's config need not be read
+        matters = args.flash_attention and not config.model.from_scratch
+        for attention in args.patterns() or [
+            read_pattern(config.model)["attention"] if matters else "causal"
+        ]:
+            subject = TrainedModel(
+                attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split
+            )
             check_hardware_settings(args, subject, planned=planned)
         args.check_model(partial(read_pattern, config.model), config)
 
@@ -42,5 +47,8 @@ def naming_sections(args: TrainingConfig) -> Iterator[None]:
         yield
     except ConfigError as error:
         known = {field.name for field in fields(args)}
-        keys = [f"training.{key}" if key.partition(".")[0] in known else key for key in (error.where or "").split(" and ")]
+        keys = [
+            f"training.{key}" if key.partition(".")[0] in known else key
+            for key in (error.where or "").split(" and ")
+        ]
         raise error.moved(" and ".join(keys)) from error

@@ -1,4 +1,5 @@
-"""A text as it is denoised, for people to watch: in a region of the terminal that changes, elsewhere as a line for each step."""
+"""A text as it is denoised, for people to watch: in a region of the terminal that changes, elsewhere as a
+line for each step."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ SECONDS_BETWEEN_PICTURES = 1 / 15  # on a terminal
 HIDDEN, HIDDEN_IN_ASCII = "░", "_"
 COLOURS = ((0.9, "green"), (0.6, "cyan"), (0.3, "yellow"), (0.0, "red"))
 """Of drafted tokens, by their lowest probability."""
-LEGEND = "drafted tokens by probability: " + ", ".join(f"{colour} from {lowest:g}" for lowest, colour in COLOURS)
+LEGEND = "drafted tokens by probability: " + ", ".join(
+    f"{colour} from {lowest:g}" for lowest, colour in COLOURS
+)
 
 Show = Callable[["Canvas"], None]
 
@@ -41,11 +44,14 @@ class Piece(NamedTuple):
 
     @property
     def colour(self) -> str:
-        return "" if self.is_final else next(colour for lowest, colour in COLOURS if self.probability >= lowest)
+        return (
+            "" if self.is_final else next(colour for lowest, colour in COLOURS if self.probability >= lowest)
+        )
 
 
 class Canvas:
-    """A sequence that is being denoised. Of a completion only what follows the prompt is shown, up to its end token."""
+    """A sequence that is being denoised. Of a completion only what follows the prompt is shown, up to its end
+    token."""
 
     def __init__(self, lm: DiffusionLM, request: Request):
         self.lm, self.request = lm, request
@@ -65,16 +71,22 @@ class Canvas:
         if self.request.stop_at_eos:
             stop = start + end_of(self.ids[start:], self.lm.eos_token_ids)
         ids, mask = self.ids[start:stop], self.lm.mask_token_id
-        hidden = [self.request.hidden[position] and self.ids[position] == mask for position in range(start, stop)]
+        hidden = [
+            self.request.hidden[position] and self.ids[position] == mask for position in range(start, stop)
+        ]
         new: list[int] = []  # positions of a character of several tokens
-        for position, text in enumerate(canvas_texts(self.lm.tokenizer, self.ids[:start], ids, hidden), start=start):
+        for position, text in enumerate(
+            canvas_texts(self.lm.tokenizer, self.ids[:start], ids, hidden), start=start
+        ):
             if text is None:
                 yield Piece("", False)
                 new = []
                 continue
             new.append(position)
             if text:
-                is_final = all(position < self.num_final or not self.request.hidden[position] for position in new)
+                is_final = all(
+                    position < self.num_final or not self.request.hidden[position] for position in new
+                )
                 yield Piece(text, is_final, math.exp(min(self.log_probs[position] for position in new)))
                 new = []
 
@@ -88,14 +100,21 @@ class Canvas:
         text = Text(overflow="fold")
         for style, same in itertools.groupby(pieces, lambda piece: piece.colour if piece.text else "dim"):
             text.append("".join(shown(piece.text) or hidden for piece in same), style)
-        final = sum(len(shown(piece.text)) for piece in itertools.takewhile(lambda piece: piece.is_final, pieces))
+        final = sum(
+            len(shown(piece.text)) for piece in itertools.takewhile(lambda piece: piece.is_final, pieces)
+        )
         return text, text[:final]
 
 
 def denoise(
-    lm: DiffusionLM, request: Request, config: SamplerConfig, show: Show, stopped: Callable[[], bool] = lambda: False
+    lm: DiffusionLM,
+    request: Request,
+    config: SamplerConfig,
+    show: Show,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Generation | None:
-    """The result of a request, whose canvas is shown after each step; None if it was stopped between two steps."""
+    """The result of a request, whose canvas is shown after each step; None if it was stopped between two
+    steps."""
     canvas = Canvas(lm, request)
     show(canvas)
     for item in watch(lm, request, config):
@@ -111,11 +130,13 @@ def denoise(
 def generate_visibly(
     lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, *, infill: bool, stream: TextIO
 ) -> Iterator[Generation]:
-    """The results of `unmask.generate`, or `unmask.infill`, one prompt after the other, with the steps of each on a stream. The agreement
-    of lossy settings is not measured. Errors as of those functions."""
+    """The results of `unmask.generate`, or `unmask.infill`, one prompt after the other, with the steps of
+    each on a stream. The agreement of lossy settings is not measured. Errors as of those functions."""
     if infill:
         config = without_ends(lm, config)
-    for number, request in enumerate((make_infill_requests if infill else make_requests)(lm, prompts, config)):
+    for number, request in enumerate(
+        (make_infill_requests if infill else make_requests)(lm, prompts, config)
+    ):
         started = time.monotonic()
         with display(stream) as show:
             generation = denoise(lm, request, config, show)
@@ -132,8 +153,10 @@ def statistics(tokens: int, passes: int, seconds: float) -> str:
 
 
 def terminal(stream: TextIO) -> Console | None:
-    """A console of at most `MAX_COLUMNS`; None if the stream is no terminal, or one that cannot move its cursor."""
-    console = Console(file=stream, force_terminal=stream.isatty(), highlight=False)  # else FORCE_COLOR makes a file a terminal
+    """A console of at most `MAX_COLUMNS`; None if the stream is no terminal, or one that cannot move its
+    cursor."""
+    # else FORCE_COLOR makes a file a terminal
+    console = Console(file=stream, force_terminal=stream.isatty(), highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     console.width = min(console.width, MAX_COLUMNS)
@@ -142,7 +165,8 @@ def terminal(stream: TextIO) -> Console | None:
 
 @contextmanager
 def display(stream: TextIO) -> Iterator[Show]:
-    """Inside, canvases can be shown: in a region of the terminal that is empty again afterwards, elsewhere as a line for each."""
+    """Inside, canvases can be shown: in a region of the terminal that is empty again afterwards, elsewhere as
+    a line for each."""
     console = terminal(stream)
     if console is None:
         yield functools.partial(_print_line, stream)

@@ -27,8 +27,8 @@ STEPS = 2
 
 
 def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None:
-    """The estimate of the run's training step on the machine of its `hardware` section (unset: this computer), for rows of `max_length`
-    tokens; None: there is no formula for this verb.
+    """The estimate of the run's training step on the machine of its `hardware` section (unset: this
+    computer), for rows of `max_length` tokens; None: there is no formula for this verb.
 
     Raises:
         ConfigError: a step does not fit that machine.
@@ -42,16 +42,20 @@ def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None
     estimate = StepEstimator(blueprint, work).estimate(HardwareRecipe.of(config), work.batch)
     if config.hardware is not None and not estimate.fits:
         rows = args.per_device_train_batch_size
-        what = f"a step of {rows} rows needs {estimate.peak / 1e9:.3g} GB, but only {estimate.limit / 1e9:.3g} may be used"
+        what = (
+            f"a step of {rows} rows needs {estimate.peak / 1e9:.3g} GB, but only "
+            f"{estimate.limit / 1e9:.3g} may be used"
+        )
         raise ConfigError(what, where="hardware", remedy=f"Use {estimate.advice}")
     return estimate
 
 
 def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
-    """Make two steps of every stage, in a temporary folder; of a run that is sharded over processes, where no launcher started them, none.
+    """Make two steps of every stage, in a temporary folder; of a run that is sharded over processes, where no
+    launcher started them, none.
 
-    Returns:
-        A table row per stage: what it trains, its number of steps, and the predicted and measured time of a step; "-": unknown.
+    Returns: A table row per stage: what it trains, its number of steps, and the predicted and measured time
+        of a step; "-": unknown.
 
     Raises:
         UnmaskError: the errors that the run itself would raise before its third step.
@@ -64,7 +68,10 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
         steps, setup_seconds = trainer.planned_steps(args), trainer.setup_seconds(args)
         trainer.train()
     measured = timer.seconds[STEPS - 1 :: STEPS]
-    return [_row(part, args, estimate, seconds, steps, setup_seconds) for part, seconds in zip(args.parts(), measured, strict=True)]
+    return [
+        _row(part, args, estimate, seconds, steps, setup_seconds)
+        for part, seconds in zip(args.parts(), measured, strict=True)
+    ]
 
 
 def _plan(verb: str, config: RunConfig) -> list[dict[str, str]]:
@@ -72,17 +79,26 @@ def _plan(verb: str, config: RunConfig) -> list[dict[str, str]]:
     args = planned_arguments(verb, config)
     check_together(config, args, planned=True)
     estimate = estimate_run(config, args)
-    return [_row(part, args, estimate, None, args.max_steps if args.max_steps > 0 else None, 0.0) for part in args.parts()]
+    return [
+        _row(part, args, estimate, None, args.max_steps if args.max_steps > 0 else None, 0.0)
+        for part in args.parts()
+    ]
 
 
 @contextlib.contextmanager
-def short_trainer(verb: str, config: RunConfig, args: TrainingConfig, steps: int, **rest: Any) -> Iterator[Any]:
+def short_trainer(
+    verb: str, config: RunConfig, args: TrainingConfig, steps: int, **rest: Any
+) -> Iterator[Any]:
     """The run's trainer, with `steps` steps of every stage in a temporary folder; `rest` is passed to it."""
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with tempfile.TemporaryDirectory() as folder, display, display.phase(verb) as phase:
-        short_config = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
+        short_config = config.model_copy(
+            update={"training": config.training | args.shortened(steps), "output_dir": folder}
+        )
         short_args = training_arguments(verb, short_config)
-        yield make_trainer(verb, short_config, short_args, **short_args.shortened_arguments(steps) | rest, progress=phase)
+        yield make_trainer(
+            verb, short_config, short_args, **short_args.shortened_arguments(steps) | rest, progress=phase
+        )
 
 
 class StepTimes(TrainerCallback):
@@ -100,13 +116,22 @@ class StepTimes(TrainerCallback):
 
 
 def _row(
-    part: Part, args: TrainingConfig, estimate: StepEstimate | None, seconds: float | None, steps: int | None, setup_seconds: float
+    part: Part,
+    args: TrainingConfig,
+    estimate: StepEstimate | None,
+    seconds: float | None,
+    steps: int | None,
+    setup_seconds: float,
 ) -> dict[str, str]:
     """The row of a stage. `seconds` None: no step was made. `steps` of the run; None: unknown."""
     micro_batches = args.gradient_accumulation_steps
     predicted = estimate.seconds * micro_batches if estimate and estimate.seconds else None
     step_seconds = predicted if seconds is None else seconds
-    hours = None if steps is None or step_seconds is None else (setup_seconds + step_seconds * part.fraction * steps) / 3600
+    hours = (
+        None
+        if steps is None or step_seconds is None
+        else (setup_seconds + step_seconds * part.fraction * steps) / 3600
+    )
     return {
         **part.described,
         "steps": "-" if steps is None else f"{part.fraction * steps:,.0f}",

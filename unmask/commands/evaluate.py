@@ -1,4 +1,5 @@
-"""What `unmask evaluate` does: tasks or the likelihood of a text, into a result file that can run itself again."""
+"""What `unmask evaluate` does: tasks or the likelihood of a text, into a result file that can run itself
+again."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
 from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result, with_settings
-from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
+from unmask.evaluation.tasks import (
+    check_attempts,
+    check_evaluation,
+    check_metrics,
+    evaluate_task,
+    protocol_of,
+    sampler_for,
+)
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
@@ -52,7 +60,8 @@ class Part(NamedTuple):
     authors: Mapping[str, Any] = MappingProxyType({})
 
     def fitted(self, lm: DiffusionLM) -> Part:
-        """With the sampler and the prompts of its protocol, if it has one; given settings win. Raises as `check_evaluation`."""
+        """With the sampler and the prompts of its protocol, if it has one; given settings win. Raises as
+        `check_evaluation`."""
         part = self
         if self.protocol is not None:
             given = {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
@@ -85,7 +94,8 @@ def evaluate(
     replace: bool = True,
     expected: EvaluationResult | None = None,
 ) -> EvaluationResult:
-    """Run an evaluation, and write its result to `output`. Items are kept beside it as they finish: a killed evaluation goes on.
+    """Run an evaluation, and write its result to `output`. Items are kept beside it as they finish: a killed
+    evaluation goes on.
 
     Args:
         harness: for tasks of lm-eval.
@@ -94,15 +104,26 @@ def evaluate(
         replace: whether any other existing output is replaced.
         expected: a result that is to be of the same model.
 
-    Raises:
-        ConfigError: an unknown task, settings that do not fit one another, or an output that may not be replaced.
-        DataError: a file is missing or malformed, items beside the output are of another evaluation, or `expected` is of another model.
-        TrainingError: another evaluation writes the output.
+    Raises: ConfigError: an unknown task, settings that do not fit one another, or an output that may not be
+        replaced. DataError: a file is missing or malformed, items beside the output are of another
+        evaluation, or `expected` is of another model. TrainingError: another evaluation writes the output.
     """
     if processes.count > 1 and output is None:
-        raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
+        raise ConfigError(
+            "several processes share their items through files", where="--output", remedy="Give --output FILE"
+        )
     with contextlib.nullcontext() if output is None else alone_with(output):
-        return _evaluate(model, evaluation, sampler, output, harness, processes, reuse=reuse, replace=replace, expected=expected)
+        return _evaluate(
+            model,
+            evaluation,
+            sampler,
+            output,
+            harness,
+            processes,
+            reuse=reuse,
+            replace=replace,
+            expected=expected,
+        )
 
 
 def _evaluate(
@@ -135,18 +156,24 @@ def _evaluate(
     processes.wait()  # before one of them writes the output
     log = processes.log(output, whole) if output is not None and (parts or documents) else None
     scores, seconds = dict[str, TaskScores](), dict[str, float]()
-    measures: dict[str, Measure] = {name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()}
+    measures: dict[str, Measure] = {
+        name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()
+    }
     if documents:
         measures[LIKELIHOOD] = lambda phase: [documents.measure(lm, log, phase)]
     if harness is not None and evaluation.lm_eval:
         measures[LM_EVAL] = partial(_of_harness, harness(), lm, evaluation, sampler, output)
-    with Progress([(name, 1.0) for name in measures], stream=None if processes.rank == 0 else io.StringIO()) as progress:
+    with Progress(
+        [(name, 1.0) for name in measures], stream=None if processes.rank == 0 else io.StringIO()
+    ) as progress:
         for name, measure in measures.items():
             with progress.phase(name) as phase, _timed(scores, seconds):
                 scores |= {found.task if name == LM_EVAL else name: found for found in measure(phase)}
     times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
     tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
-    result = EvaluationResult(model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times)
+    result = EvaluationResult(
+        model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times
+    )
     if output is not None and processes.rank == 0:
         result.write(output)
         _remove_finished(output, log)
@@ -155,7 +182,9 @@ def _evaluate(
 
 def _arguments(**sections: Config) -> dict[str, Any]:
     """The options that were given."""
-    found: dict[str, Any] = masked({name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()})
+    found: dict[str, Any] = masked(
+        {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
+    )
     return found
 
 
@@ -168,7 +197,11 @@ def _unchanged(
     except DataError:
         return None
     measured = {scores.task: scores.protocol for scores in there.tasks}
-    same = all(measured.get(name, {}).get(key) == protocol.get(key) for name, protocol in protocols.items() for key in OF_PROBLEMS)
+    same = all(
+        measured.get(name, {}).get(key) == protocol.get(key)
+        for name, protocol in protocols.items()
+        for key in OF_PROBLEMS
+    )
     return there if same and (there.model, there.arguments) == (model, arguments) else None
 
 
@@ -181,12 +214,20 @@ def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Itera
 
 
 def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
-    """Raise ConfigError for a setting of the sampler if only a text's likelihood is measured, and for a length if all tasks have others."""
+    """Raise ConfigError for a setting of the sampler if only a text's likelihood is measured, and for a
+    length if all tasks have others."""
     unread = sampler.of_texts
     if unread and not (evaluation.task or evaluation.lm_eval):
         where = f"--{unread[0].replace('_', '-')}"
-        raise ConfigError("a likelihood generates no text", where=where, remedy="Leave it out, or give --task or --lm-eval")
-    if evaluation.lm_eval or evaluation.protocol or evaluation.style == "chat" or "max_new_tokens" not in sampler.model_fields_set:
+        raise ConfigError(
+            "a likelihood generates no text", where=where, remedy="Leave it out, or give --task or --lm-eval"
+        )
+    if (
+        evaluation.lm_eval
+        or evaluation.protocol
+        or evaluation.style == "chat"
+        or "max_new_tokens" not in sampler.model_fields_set
+    ):
         return
     own = [get_task(name).max_completion for name in evaluation.tasks]
     if own and None not in own and sampler.max_new_tokens not in own:
@@ -194,9 +235,14 @@ def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
         raise ConfigError(what, where="--max-new-tokens", remedy="Leave it out")
 
 
-def _protocols(lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None) -> dict[str, Any]:
+def _protocols(
+    lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None
+) -> dict[str, Any]:
     """What items depend on beside the model."""
-    protocols = {name: protocol_of(part.task, part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
+    protocols = {
+        name: protocol_of(part.task, part.rows, part.sampler, evaluation.attempts)
+        for name, part in parts.items()
+    }
     protocols |= {LIKELIHOOD: documents.protocol} if documents else {}
     templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
     return {"protocols": protocols, "pass_at": evaluation.ks, **templates}
@@ -211,7 +257,8 @@ def _remove_finished(output: Path, log: ItemLog | None) -> None:
 
 
 def answers_beside(output: Path) -> Path:
-    """Where the answers to requests of lm-eval are kept until the result is written; lm-eval appends `_rank0.db`."""
+    """Where the answers to requests of lm-eval are kept until the result is written; lm-eval appends
+    `_rank0.db`."""
     return output.with_name(f"{output.name}.answers")
 
 
@@ -227,7 +274,9 @@ def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerCo
     return documents
 
 
-def _areas(evaluation: EvaluationConfig, parts: Mapping[str, Part], scores: Mapping[str, TaskScores]) -> list[TaskScores]:
+def _areas(
+    evaluation: EvaluationConfig, parts: Mapping[str, Part], scores: Mapping[str, TaskScores]
+) -> list[TaskScores]:
     """The area under the curve of each task, if there are curves."""
     if not evaluation.curve:
         return []
@@ -242,12 +291,16 @@ def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> Eval
     if protocol is None:
         return evaluation
     theirs = {"style": "chat" if protocol.template else "plain", "shots": protocol.shots}
-    return evaluation.model_copy(update={name: value for name, value in theirs.items() if name not in evaluation.model_fields_set})
+    return evaluation.model_copy(
+        update={name: value for name, value in theirs.items() if name not in evaluation.model_fields_set}
+    )
 
 
-def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
-    """How many items had been finished before; seconds and tokens per second by part, of all processes, with the time to verify: None if
-    all of its items had been."""
+def _speeds(
+    scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log: ItemLog | None
+) -> dict[str, Any]:
+    """How many items had been finished before; seconds and tokens per second by part, of all processes, with
+    the time to verify: None if all of its items had been."""
     speeds = {}
     for name, part in scores.items():
         finished = log.finished(name) if log else {}
@@ -256,8 +309,11 @@ def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log:
     return {"resumed_items": log.resumed if log else 0, "tasks": speeds}
 
 
-def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harness | None = None) -> dict[str, Part]:
-    """What is measured: each task at each point of the curve, if there is one. The names are those of `comparison.labels`.
+def prepare(
+    evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harness | None = None
+) -> dict[str, Part]:
+    """What is measured: each task at each point of the curve, if there is one. The names are those of
+    `comparison.labels`.
 
     Raises:
         ConfigError, DataError: those of `evaluate` that can be found without a model.
@@ -267,14 +323,20 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
     if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):
-        raise ConfigError("is of a dataset on the hub, and none is read", where="--split", remedy="Leave it out")
+        raise ConfigError(
+            "is of a dataset on the hub, and none is read", where="--split", remedy="Leave it out"
+        )
     points = curve_samplers(sampler, evaluation.curve) if evaluation.curve else [sampler]
     settings = [point.model_dump() for point in points]
     parts: dict[str, Part] = {}
     for name in evaluation.tasks:
         task = get_task(name)
         if any(part.task.name == task.name for part in parts.values()):
-            raise ConfigError(f"another task is named {task.name} too", where=f"--task {name}", remedy="Measure it in another evaluation")
+            raise ConfigError(
+                f"another task is named {task.name} too",
+                where=f"--task {name}",
+                remedy="Measure it in another evaluation",
+            )
         protocol = read_protocol(evaluation.protocol, task.name) if evaluation.protocol else None
         wanted, source = _as_authors(evaluation, protocol), evaluation.sources.get(name)
         rows = _problems(wanted, task, source, sampler)
@@ -284,28 +346,54 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
     return parts
 
 
-def _problems(evaluation: EvaluationConfig, task: Task, source: str | None, sampler: SamplerConfig) -> list[Row]:
+def _problems(
+    evaluation: EvaluationConfig, task: Task, source: str | None, sampler: SamplerConfig
+) -> list[Row]:
     check_metrics(task, evaluation.metric or [], has_judge=evaluation.judge is not None)
     if evaluation.protocol is None:  # else its temperature counts
         check_attempts(evaluation.attempts, evaluation.ks, sampler)
-    problems = read_problems(task, source, evaluation.rows + evaluation.shots, split="test", hub_split=evaluation.split, seed=sampler.seed)
+    problems = read_problems(
+        task,
+        source,
+        evaluation.rows + evaluation.shots,
+        split="test",
+        hub_split=evaluation.split,
+        seed=sampler.seed,
+    )
     return pose(task, problems, evaluation.style, evaluation.shots)
 
 
-def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase) -> list[TaskScores]:
+def _scores(
+    lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase
+) -> list[TaskScores]:
     evaluation = part.evaluation
-    options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
+    options: dict[str, Any] = {
+        "attempts": evaluation.attempts,
+        "pass_at": evaluation.ks,
+        "log": log,
+        "part": name,
+        "judge": judge,
+    }
     options["until"] = part.protocol.until if part.protocol else ()
-    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options)
+    result = evaluate_task(
+        lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options
+    )
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(part.source or "generated")
     more = {**part.authors} | ({"judge": model_identity(judge, str(evaluation.judge))} if judge else {})
-    scores = result.to_scores(**more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    scores = result.to_scores(
+        **more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template
+    )
     return [with_speed(scores)]
 
 
 def _of_harness(
-    harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None, phase: Phase
+    harness: ModuleType,
+    lm: DiffusionLM,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None,
+    phase: Phase,
 ) -> list[TaskScores]:
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
@@ -334,14 +422,24 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     """
     before = read_result(path)
     if not before.arguments:
-        raise DataError("was made by training, not by `unmask evaluate`", where=str(path), remedy="Evaluate the model that it was made of.")
+        raise DataError(
+            "was made by training, not by `unmask evaluate`",
+            where=str(path),
+            remedy="Evaluate the model that it was made of.",
+        )
     model = _section(before, "model", ModelConfig, path)
-    evaluation, sampler = _section(before, "evaluation", EvaluationConfig, path), _section(before, "sampler", SamplerConfig, path)
+    evaluation, sampler = (
+        _section(before, "evaluation", EvaluationConfig, path),
+        _section(before, "sampler", SamplerConfig, path),
+    )
     if model.trust_remote_code:
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
     if code := [name for name in evaluation.tasks if ":" in name]:
-        what, remedy = "names code to run, which may not stand in a result", "Give the evaluation's own options, and compare the results"
+        what, remedy = (
+            "names code to run, which may not stand in a result",
+            "Give the evaluation's own options, and compare the results",
+        )
         raise ConfigError(what, where=f"task {code[0]} ({path})", remedy=remedy)
     return before, evaluate(model, evaluation, sampler, harness=harness, expected=before)
 
@@ -350,8 +448,12 @@ def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any
     """Raise a DataError if a result is of a model with other weights."""
     if expected is None or expected.model.get("fingerprint") == now["fingerprint"]:
         return
-    values = {name: (str(expected.model.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")}
-    changed = [f"{name}: {there} there, {here} now" for name, (there, here) in values.items() if there != here]
+    values = {
+        name: (str(expected.model.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")
+    }
+    changed = [
+        f"{name}: {there} there, {here} now" for name, (there, here) in values.items() if there != here
+    ]
     remedy = "Give the path its former model again, or evaluate this one into another file"
     what = f"the result is of another model than there is now ({', '.join(changed)})"
     raise DataError(what, where=str(now["path"]), remedy=remedy)
@@ -360,7 +462,10 @@ def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any
 def _section(result: EvaluationResult, name: str, kind: type[Section], path: Path) -> Section:
     """Options in a file. Raises DataError for those that this version does not have, or that are missing."""
     section = result.arguments.get(name, {})
-    remedy = "Give a file that `unmask evaluate --output FILE` of this version wrote, or the evaluation's own options"
+    remedy = (
+        "Give a file that `unmask evaluate --output FILE` of this version wrote, or the evaluation's own "
+        "options"
+    )
     if not isinstance(section, dict):
         raise DataError(f"arguments.{name} is no object", where=str(path), remedy=remedy)
     try:
@@ -370,8 +475,11 @@ def _section(result: EvaluationResult, name: str, kind: type[Section], path: Pat
         raise DataError(what, where=f"{path}, arguments.{name}", remedy=remedy) from error
 
 
-def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """How two results differ, in rows of a name and both values: in what was measured, and in what may explain it."""
+def differences(
+    before: EvaluationResult, after: EvaluationResult
+) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """How two results differ, in rows of a name and both values: in what was measured, and in what may
+    explain it."""
     scores = []
     there, now = by_label(Named("the file", before)), by_label(Named("now", after))
     for label in {**there, **now}:
@@ -380,7 +488,10 @@ def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list
             scores.append((label, first, second))
         elif not _same(there[label], now[label]):
             scores += _changed_scores(label, there[label], now[label])
-    return scores, [*differing(before.model, after.model, "model: "), *differing(before.environment, after.environment)]
+    return scores, [
+        *differing(before.model, after.model, "model: "),
+        *differing(before.environment, after.environment),
+    ]
 
 
 def _changed_scores(label: str, before: TaskScores, after: TaskScores) -> Iterator[tuple[str, str, str]]:
@@ -395,7 +506,9 @@ def _changed_scores(label: str, before: TaskScores, after: TaskScores) -> Iterat
 
 def _same(before: BaseModel | None, after: BaseModel | None) -> bool:
     """As they are written: NaN is NaN."""
-    return before == after or (before is not None and after is not None and before.model_dump_json() == after.model_dump_json())
+    return before == after or (
+        before is not None and after is not None and before.model_dump_json() == after.model_dump_json()
+    )
 
 
 def _mean(scores: TaskScores, name: str) -> str:

@@ -23,7 +23,8 @@ class Processes:
 
     @classmethod
     def of_launcher(cls, device: str) -> Processes:
-        """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
+        """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of
+        its own as its current one."""
         found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
         check_processes(connected_processes(cpu=device == "cpu").num_processes if found.count > 1 else 1)
         return found

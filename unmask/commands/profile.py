@@ -26,9 +26,8 @@ Table = list[dict[str, str]]
 def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[str, Table]:
     """Run a few steps of every stage, with the settings of a short run, and record all but the first.
 
-    Args:
-        trace: where the trace goes, as JSON that Perfetto and chrome://tracing open; gzipped if its name ends in .gz.
-        steps: to record, after one warm-up (grpo: rollouts, each with all its updates).
+    Args: trace: where the trace goes, as JSON that Perfetto and chrome://tracing open; gzipped if its name
+        ends in .gz. steps: to record, after one warm-up (grpo: rollouts, each with all its updates).
 
     Returns:
         Tables by title: of the phases, and of the operators that take the most time.
@@ -37,14 +36,19 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
         UnmaskError: the trace exists and may not be overwritten, or an error of the run itself.
     """
     refuse_existing(
-        trace, "Choose another with --trace, or replace it with --overwrite", overwrite=config.overwrite, inputs=inputs_of(config)
+        trace,
+        "Choose another with --trace, or replace it with --overwrite",
+        overwrite=config.overwrite,
+        inputs=inputs_of(config),
     )
     args = training_arguments(verb, config)
     updates = args.updates_per_batch
     recorded = ((1 + steps) * len(args.parts()) - 1) * updates
     phases = Phases(args.device, synchronize=True, memory=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if args.device.type == "cuda" else [])]
-    recorder = profile(activities=activities, schedule=schedule(wait=0, warmup=updates, active=recorded, repeat=1))
+    recorder = profile(
+        activities=activities, schedule=schedule(wait=0, warmup=updates, active=recorded, repeat=1)
+    )
     short: dict[str, Any] = {"phases": phases, "callbacks": [Advance(recorder, phases, updates)]}
     with short_trainer(verb, config, args, (1 + steps) * updates, **short) as trainer, recorder:
         trainer.train()
@@ -93,9 +97,11 @@ def by_phase(phases: Phases, steps: int) -> Table:
 
 
 def by_operator(recorder: profile, steps: int) -> dict[str, Table]:
-    """The operators that take the most time on the CPU, without the operators that they call, and the kernels on a GPU.
+    """The operators that take the most time on the CPU, without the operators that they call, and the kernels
+    on a GPU.
 
-    Computed from the profiler's raw events: its `key_averages` takes minutes for the millions of events of a rollout.
+    Computed from the profiler's raw events: its `key_averages` takes minutes for the millions of events of a
+    rollout.
     """
     profiler: Any = recorder.profiler
     spans, kernels = [], []
@@ -105,11 +111,15 @@ def by_operator(recorder: profile, steps: int) -> dict[str, Table]:
             spans.append(span)
         elif event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
             kernels.append(span)
-    return {"operators on the CPU": top(*own_times(spans), steps), "kernels on the GPU": top(*own_times(kernels, nested=False), steps)}
+    return {
+        "operators on the CPU": top(*own_times(spans), steps),
+        "kernels on the GPU": top(*own_times(kernels, nested=False), steps),
+    }
 
 
 class Span(NamedTuple):
-    """An event, in nanoseconds. In sorted order threads are contiguous, and an event precedes those within it."""
+    """An event, in nanoseconds. In sorted order threads are contiguous, and an event precedes those within
+    it."""
 
     thread: int
     start: int
@@ -118,7 +128,8 @@ class Span(NamedTuple):
 
 
 def own_times(spans: list[Span], nested: bool = True) -> tuple[Counter[str], Counter[str]]:
-    """Nanoseconds and calls by name. With `nested`, a span's time excludes spans within it, and calls by its own name do not count."""
+    """Nanoseconds and calls by name. With `nested`, a span's time excludes spans within it, and calls by its
+    own name do not count."""
     own: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     around: list[Span] = []

@@ -27,7 +27,8 @@ MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class Sources:
-    """What a report is about, in the order given: folders of runs, and results with the path or name of their model."""
+    """What a report is about, in the order given: folders of runs, and results with the path or name of their
+    model."""
 
     runs: list[Path]
     results: list[tuple[str, EvaluationResult]]
@@ -36,17 +37,25 @@ class Sources:
 def report_of(paths: Sequence[Path], title: str = "Unmask: runs and evaluations") -> Report:
     """The report of folders of runs (or folders that hold some) and of result files.
 
-    Raises:
-        DataError: a path that does not exist, a folder without runs, a log or result file that cannot be read.
+    Raises: DataError: a path that does not exist, a folder without runs, a log or result file that cannot be
+        read.
     """
     sources = read_sources(paths)
     of_runs = [_key(str(folder)) for folder in sources.runs]
     keys = list(dict.fromkeys([*of_runs, *(key for key, _ in sources.results)]))
     names = short_names(keys)
     color = {key: number for number, key in enumerate(keys)}
-    runs = [read_run(folder, names[key], color[key]) for folder, key in zip(sources.runs, of_runs, strict=True)]
+    runs = [
+        read_run(folder, names[key], color[key]) for folder, key in zip(sources.runs, of_runs, strict=True)
+    ]
     results = [Result(names[key], color[key], content) for key, content in sources.results]
-    return make_report(title=title, subtitle=_subtitle(sources), entries=[names[key] for key in keys], runs=runs, results=results)
+    return make_report(
+        title=title,
+        subtitle=_subtitle(sources),
+        entries=[names[key] for key in keys],
+        runs=runs,
+        results=results,
+    )
 
 
 def _subtitle(sources: Sources) -> str:
@@ -55,19 +64,29 @@ def _subtitle(sources: Sources) -> str:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Find the runs in folders, with their evaluations, and read result files, each once. Errors are those of `report_of`."""
+    """Find the runs in folders, with their evaluations, and read result files, each once. Errors are those of
+    `report_of`."""
     runs: list[Path] = []
     results: list[tuple[str, EvaluationResult]] = []
     seen: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found = sorted({file.parent for file in path.glob(f"**/{LOG_NAME}")}) or [path][: (path / EVALUATION).is_file()]
+            found = (
+                sorted({file.parent for file in path.glob(f"**/{LOG_NAME}")})
+                or [path][: (path / EVALUATION).is_file()]
+            )
             if not found:
                 remedy = "Give the folder of a run, one that holds runs, or the result file of an evaluation"
                 raise DataError(f"holds no run (no {LOG_NAME})", where=str(path), remedy=remedy)
-            runs += [folder for folder in found if folder.resolve() not in seen and (folder / LOG_NAME).is_file()]
+            runs += [
+                folder for folder in found if folder.resolve() not in seen and (folder / LOG_NAME).is_file()
+            ]
             own = [folder for folder in found if (folder / EVALUATION).resolve() not in seen]
-            results += [(_key(str(folder)), content) for folder in own if (content := _own_evaluation(folder)) is not None]
+            results += [
+                (_key(str(folder)), content)
+                for folder in own
+                if (content := _own_evaluation(folder)) is not None
+            ]
             seen |= {place.resolve() for folder in found for place in (folder, folder / EVALUATION)}
         elif path.resolve() not in seen:
             results.append((_owner(path, content := read_result(path)), content))
@@ -76,7 +95,8 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 
 def _own_evaluation(folder: Path) -> EvaluationResult | None:
-    """The evaluation at the end of a run. One that cannot be read hides nothing else: it is named in a warning."""
+    """The evaluation at the end of a run. One that cannot be read hides nothing else: it is named in a
+    warning."""
     try:
         return read_result(folder / EVALUATION) if (folder / EVALUATION).is_file() else None
     except DataError as error:
@@ -109,9 +129,17 @@ def read_run(folder: Path, name: str, color: int, description: str = "") -> Run:
     """A run by its log, and by its manifest if it has one."""
     lines = [line for line in MetricsLog(folder / LOG_NAME).read() if isinstance(line, dict)]
     manifest = folder / RUN_MANIFEST
-    found = [run for run in find_runs([folder]) if Path(run["folder"]) == folder] if manifest.is_file() else []
+    found = (
+        [run for run in find_runs([folder]) if Path(run["folder"]) == folder] if manifest.is_file() else []
+    )
     known: dict[str, Any] = {"verb": folder.name}
     if found:
-        known = {key: found[0][key] for key in ("verb", "state", "steps")} | {"settings": json.loads(manifest.read_text("utf-8"))}
-    rows = json.loads(read_file(folder / DATA_REPORT))["train"].get("rows", ()) if (folder / DATA_REPORT).is_file() else ()
+        known = {key: found[0][key] for key in ("verb", "state", "steps")} | {
+            "settings": json.loads(manifest.read_text("utf-8"))
+        }
+    rows = (
+        json.loads(read_file(folder / DATA_REPORT))["train"].get("rows", ())
+        if (folder / DATA_REPORT).is_file()
+        else ()
+    )
     return Run(name=name, color=color, description=description, lines=lines, rows=rows, **known)

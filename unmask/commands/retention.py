@@ -68,12 +68,12 @@ def measure_retention(
 ) -> Retention | None:
     """Evaluate the earlier model, then `model`, and compare them.
 
-    A causal model is sampled token by token, and its likelihoods are exact: it gets only the settings that it has.
+    A causal model is sampled token by token, and its likelihoods are exact: it gets only the settings that it
+    has.
 
-    Args:
-        output: the file of the result of `model`; that of the other one is `result_before(output)`. A killed evaluation goes on.
-        reuse: whether an existing result of the earlier model is used, and the model not measured again.
-        replace: whether any other file in its place is replaced.
+    Args: output: the file of the result of `model`; that of the other one is `result_before(output)`. A
+        killed evaluation goes on. reuse: whether an existing result of the earlier model is used, and the
+        model not measured again. replace: whether any other file in its place is replaced.
 
     Returns:
         None in a process other than the first.
@@ -82,16 +82,39 @@ def measure_retention(
         UnmaskError: as `evaluate` and `compare`.
     """
     causal = is_causal(read_pattern(earlier))
-    exact = [each.path for each in (earlier, model) if has_exact_likelihoods(read_pattern(each), evaluation.estimator)]
+    exact = [
+        each.path
+        for each in (earlier, model)
+        if has_exact_likelihoods(read_pattern(each), evaluation.estimator)
+    ]
     if evaluation.samples is not None and len(exact) == 1 and not processes.rank:
-        show_line(f"note: the likelihoods of {exact[0]} are exact, and --samples is of those of the other model")
+        show_line(
+            f"note: the likelihoods of {exact[0]} are exact, and --samples is of those of the other model"
+        )
     results = []
     for each, without in ((earlier, causal), (model, False)):
-        left_out = {"against"} | (OF_ESTIMATES if without else set()) | ({"samples"} if exact == [each.path] else set())
+        left_out = (
+            {"against"}
+            | (OF_ESTIMATES if without else set())
+            | ({"samples"} if exact == [each.path] else set())
+        )
         measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
-        sampled = SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=NOT_OF_CAUSAL_MODELS if without else None))
+        sampled = SamplerConfig(
+            **sampler.model_dump(exclude_unset=True, exclude=NOT_OF_CAUSAL_MODELS if without else None)
+        )
         path = output if each is model or output is None else result_before(output)
-        results.append(evaluate(each, measured, sampled, path, harness, processes, reuse=reuse and each is earlier, replace=replace))
+        results.append(
+            evaluate(
+                each,
+                measured,
+                sampled,
+                path,
+                harness,
+                processes,
+                reuse=reuse and each is earlier,
+                replace=replace,
+            )
+        )
     if processes.rank:
         return None
     before, after = results
@@ -111,13 +134,20 @@ def has_exact_likelihoods(pattern: Mapping[str, Any], estimator: Estimator | Non
 
 def speed_rows(found: Retention) -> list[list[str]]:
     """A row of the table for the tokens per second of each task that wrote text."""
-    speeds = [{name: part["tokens_per_second"] for name, part in result.times["tasks"].items()} for result in (found.before, found.after)]
+    speeds = [
+        {name: part["tokens_per_second"] for name, part in result.times["tasks"].items()}
+        for result in (found.before, found.after)
+    ]
     both = [name for name, speed in speeds[0].items() if speed and speeds[1].get(name)]
-    return [[f"{name}: tokens per second", *(f"{speed[name]:,.4g}" for speed in speeds), "", "", ""] for name in both]
+    return [
+        [f"{name}: tokens per second", *(f"{speed[name]:,.4g}" for speed in speeds), "", "", ""]
+        for name in both
+    ]
 
 
 def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, Part]:
-    """The tasks that a run is to evaluate at its end. Raises those errors of `measure_retention` that can be found without weights."""
+    """The tasks that a run is to evaluate at its end. Raises those errors of `measure_retention` that can be
+    found without weights."""
     evaluation = config.retention
     if evaluation is None:
         return {}
@@ -131,8 +161,8 @@ def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, Par
 
 
 def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -> Retention | None:
-    """Evaluate the model in `folder`, which a run has made, and the one that it was made of. The results are written beside the folder
-    (`retention.json`), and the differences into its config and its card.
+    """Evaluate the model in `folder`, which a run has made, and the one that it was made of. The results are
+    written beside the folder (`retention.json`), and the differences into its config and its card.
 
     Returns, Raises:
         as `measure_retention`.
@@ -143,12 +173,17 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
     other = config.retention.against
     earlier, trained = model_against(start, other) if other else start, model_against(start, str(folder))
     processes = Processes(state.process_index, state.num_processes)
-    found = measure_retention(earlier, trained, config.retention, config.sampler, folder.with_name(RESULT), harness, processes)
+    found = measure_retention(
+        earlier, trained, config.retention, config.sampler, folder.with_name(RESULT), harness, processes
+    )
     if found is not None:
         path = folder / CONFIG_NAME
         content = json.loads(read_file(path))
         differences = [_in_card(each) for each in found.comparison.differences]
-        content[HISTORY_KEY][-1]["retention"] = {"of": without_folder(other or start.path), "differences": differences}
+        content[HISTORY_KEY][-1]["retention"] = {
+            "of": without_folder(other or start.path),
+            "differences": differences,
+        }
         write_atomic(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
         write_card(load(folder, **trained.load_arguments()), folder)
     return found
@@ -157,5 +192,7 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
 def _in_card(difference: Difference) -> dict[str, Any]:
     """What the history of a model holds of a difference, in JSON types."""
     names = ("task", "metric", "items", "before", "after", "fraction")
-    low, high = (bound if math.isfinite(bound) else None for bound in (difference.change.low, difference.change.high))
+    low, high = (
+        bound if math.isfinite(bound) else None for bound in (difference.change.low, difference.change.high)
+    )
     return {name: getattr(difference, name) for name in names} | {"low": low, "high": high}

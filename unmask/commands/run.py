@@ -1,4 +1,5 @@
-"""Run a training verb from its config: load, read the data, train, save, evaluate. The command line calls it."""
+"""Run a training verb from its config: load, read the data, train, save, evaluate. The command line calls
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from transformers import TrainingArguments
 from unmask.artifacts import write_atomic
 from unmask.commands.compatibility import check_together, naming_sections
 from unmask.commands.evaluate import Harness, Part
-from unmask.commands.inputs import evaluates, held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
+from unmask.commands.inputs import (
+    evaluates,
+    held_out_problems,
+    load_or_initialise,
+    naming_files,
+    read_data,
+    task_of,
+    without_folder,
+)
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
 from unmask.commands.run_folder import RunFolder
 from unmask.commands.settings.listing import SET_BY_RUN
@@ -45,7 +54,8 @@ from unmask.training.sharding import launched, read_deepspeed, weight_sharding_s
 
 
 def training_arguments(verb: str, config: RunConfig) -> Any:
-    """The verb's training arguments. Unless `training` sets them, the canvas length comes from the task, and the text column from `data`.
+    """The verb's training arguments. Unless `training` sets them, the canvas length comes from the task, and
+    the text column from `data`.
 
     Raises:
         ConfigError: a setting that the verb does not have, or a value that it refuses.
@@ -63,10 +73,13 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
 
 
 def planned_arguments(verb: str, config: RunConfig) -> Any:
-    """As `training_arguments`, for a run that is only planned here: DeepSpeed is neither needed nor started."""
+    """As `training_arguments`, for a run that is only planned here: DeepSpeed is neither needed nor
+    started."""
     if launched():
         return training_arguments(verb, config)
-    args = training_arguments(verb, config.model_copy(update={"training": config.training | {"deepspeed": None}}))
+    args = training_arguments(
+        verb, config.model_copy(update={"training": config.training | {"deepspeed": None}})
+    )
     setting: Any = config.training.get("deepspeed")
     if setting:
         with naming_sections(args):
@@ -75,34 +88,50 @@ def planned_arguments(verb: str, config: RunConfig) -> Any:
 
 
 def data_name(data: DataConfig, task: Task | None = None) -> str | None:
-    """The name of the data in a model card: names on the hub, file names without their folders, or the name of the task."""
-    sources = [data.train or (task and task.name)] if not isinstance(data.train, list) else [source.path for source in data.train]
+    """The name of the data in a model card: names on the hub, file names without their folders, or the name
+    of the task."""
+    sources = (
+        [data.train or (task and task.name)]
+        if not isinstance(data.train, list)
+        else [source.path for source in data.train]
+    )
     return ", ".join(without_folder(source) for source in sources if source) or None
 
 
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
-    """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user set them, or if our default
-    differs; settings that have no effect here are left out."""
+    """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user
+    set them, or if our default differs; settings that have no effect here are left out."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    listed = [f.name for f in dataclasses.fields(args) if f.name not in SET_BY_RUN and (f.name not in stock or f.default != stock[f.name])]
+    listed = [
+        f.name
+        for f in dataclasses.fields(args)
+        if f.name not in SET_BY_RUN and (f.name not in stock or f.default != stock[f.name])
+    ]
     values = args.to_dict()
-    set_by_user = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
+    set_by_user = {
+        name: value for name, value in config.training.items() if value is not None or values[name] is None
+    }
     filled_in = config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
     return without_unread(filled_in, args, set_by_user)
 
 
 def without_unread(config: RunConfig, args: TrainingConfig, given: Collection[str]) -> RunConfig:
-    """The config without settings that have no effect, unless they were given; the trainer knows of more than the settings alone."""
+    """The config without settings that have no effect, unless they were given; the trainer knows of more than
+    the settings alone."""
     left_out = args.unread() - {*given}
-    return config.model_copy(update={"training": {name: value for name, value in config.training.items() if name not in left_out}})
+    return config.model_copy(
+        update={"training": {name: value for name, value in config.training.items() if name not in left_out}}
+    )
 
 
-def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: Harness | None = None) -> Retention | None:
+def run_verb(
+    verb: str, config: RunConfig, resume: str | bool = False, harness: Harness | None = None
+) -> Retention | None:
     """Run `unmask VERB`.
 
-    Writes the trained model to `output_dir/model`, with checkpoints, `training_logs.json`, the resolved config and a manifest beside it.
-    With a task, the model is then evaluated on held-out problems (`evaluation.json`); with `retention`, beside the one that it was made of
-    (`retention.json`).
+    Writes the trained model to `output_dir/model`, with checkpoints, `training_logs.json`, the resolved
+    config and a manifest beside it. With a task, the model is then evaluated on held-out problems
+    (`evaluation.json`); with `retention`, beside the one that it was made of (`retention.json`).
 
     Args:
         verb: pretrain, convert, sft, dpo or grpo.
@@ -119,7 +148,10 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: 
     """
     output = Path(config.output_dir)
     resumes = resumes_in_place(output, resume)
-    with naming_lost_process(output), StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop:
+    with (
+        naming_lost_process(output),
+        StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop,
+    ):
         folder = _run(verb, config, resume, stop, check_retention(config, harness))
     processes, found = PartialState(), None
     if config.retention is not None:
@@ -133,7 +165,9 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: 
     return found
 
 
-def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, retained: Mapping[str, Part]) -> RunFolder:
+def _run(
+    verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, retained: Mapping[str, Part]
+) -> RunFolder:
     """Train and save the model. The run is then finished, unless its retention is to be measured."""
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
@@ -160,12 +194,17 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
                 trainer.checkpoint_to_resume(resume)  # refuses another run
             if args.should_save and folder.overwrite:
                 forget_earlier_run(output)
-            folder.begin(without_unread(settings, args, config.training), trainer.run_record, trainer.planned_steps(args))
+            folder.begin(
+                without_unread(settings, args, config.training),
+                trainer.run_record,
+                trainer.planned_steps(args),
+            )
             if args.should_save and (reports := data_reports(trainer)):
                 write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
             trainer.train(resume_from_checkpoint=resume)
             save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)
-            if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # conversion stages evaluate at their end
+            # conversion stages evaluate at their end
+            if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:
                 trainer.evaluate()
                 save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
         if args.should_save and task and held_out:
@@ -179,7 +218,8 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
 
 
 def whole_model(lm: DiffusionLM, config: RunConfig, args: TrainingConfig) -> DiffusionLM:
-    """The trained model for one process. If its weights are sharded, a forward pass would need every process: it is loaded again."""
+    """The trained model for one process. If its weights are sharded, a forward pass would need every process:
+    it is loaded again."""
     if not weight_sharding_setting(args):
         return lm
     kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
@@ -187,7 +227,8 @@ def whole_model(lm: DiffusionLM, config: RunConfig, args: TrainingConfig) -> Dif
 
 
 def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
-    """Save the model to a folder, which is replaced when it is complete. `writes`: whether this process writes it."""
+    """Save the model to a folder, which is replaced when it is complete. `writes`: whether this process
+    writes it."""
     with written_whole(folder, writes=writes, listed=False) as unfinished:
         if writes and (card := folder / "README.md").is_file():  # it may have been edited
             shutil.copy(card, unfinished)
@@ -205,7 +246,9 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     with naming_files(config.data):
         lm = load_or_initialise(config, train, args)
     if config.data.chat_template is not None:
-        lm.set_chat_template(read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
+        lm.set_chat_template(
+            read_template(config.data.chat_template), ends=config.model.eos_token_ids is None
+        )
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     with naming_files(config.data):
@@ -213,7 +256,8 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
 
 
 def forget_earlier_run(output: Path) -> None:
-    """Remove the checkpoints, metrics, samples and results of a run that is overwritten: a later resume must not find them."""
+    """Remove the checkpoints, metrics, samples and results of a run that is overwritten: a later resume must
+    not find them."""
     for path in output.glob("*-*"):
         if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_symlink():
             path.unlink()
@@ -222,5 +266,6 @@ def forget_earlier_run(output: Path) -> None:
     for name in (LOG_NAME, COMPLETIONS_FILE, EVALUATION):
         (output / name).unlink(missing_ok=True)
     for name in (RESULT, result_before(Path(RESULT)).name):
-        for path in output.glob(f"{name}*"):  # with the items and answers that a killed evaluation left beside it
+        # with the items and answers that a killed evaluation left beside it
+        for path in output.glob(f"{name}*"):
             path.unlink()

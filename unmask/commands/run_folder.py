@@ -1,4 +1,5 @@
-"""What the folder of a run says of it: its settings and inputs, its state, and what was changed when it was resumed."""
+"""What the folder of a run says of it: its settings and inputs, its state, and what was changed when it was
+resumed."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
 
 
 def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
-    """The settings besides `training` that a resumed run compares, by dotted name, with their kinds; of streamed data also their files, of
-    a task of the user its code."""
+    """The settings besides `training` that a resumed run compares, by dotted name, with their kinds; of
+    streamed data also their files, of a task of the user its code."""
     values, kinds = flat_values(config), kinds_of(RunConfig)
     settings = {name: (value, kinds[name]) for name, value in values.items() if name not in ELSEWHERE}
     if task := task_of(config):
@@ -66,10 +67,9 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """As `locked`, for a run that begins or is resumed.
 
-        Raises:
-            TrainingError: another run is here, or was here since the folder was checked, or this is a part of another; or there is no run
-                to resume.
-            ConfigError: the settings would make another run than the one to resume.
+        Raises: TrainingError: another run is here, or was here since the folder was checked, or this is a
+            part of another; or there is no run to resume. ConfigError: the settings would make another run
+            than the one to resume.
         """
         if self.resume is True:
             refuse_nothing(self.path)
@@ -81,15 +81,26 @@ class RunFolder:
             check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place, inputs=inputs)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
             if self.resume:
-                RunRecord(self.args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
+                RunRecord(self.args, {}, {}).refuse_settings(
+                    self.path if self.resume is True else Path(self.resume)
+                )
             yield
 
     def _refuse_other_files(self) -> None:
-        """Raise TrainingError if the folder holds what a run replaces, removes or would be mixed with, and no run has written it."""
+        """Raise TrainingError if the folder holds what a run replaces, removes or would be mixed with, and no
+        run has written it."""
         names = sorted(each.name for each in self.path.iterdir()) if self.path.is_dir() else []
-        found = [name for name in names if name in (RUN_CONFIG, RUN_MANIFEST, CONFIG_NAME) or OF_OTHER_RUN.fullmatch(name)]
+        found = [
+            name
+            for name in names
+            if name in (RUN_CONFIG, RUN_MANIFEST, CONFIG_NAME) or OF_OTHER_RUN.fullmatch(name)
+        ]
         if found and not is_run(self.path):
-            raise TrainingError(f"holds a {found[0]} that no run has written", where=str(self.path), remedy="Choose another output folder")
+            raise TrainingError(
+                f"holds a {found[0]} that no run has written",
+                where=str(self.path),
+                remedy="Choose another output folder",
+            )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -106,9 +117,13 @@ class RunFolder:
             record: the trainer's record of its settings, inputs and changes.
             steps: of the whole run.
         """
-        changes = [f"# {each['setting']} was {each['old']} until step {each['step']}\n" for each in record.changes]
+        changes = [
+            f"# {each['setting']} was {each['old']} until step {each['step']}\n" for each in record.changes
+        ]
         yaml = to_yaml(settings.model_copy(update={"overwrite": False}))
-        inputs = {name: record.values[name] for name in sorted(record.inputs) if record.values[name] is not None}
+        inputs = {
+            name: record.values[name] for name in sorted(record.inputs) if record.values[name] is not None
+        }
         self._manifest = run_manifest(
             settings.model_dump(),
             verb=self.verb,
@@ -140,8 +155,8 @@ class RunFolder:
 
 
 def _refuse_inside(path: Path) -> None:
-    """Raise TrainingError for what another run writes, replaces and removes in its folder, and for folders inside of it. Other folders in
-    that of a run are left alone by it."""
+    """Raise TrainingError for what another run writes, replaces and removes in its folder, and for folders
+    inside of it. Other folders in that of a run are left alone by it."""
     place = path.resolve()
     for own, run in pairwise([place, *place.parents]):
         if OF_OTHER_RUN.fullmatch(own.name) and (

@@ -1,4 +1,5 @@
-"""`unmask runs`: the runs in some folders, with their state, their steps, their last metrics, and the command that resumes them."""
+"""`unmask runs`: the runs in some folders, with their state, their steps, their last metrics, and the command
+that resumes them."""
 
 from __future__ import annotations
 
@@ -17,12 +18,20 @@ from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_files import LOG_NAME, SHOWN, checkpoints, last_loss, numbers, step_of
 
-TYPES: dict[str, type] = {"verb": str, "state": str, "command": str, "processes": int, "steps": int, "error": str}
+TYPES: dict[str, type] = {
+    "verb": str,
+    "state": str,
+    "command": str,
+    "processes": int,
+    "steps": int,
+    "error": str,
+}
 """The entries of a manifest that are shown."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The runs in these folders and below, sorted by path: `folder`, `verb`, `state`, `step`, `steps`, `metrics`, `command`.
+    """The runs in these folders and below, sorted by path: `folder`, `verb`, `state`, `step`, `steps`,
+    `metrics`, `command`.
 
     The state is running, finished, failed (with `error`), or interrupted. A finished run has no command.
 
@@ -31,7 +40,9 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """
     for folder in folders:
         if not folder.is_dir():
-            raise DataError("no such folder", where=str(folder), remedy="Give the folder of a run, or one that holds runs")
+            raise DataError(
+                "no such folder", where=str(folder), remedy="Give the folder of a run, or one that holds runs"
+            )
     found = dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"**/{RUN_MANIFEST}")))
     return [run for path in found if (run := _describe(path)) is not None]
 
@@ -49,7 +60,11 @@ def _describe(path: Path) -> dict[str, Any] | None:
     except ValueError:  # an open quote
         odd = ["command"]
     if odd:
-        warnings.warn(f"the run in {path.parent} is left out: its manifest's {odd[0]} is damaged", UnmaskWarning, stacklevel=3)
+        warnings.warn(
+            f"the run in {path.parent} is left out: its manifest's {odd[0]} is damaged",
+            UnmaskWarning,
+            stacklevel=3,
+        )
         return None
     folder = path.parent
     state = manifest.get("state", "finished")  # earlier versions wrote it at the end
@@ -64,7 +79,11 @@ def _describe(path: Path) -> dict[str, Any] | None:
         "folder": str(folder),
         "verb": verb,
         "state": state,
-        "step": max([line["step"] for line in lines if "step" in line] + [step_of(path) for path in checkpoints(folder)], default=0),
+        "step": max(
+            [line["step"] for line in lines if "step" in line]
+            + [step_of(path) for path in checkpoints(folder)],
+            default=0,
+        ),
         "steps": manifest.get("steps"),
         "metrics": metrics,
         **({"error": manifest.get("error")} if state == "failed" else {}),
@@ -77,7 +96,9 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
     try:
         return MetricsLog(path).read() if path.is_file() else []
     except (DataError, OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"the log of {path.parent} is left out: {first_line(error)}", UnmaskWarning, stacklevel=3)
+        warnings.warn(
+            f"the log of {path.parent} is left out: {first_line(error)}", UnmaskWarning, stacklevel=3
+        )
         return []
 
 
@@ -85,7 +106,11 @@ def as_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Table rows: folder, verb, state, step, and the most telling metric."""
     rows = []
     for run in runs:
-        metric = next(((name, run["metrics"][name]) for name in ("reward", "loss") if name in run["metrics"]), None)
+        metric = next(
+            ((name, run["metrics"][name]) for name in ("reward", "loss") if name in run["metrics"]), None
+        )
         shown = f"{metric[0]} {metric[1]:.4g}" if metric else ""
-        rows.append([run["folder"], run["verb"], run["state"], f"{run['step']} of {run['steps'] or '?'}", shown])
+        rows.append(
+            [run["folder"], run["verb"], run["state"], f"{run['step']} of {run['steps'] or '?'}", shown]
+        )
     return rows

@@ -24,7 +24,8 @@ EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 
 
 def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
-    """Rows of a table: the model, the time, the first and last loss or reward, and the held-out score or loss, or else the speed.
+    """Rows of a table: the model, the time, the first and last loss or reward, and the held-out score or
+    loss, or else the speed.
 
     Args:
         seconds: that the run took.
@@ -32,12 +33,16 @@ def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
     output = Path(config.output_dir)
     lines = numbers(MetricsLog(output / LOG_NAME).read()) if (output / LOG_NAME).is_file() else []
     steps = max((int(line.get("step", 0)) for line in lines), default=0)
-    rows = [("model", str(output / TRAINED_MODEL)), ("time", f"{format_duration(seconds)}, {steps:,} step{'s' * (steps != 1)}")]
+    rows = [
+        ("model", str(output / TRAINED_MODEL)),
+        ("time", f"{format_duration(seconds)}, {steps:,} step{'s' * (steps != 1)}"),
+    ]
     return [*rows, *_trained(lines), *_held_out(config, lines)] if steps else rows
 
 
 def _trained(lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Reward, the part of each function if there are several, or else the loss, and the accuracy: each from its first to its last value."""
+    """Reward, the part of each function if there are several, or else the loss, and the accuracy: each from
+    its first to its last value."""
     logged = dict.fromkeys(name for line in lines for name in line)
     values = {name: [line[name] for line in lines if name in line] for name in logged}
     if math.isfinite(loss := last_loss(lines)):
@@ -56,7 +61,11 @@ def _held_out(config: RunConfig, lines: Sequence[Mapping[str, float]]) -> list[t
     if evaluates(config):
         [scores] = read_result(Path(config.output_dir) / EVALUATION).tasks
         return [(f"held-out {name}", metric.shown(name)) for name, metric in scores.metrics.items()][:1]
-    speeds = {"held-out loss": "eval_loss", "tokens per second": "tokens_per_second", "rows per second": "train_samples_per_second"}
+    speeds = {
+        "held-out loss": "eval_loss",
+        "tokens per second": "tokens_per_second",
+        "rows per second": "train_samples_per_second",
+    }
     found = {name: [line[metric] for line in lines if metric in line] for name, metric in speeds.items()}
     shown = [
         (name, _change(values[0], values[-1]) if name == "held-out loss" else format_number(values[-1]))
@@ -71,24 +80,41 @@ def _change(first: float, last: float) -> str:
 
 
 def next_commands(verb: str, config: RunConfig) -> list[str]:
-    """The commands that go on with the model: the next verb on the same task or text, or on data to be named, and a look at its texts; of a
-    task after the last verb, its evaluation."""
+    """The commands that go on with the model: the next verb on the same task or text, or on data to be named,
+    and a look at its texts; of a task after the last verb, its evaluation."""
     output, data = Path(config.output_dir), config.data
     model = str(output / TRAINED_MODEL)
-    task = ["--task", data.task, *(["--data", data.train] if isinstance(data.train, str) else [])] if data.task else []
-    following = {"pretrain": "convert", "convert": "sft", "sft": "grpo" if task else "dpo", "dpo": "grpo" if task else None}.get(verb)
+    task = (
+        ["--task", data.task, *(["--data", data.train] if isinstance(data.train, str) else [])]
+        if data.task
+        else []
+    )
+    following = {
+        "pretrain": "convert",
+        "convert": "sft",
+        "sft": "grpo" if task else "dpo",
+        "dpo": "grpo" if task else None,
+    }.get(verb)
     commands = list[list[str]]()
     few = ":" in str(data.task) and data.train is None  # a task of the user may have few problems
     kept = ("text_column", "style", "split", *(("max_rows", "eval_rows") if few else ()))
     changed = [name for name in kept if getattr(data, name) != DataConfig.model_fields[name].default]
-    same_data = [f"data.{name}={getattr(data, name)}" for name in changed] if task or following == "convert" else []
+    same_data = (
+        [f"data.{name}={getattr(data, name)}" for name in changed] if task or following == "convert" else []
+    )
     imports = [f"imports=[{', '.join(config.imports)}]"] if config.imports else []
     if following is not None:
-        text = data.train if following == "convert" and isinstance(data.train, str) else EXAMPLES.get(following, "TEXT.jsonl")
+        text = (
+            data.train
+            if following == "convert" and isinstance(data.train, str)
+            else EXAMPLES.get(following, "TEXT.jsonl")
+        )
         source = [*(task or ["--data", text]), "--output", str(output.parent / following)]
         commands.append([following, "--model", model, *source, *same_data, *imports])
     elif task and not imports:  # of which `evaluate` knows nothing
-        commands.append(["evaluate", model, *task, *(["--style", data.style] if data.style != "plain" else [])])
+        commands.append(
+            ["evaluate", model, *task, *(["--style", data.style] if data.style != "plain" else [])]
+        )
     if not task or not commands:
         commands.append(["generate", model, *(["--chat"] if _of_chats(data) else []), "--prompt", "TEXT"])
     return [shell_line(["unmask", *map(masked_argument, words)]) for words in commands]

@@ -49,15 +49,20 @@ def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> Rows:
 
 
 def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> Rows:
-    """Preferences for the correct answer over a corrupted one. Raises ConfigError if the task cannot generate problems."""
+    """Preferences for the correct answer over a corrupted one. Raises ConfigError if the task cannot generate
+    problems."""
     refuse_chat(data)
     rng, corrupt = random.Random(data.seed), as_puzzle(task).corrupt
-    return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": corrupt(row, rng)} for row in rows]
+    return [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": corrupt(row, rng)} for row in rows
+    ]
 
 
 def refuse_chat(data: DataConfig) -> None:
     if data.style == "chat":
-        raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Use data.style=plain")
+        raise ConfigError(
+            "this verb takes a task's problems as text", where="data.style", remedy="Use data.style=plain"
+        )
 
 
 def judge_sampler(config: RunConfig, task: Task | None) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The base of every config: typed, frozen, strict. An invalid value raises a `ConfigError` that names the key and the remedy."""
+"""The base of every config: typed, frozen, strict. An invalid value raises a `ConfigError` that names the key
+and the remedy."""
 
 from __future__ import annotations
 
@@ -30,10 +31,13 @@ class Config(pydantic.BaseModel):
         ConfigError: at construction; `where` is the dotted key.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     on_resume: ClassVar[OnResume] = OnResume.OTHER
-    """The kind of those of its settings that declare none; another is declared by `Annotated[TYPE, OnResume.KIND]`."""
+    """The kind of those of its settings that declare none; another is declared by `Annotated[TYPE,
+    OnResume.KIND]`."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -42,9 +46,9 @@ class Config(pydantic.BaseModel):
             raise _config_error(error, values, type(self)) from None
 
     def without_effect(self) -> Iterator[ConfigError]:
-        """An error for each setting that the others leave without effect. It is raised if the setting is given, also with the
-        value of its default, unless it asks for nothing (0, False, None). Dumps and records leave these settings out, so that they are
-        accepted again."""
+        """An error for each setting that the others leave without effect. It is raised if the setting is
+        given, also with the value of its default, unless it asks for nothing (0, False, None). Dumps and
+        records leave these settings out, so that they are accepted again."""
         return iter(())
 
     def check(self) -> None:
@@ -64,8 +68,14 @@ class Config(pydantic.BaseModel):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             known = name in type(self).model_fields
-            remedy = f"Make another: {type(self).__name__}({name}=...)" if known else did_you_mean(name, type(self).model_fields)
-            raise ConfigError("cannot be set later" if known else "is not a known key", where=name, remedy=remedy)
+            remedy = (
+                f"Make another: {type(self).__name__}({name}=...)"
+                if known
+                else did_you_mean(name, type(self).model_fields)
+            )
+            raise ConfigError(
+                "cannot be set later" if known else "is not a known key", where=name, remedy=remedy
+            )
         super().__setattr__(name, value)
 
     # Makes pydantic validate nested configs in place, so that an error keeps its whole path.
@@ -82,15 +92,23 @@ def listed(value: Any) -> Any:
 
 
 def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
-    """The first of pydantic's errors in Unmask's words. Unknown keys come first, since a misspelt key also leaves another one missing; then
-    the most deeply nested errors, since the alternatives of a section include single values."""
-    errors = sorted(error.errors(), key=lambda one: (one["type"] != "extra_forbidden", -len(_locate(one["loc"], values)[0])))
+    """The first of pydantic's errors in Unmask's words. Unknown keys come first, since a misspelt key also
+    leaves another one missing; then the most deeply nested errors, since the alternatives of a section
+    include single values."""
+    errors = sorted(
+        error.errors(),
+        key=lambda one: (one["type"] != "extra_forbidden", -len(_locate(one["loc"], values)[0])),
+    )
     path, value = _locate(errors[0]["loc"], values)
     cause = errors[0].get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # raised by the config itself
         return cause.moved(".".join([*path, cause.where] if cause.where else path))
     if errors[0]["type"] == "extra_forbidden":
-        return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
+        return ConfigError(
+            "is not a known key",
+            where=".".join(path),
+            remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])),
+        )
     if errors[0]["type"] == "missing":
         key = ".".join([*path, str(errors[0]["loc"][-1])])
         option = OPTIONS.get(MEANT.get(key, key), f"{key}=VALUE")
@@ -100,13 +118,21 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     """The error for a value; several errors of pydantic are the alternatives of a union."""
-    wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
+    wanted = " or ".join(
+        dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors)
+    )
     wanted = re.sub(r"a valid list$", "a valid list, such as '[A, B]'", wanted)
-    found = masked_argument(value) if isinstance(value, str) and not SECRET_KEY.search(where) else masked(value, where)
+    found = (
+        masked_argument(value)
+        if isinstance(value, str) and not SECRET_KEY.search(where)
+        else masked(value, where)
+    )
     kinds = {one["type"] for one in errors}
     if kinds == {"model_type"}:
         return valued_section(found, where, where.rpartition(".")[2])
-    example = f", in quotes: '\"{value}\"'" if kinds == {"string_type"} and isinstance(value, int | float) else ""
+    example = (
+        f", in quotes: '\"{value}\"'" if kinds == {"string_type"} and isinstance(value, int | float) else ""
+    )
     return ConfigError(f"{found!r} is not valid", where=where, remedy=f"It should be {wanted}{example}")
 
 
@@ -121,10 +147,13 @@ def valued_section(value: Any, where: str, name: str) -> ConfigError:
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
-    """The keys of an error's location that are in the input (it also contains names of union members), and the value at them."""
+    """The keys of an error's location that are in the input (it also contains names of union members), and
+    the value at them."""
     path = []
     for part in loc:
-        inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        inside = (
+            part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        )
         if inside:
             values = values[part]
             path.append(str(part))
@@ -135,7 +164,11 @@ def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
     """The keys of the section `path` of a config."""
     for part in path:
         if not part.isdecimal():  # a place in a list
-            cls = next(one for one in _type_args(cls.model_fields[part].annotation) if isinstance(one, type) and issubclass(one, Config))
+            cls = next(
+                one
+                for one in _type_args(cls.model_fields[part].annotation)
+                if isinstance(one, type) and issubclass(one, Config)
+            )
     return list(cls.model_fields)
 
 

@@ -35,9 +35,11 @@ class EvaluationConfig(Config):
     on_resume: ClassVar[OnResume] = OnResume.ACTS
 
     task: list[str] | None = None
-    """A task: sudoku, gsm8k, humaneval, ..., or your own as file.py:NAME or package.module:NAME; for several, repeat it or write a,b."""
+    """A task: sudoku, gsm8k, humaneval, ..., or your own as file.py:NAME or package.module:NAME; for several,
+    repeat it or write a,b."""
     data: list[str] | None = None
-    """The file of the task's problems, or a dataset on the hub; for several tasks NAME=FILE, repeated; unset: generated, held out."""
+    """The file of the task's problems, or a dataset on the hub; for several tasks NAME=FILE, repeated; unset:
+    generated, held out."""
     split: str = "test"
     """The split of a hub dataset."""
     style: Literal["plain", "chat"] = "plain"
@@ -45,35 +47,40 @@ class EvaluationConfig(Config):
     shots: int = Field(default=0, ge=0)
     """Solved examples before each problem: the first rows of the file, then left out."""
     protocol: str | None = None
-    """Evaluate a task as the authors of a model did: llada-base, llada-instruct, dream-base, dream-instruct, sdar, d1, or a variant as
-    NAME/VARIANT. Other options given replace its own."""
+    """Evaluate a task as the authors of a model did: llada-base, llada-instruct, dream-base, dream-instruct,
+    sdar, d1, or a variant as NAME/VARIANT. Other options given replace its own."""
     rows: int = Field(default=200, ge=1)
     """Rows of a task, or documents of a file, at most."""
     metric: list[str] | None = None
-    """Also measure the texts: entropy, distinct, self-bleu, perplexity, and of the task `text` rouge or bleu; repeatable."""
+    """Also measure the texts: entropy, distinct, self-bleu, perplexity, and of the task `text` rouge or bleu;
+    repeatable."""
     judge: str | None = None
     """The causal model under which the metric perplexity is measured."""
     attempts: int = Field(default=1, ge=1)
     """Completions of each problem; more than one needs a temperature."""
     pass_at: list[str] | None = None
-    """Report pass@K, the probability that one of K attempts is right; for several, repeat it or write 1,10; unset: of all attempts."""
+    """Report pass@K, the probability that one of K attempts is right; for several, repeat it or write 1,10;
+    unset: of all attempts."""
     curve: str | None = None
     """A setting of the sampler and its values, as steps=8,16,32: each task at each of them."""
     likelihood: str | None = None
-    """The file whose documents' likelihood is measured: texts, or conversations and pairs, of which the answers are."""
+    """The file whose documents' likelihood is measured: texts, or conversations and pairs, of which the
+    answers are."""
     text_column: str | None = None
     """The column with the texts of `likelihood`; unset: text, or the columns that `unmask sft` reads."""
     lm_eval: list[str] | None = None
-    """Tasks of lm-eval, repeated or as a,b; without `max_gen_toks` their texts have 256 tokens, as in lm-eval."""
+    """Tasks of lm-eval, repeated or as a,b; without `max_gen_toks` their texts have 256 tokens, as in
+    lm-eval."""
     include_path: str | None = None
     """A folder with more task files of lm-eval."""
     estimator: Literal["elbo", "exact"] | None = None
-    """The estimator of likelihoods; unset: exact for a causal model and blocks of at most 4 tokens, else elbo."""
+    """The estimator of likelihoods; unset: exact for a causal model and blocks of at most 4 tokens, else
+    elbo."""
     samples: int | None = Field(default=None, ge=1)
     """Noised views per likelihood of the elbo; unset: 32 for a document, 128 for a request of lm-eval."""
     against: str | None = None
-    """The model that this one was made of: both are evaluated, and compared on the items that they share. If nothing else is named, on
-    tasks of lm-eval: wikitext, hellaswag, arc_easy, piqa."""
+    """The model that this one was made of: both are evaluated, and compared on the items that they share. If
+    nothing else is named, on tasks of lm-eval: wikitext, hellaswag, arc_easy, piqa."""
 
     @model_validator(mode="before")
     @classmethod
@@ -81,7 +88,9 @@ class EvaluationConfig(Config):
         if not isinstance(values, dict):
             return values  # refused by name
         lists = {name: values[name] for name in LISTS if values.get(name) is not None}
-        values = values | {name: list(map(_text, each if isinstance(each, list) else [each])) for name, each in lists.items()}
+        values = values | {
+            name: list(map(_text, each if isinstance(each, list) else [each])) for name, each in lists.items()
+        }
         measured = any(values.get(kind) for kind in (TASK, HARNESS, LIKELIHOOD))
         return values | {HARNESS: RETAINED} if values.get("against") and not measured else values
 
@@ -94,11 +103,15 @@ class EvaluationConfig(Config):
         for name, readers in READ_BY.items():
             if self.measured.isdisjoint(readers):
                 needed = " or ".join(map(_option, readers))
-                yield ConfigError(f"is read by {needed} only", where=name, remedy=f"Leave it out, or give {needed}")
+                yield ConfigError(
+                    f"is read by {needed} only", where=name, remedy=f"Leave it out, or give {needed}"
+                )
 
     def check(self) -> None:
         if not self.measured:
-            raise ConfigError("nothing to measure", where="evaluate", remedy="Give --task, --lm-eval or --likelihood")
+            raise ConfigError(
+                "nothing to measure", where="evaluate", remedy="Give --task, --lm-eval or --likelihood"
+            )
         both = set(self.tasks) & set(self.harness_tasks)
         if both:
             what = f"{sorted(both)[0]} is a task of Unmask and of lm-eval"
@@ -114,7 +127,11 @@ class EvaluationConfig(Config):
         single = [name for name in ("protocol", "curve") if getattr(self, name) is not None]
         if single:
             what = "is of one model, and two are evaluated alike"
-            raise ConfigError(what, where=_option(single[0]), remedy="Leave it out, or evaluate each model and use `unmask compare`")
+            raise ConfigError(
+                what,
+                where=_option(single[0]),
+                remedy="Leave it out, or evaluate each model and use `unmask compare`",
+            )
 
     @property
     def tasks(self) -> list[str]:
@@ -132,12 +149,15 @@ class EvaluationConfig(Config):
         texts = [text.strip() for texts in self.pass_at or [] for text in texts.split(",")]
         for text in texts:
             if not text.isdecimal():
-                raise ConfigError(f"{text!r} is no number of attempts", where="pass_at", remedy="Write numbers, as in 1,10")
+                raise ConfigError(
+                    f"{text!r} is no number of attempts", where="pass_at", remedy="Write numbers, as in 1,10"
+                )
         return sorted(set(map(int, texts))) or ([self.attempts] if self.attempts > 1 else [])
 
     @property
     def sources(self) -> dict[str, str]:
-        """The file of each task that has one. Raises ConfigError for one that belongs to no task, or to none of several."""
+        """The file of each task that has one. Raises ConfigError for one that belongs to no task, or to none
+        of several."""
         found = {}
         for text in self.data or []:
             name, mark, source = text.partition("=")
@@ -149,7 +169,9 @@ class EvaluationConfig(Config):
                 found[self.tasks[0]] = text
             else:
                 remedy = f"Write NAME={text}, with NAME one of {', '.join(self.tasks)}"
-                raise ConfigError("does not say which task it belongs to", where=f"data {text}", remedy=remedy)
+                raise ConfigError(
+                    "does not say which task it belongs to", where=f"data {text}", remedy=remedy
+                )
         return found
 
 

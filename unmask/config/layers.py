@@ -1,4 +1,5 @@
-"""The sources of settings: recipes, YAML files, `UNMASK_*` variables, the command line. Later ones win; each value has its source."""
+"""The sources of settings: recipes, YAML files, `UNMASK_*` variables, the command line. Later ones win; each
+value has its source."""
 
 from __future__ import annotations
 
@@ -41,11 +42,16 @@ class Layers(tuple[Layer, ...]):
         return values
 
     def source_of(self, key: str) -> str | None:
-        """The source of a dotted `key`: the last source of a value, all sources of a section; None if no source sets it."""
+        """The source of a dotted `key`: the last source of a value, all sources of a section; None if no
+        source sets it."""
         found = [(layer.source, value) for layer in self for value in _look_up(layer.values, key)]
         if not found:
             return None
-        return ", ".join(dict.fromkeys(source for source, _ in found)) if isinstance(found[-1][1], dict) else found[-1][0]
+        return (
+            ", ".join(dict.fromkeys(source for source, _ in found))
+            if isinstance(found[-1][1], dict)
+            else found[-1][0]
+        )
 
     def value_of(self, key: str) -> Any:
         """The value of a dotted key; None if no source sets it."""
@@ -61,7 +67,9 @@ class Layers(tuple[Layer, ...]):
             sources = [self.source_of(key) if key else None for key in keys]
             if not any(sources):
                 raise
-            where = " and ".join(f"{key} ({source})" if source else key for key, source in zip(keys, sources, strict=True))
+            where = " and ".join(
+                f"{key} ({source})" if source else key for key, source in zip(keys, sources, strict=True)
+            )
             raise error.moved(where) from error
 
 
@@ -86,9 +94,8 @@ def read_layers(
         overrides: `dotted.key=value`, with a value in YAML.
         keys: the dotted keys of overrides that name a setting in another way, by that name.
 
-    Raises:
-        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value for a key that is a
-            section of settings in another source.
+    Raises: ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a
+        value for a key that is a section of settings in another source.
     """
     layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
     layers += [Layer(str(path), read_settings(Path(path))) for path in config_files]
@@ -96,16 +103,28 @@ def read_layers(
     for name, text in sorted((environ or {}).items()):
         if name.startswith(PREFIX) and name not in NOT_SETTINGS:
             source = f"environment variable {name}"
-            layers.append(Layer(source, nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source))))
-    layers += [Layer("command line", nested(key.split("."), value)) for key, value in (flags or {}).items() if value is not None]
+            layers.append(
+                Layer(source, nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source)))
+            )
+    layers += [
+        Layer("command line", nested(key.split("."), value))
+        for key, value in (flags or {}).items()
+        if value is not None
+    ]
     for override in overrides:
         typed, equals, text = override.partition("=")
         key = keys.get(typed, typed)
         if not equals or not all(key.split(".")):
             what = f"{masked_argument(override)!r} is not KEY=VALUE"
-            raise ConfigError(what, where="command line", remedy="Write NAME=VALUE, for example learning_rate=1e-4")
+            raise ConfigError(
+                what, where="command line", remedy="Write NAME=VALUE, for example learning_rate=1e-4"
+            )
         source = f"command line, {typed}"
-        layers.append(Layer(source if typed in keys else "command line", nested(key.split("."), parse_yaml(text, source))))
+        layers.append(
+            Layer(
+                source if typed in keys else "command line", nested(key.split("."), parse_yaml(text, source))
+            )
+        )
     sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
     for layer in layers:
         for key in sections & layer.values.keys():
@@ -125,13 +144,19 @@ def _recipes() -> dict[str, Path]:
 
 def hardware_recipe_names() -> list[str]:
     """The recipes of machines, the CPU first."""
-    return sorted((path.stem for path in (RECIPES / "hardware").glob("*.yaml")), key=lambda name: (name != "cpu", name))
+    return sorted(
+        (path.stem for path in (RECIPES / "hardware").glob("*.yaml")), key=lambda name: (name != "cpu", name)
+    )
 
 
 def check_hardware(name: str) -> None:
     """Raise ConfigError if there is no recipe of a machine of this name."""
     if name not in hardware_recipe_names():
-        raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, hardware_recipe_names()))
+        raise ConfigError(
+            f"there is no hardware {name!r}",
+            where="--hardware",
+            remedy=did_you_mean(name, hardware_recipe_names()),
+        )
 
 
 def recipe_path(name: str) -> Path:
@@ -142,7 +167,9 @@ def recipe_path(name: str) -> Path:
     """
     recipes = _recipes()
     if name not in recipes:
-        raise ConfigError(f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes))
+        raise ConfigError(
+            f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes)
+        )
     return recipes[name]
 
 
@@ -154,18 +181,24 @@ def read_recipe(name: str) -> dict[str, Any]:
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a YAML file.
 
-    Raises:
-        ConfigError: it is missing or malformed, or lets a model run code. Files are copied unread, so that only the command line, or a
-            variable of the user's shell, may do so.
+    Raises: ConfigError: it is missing or malformed, or lets a model run code. Files are copied unread, so
+        that only the command line, or a variable of the user's shell, may do so.
     """
     values = parse_yaml(read_text(path), str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`")
+        raise ConfigError(
+            f"holds a {type(values).__name__}, not keys and values",
+            where=str(path),
+            remedy="Write lines such as `seed: 1`",
+        )
     model = values.get("model")
     if isinstance(model, dict) and model.get("trust_remote_code", False) is not False:
-        remedy = "Remove it there, and give model.trust_remote_code=true on the command line if you trust the model's code"
+        remedy = (
+            "Remove it there, and give model.trust_remote_code=true on the command line if you trust the "
+            "model's code"
+        )
         raise ConfigError("may not stand in a file", where=f"model.trust_remote_code ({path})", remedy=remedy)
     return values
 
@@ -175,9 +208,13 @@ def read_text(path: Path) -> str:
     try:
         return read_file(path)
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file") from error
+        raise ConfigError(
+            f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file") from error
+        raise ConfigError(
+            "is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file"
+        ) from error
 
 
 def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class Setting:
     stock: bool = False
     """Whether it is a field of `transformers.TrainingArguments` that Unmask leaves as it is."""
     limits: Mapping[str, Any] | None = None
-    """Its least and highest value (`low`, `high`), and the settings that it needs (`needs`), of those that have such."""
+    """Its least and highest value (`low`, `high`), and the settings that it needs (`needs`), of those that
+    have such."""
 
     @property
     def name(self) -> str:
@@ -53,7 +54,13 @@ class Setting:
     @property
     def shown_default(self) -> str:
         """The default as it is written on the command line."""
-        return "unset" if self.default is None else self.default if isinstance(self.default, str) else json.dumps(self.default)
+        return (
+            "unset"
+            if self.default is None
+            else self.default
+            if isinstance(self.default, str)
+            else json.dumps(self.default)
+        )
 
 
 def settings_of(cls: type[Config], prefix: str = "") -> Iterator[Setting]:
@@ -61,7 +68,12 @@ def settings_of(cls: type[Config], prefix: str = "") -> Iterator[Setting]:
     for name, field in cls.model_fields.items():
         inner = section_of(field.annotation)
         default = None if field.is_required() else plain_default(field.get_default(call_default_factory=True))
-        yield Setting(prefix + name, SECTION if inner else type_name(field.annotation), default, one_line(field.description))
+        yield Setting(
+            prefix + name,
+            SECTION if inner else type_name(field.annotation),
+            default,
+            one_line(field.description),
+        )
         if inner:
             yield from settings_of(inner, f"{prefix}{name}.")
 

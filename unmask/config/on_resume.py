@@ -1,4 +1,5 @@
-"""What changing a setting does to a run that is resumed. Every setting is of one of three kinds, declared where it is defined."""
+"""What changing a setting does to a run that is resumed. Every setting is of one of three kinds, declared
+where it is defined."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ def kinds_of(cls: type[Config], prefix: str = "") -> dict[str, OnResume]:
         if section := section_of(field.annotation):
             kinds |= kinds_of(section, f"{prefix}{name}.")
         else:
-            kinds[prefix + name] = next((mark for mark in field.metadata if isinstance(mark, OnResume)), cls.on_resume)
+            kinds[prefix + name] = next(
+                (mark for mark in field.metadata if isinstance(mark, OnResume)), cls.on_resume
+            )
     return kinds
 
 
 def flat_values(config: Config, prefix: str = "") -> dict[str, Any]:
-    """The value of every setting of a config, by dotted name; None for all settings of a section that is unset."""
+    """The value of every setting of a config, by dotted name; None for all settings of a section that is
+    unset."""
     whole: Any = config
-    found = {name: reduce(lambda held, key: getattr(held, key, None), name.split("."), whole) for name in kinds_of(type(config))}
+    found = {
+        name: reduce(lambda held, key: getattr(held, key, None), name.split("."), whole)
+        for name in kinds_of(type(config))
+    }
     return {prefix + name: to_jsonable_python(value) for name, value in found.items()}
 
 

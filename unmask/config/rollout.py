@@ -15,13 +15,23 @@ from unmask.errors import ConfigError
 NEUTRAL = OnResume.NEUTRAL
 OF_SERVERS = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
 USED_BY = {"local": {"backend"}, "server": OF_SERVERS | {"model"}, "vllm": OF_SERVERS | {"model", "sync"}}
-VLLM_READS = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
+VLLM_READS = {
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "stop_at_eos",
+    "allowed_tokens",
+    "forbidden_tokens",
+}
 VLLM_READS |= {"seed", "batch_size"}
 """The sampler settings that a vLLM server supports."""
 
 
 def unread_by_vllm(sampler: SamplerConfig) -> str | None:
-    """The first changed setting that a vLLM server does not support; None if there is none. A server decodes from left to right."""
+    """The first changed setting that a vLLM server does not support; None if there is none. A server decodes
+    from left to right."""
     default = SamplerConfig()
     for name in sorted(SamplerConfig.model_fields.keys() - VLLM_READS):
         value = getattr(sampler, name)
@@ -38,18 +48,23 @@ class RolloutConfig(Config):
     """
 
     backend: Literal["local", "server", "vllm"] = "local"
-    """local: the trained model itself, in process. server: `unmask serve`, any model. vllm: a vLLM server, causal models only."""
+    """local: the trained model itself, in process. server: `unmask serve`, any model. vllm: a vLLM server,
+    causal models only."""
     url: Annotated[str | None, NEUTRAL] = None
     """The address of the server, such as http://localhost:8000."""
     model: str | None = None
-    """The model's name on the server; unset: the only one of a vLLM server, the first one of `unmask serve`."""
+    """The model's name on the server; unset: the only one of a vLLM server, the first one of `unmask
+    serve`."""
     sync: Annotated[Literal["disk", "lora", "nccl"], NEUTRAL] = "disk"
-    """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU to GPU."""
+    """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU
+    to GPU."""
     folder: Annotated[str | None, NEUTRAL] = None
-    """Where weights for the server are written, a path that is valid on both machines; unset: rollout_weights in the output folder."""
+    """Where weights for the server are written, a path that is valid on both machines; unset: rollout_weights
+    in the output folder."""
     sync_steps: int = Field(default=1, ge=1)
-    """vllm: rollouts between two transfers of weights. Above 1, completions come from older weights, which `importance_cap` corrects for. A
-    resumed run transfers them immediately, and then differs from an uninterrupted one."""
+    """vllm: rollouts between two transfers of weights. Above 1, completions come from older weights, which
+    `importance_cap` corrects for. A resumed run transfers them immediately, and then differs from an
+    uninterrupted one."""
     timeout: Annotated[float, NEUTRAL] = Field(default=300.0, gt=0)
     """Seconds to wait for an answer: `batch_size` completions from `unmask serve`, one from vLLM."""
     patience: Annotated[float, NEUTRAL] = Field(default=30.0, ge=0)
@@ -59,14 +74,24 @@ class RolloutConfig(Config):
 
     def without_effect(self) -> Iterator[ConfigError]:
         for name in (name for name in type(self).model_fields if name not in USED_BY[self.backend]):
-            yield ConfigError(f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend")
+            yield ConfigError(
+                f"has no effect with backend {self.backend!r}",
+                where=name,
+                remedy="Leave it out, or set another backend",
+            )
 
     def check(self) -> None:
         if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
-            what = f"{self.url!r} is not an address" if self.url else f"backend {self.backend!r} needs the address of its server"
+            what = (
+                f"{self.url!r} is not an address"
+                if self.url
+                else f"backend {self.backend!r} needs the address of its server"
+            )
             raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000")
         if self.backend == "server" and self.sync_steps > 1:
-            what = "completions would come from older weights, for which this backend's loss has no correction"
+            what = (
+                "completions would come from older weights, for which this backend's loss has no correction"
+            )
             raise ConfigError(what, where="sync_steps", remedy="Leave it out")
         if self.sync == "nccl" and self.folder is not None:
             raise ConfigError("nothing is written with nccl", where="folder", remedy="Leave it out")

@@ -1,6 +1,8 @@
-"""The settings of Unmask: typed, frozen, strict. An unknown key, a wrong type or a value out of range is a `ConfigError` with its remedy.
+"""The settings of Unmask: typed, frozen, strict. An unknown key, a wrong type or a value out of range is a
+`ConfigError` with its remedy.
 
-`docs/configuration.md` explains how files, environment and command line are combined; `layers.py` combines them.
+`docs/configuration.md` explains how files, environment and command line are combined; `layers.py` combines
+them.
 """
 
 from __future__ import annotations
@@ -39,9 +41,20 @@ OF_RUN = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
 OF_NEW_MODELS = ("from_scratch", "tokenizer")
 """The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
-TOKENIZER_SIZES = range(259, 1_000_001)  # from the bytes and special tokens to what memory can be reserved for
+# from the bytes and special tokens to what memory can be reserved for
+TOKENIZER_SIZES = range(259, 1_000_001)
 READ = {
-    *("path", "tokenizer", "train", "eval", "chat_template", "data", "likelihood", "include_path", "reference_model"),
+    *(
+        "path",
+        "tokenizer",
+        "train",
+        "eval",
+        "chat_template",
+        "data",
+        "likelihood",
+        "include_path",
+        "reference_model",
+    ),
     *("json_schema", "grammar", "against", "judge", "deepspeed", "fsdp_config"),
 }
 """The names of settings, in any section, that name files or folders which a run reads."""
@@ -59,7 +72,8 @@ class ModelConfig(Config):
     block_size: int | None = Field(default=None, ge=1)
     """The block of block-causal attention, in tokens; unset: as saved."""
     logit_shift: bool | None = None
-    """Whether the output at position i - 1 predicts token i (as in causal models); unset: as saved; for a stock model True if causal."""
+    """Whether the output at position i - 1 predicts token i (as in causal models); unset: as saved; for a
+    stock model True if causal."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """The type of the weights in memory."""
     device: Annotated[str, NEUTRAL] = "cpu"
@@ -67,21 +81,25 @@ class ModelConfig(Config):
     revision: str | None = None
     """The branch, tag or commit of a hub model; pin it for runs that must be repeatable."""
     from_scratch: bool = False
-    """Pre-training: take only the architecture and the tokenizer from `path`, and start from random weights."""
+    """Pre-training: take only the architecture and the tokenizer from `path`, and start from random
+    weights."""
     tokenizer: Annotated[str | None, NEUTRAL] = None
-    """The tokenizer of a model from scratch: train:SIZE, one of SIZE tokens that is trained on the training data; a folder or a hub name;
-    unset: that of `path`."""
+    """The tokenizer of a model from scratch: train:SIZE, one of SIZE tokens that is trained on the training
+    data; a folder or a hub name; unset: that of `path`."""
     trust_remote_code: Annotated[bool, NEUTRAL] = False
-    """Whether to run Python code from the model's hub repository; for the command line only, a file may not set it."""
+    """Whether to run Python code from the model's hub repository; for the command line only, a file may not
+    set it."""
     device_map: Annotated[Literal["balanced"] | None, NEUTRAL] = None
-    """balanced: spread the layers of one model over all GPUs of one process, by their memory; needs two GPUs or more."""
+    """balanced: spread the layers of one model over all GPUs of one process, by their memory; needs two GPUs
+    or more."""
     eos_token_ids: list[int] | None = None
-    """The tokens that end a text, besides the tokenizer's EOS; unset: as saved, and for other models those of generation_config.json,
-    config.json and the chat template's end of turn."""
+    """The tokens that end a text, besides the tokenizer's EOS; unset: as saved, and for other models those of
+    generation_config.json, config.json and the chat template's end of turn."""
     parse_special_tokens: bool = False
     """Whether special tokens that texts spell, such as `</s>`, are read as tokens; unset: they stay text."""
     quantization: Literal["4bit", "8bit"] | None = None
-    """Hold the weights of the linear layers in 4 or 8 bits (bitsandbytes); to train such a model, set `lora` (QLoRA)."""
+    """Hold the weights of the linear layers in 4 or 8 bits (bitsandbytes); to train such a model, set `lora`
+    (QLoRA)."""
 
     def load_arguments(self) -> dict[str, Any]:
         """The arguments of `unmask.load`, besides the path."""
@@ -90,14 +108,25 @@ class ModelConfig(Config):
     @pydantic.field_validator("tokenizer")
     @classmethod
     def _check_tokenizer(cls, value: str | None) -> str | None:
-        if value and value.startswith(TRAIN) and not ((size := value.removeprefix(TRAIN)).isdecimal() and int(size) in TOKENIZER_SIZES):
-            raise ConfigError(f"{value!r} has no size from 259 to 1,000,000", remedy=f"Give a number of tokens, as in {TRAIN}8000")
+        if (
+            value
+            and value.startswith(TRAIN)
+            and not ((size := value.removeprefix(TRAIN)).isdecimal() and int(size) in TOKENIZER_SIZES)
+        ):
+            raise ConfigError(
+                f"{value!r} has no size from 259 to 1,000,000",
+                remedy=f"Give a number of tokens, as in {TRAIN}8000",
+            )
         return value
 
     @property
     def tokenizer_size(self) -> int | None:
         """The size of the tokenizer to train; None: none is trained."""
-        return int(self.tokenizer.removeprefix(TRAIN)) if self.tokenizer and self.tokenizer.startswith(TRAIN) else None
+        return (
+            int(self.tokenizer.removeprefix(TRAIN))
+            if self.tokenizer and self.tokenizer.startswith(TRAIN)
+            else None
+        )
 
 
 class DataSource(Config):
@@ -116,15 +145,19 @@ class DataSource(Config):
 class DataConfig(Config):
     """Which data, and how much of it."""
 
-    train: Annotated[Annotated[str, Field(min_length=1)] | Annotated[list[DataSource], Field(min_length=1)] | None, NEUTRAL] = None
-    """A text, JSON-lines, CSV or Parquet file, a folder, or the name of a dataset on the Hugging Face hub; or several, mixed."""
+    train: Annotated[
+        Annotated[str, Field(min_length=1)] | Annotated[list[DataSource], Field(min_length=1)] | None, NEUTRAL
+    ] = None
+    """A text, JSON-lines, CSV or Parquet file, a folder, or the name of a dataset on the Hugging Face hub; or
+    several, mixed."""
     eval: Annotated[str | Annotated[list[DataSource], Field(min_length=1)] | None, ACTS] = None
     """Held-out data; unset: none, or generated by the task."""
     task: str | None = None
-    """A task, which reads or generates rows, and scores completions: a built-in one (docs/tasks.md), or your own as file.py:NAME or
-    package.module:NAME."""
+    """A task, which reads or generates rows, and scores completions: a built-in one (docs/tasks.md), or your
+    own as file.py:NAME or package.module:NAME."""
     style: Literal["plain", "chat"] = "plain"
-    """The format of a task's problems: plain text to complete, or messages for the model's chat template, with instructions."""
+    """The format of a task's problems: plain text to complete, or messages for the model's chat template,
+    with instructions."""
     split: str = "train"
     """The split of a hub dataset."""
     text_column: str = "text"
@@ -136,7 +169,8 @@ class DataConfig(Config):
     eval_rows: Annotated[int, ACTS] = Field(default=200, ge=1)
     """Held-out rows at most."""
     streaming: bool = False
-    """Read training text while training; pretrain and convert. Needs `training.max_steps` or `training.token_cache`."""
+    """Read training text while training; pretrain and convert. Needs `training.max_steps` or
+    `training.token_cache`."""
     shuffle_buffer: int | None = Field(default=None, ge=2)
     """Size of the shuffle buffer of a stream; unset: rows keep the order of the source."""
     seed: int = 0
@@ -160,7 +194,11 @@ class LoraSettings(Config):
         import peft
 
         return peft.LoraConfig(
-            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=self.target_modules, task_type="CAUSAL_LM"
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.target_modules,
+            task_type="CAUSAL_LM",
         )
 
 
@@ -174,21 +212,23 @@ class DeviceConfig(Config):
     memory_gb: float | None = Field(default=None, gt=0)
     """Its memory, in 1e9 bytes; unset: this machine's own."""
     tflops: float | None = Field(default=None, gt=0)
-    """Matrix products in bfloat16 without sparsity, in 1e12 operations a second; unset: no time is estimated (a CPU is benchmarked)."""
+    """Matrix products in bfloat16 without sparsity, in 1e12 operations a second; unset: no time is estimated
+    (a CPU is benchmarked)."""
     bandwidth_gb_s: float | None = Field(default=None, gt=0)
     """Memory bandwidth, in 1e9 bytes per second."""
 
 
 class HardwareConfig(Config):
-    """The machine that a run is estimated for (`unmask inspect`, `--dry-run`). The run itself uses the devices of this machine, and
-    at most `max_memory_gb` of a GPU's memory."""
+    """The machine that a run is estimated for (`unmask inspect`, `--dry-run`). The run itself uses the
+    devices of this machine, and at most `max_memory_gb` of a GPU's memory."""
 
     on_resume = NEUTRAL
 
     name: str
     """Its name in the estimate."""
     devices: list[DeviceConfig] = Field(min_length=1)
-    """The kinds of devices in a node. Among unequal ones the smallest determines the batch of all, the slowest the time."""
+    """The kinds of devices in a node. Among unequal ones the smallest determines the batch of all, the
+    slowest the time."""
     nodes: int = Field(default=1, ge=1)
     """How many such nodes work together."""
     interconnect_gb_s: float | None = Field(default=None, gt=0)
@@ -223,20 +263,24 @@ class RunConfig(Config):
     data: DataConfig = DataConfig()
     """The training and evaluation data."""
     sampler: SamplerConfig = SamplerConfig()
-    """How to generate in evaluations. Rollouts of reinforcement learning have settings of their own under `training`."""
+    """How to generate in evaluations. Rollouts of reinforcement learning have settings of their own under
+    `training`."""
     retention: EvaluationConfig | None = None
-    """What to measure of the trained model and the one that it was made of; unset: nothing. Shown in the model card."""
+    """What to measure of the trained model and the one that it was made of; unset: nothing. Shown in the
+    model card."""
     lora: LoraSettings | None = None
     """Low-rank adapters; unset: train the weights themselves."""
     training: dict[str, JsonValue] = Field(default_factory=dict)
     """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
     hardware: HardwareConfig | None = None
-    """The hardware that the run is estimated for; recorded, and read by `--dry-run`. Its `max_memory_gb` bounds the run on a GPU."""
+    """The hardware that the run is estimated for; recorded, and read by `--dry-run`. Its `max_memory_gb`
+    bounds the run on a GPU."""
     imports: Annotated[list[str], BeforeValidator(listed), NEUTRAL] = Field(default_factory=list)
-    """Modules, or files, to import first: tasks and methods that they define are found by name. They must not come from a model or data."""
+    """Modules, or files, to import first: tasks and methods that they define are found by name. They must not
+    come from a model or data."""
     rewards: Annotated[list[str], BeforeValidator(listed), NEUTRAL] = Field(default_factory=list)
-    """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function, model:PATH_OR_ID (a sequence
-    classifier), or the address of a reward server; unset: the task's."""
+    """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function,
+    model:PATH_OR_ID (a sequence classifier), or the address of a reward server; unset: the task's."""
     output_dir: Annotated[str, NEUTRAL] = Field(min_length=1)
     """The folder for checkpoints, metrics and the resolved config."""
     overwrite: Annotated[bool, NEUTRAL] = False
@@ -251,22 +295,28 @@ def import_modules(layers: Layers) -> None:
 
 
 def resolve(layers: Layers) -> RunConfig:
-    """The config of all sources together; errors name the source of a refused value, or of one whose secret a record has masked."""
+    """The config of all sources together; errors name the source of a refused value, or of one whose secret a
+    record has masked."""
     with layers.naming_sources():
         values = layers.merged()
         if (key := find_mask(values)) is not None:
-            what, remedy = f"holds {MASK} in the place of a secret, which is not recorded", "Give it again, on the command line"
+            what, remedy = (
+                f"holds {MASK} in the place of a secret, which is not recorded",
+                "Give it again, on the command line",
+            )
             raise ConfigError(what, where=key, remedy=remedy)
         return RunConfig(**values)
 
 
 def to_yaml(config: Config) -> str:
-    """YAML of every field, defaults included, that loads back as the same config, except that secrets are masked."""
+    """YAML of every field, defaults included, that loads back as the same config, except that secrets are
+    masked."""
     return dump_yaml(masked(config.model_dump()))
 
 
 def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
-    """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` is the same as `--resume`.
+    """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` is the
+    same as `--resume`.
 
     Args:
         resume: the option's value: a path, or "" for the last checkpoint; None: it is not set.
@@ -281,50 +331,71 @@ def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, R
     training = dict(settings.training)
     setting = training.pop("resume_from_checkpoint", None) or None
     if resume and setting not in (None, True, resume):
-        raise ConfigError(f"two checkpoints, {resume} and {setting}", where="--resume", remedy="Give one of them")
+        raise ConfigError(
+            f"two checkpoints, {resume} and {setting}", where="--resume", remedy="Give one of them"
+        )
     wanted = setting if resume is None else resume or setting or True
     settings = settings.model_copy(update={"training": training})
     if wanted is None or wanted is True:
         return bool(wanted), settings
     if not Path(str(wanted)).is_dir():
-        raise ConfigError(f"there is no folder {wanted}", where="--resume", remedy="Name a checkpoint, or the folder of a run")
+        raise ConfigError(
+            f"there is no folder {wanted}",
+            where="--resume",
+            remedy="Name a checkpoint, or the folder of a run",
+        )
     return str(wanted), settings
 
 
 def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
-    """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere, which may be of another run inside it."""
+    """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere, which may be
+    of another run inside it."""
     if isinstance(resume, bool):
         return resume
     path, output = Path(resume), Path(output_dir).resolve()
-    named = (path.resolve(), path.parent.resolve() / path.name)  # a checkpoint may be a link, and so may be what names it
-    return any(place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output)))) for place in named)
+    # a checkpoint may be a link, and so may be what names it
+    named = (path.resolve(), path.parent.resolve() / path.name)
+    return any(
+        place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output))))
+        for place in named
+    )
 
 
 def check_output_folder(
-    path: str | Path, *, overwrite: bool | None = None, resume: bool | None = None, inputs: Iterable[str | Path] = ()
+    path: str | Path,
+    *,
+    overwrite: bool | None = None,
+    resume: bool | None = None,
+    inputs: Iterable[str | Path] = (),
 ) -> None:
-    """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Only the first process looks for files.
+    """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Only the first
+    process looks for files.
 
-    Args:
-        overwrite, resume: whether the user gives these options; None: the verb has none, and the error does not advise it.
-        inputs: what the verb reads; a name that is no path is passed over.
+    Args: overwrite, resume: whether the user gives these options; None: the verb has none, and the error does
+        not advise it. inputs: what the verb reads; a name that is no path is passed over.
 
-    Raises:
-        TrainingError: the folder is in use.
-        ConfigError: `path` is or holds an input, or it or what should hold it is a file or may not be written to.
+    Raises: TrainingError: the folder is in use. ConfigError: `path` is or holds an input, or it or what
+        should hold it is a file or may not be written to.
     """
     _refuse_unwritable(path := Path(path))
     if not resume:
         refuse_inputs(path, inputs)
-    in_use = is_first_process() and path.exists() and any(inside.name != LOCK_FILE for inside in path.iterdir())
+    in_use = (
+        is_first_process() and path.exists() and any(inside.name != LOCK_FILE for inside in path.iterdir())
+    )
     if in_use and not (overwrite or resume):
-        ways = {"Choose another": True, "continue with --resume": resume, "write into it with --overwrite": overwrite}
+        ways = {
+            "Choose another": True,
+            "continue with --resume": resume,
+            "write into it with --overwrite": overwrite,
+        }
         remedy = ", or ".join(way for way, given in ways.items() if given is not None)
         raise TrainingError("the output folder is not empty", where=str(path), remedy=remedy)
 
 
 def inputs_of(settings: RunConfig) -> list[str]:
-    """The files and folders that a run may read: the values of the settings `READ`, and the files of `file.py:NAME`."""
+    """The files and folders that a run may read: the values of the settings `READ`, and the files of
+    `file.py:NAME`."""
     found = [f"{settings.model.path}/model"]  # of the folder of a run
     left: list[tuple[str, Any]] = [("", settings.model_dump())]
     while left:
@@ -344,7 +415,11 @@ def refuse_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
     for each in inputs:
         for place in _places(Path(each)) if str(each) and os.path.lexists(each) else ():
             if place.is_relative_to(output.resolve()):
-                what = "is an input, and would be overwritten" if place == output.resolve() else f"holds an input, {each}"
+                what = (
+                    "is an input, and would be overwritten"
+                    if place == output.resolve()
+                    else f"holds an input, {each}"
+                )
                 raise ConfigError(what, where=str(output), remedy="Choose another output")
 
 
@@ -355,11 +430,18 @@ def _places(path: Path) -> list[Path]:
 
 
 def refuse_existing(
-    path: Path, remedy: str, *, overwrite: bool, inputs: Iterable[str | Path] = (), own: Callable[[Path], bool] = lambda path: False
+    path: Path,
+    remedy: str,
+    *,
+    overwrite: bool,
+    inputs: Iterable[str | Path] = (),
+    own: Callable[[Path], bool] = lambda path: False,
 ) -> None:
-    """Raise ConfigError if a file to write exists and may not be overwritten, is an input, or cannot be written there.
+    """Raise ConfigError if a file to write exists and may not be overwritten, is an input, or cannot be
+    written there.
 
-    A file in a folder that is an input is not overwritten either, unless it is one that the command writes, as `own` tells.
+    A file in a folder that is an input is not overwritten either, unless it is one that the command writes,
+    as `own` tells.
     """
     if path.is_dir():
         raise ConfigError("is a folder, not a file", where=str(path), remedy="Name a file")
@@ -368,22 +450,39 @@ def refuse_existing(
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(path), remedy=remedy)
     for each in inputs:
-        if str(each) and path.exists() and path.resolve().is_relative_to(Path(each).resolve()) and not own(path):
-            raise ConfigError(f"is a file of an input, {each}, and would be overwritten", where=str(path), remedy="Choose another output")
+        if (
+            str(each)
+            and path.exists()
+            and path.resolve().is_relative_to(Path(each).resolve())
+            and not own(path)
+        ):
+            raise ConfigError(
+                f"is a file of an input, {each}, and would be overwritten",
+                where=str(path),
+                remedy="Choose another output",
+            )
     _refuse_unwritable(path.parent)
 
 
 def _refuse_unwritable(folder: Path) -> None:
-    """Raise ConfigError if the folder, or the nearest one above it that exists, is a file or may not be written to."""
+    """Raise ConfigError if the folder, or the nearest one above it that exists, is a file or may not be
+    written to."""
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not nearest.is_dir():
         raise ConfigError("is a file, not a folder", where=str(nearest), remedy="Choose another output")
     if not os.access(nearest, os.W_OK):
-        raise ConfigError("the folder cannot be written to", where=str(nearest), remedy="Permit writing, or choose another output")
+        raise ConfigError(
+            "the folder cannot be written to",
+            where=str(nearest),
+            remedy="Permit writing, or choose another output",
+        )
 
 
-def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where: str = "training", **fixed: Any) -> Arguments:
-    """An instance of `cls`, a dataclass that extends `transformers.TrainingArguments`, from a section of a config.
+def build_training_args(
+    cls: type[Arguments], mapping: Mapping[str, Any], where: str = "training", **fixed: Any
+) -> Arguments:
+    """An instance of `cls`, a dataclass that extends `transformers.TrainingArguments`, from a section of a
+    config.
 
     Args:
         cls: the dataclass; values are checked against its annotations if pydantic supports these.
@@ -402,13 +501,17 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
         raise error.moved(" and ".join(keys)) from error
     except ValueError as error:
         named = [
-            key for key, value in values.items() if _mentions(str(error), key) or (isinstance(value, str) and _mentions(str(error), value))
+            key
+            for key, value in values.items()
+            if _mentions(str(error), key) or (isinstance(value, str) and _mentions(str(error), value))
         ]
         key = f"{where}.{named[0]}" if len(named) == 1 else where
         raise ConfigError(str(error).rstrip("."), where=key, remedy="Change it in this section") from error
 
 
-def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed: Collection[str] = ()) -> dict[str, Any]:
+def checked_fields(
+    cls: type[Any], mapping: Mapping[str, Any], where: str, fixed: Collection[str] = ()
+) -> dict[str, Any]:
     """The values of a section, checked to be fields of the dataclass with the right types.
 
     Args:
@@ -424,11 +527,15 @@ def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed
     return {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
 
 
-def refuse_unknown(keys: Iterable[str], known: Collection[str], where: str, fixed: Collection[str] = ()) -> None:
+def refuse_unknown(
+    keys: Iterable[str], known: Collection[str], where: str, fixed: Collection[str] = ()
+) -> None:
     """Raise ConfigError for a key that a section does not have, or that the run sets itself (`fixed`)."""
     for key in keys:
         if key in fixed:
-            raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section")
+            raise ConfigError(
+                "is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section"
+            )
         if key not in known:
             raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
 
@@ -440,7 +547,8 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
         ConfigError: it has another type; the error names `where`.
     """
     try:
-        return _adapter(annotation).validate_python(value, strict=isinstance(value, bool))  # strict: True is not the number 1
+        # strict: True is not the number 1
+        return _adapter(annotation).validate_python(value, strict=isinstance(value, bool))
     except pydantic.errors.PydanticUserError:  # pydantic cannot check this annotation; the dataclass must
         return value
     except pydantic.ValidationError as error:

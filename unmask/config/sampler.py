@@ -13,11 +13,32 @@ from unmask.config.revise import ReviseConfig
 from unmask.errors import ConfigError
 
 OF_DENOISING = (
-    *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
-    *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
+    *(
+        "steps",
+        "tokens_per_step",
+        "schedule",
+        "block_size",
+        "sub_block_size",
+        "policy",
+        "threshold",
+        "factor",
+        "entropy_bound",
+        "remask",
+    ),
+    *(
+        "order_temperature",
+        "filtered_confidence",
+        "reveal_last",
+        "guidance",
+        "constraint",
+        "cache",
+        "refresh_interval",
+        "early_commit",
+    ),
     *("revise", "top_log_probs", "top_forbidden"),
 )
-"""The settings that say in which order and how many tokens are revealed, or change the predictions of hidden tokens."""
+"""The settings that say in which order and how many tokens are revealed, or change the predictions of hidden
+tokens."""
 
 
 class SamplerConfig(Config):
@@ -27,48 +48,54 @@ class SamplerConfig(Config):
         ConfigError: a value out of range, or two settings that contradict one another.
     """
 
-    on_resume = OnResume.ACTS  # evaluations use it; rollouts of reinforcement learning have settings of their own
+    # evaluations use it; rollouts of reinforcement learning have settings of their own
+    on_resume = OnResume.ACTS
 
     mode: Literal["denoise", "self-speculative"] = "denoise"
-    """denoise: reveal hidden tokens step by step. self-speculative: for block-causal models with a causal context, the tokens of the model
-    that reads the text from left to right, drafted by denoising and verified in the next forward pass (docs/generation.md)."""
+    """denoise: reveal hidden tokens step by step. self-speculative: for block-causal models with a causal
+    context, the tokens of the model that reads the text from left to right, drafted by denoising and verified
+    in the next forward pass (docs/generation.md)."""
     max_new_tokens: int = Field(default=128, ge=1)
     """The length of the completion, in tokens; shorter where it stops at an end token."""
     steps: int | None = Field(default=None, ge=1)
-    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks, each of
-    which takes at least one (one more block if the prompt ends inside an attention block); within a block the tokens per step
-    are as even as possible, the larger counts first."""
+    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its
+    decoding blocks, each of which takes at least one (one more block if the prompt ends inside an attention
+    block); within a block the tokens per step are as even as possible, the larger counts first."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """The tokens that a step reveals, instead of `steps`."""
     schedule: Literal["even", "dream", "ancestral"] = "even"
-    """How the steps of a block share its tokens. even: as stated for `steps`. dream: rounded down at times from 1 to 0.001, as Dream does,
-    so that early steps reveal less. ancestral: each token at a step drawn for it, as MDLM and Dream's `origin` do. A step that would
-    reveal nothing is skipped."""
+    """How the steps of a block share its tokens. even: as stated for `steps`. dream: rounded down at times
+    from 1 to 0.001, as Dream does, so that early steps reveal less. ancestral: each token at a step drawn for
+    it, as MDLM and Dream's `origin` do. A step that would reveal nothing is skipped."""
     block_size: int | None = Field(default=None, ge=1)
-    """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
-    the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
+    """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order).
+    Unset: the whole completion, or the attention block of a block-causal model. Not to be confused with the
+    attention block, which belongs to the model."""
     sub_block_size: int | None = Field(default=None, ge=1)
-    """Block-causal models: each attention block is completed in parts of this many tokens, from left to right; with a logit shift its
-    first token comes before them, alone, because the clean text before it predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole
-    block at once."""
+    """Block-causal models: each attention block is completed in parts of this many tokens, from left to
+    right; with a logit shift its first token comes before them, alone, because the clean text before it
+    predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole block at once."""
     policy: Literal["confidence", "margin", "entropy", "random", "left_to_right"] = "confidence"
-    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, any, or the
-    first ones."""
+    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest
+    entropy, any, or the first ones."""
     threshold: float | None = Field(default=None, gt=0, le=1)
-    """Reveal in each step all tokens of at least this probability; if there is none, the most probable one."""
+    """Reveal in each step all tokens of at least this probability; if there is none, the most probable
+    one."""
     factor: float | None = Field(default=None, gt=0)
-    """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n + 1) probable."""
+    """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n
+    + 1) probable."""
     entropy_bound: float | None = Field(default=None, ge=0)
-    """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats, and at least one."""
+    """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats,
+    and at least one."""
     entropy_rule: Literal["sum", "sum-minus-max"] = "sum"
-    """What `entropy_bound` bounds: the sum of the entropies, or the sum without the largest one (the EB sampler, Ben-Hamu et
-    al. 2025)."""
+    """What `entropy_bound` bounds: the sum of the entropies, or the sum without the largest one (the EB
+    sampler, Ben-Hamu et al. 2025)."""
     remask: float = Field(default=0.0, ge=0, lt=1)
-    """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier steps first. As many additional
-    tokens are revealed, so the number of steps does not change."""
+    """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier
+    steps first. As many additional tokens are revealed, so the number of steps does not change."""
     revise: ReviseConfig | None = None
-    """Revealed tokens are hidden again by what the present forward pass says of them, where `remask` goes by their probability when they
-    were revealed. The number of steps does not change."""
+    """Revealed tokens are hidden again by what the present forward pass says of them, where `remask` goes by
+    their probability when they were revealed. The number of steps does not change."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -76,44 +103,50 @@ class SamplerConfig(Config):
     top_k: int = Field(default=0, ge=0)
     """Draw among this many most probable tokens; 0: all."""
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
-    """Draw which positions to reveal, without replacement, with probability proportional to exp(value / order_temperature), where value is
-    what `policy` orders by. 0: no noise."""
+    """Draw which positions to reveal, without replacement, with probability proportional to exp(value /
+    order_temperature), where value is what `policy` orders by. 0: no noise."""
     filtered_confidence: bool = False
-    """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
-    Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens of `reveal_last` are left out."""
+    """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature,
+    top_k and top_p, as in Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens of
+    `reveal_last` are left out."""
     reveal_last: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
-    """Token ids that are revealed last: in each block, a position that would show one of them waits until no other is hidden. Its
-    confidence is -inf, thus its probability 0 for `threshold` and `factor`. Given the end tokens, it keeps texts from ending early (LLaDA,
-    Nie et al. 2025)."""
+    """Token ids that are revealed last: in each block, a position that would show one of them waits until no
+    other is hidden. Its confidence is -inf, thus its probability 0 for `threshold` and `factor`. Given the
+    end tokens, it keeps texts from ending early (LLaDA, Nie et al. 2025)."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
     """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none."""
     guidance: float = Field(default=0.0, ge=0, le=1e3)
-    """Classifier-free guidance: logits + guidance * (logits - logits with the prompt hidden). 0: off; otherwise every step takes twice the
-    work."""
+    """Classifier-free guidance: logits + guidance * (logits - logits with the prompt hidden). 0: off;
+    otherwise every step takes twice the work."""
     allowed_tokens: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """The only token ids that may be produced; unset: all."""
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """Token ids that are not produced. The mask token never is."""
     constraint: ConstraintConfig | None = None
-    """What the completion, or a text to fill (each gap, or the whole: `over`), has to match (`choice`, `regex`, `json_schema`, `json` or
-    `grammar`)."""
+    """What the completion, or a text to fill (each gap, or the whole: `over`), has to match (`choice`,
+    `regex`, `json_schema`, `json` or `grammar`)."""
     stop_at_eos: bool = True
     """Whether a completion ends with the first of the model's end tokens (`DiffusionLM.eos_token_ids`)."""
     cache: Literal["exact", "prefix", "dual"] = "exact"
-    """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
-    before the current block, dual also those after it."""
+    """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional
+    models: prefix keeps those before the current block, dual also those after it."""
     refresh_interval: int | None = Field(default=None, ge=1)
-    """Number of steps after which a lossy cache is recomputed; unset: at the start of every decoding block only."""
+    """Number of steps after which a lossy cache is recomputed; unset: at the start of every decoding block
+    only."""
     early_commit: float | None = Field(default=None, gt=0, le=1)
-    """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
+    """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this
+    far apart in probability."""
     agreement_prompts: int = Field(default=2, ge=0)
-    """Lossy settings: how many of the prompts are also sampled exactly, to report the fraction of tokens that agree; 0: none."""
+    """Lossy settings: how many of the prompts are also sampled exactly, to report the fraction of tokens that
+    agree; 0: none."""
     drafts: int = Field(default=0, ge=0, le=32)
-    """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not change. Faster if memory bandwidth
-    is the limit (few sequences, small blocks). Mode self-speculative: tokens drafted ahead; 0: the attention block less one, at most 7."""
+    """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not
+    change. Faster if memory bandwidth is the limit (few sequences, small blocks). Mode self-speculative:
+    tokens drafted ahead; 0: the attention block less one, at most 7."""
     candidates: int = Field(default=1, ge=1, le=32)
-    """Mode self-speculative: candidates of a drafted token, on average. A pass verifies drafts * candidates of them, as a tree that has
-    more of the likelier paths; with 1 it is a chain. More candidates take fewer and wider passes. The distribution does not change."""
+    """Mode self-speculative: candidates of a drafted token, on average. A pass verifies drafts * candidates
+    of them, as a tree that has more of the likelier paths; with 1 it is a chain. More candidates take fewer
+    and wider passes. The distribution does not change."""
     seed: int = 0
     """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
@@ -121,31 +154,52 @@ class SamplerConfig(Config):
     max_batch_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens in a batch, counting padding; limits memory. Unset: only batch_size limits it."""
     deterministic: bool = False
-    """Whether to compute every sequence separately, so that batching cannot change the last bits of a result; slow."""
+    """Whether to compute every sequence separately, so that batching cannot change the last bits of a result;
+    slow."""
     trace: bool = False
     """Whether to record the step at which each token was revealed."""
     top_log_probs: int = Field(default=0, ge=0, le=20)
-    """Record this many of the most probable tokens at each position, when it was revealed and at temperature 1, in the trace."""
+    """Record this many of the most probable tokens at each position, when it was revealed and at temperature
+    1, in the trace."""
     top_forbidden: int = Field(default=0, ge=0, le=20)
-    """Record this many of the most probable tokens that the constraint forbids at each position, when it was revealed and at temperature 1,
-    in the trace: no text that meets it has them there, given what was revealed before."""
+    """Record this many of the most probable tokens that the constraint forbids at each position, when it was
+    revealed and at temperature 1, in the trace: no text that meets it has them there, given what was revealed
+    before."""
 
     def without_effect(self) -> Iterator[ConfigError]:
         if self.self_speculative:
             for name in OF_DENOISING:
-                yield ConfigError(f"has no effect with mode {self.mode!r}", where=name, remedy="Leave it out, or use mode 'denoise'")
+                yield ConfigError(
+                    f"has no effect with mode {self.mode!r}",
+                    where=name,
+                    remedy="Leave it out, or use mode 'denoise'",
+                )
         else:
-            yield ConfigError(f"has no effect with mode {self.mode!r}", where="candidates", remedy="Use mode 'self-speculative'")
+            yield ConfigError(
+                f"has no effect with mode {self.mode!r}",
+                where="candidates",
+                remedy="Use mode 'self-speculative'",
+            )
         if self.parallel:
-            yield ConfigError(f"has no effect with {self._rules[0]}", where="order_temperature", remedy="Leave it out")
+            yield ConfigError(
+                f"has no effect with {self._rules[0]}", where="order_temperature", remedy="Leave it out"
+            )
         elif self.policy in ("random", "left_to_right"):
             what = f"has no effect with policy {self.policy!r}"
             yield ConfigError(what, where="order_temperature", remedy="Leave it out")
-            yield ConfigError(what, where="filtered_confidence", remedy="Use policy 'confidence', 'margin' or 'entropy'")
+            yield ConfigError(
+                what, where="filtered_confidence", remedy="Use policy 'confidence', 'margin' or 'entropy'"
+            )
         if self.entropy_bound is None:
-            yield ConfigError("has no effect without entropy_bound", where="entropy_rule", remedy="Set entropy_bound, or leave it out")
+            yield ConfigError(
+                "has no effect without entropy_bound",
+                where="entropy_rule",
+                remedy="Set entropy_bound, or leave it out",
+            )
         if self.constraint is None:
-            yield ConfigError("has no effect without a constraint", where="top_forbidden", remedy="Leave it out, or set one")
+            yield ConfigError(
+                "has no effect without a constraint", where="top_forbidden", remedy="Leave it out, or set one"
+            )
         if self.lossy is None:
             what, remedy = "has no effect, as nothing is lossy", "Leave it out, or set cache or early_commit"
             yield ConfigError(what, where="agreement_prompts", remedy=remedy)
@@ -153,10 +207,14 @@ class SamplerConfig(Config):
     def check(self) -> None:
         rules = self._rules
         if len(rules) > 1:
-            raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them")
+            raise ConfigError(
+                f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them"
+            )
         for name in ("temperature", "order_temperature"):
             if 0 < getattr(self, name) < 1e-6:
-                raise ConfigError(f"{getattr(self, name)} is not valid", where=name, remedy="Use 0, or 1e-6 and more")
+                raise ConfigError(
+                    f"{getattr(self, name)} is not valid", where=name, remedy="Use 0, or 1e-6 and more"
+                )
         if self.parallel and self.remask:
             what = f"cannot be combined with {rules[0]}, which does not fix the number of steps"
             raise ConfigError(what, where="remask", remedy="Leave one out")
@@ -164,22 +222,37 @@ class SamplerConfig(Config):
             self._check_revise(rules)
         needed = "entropy" if self.entropy_bound is not None else "confidence"
         if self.parallel and self.policy != needed:
-            raise ConfigError(f"cannot be combined with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}")
+            raise ConfigError(
+                f"cannot be combined with policy {self.policy!r}",
+                where=rules[0],
+                remedy=f"Use policy {needed!r}",
+            )
         if self.parallel and self.schedule != "even":
-            what = f"{self.schedule!r} cannot be combined with {rules[0]}, which does not fix the number of steps"
+            what = (
+                f"{self.schedule!r} cannot be combined with {rules[0]}, which does not fix the number of "
+                "steps"
+            )
             raise ConfigError(what, where="schedule", remedy="Leave one out")
         if self.drafts and (self.remask or self.guidance):
             what = f"cannot be combined with {'remask' if self.remask else 'guidance'}"
             raise ConfigError(what, where="drafts", remedy="Leave one of them out")
         if self.drafts and self.constraint is not None:
-            raise ConfigError("cannot be combined with a constraint", where="drafts", remedy="Leave one of them out")
+            raise ConfigError(
+                "cannot be combined with a constraint", where="drafts", remedy="Leave one of them out"
+            )
         if self.early_commit is not None and self.remask:
             what = "cannot be combined with remask, which hides revealed tokens again"
             raise ConfigError(what, where="early_commit", remedy="Leave one of them out")
         if self.cache == "exact" and self.refresh_interval is not None:
-            raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'")
+            raise ConfigError(
+                "an exact cache needs no refresh",
+                where="refresh_interval",
+                remedy="Use cache 'prefix' or 'dual'",
+            )
         if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):
-            raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more")
+            raise ConfigError(
+                "every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more"
+            )
 
     def _check_revise(self, rules: list[str]) -> None:
         """Raise ConfigError for what cannot be combined with `revise`."""
@@ -195,7 +268,9 @@ class SamplerConfig(Config):
         if self.revise.schedule == "loop" and self.schedule != "even":
             others.append(f"schedule {self.schedule!r}: loop has counts of its own")
         if others:
-            raise ConfigError(f"cannot be combined with {others[0]}", where="revise", remedy="Leave one of them out")
+            raise ConfigError(
+                f"cannot be combined with {others[0]}", where="revise", remedy="Leave one of them out"
+            )
 
     @property
     def _rules(self) -> list[str]:
@@ -215,8 +290,13 @@ class SamplerConfig(Config):
 
     @property
     def of_texts(self) -> list[str]:
-        """The names of the settings that differ from their defaults and are read only where text is generated."""
-        return sorted(self.model_dump(exclude_defaults=True, exclude={"seed", "batch_size", "max_batch_tokens", "deterministic"}))
+        """The names of the settings that differ from their defaults and are read only where text is
+        generated."""
+        return sorted(
+            self.model_dump(
+                exclude_defaults=True, exclude={"seed", "batch_size", "max_batch_tokens", "deterministic"}
+            )
+        )
 
     @property
     def lossy(self) -> str | None:

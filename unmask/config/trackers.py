@@ -24,27 +24,43 @@ NEEDS = {
     "trackio": {"trackio": "trackio"},
     "wandb": {"wandb": "wandb"},
 }
-"""The trackers that transformers supports, with the modules that each imports and the packages that provide them."""
+"""The trackers that transformers supports, with the modules that each imports and the packages that provide
+them."""
 KUBEFLOW_SERVER = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def check_trackers(report_to: Any, logging_dir: Any, section: str = "") -> None:
-    """Raise ConfigError for a tracker that is unknown or not installed, or a folder to which none would write."""
+    """Raise ConfigError for a tracker that is unknown or not installed, or a folder to which none would
+    write."""
     where = f"{section}report_to"
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     some = [name for name in names if name not in ("none", "all")]
     if len(names) > 1 and len(some) < len(names):
-        raise ConfigError(f"{names} mixes names with none or all", where=where, remedy="Give names, or none or all alone")
+        raise ConfigError(
+            f"{names} mixes names with none or all", where=where, remedy="Give names, or none or all alone"
+        )
     for name in some:
         if name not in NEEDS:
-            raise ConfigError(f"there is no tracker {name!r}", where=where, remedy=did_you_mean(name, [*NEEDS, "none", "all"]))
-        absent = [package for module, package in NEEDS[name].items() if importlib.util.find_spec(module) is None]
+            raise ConfigError(
+                f"there is no tracker {name!r}",
+                where=where,
+                remedy=did_you_mean(name, [*NEEDS, "none", "all"]),
+            )
+        absent = [
+            package for module, package in NEEDS[name].items() if importlib.util.find_spec(module) is None
+        ]
         if absent:
             what = f"{name} needs {' and '.join(absent)}, which is not installed"
             raise ConfigError(what, where=where, remedy=f"Install it with pip install {' '.join(absent)}")
     if "kubeflow" in some and KUBEFLOW_SERVER not in os.environ:
-        raise ConfigError(f"kubeflow needs {KUBEFLOW_SERVER}, which is not set", where=where, remedy="Set it, or leave kubeflow out")
+        raise ConfigError(
+            f"kubeflow needs {KUBEFLOW_SERVER}, which is not set",
+            where=where,
+            remedy="Set it, or leave kubeflow out",
+        )
     if logging_dir is not None and not {"tensorboard", "all"} & set(names):
         raise ConfigError(
-            "TensorBoard alone writes there", where=f"{section}logging_dir", remedy="Set report_to: tensorboard, or leave it out"
+            "TensorBoard alone writes there",
+            where=f"{section}logging_dir",
+            remedy="Set report_to: tensorboard, or leave it out",
         )

@@ -1,6 +1,8 @@
-"""Python code that a config or the command line names: `path/to/file.py:NAME` or `package.module:NAME`, and modules to import.
+"""Python code that a config or the command line names: `path/to/file.py:NAME` or `package.module:NAME`, and
+modules to import.
 
-Paths are relative to the current folder, as those of data are. A module that is found nowhere else may be in the current folder.
+Paths are relative to the current folder, as those of data are. A module that is found nowhere else may be in
+the current folder.
 """
 
 from __future__ import annotations
@@ -64,25 +66,32 @@ def naming_setting(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_as(kind: type[UnmaskError], what: str, *, where: str, remedy: str) -> Iterator[None]:
-    """Inside, an exception of user code, `what`, is an error of this kind, with the line. Errors of Unmask pass."""
+    """Inside, an exception of user code, `what`, is an error of this kind, with the line. Errors of Unmask
+    pass."""
     try:
         yield
     except UnmaskError:
         raise
     except (Exception, SystemExit) as error:  # user code
-        raise kind(f"{what} raised {type(error).__name__}: {error}{_line_of(error)}", where=where, remedy=remedy) from error
+        raise kind(
+            f"{what} raised {type(error).__name__}: {error}{_line_of(error)}", where=where, remedy=remedy
+        ) from error
 
 
 def load_function(target: str) -> Callable[..., Any]:
     """The function that `target` names. Raises ConfigError as `load_named`."""
-    function: Callable[..., Any] = load_named(target, lambda found: callable(found) and not isinstance(found, type), "a function")
+    function: Callable[..., Any] = load_named(
+        target, lambda found: callable(found) and not isinstance(found, type), "a function"
+    )
     return function
 
 
 def load_class(target: str, base: type[Any]) -> type[Any]:
     """The subclass of `base` that `target` names. Raises ConfigError as `load_named`."""
     wanted = f"a subclass of {base.__module__}.{base.__name__}"
-    cls: type[Any] = load_named(target, lambda found: isinstance(found, type) and issubclass(found, base), wanted)
+    cls: type[Any] = load_named(
+        target, lambda found: isinstance(found, type) and issubclass(found, base), wanted
+    )
     return cls
 
 
@@ -94,15 +103,17 @@ def load_named(target: str, fits: Callable[[Any], bool], wanted: str) -> Any:
         fits: whether an object is of the kind that is wanted.
         wanted: this kind in words, for errors.
 
-    Raises:
-        ConfigError: there is no such file or module, it raises, it defines no such name, or that is of another kind.
+    Raises: ConfigError: there is no such file or module, it raises, it defines no such name, or that is of
+        another kind.
     """
     source, _, name = target.rpartition(":")
     module = load_module(source, target)
     try:
         found = getattr(module, name)
     except Exception as error:  # user code, which may compute its names
-        raise ConfigError("there is no such name", where=target, remedy=_name_like(name, module, fits)) from error
+        raise ConfigError(
+            "there is no such name", where=target, remedy=_name_like(name, module, fits)
+        ) from error
     if not fits(found):
         kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"
         raise ConfigError(f"is {kind}, not {wanted}", where=target, remedy=_name_like(name, module, fits))
@@ -117,11 +128,16 @@ def _name_like(name: str, module: ModuleType, fits: Callable[[Any], bool]) -> st
 
 def names_in(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
     """The names that a module itself defines as what `fits`."""
-    return [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and fits(value)]
+    return [
+        each
+        for each, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and fits(value)
+    ]
 
 
 def refuse_file_alone(name: str, fits: Callable[[Any], bool], what: str) -> None:
-    """Raise ConfigError if a name is that of a file, without what is meant in it; it lists what the file has."""
+    """Raise ConfigError if a name is that of a file, without what is meant in it; it lists what the file
+    has."""
     if name.endswith(".py"):
         found = names_in(load_module(name), fits) or ["NAME"]
         remedy = f"Write {' or '.join(f'{name}:{each}' for each in found)}"
@@ -129,7 +145,8 @@ def refuse_file_alone(name: str, fits: Callable[[Any], bool], what: str) -> None
 
 
 def load_module(source: str, target: str | None = None) -> ModuleType:
-    """The module of a file, `path/to/file.py`, or the one of a name, `package.module`. A file whose text has not changed is run once.
+    """The module of a file, `path/to/file.py`, or the one of a name, `package.module`. A file whose text has
+    not changed is run once.
 
     Args:
         target: the setting that names it, for errors; None: `source`.
@@ -137,9 +154,17 @@ def load_module(source: str, target: str | None = None) -> ModuleType:
     Raises:
         ConfigError: there is none, or it raises; with the line.
     """
-    path, where, remedy = Path(source), target or source, FORMS if target else "Give package.module or path/to/file.py"
+    path, where, remedy = (
+        Path(source),
+        target or source,
+        FORMS if target else "Give package.module or path/to/file.py",
+    )
     if source.endswith(".py") and not path.is_file():
-        raise ConfigError("there is no such file", where=where, remedy=f"Give its path from the current folder, {Path.cwd()}")
+        raise ConfigError(
+            "there is no such file",
+            where=where,
+            remedy=f"Give its path from the current folder, {Path.cwd()}",
+        )
     try:
         if source.endswith(".py"):
             return _named(_module_of(path.resolve(), path.read_bytes()))
@@ -156,7 +181,11 @@ def error_of_named_code(error: BaseException) -> ConfigError | None:
     if not frames:
         return None
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
-    return ConfigError(f"{type(error).__name__}: {error}", where=where, remedy="Correct it; with UNMASK_DEBUG=1 the traceback is shown")
+    return ConfigError(
+        f"{type(error).__name__}: {error}",
+        where=where,
+        remedy="Correct it; with UNMASK_DEBUG=1 the traceback is shown",
+    )
 
 
 def _named(module: ModuleType) -> ModuleType:
@@ -168,7 +197,8 @@ def _named(module: ModuleType) -> ModuleType:
 
 @functools.cache
 def _module_of(path: Path, text: bytes) -> ModuleType:
-    """The module of a file, under a name that no import statement can give: dataclasses and pickle look there for what it defines."""
+    """The module of a file, under a name that no import statement can give: dataclasses and pickle look there
+    for what it defines."""
     spec = spec_from_file_location(f"{path.stem} {next(LOADED)}".replace(".", " "), path)
     assert spec
     module = sys.modules[spec.name] = module_from_spec(spec)
@@ -198,5 +228,8 @@ def _way_out(source: str, error: BaseException) -> str | None:
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing and ((folder / missing).is_dir() or (folder / f"{missing}.py").is_file()):
         path = shlex.quote(str(folder))
-        return f"To import {missing} from beside it, set PYTHONPATH={path}, or make both a package and give package.module:NAME"
+        return (
+            f"To import {missing} from beside it, set PYTHONPATH={path}, or make both a package and give "
+            "package.module:NAME"
+        )
     return "Correct it" if _line_of(error) or isinstance(error, SyntaxError) else None

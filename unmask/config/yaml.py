@@ -10,13 +10,17 @@ import yaml
 from unmask.errors import ConfigError
 from unmask.redaction import SECRET_KEY
 
-# Plain scalars as in YAML 1.2: `1e-5` is a float and `no` a string, where YAML 1.1 (PyYAML's default) has a string and False.
+# Plain scalars as in YAML 1.2: `1e-5` is a float and `no` a string, where YAML 1.1 (PyYAML's default) has a
+# string and False.
 CORE_SCHEMA = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
     "float": (
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        (
+            r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)"
+            r"|\.(nan|NaN|NAN)"
+        ),
         list("-+.0123456789"),
     ),
     "merge": (r"<<", ["<"]),
@@ -24,7 +28,8 @@ CORE_SCHEMA = {
 
 
 MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1_000_000, 100_000, 40
-"""The largest YAML text that is read: its characters, its values with every alias counted in full, and their nesting."""
+"""The largest YAML text that is read: its characters, its values with every alias counted in full, and their
+nesting."""
 MAX_DIGITS = 200  # of an integer, which is then also a finite float
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # in no file name, and in no UTF-8 text
 
@@ -46,14 +51,18 @@ class _Loader(yaml.SafeLoader):
         is_alias, mark, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark, self.nodes
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"values are nested more than {MAX_DEPTH} deep", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"values are nested more than {MAX_DEPTH} deep", mark
+            )
         node = super().compose_node(parent, index)
         self.depth -= 1
         if is_alias and id(node) not in self.sizes:
             raise yaml.composer.ComposerError(None, None, "the alias is inside of its own anchor", mark)
         self.nodes += self.sizes[id(node)] if is_alias else 1
         if self.nodes > MAX_NODES:
-            raise yaml.composer.ComposerError(None, None, f"more than {MAX_NODES:,} values, counting every alias in full", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {MAX_NODES:,} values, counting every alias in full", mark
+            )
         self.sizes[id(node)] = self.nodes - before
         self.secrets |= {id(node)} if self.in_secret else set()
         self.in_secret = was_in_secret  # after an error it stays
@@ -71,7 +80,9 @@ class _Loader(yaml.SafeLoader):
             what = f"the text {value!r:.80} has a NUL or half of a character; no file can hold it"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         if node.tag == "tag:yaml.org,2002:int" and len(value) > MAX_DIGITS:
-            raise yaml.constructor.ConstructorError(None, None, f"an integer of {len(value):,} digits", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"an integer of {len(value):,} digits", node.start_mark
+            )
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -79,12 +90,17 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = key_node.value
-            if not isinstance(key, str) or key_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            if not isinstance(key, str) or key_node.tag not in (
+                "tag:yaml.org,2002:str",
+                "tag:yaml.org,2002:merge",
+            ):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is not a text; write it in quotes", key_node.start_mark
                 )
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice; keep one", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} occurs twice; keep one", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -104,18 +120,21 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 for _name, (_pattern, _first) in CORE_SCHEMA.items():
     for _yaml_class in (_Loader, _Dumper):
-        _yaml_class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+        _yaml_class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first
+        )
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text.
 
-    Raises:
-        ConfigError: it is not YAML, too large, nested too deeply, or a key occurs twice; the error names `where` (a file, a variable) and
-            the line. It quotes nothing of the value of a secret key.
+    Raises: ConfigError: it is not YAML, too large, nested too deeply, or a key occurs twice; the error names
+        `where` (a file, a variable) and the line. It quotes nothing of the value of a secret key.
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"has more than {MAX_CHARACTERS:,} characters", where=where, remedy="Give a file of settings")
+        raise ConfigError(
+            f"has more than {MAX_CHARACTERS:,} characters", where=where, remedy="Give a file of settings"
+        )
     loader, remedy = None, "Fix the YAML there"
     try:
         loader = _Loader(text, SECRET_KEY.search(where) is not None)
@@ -130,7 +149,9 @@ def parse_yaml(text: str, where: str) -> Any:
         problem = f"this is not YAML: {error}"
     # Outside of the handlers, because the tracebacks of PyYAML's errors quote lines.
     if loader and loader.in_secret:
-        raise ConfigError("the value of a secret is not YAML", where=where, remedy="Write it in single quotes")
+        raise ConfigError(
+            "the value of a secret is not YAML", where=where, remedy="Write it in single quotes"
+        )
     raise ConfigError(problem, where=where, remedy=remedy)
 
 

@@ -24,48 +24,90 @@ from unmask.training.text_config import TextConfig
 class ConvertConfig(NoisingConfig, TextConfig):
     """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` returns those of a recipe."""
 
-    learning_rate: float = setting(5e-4, "The base learning rate; the default stages use 0.5, 1 and 0.3 times it")
-    attention: AttentionName = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal"})
+    learning_rate: float = setting(
+        5e-4, "The base learning rate; the default stages use 0.5, 1 and 0.3 times it"
+    )
+    attention: AttentionName = field(
+        default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal"}
+    )
     block_size: int | None = setting(None, f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}")
     logit_shift: bool | None = setting(None, "Keep predicting token i + 1 at position i; unset: no")
     causal_context: bool = setting(
-        False, "block_causal: attend causally within finished blocks, as the causal model does; `lm_loss` then needs no extra forward pass"
+        False,
+        (
+            "block_causal: attend causally within finished blocks, as the causal model does; `lm_loss` "
+            "then needs no extra forward pass"
+        ),
     )
     time_embedding: bool = setting(False, "Give the model the fraction of hidden tokens as an input")
-    complementary: bool = setting(False, "Use two views of each row; each hides the tokens that the other shows")
+    complementary: bool = setting(
+        False, "Use two views of each row; each hides the tokens that the other shows"
+    )
     attention_annealing: float = setting(
-        0.0, "The fraction of the steps over which later tokens gradually become visible; 0: all from the first step", low=0, high=1
+        0.0,
+        (
+            "The fraction of the steps over which later tokens gradually become visible; 0: all from the "
+            "first step"
+        ),
+        low=0,
+        high=1,
     )
     distillation: float = setting(
-        0.0, "The weight of the KL divergence from the frozen causal model, where no later token is visible", low=0, high=1
+        0.0,
+        "The weight of the KL divergence from the frozen causal model, where no later token is visible",
+        low=0,
+        high=1,
     )
     teacher_top_k: int = setting(
-        64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1, needs=("distillation",)
+        64,
+        "Most probable tokens of the causal model that are compared one by one; the others count as one",
+        low=1,
+        needs=("distillation",),
     )
-    on_policy: float = setting(0.0, "The fraction of rows whose end is replaced by the model's own continuation", low=0, high=1)
-    rollout_tokens: int = setting(32, "Tokens that the model generates for each row", low=1, needs=("on_policy",))
-    alignment: float = setting(0.0, "The weight of the cosine distance to the hidden states of the frozen causal model", low=0)
+    on_policy: float = setting(
+        0.0, "The fraction of rows whose end is replaced by the model's own continuation", low=0, high=1
+    )
+    rollout_tokens: int = setting(
+        32, "Tokens that the model generates for each row", low=1, needs=("on_policy",)
+    )
+    alignment: float = setting(
+        0.0, "The weight of the cosine distance to the hidden states of the frozen causal model", low=0
+    )
     stages: list[ConversionStage] = field(
-        default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}
+        default_factory=lambda: list(STAGES),
+        metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."},
     )
     recipe: str | None = setting(None, "The name of these settings in the model card", on_resume=NEUTRAL)
     canvas_length: int | None = setting(None, "As in SFT, for rows of prompt and completion")
 
     @classmethod
     def for_recipe(cls, recipe: str, **settings: Any) -> ConvertConfig:
-        """The `training` settings of a recipe (block, full, growing, distilled, tiny, ...), overridden by `settings`."""
+        """The `training` settings of a recipe (block, full, growing, distilled, tiny, ...), overridden by
+        `settings`."""
         return cls(**read_recipe(recipe).get("training", {}) | settings)
 
     def __post_init__(self) -> None:
         stages: Any = self.stages  # of any type, if Python gives them
-        if not isinstance(stages, list | tuple) or not all(isinstance(stage, ConversionStage | Mapping) for stage in stages):
-            remedy = 'Give the settings of each, such as [{"share": 0.2, "train": ["attention"]}, {"share": 0.8}], or leave the setting out'
+        if not isinstance(stages, list | tuple) or not all(
+            isinstance(stage, ConversionStage | Mapping) for stage in stages
+        ):
+            remedy = (
+                'Give the settings of each, such as [{"share": 0.2, "train": ["attention"]}, {"share": '
+                "0.8}], or leave the setting out"
+            )
             raise ConfigError(f"{stages!r} is no list of stages", where="stages", remedy=remedy)
-        self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in stages]
+        self.stages = [
+            stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in stages
+        ]
         if not self.stages:
-            raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
+            raise ConfigError(
+                "there are no stages", where="stages", remedy="Give at least one, or leave the setting out"
+            )
         if self.attention == "causal":
-            what, remedy = "a model cannot be converted to causal attention", "Use bidirectional or block_causal"
+            what, remedy = (
+                "a model cannot be converted to causal attention",
+                "Use bidirectional or block_causal",
+            )
             raise ConfigError(what, where="attention", remedy=remedy)
         if self.attention_annealing and self.attention != "bidirectional":
             what, remedy = "only bidirectional attention can be annealed", "Use stages of growing block_size"
@@ -120,13 +162,23 @@ class ConvertConfig(NoisingConfig, TextConfig):
             self.refuse_adapters(timed=self.time_embedding)
 
     def refuse_adapters(self, *, timed: bool) -> None:
-        """Raise ConfigError if adapters cannot be trained. `timed`: whether the model has a time embedding."""
+        """Raise ConfigError if adapters cannot be trained. `timed`: whether the model has a time
+        embedding."""
         if timed:
-            what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
+            what, remedy = (
+                "adapters cannot train a time embedding, which is new",
+                "Set time_embedding: false, or convert without lora",
+            )
             raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
         if key := self.excludes_adapters:
-            what = "a conversion with adapters cannot go from one stage to the next where processes share out the training's state"
-            remedy = f"Leave {key} out ({key}=null): each process then holds the whole model. Or convert without adapters (lora=null)"
+            what = (
+                "a conversion with adapters cannot go from one stage to the next where processes share out "
+                "the training's state"
+            )
+            remedy = (
+                f"Leave {key} out ({key}=null): each process then holds the whole model. Or convert "
+                "without adapters (lora=null)"
+            )
             raise ConfigError(what, where=f"{key} and lora", remedy=remedy)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Learning from the causal model that a conversion starts from: its predictions (distillation) and its hidden states (alignment).
+"""Learning from the causal model that a conversion starts from: its predictions (distillation) and its hidden
+states (alignment).
 
-Shapes: B batch, M masks (views), T tokens, N target tokens of all views, U positions that are a target in any view, V vocabulary,
-K the teacher's most probable tokens, D hidden width.
+Shapes: B batch, M masks (views), T tokens, N target tokens of all views, U positions that are a target in any
+view, V vocabulary, K the teacher's most probable tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -33,19 +34,26 @@ class Comparison(NamedTuple):
     distance_N: Tensor  # 1 - cosine between their hidden states that predict the token
 
 
-def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Comparison:
+def compare(
+    lm: DiffusionLM,
+    teacher: DiffusionLM,
+    ids_BT: Tensor,
+    document_BT: Tensor | None,
+    views: Views,
+    *,
+    top_k: int,
+) -> Comparison:
     """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
-    Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the same
-    gradient as the cross-entropy, with far less variance: averaged over the hidden tokens before a token, the teacher's prediction is its
-    distribution given the visible tokens. The teacher sees no later tokens; where one is visible, the student learns from the real token.
+    Where no later token of the same block (or document) is visible, the forward KL has in expectation over
+    the teacher's text the same gradient as the cross-entropy, with far less variance: averaged over the
+    hidden tokens before a token, the teacher's prediction is its distribution given the visible tokens. The
+    teacher sees no later tokens; where one is visible, the student learns from the real token.
 
-    Args:
-        lm, teacher: the student, and a frozen causal model with the same vocabulary.
-        ids_BT: the clean tokens.
-        document_BT: packed documents are numbered, padding is 0; None: every row is one document.
-        views: the hidden tokens and the targets.
-        top_k: the number of the teacher's most probable tokens that are compared one by one; the others count as one token.
+    Args: lm, teacher: the student, and a frozen causal model with the same vocabulary. ids_BT: the clean
+        tokens. document_BT: packed documents are numbered, padding is 0; None: every row is one document.
+        views: the hidden tokens and the targets. top_k: the number of the teacher's most probable tokens that
+        are compared one by one; the others count as one token.
     """
     check_tensors(ids_BT=ids_BT, document_BT=document_BT, **views.tensors)
     target_BMT = views.target_BMT
@@ -56,21 +64,23 @@ def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: 
     target_N = ids_BT[:, None].expand_as(target_BMT)[target_BMT]
     inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BMT, target_BMT)
     with lm.capturing() as student:
-        log_q_NK = lm.log_probs(inputs, torch.cat([target_N[:, None], top_UK[index_N]], 1))  # column 0: the real token
+        # column 0: the real token
+        log_q_NK = lm.log_probs(inputs, torch.cat([target_N[:, None], top_UK[index_N]], 1))
     divergence_N = forward_kl(log_p_UK[index_N], log_q_NK[:, 1:])
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
     taught_N = ~later_visible(lm, views, document_BT)[target_BMT]
     return Comparison(log_q_NK[:, 0], taught_N, divergence_N, distance_N)
 
 
-def distillation_loss(found: Comparison, views: Views, *, distillation: float, alignment: float = 0.0) -> Tensor:
-    """The weighted loss of the targets, summed, in nats, to be divided by the maskable tokens of the whole batch.
+def distillation_loss(
+    found: Comparison, views: Views, *, distillation: float, alignment: float = 0.0
+) -> Tensor:
+    """The weighted loss of the targets, summed, in nats, to be divided by the maskable tokens of the whole
+    batch.
 
-    Args:
-        found: the comparison on these views.
-        distillation: the weight of the forward KL against the cross-entropy, from 0 to 1, where the teacher's prediction is the target;
-            elsewhere the cross-entropy has weight 1.
-        alignment: the weight of the distance between hidden states.
+    Args: found: the comparison on these views. distillation: the weight of the forward KL against the
+        cross-entropy, from 0 to 1, where the teacher's prediction is the target; elsewhere the cross-entropy
+        has weight 1. alignment: the weight of the distance between hidden states.
     """
     check_tensors(**views.tensors)
     weight_N, kl_weight_N = views.weight_BMT[views.target_BMT], distillation * found.taught_N.float()
@@ -80,9 +90,14 @@ def distillation_loss(found: Comparison, views: Views, *, distillation: float, a
 
 
 def later_visible(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
-    """Where [B, M, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
-    document_BT = torch.ones_like(views.hidden_BMT[:, 0], dtype=torch.long) if document_BT is None else document_BT
-    segment_BMT = segments(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BMT)
+    """Where [B, M, T] a later token of the same block, or of the same document in a bidirectional model, is
+    not hidden."""
+    document_BT = (
+        torch.ones_like(views.hidden_BMT[:, 0], dtype=torch.long) if document_BT is None else document_BT
+    )
+    segment_BMT = segments(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(
+        views.hidden_BMT
+    )
     shown_BMT = (~views.hidden_BMT).long()
     in_segment_BMT = torch.zeros_like(shown_BMT).scatter_add_(2, segment_BMT, shown_BMT)
     return in_segment_BMT.cumsum(2).gather(2, segment_BMT) > shown_BMT.cumsum(2)
@@ -92,7 +107,8 @@ def later_visible(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> 
 def predictions(
     teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, target_BT: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The teacher's log-probabilities [U, K] of its most probable tokens, the tokens [U, K], and its hidden states [U, D]."""
+    """The teacher's log-probabilities [U, K] of its most probable tokens, the tokens [U, K], and its hidden
+    states [U, D]."""
     inputs = teacher.noised_inputs(ids_BT, document_BT, target_BT)
     with teacher.capturing() as hidden_states:
         log_p_UK, token_UK = teacher.reduced(inputs, Reduction(most_probable, setting=top_k))
@@ -100,14 +116,18 @@ def predictions(
 
 
 def most_probable(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of the most probable tokens, and the tokens, [N, K] each; the mask token is never among them."""
+    """The log-probabilities of the most probable tokens, and the tokens, [N, K] each; the mask token is never
+    among them."""
     top = at_least_float32(logits_NV).log_softmax(-1).topk(min(top_k, logits_NV.shape[1] - 1), dim=-1)
     return top.values, top.indices
 
 
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """KL(p || q) [N] in nats, over K tokens and one token for the rest: a lower bound of the KL over the vocabulary."""
+    """KL(p || q) [N] in nats, over K tokens and one token for the rest: a lower bound of the KL over the
+    vocabulary."""
     check_tensors(log_p_NK=log_p_NK, log_q_NK=log_q_NK)
-    rest_p_N, rest_q_N = ((1 - log_NK.exp().sum(1)).clamp_min(MIN_REST_PROBABILITY) for log_NK in (log_p_NK, log_q_NK))
+    rest_p_N, rest_q_N = (
+        (1 - log_NK.exp().sum(1)).clamp_min(MIN_REST_PROBABILITY) for log_NK in (log_p_NK, log_q_NK)
+    )
     top_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
     return top_N + rest_p_N * (rest_p_N.log() - rest_q_N.log())

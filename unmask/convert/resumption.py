@@ -15,7 +15,11 @@ class StageResumption(Resumption):
 
     def checkpoint(self, named: str | Path | Literal[True]) -> Path | None:
         """As in the base; a stage that did not begin starts from the beginning."""
-        return None if named is True and not checkpoints(self.trainer.args.output_folder) else super().checkpoint(named)
+        return (
+            None
+            if named is True and not checkpoints(self.trainer.args.output_folder)
+            else super().checkpoint(named)
+        )
 
     def compare(self, checkpoint: Path, step: int) -> None:
         """Find what to change in this stage."""
@@ -28,5 +32,12 @@ class StageResumption(Resumption):
     def changes_in_card(self) -> list[dict[str, Any]]:
         """The changes within this stage, with its learning rates."""
         first, rate = self.trainer.steps_before, self.trainer.stage.rate
-        changes = [each for each in super().changes_in_card() if first < each["step"] < first + self.trainer.args.max_steps]
-        return [each | {"old": each["old"] * rate} if each["setting"] == "learning_rate" else each for each in changes]
+        changes = [
+            each
+            for each in super().changes_in_card()
+            if first < each["step"] < first + self.trainer.args.max_steps
+        ]
+        return [
+            each | {"old": each["old"] * rate} if each["setting"] == "learning_rate" else each
+            for each in changes
+        ]

@@ -60,9 +60,11 @@ if TYPE_CHECKING:
 
 
 class StageTrainer(DiffusionTrainer):
-    """The trainer of one stage, on `conversion_rows`: the diffusion loss and the auxiliary losses of the stage.
+    """The trainer of one stage, on `conversion_rows`: the diffusion loss and the auxiliary losses of the
+    stage.
 
-    `teacher`: the frozen causal model, for distillation and alignment. `steps_before`, `total_steps`: of the earlier stages, and of all.
+    `teacher`: the frozen causal model, for distillation and alignment. `steps_before`, `total_steps`: of the
+    earlier stages, and of all.
     """
 
     streams = True
@@ -98,7 +100,8 @@ class StageTrainer(DiffusionTrainer):
         return settings | self.stage.model_dump(exclude_defaults=True)
 
     def restore(self) -> bool:
-        """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
+        """Load the weights and history of an earlier run that finished this stage. Returns whether there was
+        one."""
         if self.uses_fsdp_or_deepspeed or self.args.load_best_model_at_end:
             return False  # only `train`, which then makes no step, can load their checkpoints
         checkpoint = self.args.output_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
@@ -116,7 +119,9 @@ class StageTrainer(DiffusionTrainer):
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
-        views = self.args.plan(self.lm, group_BT, batch["documents"], draw, complementary=self.args.complementary)
+        views = self.args.plan(
+            self.lm, group_BT, batch["documents"], draw, complementary=self.args.complementary
+        )
         return views.with_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
@@ -127,37 +132,61 @@ class StageTrainer(DiffusionTrainer):
         if not views.causal:
             return self._distillation_loss(lm, self.teacher, batch, views)
         noised, causal = views.split_causal()
-        return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
+        return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(
+            lm, batch, causal
+        )
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
-        step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.total_steps
+        step, end = (
+            self.steps_before + self.state.global_step,
+            self.args.attention_annealing * self.total_steps,
+        )
         if self.evaluating or step >= end or lm.attention != "bidirectional":
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
-    def _distillation_loss(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
-        found = compare(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
+    def _distillation_loss(
+        self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views
+    ) -> torch.Tensor:
+        found = compare(
+            lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k
+        )
         count = float(views.target_BMT.sum())
-        for name, values in (("cross_entropy", -found.log_prob_N), ("kl", found.divergence_N), ("distance", found.distance_N)):
+        for name, values in (
+            ("cross_entropy", -found.log_prob_N),
+            ("kl", found.divergence_N),
+            ("distance", found.distance_N),
+        ):
             self.record(name, values.detach().sum() / max(count, 1), count)
-        return distillation_loss(found, views, distillation=self.args.distillation, alignment=self.args.alignment)
+        return distillation_loss(
+            found, views, distillation=self.args.distillation, alignment=self.args.alignment
+        )
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
 
     def _continued(self, batch: Batch) -> Batch:
-        """A copy of the batch in which the model continues randomly chosen rows from a random cut. Only the continuation is learnt."""
+        """A copy of the batch in which the model continues randomly chosen rows from a random cut. Only the
+        continuation is learnt."""
         key_B = batch["sample_id"]
-        chosen_B, cut_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
+        chosen_B, cut_B = (
+            uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT)
+            for i in (0, 1)
+        )
         length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
         rows = ((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten().tolist()
         if not rows:
             return batch
         prompts = [batch["input_ids"][row, : 1 + int(cut_B[row] * length_B[row])].tolist() for row in rows]
         seed = self.args.seed + self.steps_before + self.state.global_step
-        sampler = SamplerConfig(max_new_tokens=self.args.rollout_tokens, temperature=1.0, policy="random", seed=seed)
+        sampler = SamplerConfig(
+            max_new_tokens=self.args.rollout_tokens, temperature=1.0, policy="random", seed=seed
+        )
         continuations = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
-        batch = {name: values.clone() if isinstance(values, torch.Tensor) else values for name, values in batch.items()}
+        batch = {
+            name: values.clone() if isinstance(values, torch.Tensor) else values
+            for name, values in batch.items()
+        }
         batch["one_document"] = False  # the rest of a continued row becomes padding
         for row, prompt, tokens in zip(rows, prompts, continuations, strict=True):
             position_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
@@ -168,33 +197,34 @@ class StageTrainer(DiffusionTrainer):
         return batch
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """The parameters with weight decay, without embeddings of which the stage trains only the mask token's row."""
+        """The parameters with weight decay, without embeddings of which the stage trains only the mask
+        token's row."""
         names = [name for name in super().get_decay_parameter_names(model) if PEFT_ROW_PARAMETER not in name]
         if not only_mask_row(self.lm, self.stage):
             return names
         table = model.get_input_embeddings().weight
-        frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table}
+        frozen = {
+            name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table
+        }
         return [name for name in names if name not in frozen]
 
 
 class ConvertTrainer:
     """Converts a causal model on text, or on prompts and completions, in the stages of its config.
 
-    Each stage writes its checkpoints to `output_dir/stage-N`. `train(resume_from_checkpoint=True)` resumes in the middle of any stage.
+    Each stage writes its checkpoints to `output_dir/stage-N`. `train(resume_from_checkpoint=True)` resumes in
+    the middle of any stage.
 
-    Args:
-        model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
-        args: pattern, steps, rates and stages. `max_steps` (or the epochs) are divided among the stages.
-        train_dataset: rows with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and `completion`, of which only the
-            completion is noised.
-        eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
-        peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of the weights that it names.
-            Adapters are merged when the model is saved.
-        progress, rest: as in DiffusionTrainer.
+    Args: model: a DiffusionLM, or a path or id to load. Its weights are changed in place. args: pattern,
+        steps, rates and stages. `max_steps` (or the epochs) are divided among the stages. train_dataset: rows
+        with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and `completion`, of which only
+        the completion is noised. eval_dataset: held-out rows in the same format; each stage ends with an
+        evaluation. peft_config: trains adapters and the mask token's embedding row; a stage then trains the
+        adapters of the weights that it names. Adapters are merged when the model is saved. progress, rest: as
+        in DiffusionTrainer.
 
-    Raises:
-        ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that trains nothing or has no steps.
-        DataError: a row lacks a column, or there is no text.
+    Raises: ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that
+        trains nothing or has no steps. DataError: a row lacks a column, or there is no text.
     """
 
     def __init__(
@@ -209,7 +239,9 @@ class ConvertTrainer:
         peft_config: peft.PeftConfig | None = None,
         **rest: Any,
     ):
-        refuse_unknown_arguments(args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys())
+        refuse_unknown_arguments(
+            args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys()
+        )
         args.check_assigned()
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
@@ -221,12 +253,18 @@ class ConvertTrainer:
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
             where = f"stages, stage {number}, train"
             if not any(parameter.requires_grad for parameter in stage.parameters(stage_lm, where=where)):
-                raise ConfigError("names no weights that take gradients", where=where, remedy="Add adapters to these weights, or use all")
+                raise ConfigError(
+                    "names no weights that take gradients",
+                    where=where,
+                    remedy="Add adapters to these weights, or use all",
+                )
         self.lm = self.lms[-1]
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         if args.show_rows and args.should_save:
             show_rows(self.lm.tokenizer, self.train_rows, args.show_rows)
-        self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
+        self.eval_rows = (
+            None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
+        )
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.log_history: list[dict[str, float]] = []
         self.trainer: StageTrainer | None = None
@@ -237,7 +275,8 @@ class ConvertTrainer:
 
     @property
     def model(self) -> Any:
-        """The model, which all stages train. A compiled one that is assigned is compiled in place, as by `DiffusionTrainer`."""
+        """The model, which all stages train. A compiled one that is assigned is compiled in place, as by
+        `DiffusionTrainer`."""
         return self.lm.model
 
     @model.setter
@@ -249,12 +288,12 @@ class ConvertTrainer:
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
         """Run the stages, or those that are not finished when resuming.
 
-        Args:
-            resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A path: the checkpoint of a stage,
-                also of another run, or the folder of a conversion, for its last checkpoint.
+        Args: resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A
+            path: the checkpoint of a stage, also of another run, or the folder of a conversion, for its last
+            checkpoint.
 
-        Raises:
-            TrainingError: there is no such checkpoint, or a later stage was trained in the output folder already.
+        Raises: TrainingError: there is no such checkpoint, or a later stage was trained in the output folder
+            already.
         """
         checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
         self.found.clear()
@@ -283,7 +322,9 @@ class ConvertTrainer:
     @cached_property
     def run_record(self) -> RunRecord:
         """The settings and inputs of the run. It must be made before training changes the weights."""
-        inputs = {"train_dataset": rows_fingerprint(self.train_rows)} | model_inputs(self.lm, weights_matter=self.teacher is not None)
+        inputs = {"train_dataset": rows_fingerprint(self.train_rows)} | model_inputs(
+            self.lm, weights_matter=self.teacher is not None
+        )
         return RunRecord(self.args, inputs, {"eval_dataset": rows_fingerprint(self.eval_rows)})
 
     def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
@@ -292,7 +333,11 @@ class ConvertTrainer:
         if is_output := self._is_output(named):
             refuse_nothing(folder)
         if named not in self.found:
-            self.found = {named: from_first(lambda: last_of_run(folder) if is_output else named_checkpoint(Path(str(named))))}
+            self.found = {
+                named: from_first(
+                    lambda: last_of_run(folder) if is_output else named_checkpoint(Path(str(named)))
+                )
+            }
         if (checkpoint := self.found[named]) is None:
             return None
         number = stage_of(checkpoint)
@@ -321,7 +366,9 @@ class ConvertTrainer:
         length = self.ends[number - 1] - [0, *self.ends][number - 1]
         if (done := steps_done(checkpoint) or 0) > length:
             what = f"is after {done} steps of stage {number}, which has {length} steps in this conversion"
-            raise TrainingError(what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run")
+            raise TrainingError(
+                what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run"
+            )
         for later in range(number + 1, len(self.ends) + 1):
             if found := checkpoints(self._stage_folder(later)):
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
@@ -334,7 +381,8 @@ class ConvertTrainer:
         return self.args.output_folder / f"stage-{number}"
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the converted model. Every process has to call it, because sharded weights are gathered from all."""
+        """Write the converted model. Every process has to call it, because sharded weights are gathered from
+        all."""
         folder = str(output_dir or self.args.output_dir)
         if self.trainer is not None:
             self.trainer.save_model(folder)
@@ -342,11 +390,14 @@ class ConvertTrainer:
             self.lm.save(folder)
 
     def _gather(self, trainer: StageTrainer) -> None:
-        """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a model changed."""
+        """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a
+        model changed."""
         folder = trainer.args.output_folder / "whole"
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
-        remote_code = any(base.__module__.startswith("transformers_modules") for base in type(self.lm.model).__mro__)
+        remote_code = any(
+            base.__module__.startswith("transformers_modules") for base in type(self.lm.model).__mro__
+        )
         parses = parses_special_tokens(self.lm.tokenizer)
         # Wrapped weights may have another dtype.
         lm = load(folder, dtype=self.dtype, trust_remote_code=remote_code, parse_special_tokens=parses)
@@ -365,10 +416,16 @@ class ConvertTrainer:
 
     def _with_pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
         args, attention = self.args, stage.attention or self.args.attention
-        block_size = (stage.block_size or args.block_size or DEFAULT_BLOCK) if attention == "block_causal" else stage.block_size
+        block_size = (
+            (stage.block_size or args.block_size or DEFAULT_BLOCK)
+            if attention == "block_causal"
+            else stage.block_size
+        )
         context = args.causal_context and attention == "block_causal"
         time_embedding = args.time_embedding or None  # None keeps an existing one
-        return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
+        return with_pattern(
+            lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding
+        )
 
     def _run_stage(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
         total = self.ends[-1]
@@ -377,9 +434,16 @@ class ConvertTrainer:
         args.output_dir = str(self._stage_folder(number))
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
-            args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
+            args.lr_scheduler_type, args.lr_scheduler_kwargs = (
+                "cosine_with_min_lr",
+                {"min_lr_rate": stage.final_rate / stage.rate},
+            )
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
-        rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / total, last / total)}
+        rest = self.rest | {
+            "progress": None
+            if self.progress is None
+            else ProgressPart(self.progress, first / total, last / total)
+        }
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         args.assigned.clear()  # they are no user's
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
@@ -388,21 +452,40 @@ class ConvertTrainer:
         rows = rows_from_step(self.train_rows, args, first)
         place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
-        trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest)
+        trainer = StageTrainer(
+            lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest
+        )
         if not (restored := resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
                 trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
         if self.eval_rows is not None and (not restored or from_first(log.ends_with_summary)):
             trainer.evaluate()
-        self.log_history += [line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
+        self.log_history += [
+            line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history
+        ]
         return trainer
 
 
-def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a stream."""
+def conversion_rows(
+    lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str
+) -> Sequence[Row] | StreamedRows:
+    """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a
+    stream."""
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
-            raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
-        limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1, context=lm.context_length)
-        return pair_rows(lm.tokenizer, dataset, limits, DataReport(where, max_unknown=args.max_unknown), ends=lm.eos_token_ids)
+            raise DataError(
+                "is a stream of prompts and completions",
+                where=where,
+                remedy="Give a list of rows or a datasets.Dataset",
+            )
+        limits = RowLimits(
+            row_length(lm, args), args.canvas_length, lm.block_size or 1, context=lm.context_length
+        )
+        return pair_rows(
+            lm.tokenizer,
+            dataset,
+            limits,
+            DataReport(where, max_unknown=args.max_unknown),
+            ends=lm.eos_token_ids,
+        )
     return corpus_rows(lm, args, dataset, where)

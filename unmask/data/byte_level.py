@@ -16,10 +16,11 @@ READ = 200_000_000
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `size` tokens: <pad>, <s>, </s>, the 256 bytes, and the most frequent sequences of bytes.
+    """A tokenizer of at most `size` tokens: <pad>, <s>, </s>, the 256 bytes, and the most frequent sequences
+    of bytes.
 
-    The same texts give the same tokenizer. Encoding prepends <s> unless `add_special_tokens=False`. Decoding restores the text exactly.
-    Conversion to a diffusion model adds the mask token.
+    The same texts give the same tokenizer. Encoding prepends <s> unless `add_special_tokens=False`. Decoding
+    restores the text exactly. Conversion to a diffusion model adds the mask token.
 
     Args:
         texts: read to a limit (`READ`).
@@ -39,7 +40,9 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(_beginning(texts), trainer)
     bos = NAMES["bos_token"]
-    start = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
+    start = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), start])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **NAMES)
 

@@ -1,12 +1,12 @@
 """The text of token ids: the other direction of `encoding.py`.
 
-The text of a completion is decode(prompt + completion) without decode(prompt), and that of a token the difference of
-two prefixes. Decoded alone, a completion would lose its first space with tokenizers that write a space before a text,
-as SentencePiece does. Special tokens have no text.
+The text of a completion is decode(prompt + completion) without decode(prompt), and that of a token the
+difference of two prefixes. Decoded alone, a completion would lose its first space with tokenizers that write
+a space before a text, as SentencePiece does. Special tokens have no text.
 
-Decoders write each token by itself, with three exceptions: the first token with text loses its space, bytes that make a
-character together are written as one, and WordPiece's may remove spaces before punctuation. So the last tokens of a
-prompt stand for all of it (`_context`).
+Decoders write each token by itself, with three exceptions: the first token with text loses its space, bytes
+that make a character together are written as one, and WordPiece's may remove spaces before punctuation. So
+the last tokens of a prompt stand for all of it (`_context`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 UNFINISHED = "\ufffd"
 """What tokenizers write for the first bytes of a character whose last bytes are missing."""
 CONTEXT = 4
-"""Tokens with text on which the text after them depends, since a character has at most 4 bytes. Byte tokens in a row
-count as one: they are written as characters or, if one of these is invalid, as none."""
+"""Tokens with text on which the text after them depends, since a character has at most 4 bytes. Byte tokens
+in a row count as one: they are written as characters or, if one of these is invalid, as none."""
 DECODED_AGAIN = 8
 """Tokens at least that are decoded again before their text is kept."""
 CLEANED_UP = 4
-"""Characters at the end of a text that the next token may change, where a tokenizer removes spaces before punctuation."""
+"""Characters at the end of a text that the next token may change, where a tokenizer removes spaces before
+punctuation."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -58,7 +59,8 @@ def token_texts(
     *,
     named: bool = False,
 ) -> list[str]:
-    """The text of each token. Together they are `text_after`: the last of several tokens that make a character has it.
+    """The text of each token. Together they are `text_after`: the last of several tokens that make a
+    character has it.
 
     Args:
         named: give special tokens, which have no text, by their names.
@@ -78,8 +80,8 @@ def canvas_texts(
     ids: Sequence[int],
     hidden: Sequence[bool],
 ) -> list[str | None]:
-    """The text of each token of a canvas that follows `before`; None where it is hidden, by the mask token in `ids`.
-    Hidden tokens are taken to have text."""
+    """The text of each token of a canvas that follows `before`; None where it is hidden, by the mask token in
+    `ids`. Hidden tokens are taken to have text."""
     texts: list[str | None] = []
     for is_hidden, run in groupby(zip(ids, hidden, strict=True), key=itemgetter(1)):
         tokens, known = [token for token, _ in run], [*before, *ids[: len(texts)]]
@@ -125,8 +127,8 @@ def num_at_start(
     ids: Sequence[int],
     hidden: Sequence[bool] = (),
 ) -> int:
-    """How many of the tokens no text precedes: none if `before` has text, else those up to the first one that is
-    hidden or has text."""
+    """How many of the tokens no text precedes: none if `before` has text, else those up to the first one that
+    is hidden or has text."""
     if has_text(tokenizer, before):
         return 0
     known = [*hidden, *[False] * (len(ids) - len(hidden))]
@@ -149,7 +151,8 @@ class GrowingText:
     def _keep(self, context: list[int], number: int, text: str) -> None:
         """Decode only the tokens from a number on, after a context; `text`: that of those before."""
         self._context, self._number, self._kept = context, number, text
-        self._starts = [_decode(self.tokenizer, context)]  # and without its last character, which may be unfinished
+        # and without its last character, which may be unfinished
+        self._starts = [_decode(self.tokenizer, context)]
         while len(self._starts) < CONTEXT and self._starts[-1].endswith(UNFINISHED):
             self._starts.append(_decode(self.tokenizer, context[: -len(self._starts)]))
 
@@ -229,9 +232,11 @@ def byte_level(name: str) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    visible = [code for first, last in ("!~", "¡¬", "®ÿ") for code in range(ord(first), ord(last) + 1)]
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
 
 
 BYTES = _alphabet()

@@ -7,15 +7,17 @@
 | prompt and completion | `prompt`, `completion`: str | `prompt`, `completion`: messages |
 | preference | `chosen`, `rejected`: str; `prompt`: str, or their common beginning | the same with messages |
 
-A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised separately, because sampling sees only the prompt. The
-beginning of sequence (BOS) belongs to the prompt, if the tokenizer adds one. A completion ends with exactly one end token, which is learnt:
-the one in the text or from the template, otherwise the tokenizer's EOS. Nothing is truncated here.
+A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised separately, because sampling
+sees only the prompt. The beginning of sequence (BOS) belongs to the prompt, if the tokenizer adds one. A
+completion ends with exactly one end token, which is learnt: the one in the text or from the template,
+otherwise the tokenizer's EOS. Nothing is truncated here.
 
-Special tokens that a user's text spells stay text (`special_tokens.py`), except an end token at the end of a completion. Those that a chat
-template writes are tokens.
+Special tokens that a user's text spells stay text (`special_tokens.py`), except an end token at the end of a
+completion. Those that a chat template writes are tokens.
 
-`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS. `options` are what the chat template reads
-beside the messages: `tools`, and the items of `chat_template_kwargs` (`template_options`).
+`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS. `options`
+are what the chat template reads beside the messages: `tools`, and the items of `chat_template_kwargs`
+(`template_options`).
 """
 
 from __future__ import annotations
@@ -63,16 +65,24 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 
 
 def template_options(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Options:
-    """What the chat template reads beside the messages of an example (`unmask.data.formats`): `tools` and `chat_template_kwargs`.
+    """What the chat template reads beside the messages of an example (`unmask.data.formats`): `tools` and
+    `chat_template_kwargs`.
 
     Raises:
         DataError: `chat_template_kwargs` has what rendering itself sets.
     """
     given = example.get("chat_template_kwargs") or {}
-    ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"} | {"messages"} if given else ()
+    ours = (
+        inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+        | {"messages"}
+        if given
+        else ()
+    )
     if own := next((name for name in given if name in ours), None):
         remedy = "Set data.chat_template." if own == "chat_template" else "Leave it out."
-        raise DataError(f"{own!r} cannot differ by row", where="chat_template_kwargs", remedy=remedy, reason="wrong type")
+        raise DataError(
+            f"{own!r} cannot differ by row", where="chat_template_kwargs", remedy=remedy, reason="wrong type"
+        )
     options = {"tools": example.get("tools"), **given}
     return {name: value for name, value in options.items() if name != "tools" or value}
 
@@ -83,15 +93,21 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Collection[str | None] = (), options: Options = NO_OPTIONS
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    keep: Collection[str | None] = (),
+    options: Options = NO_OPTIONS,
 ) -> list[int]:
-    """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged). The special tokens in `keep` are
-    tokens also in users' texts, and what follows one continues the text."""
+    """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged). The
+    special tokens in `keep` are tokens also in users' texts, and what follows one continues the text."""
     if isinstance(prompt, str):
         ids, bos = _encode_marked(tokenizer, as_text(tokenizer, prompt, keep), keep), [tokenizer.bos_token_id]
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if is_messages(prompt):
-        messages, options = as_text(tokenizer, [*map(with_decoded_calls, prompt)], keep), as_text(tokenizer, options, keep)
+        messages, options = (
+            as_text(tokenizer, [*map(with_decoded_calls, prompt)], keep),
+            as_text(tokenizer, options, keep),
+        )
         text = _prompt_text(tokenizer, messages, options)
         _require_written(tokenizer, messages, options, text, partial(_prompt_text, tokenizer))
         return _encode_marked(tokenizer, text, keep)
@@ -102,23 +118,31 @@ def encode_prompt(
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """The ids of a prompt of messages, for a model that may call tools, which the chat template renders (as JSON schemas of functions)."""
+    """The ids of a prompt of messages, for a model that may call tools, which the chat template renders (as
+    JSON schemas of functions)."""
     options = {"tools": as_text(tokenizer, tools)} if tools else NO_OPTIONS
     return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, messages), options))
 
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()) -> list[int]:
-    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text, if the prompt
-    has text: `text_after` gives the text back. `keep` as in `encode_prompt`."""
+def encode_completion(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()
+) -> list[int]:
+    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's
+    add before a text, if the prompt has text: `text_after` gives the text back. `keep` as in
+    `encode_prompt`."""
     continues = has_text(tokenizer, prompt) if is_ids(prompt) else bool(prompt)
     return _encode_marked(tokenizer, as_text(tokenizer, text, keep), keep, continues=continues)
 
 
-def _encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, keep: Collection[str | None], *, continues: bool = False) -> list[int]:
-    """The ids of a text that `as_text` has marked. A tokenizer that adds a space before a text adds it after special tokens, too: none is
-    added after those in `keep`, nor before a text that continues another one."""
+def _encode_marked(
+    tokenizer: PreTrainedTokenizerBase, text: str, keep: Collection[str | None], *, continues: bool = False
+) -> list[int]:
+    """The ids of a text that `as_text` has marked. A tokenizer that adds a space before a text adds it after
+    special tokens, too: none is added after those in `keep`, nor before a text that continues another one."""
     if not (keep or continues) or not _adds_space(tokenizer):
         return encode(tokenizer, text)
     names = "|".join(_pattern(tokenizer, name) for name in keep if name)
@@ -139,13 +163,15 @@ def _pattern(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer adds a space before a text, as SentencePiece does."""
     letter = encode(tokenizer, "a")
-    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or tokenizer.decode(letter * 2) == "a a"
+    return (
+        encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or tokenizer.decode(letter * 2) == "a a"
+    )
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text without the space that the tokenizer adds: encoded after another text, whose ids are dropped.
-    That is the first one after which the text comes back when it is decoded, if there is any. After some it does not:
-    a normalizer may drop line breaks, or a token be of both texts."""
+    """The ids of a text without the space that the tokenizer adds: encoded after another text, whose ids are
+    dropped. That is the first one after which the text comes back when it is decoded, if there is any. After
+    some it does not: a normalizer may drop line breaks, or a token be of both texts."""
     letter, expected = encode(tokenizer, "a"), "a" + without_marks(text)
     found = []
     for start in ("\n", ".", "a"):
@@ -158,14 +184,17 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = (), options: Options = NO_OPTIONS
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    completion: Text,
+    ends: Ends = (),
+    options: Options = NO_OPTIONS,
 ) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
-    Raises:
-        DataError: one is a string and the other messages; the completion is not a single answer of the assistant; the tokenizer lacks a
-            chat template or an EOS; or the template renders the prompt differently if a completion follows, or does not write tools or
-            the calls of them.
+    Raises: DataError: one is a string and the other messages; the completion is not a single answer of the
+        assistant; the tokenizer lacks a chat template or an EOS; or the template renders the prompt
+        differently if a completion follows, or does not write tools or the calls of them.
     """
     if isinstance(completion, str) and not is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
@@ -183,36 +212,55 @@ def encode_pair(
     whole = render_template(tokenizer, [*asked, *completion], **options)
     _require_prefix(start, whole, prompt)
     _require_written(tokenizer, [*asked, *completion], options, whole)
-    return encode(tokenizer, start), _finish(tokenizer, _encode_marked(tokenizer, whole[len(start) :], (), continues=bool(start)), ends)
+    return encode(tokenizer, start), _finish(
+        tokenizer, _encode_marked(tokenizer, whole[len(start) :], (), continues=bool(start)), ends
+    )
 
 
-def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
-    """The prompt ids and completion ids of an example with `text` or `messages`, whose prompt is only BOS, if any, or with `prompt` and
-    `completion`."""
+def encode_example(
+    tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
+) -> tuple[list[int], list[int]]:
+    """The prompt ids and completion ids of an example with `text` or `messages`, whose prompt is only BOS, if
+    any, or with `prompt` and `completion`."""
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
-            raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="wrong type")
+            raise DataError(
+                f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="wrong type"
+            )
         _require_eos(tokenizer)
         return encode_prompt(tokenizer, ""), encode_documents(tokenizer, [text], ends)[0]
     if "messages" in example:
         _require_messages(example["messages"])
         if any(not _weight(message) for message in example["messages"]):
             remedy = "Leave the weight out, or fine-tune with sft, which reads it."
-            raise DataError("the whole conversation is learnt", where="weight", remedy=remedy, reason="with weight")
-        messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in example["messages"]])
+            raise DataError(
+                "the whole conversation is learnt", where="weight", remedy=remedy, reason="with weight"
+            )
+        messages = as_text(
+            tokenizer, [_without_end(tokenizer, message, ends) for message in example["messages"]]
+        )
         options = as_text(tokenizer, template_options(tokenizer, example))
         text = render_template(tokenizer, messages, **options)
         _require_written(tokenizer, messages, options, text)
         ids = encode(tokenizer, text)
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
-    return encode_pair(tokenizer, example["prompt"], example["completion"], ends, template_options(tokenizer, example))
+    return encode_pair(
+        tokenizer, example["prompt"], example["completion"], ends, template_options(tokenizer, example)
+    )
 
 
-def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Ends = ()) -> list[list[int]]:
-    """The ids of documents after BOS, with one end token each: that after the text, otherwise the tokenizer's EOS, if it has one."""
-    cut = [(short, end) if short.strip() else (text, []) for text in texts for short, end in [_cut_end(tokenizer, text, ends)]]
+def encode_documents(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Ends = ()
+) -> list[list[int]]:
+    """The ids of documents after BOS, with one end token each: that after the text, otherwise the tokenizer's
+    EOS, if it has one."""
+    cut = [
+        (short, end) if short.strip() else (text, [])
+        for text in texts
+        for short, end in [_cut_end(tokenizer, text, ends)]
+    ]
     documents, bos = [], [tokenizer.bos_token_id]
     for ids, (_, end) in zip(encode_texts(tokenizer, [text for text, _ in cut]), cut, strict=True):
         body = [*(ids[1:] if ids[:1] == bos else ids), *end]
@@ -221,29 +269,46 @@ def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], e
 
 
 def encode_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = (), options: Options = NO_OPTIONS
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    learn: Learn,
+    ends: Ends = (),
+    options: Options = NO_OPTIONS,
 ) -> tuple[list[int], list[int], list[bool]]:
-    """The ids before the last answer of a conversation, the ids of this answer, and which of the former are learnt.
+    """The ids before the last answer of a conversation, the ids of this answer, and which of the former are
+    learnt.
 
-    The ids are those of `encode_pair`, whether all answers are learnt or only the last. Answers with `"weight": 0` are not learnt; messages
-    after the last answer that is are left out. An earlier answer is learnt with the end that the template writes, without white space
-    after it.
+    The ids are those of `encode_pair`, whether all answers are learnt or only the last. Answers with
+    `"weight": 0` are not learnt; messages after the last answer that is are left out. An earlier answer is
+    learnt with the end that the template writes, without white space after it.
 
-    Raises:
-        DataError: the assistant has no turn that is learnt, or one that follows no other role's; the template renders a turn differently
-            if others follow, or does not end it; the tokenizer has no character offsets.
+    Raises: DataError: the assistant has no turn that is learnt, or one that follows no other role's; the
+        template renders a turn differently if others follow, or does not end it; the tokenizer has no
+        character offsets.
     """
     _require_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError("there is no turn of the assistant", where="messages", remedy="Remove the row.", reason="without an answer")
+        raise DataError(
+            "there is no turn of the assistant",
+            where="messages",
+            remedy="Remove the row.",
+            reason="without an answer",
+        )
     for turn in answers:
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             what = f"message {turn} is the assistant's, but follows no message to answer"
-            raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answer without a question")
+            raise DataError(
+                what,
+                where="messages",
+                remedy="Begin with a user, and join turns.",
+                reason="answer without a question",
+            )
     answers = [turn for turn in answers if _weight(messages[turn])]
     if not answers:
-        raise DataError("all answers have weight 0", where="weight", remedy="Remove the row.", reason="without an answer")
+        raise DataError(
+            "all answers have weight 0", where="weight", remedy="Remove the row.", reason="without an answer"
+        )
     messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in messages])
     last = answers.pop()
     prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends, options)
@@ -257,7 +322,8 @@ def encode_turns(
             _require_prefix(before, through, messages[:turn])
             _require_prefix(through, whole, messages[: turn + 1])
             ended, message = through, messages[turn]
-            if message.get("tool_calls"):  # an end cannot be told from a call: the template writes a plain answer
+            # an end cannot be told from a call: the template writes a plain answer
+            if message.get("tool_calls"):
                 message = {"role": "assistant", "content": ANSWER}
                 ended = render_template(tokenizer, [*messages[:turn], message], **options)
             _require_end(ended[len(before) :], message)
@@ -270,27 +336,36 @@ def encode_turns(
 def encode_preference(
     tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ids of the prompt, the chosen and the rejected completion. A missing prompt is the common beginning of the two."""
+    """The ids of the prompt, the chosen and the rejected completion. A missing prompt is the common beginning
+    of the two."""
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             what = "they have no common beginning to be the prompt"
-            raise DataError(what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty")
+            raise DataError(
+                what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty"
+            )
     options = template_options(tokenizer, example)
     prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends, options)
     return prompt_ids, chosen_ids, encode_pair(tokenizer, prompt, rejected, ends, options)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
-    """Prompt, chosen and rejected completion of two texts (or conversations), neither empty, that begin with the same prompt.
+    """Prompt, chosen and rejected completion of two texts (or conversations), neither empty, that begin with
+    the same prompt.
 
-    The prompt is the longest common beginning that leaves both a completion; a space before the difference goes to the completions. Raises
-    DataError if the two are equal.
+    The prompt is the longest common beginning that leaves both a completion; a space before the difference
+    goes to the completions. Raises DataError if the two are equal.
     """
     if chosen == rejected:
         what = f"chosen and rejected are the same: {chosen!r:.80}"
-        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL_RESPONSES)
+        raise DataError(
+            what,
+            where="chosen, rejected",
+            remedy="Remove the row: it states no preference.",
+            reason=EQUAL_RESPONSES,
+        )
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     common = min(common, len(chosen) - 1, len(rejected) - 1)
     if common and chosen[common - 1] == " ":
@@ -299,10 +374,16 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
 
 
 def is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
-    return isinstance(value, Sequence) and bool(value) and all(isinstance(item, Mapping) and "role" in item for item in value)
+    return (
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(isinstance(item, Mapping) and "role" in item for item in value)
+    )
 
 
-def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
+def _tokens_between(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], start: int, stop: int
+) -> Sequence[int]:
     """The indices of the tokens of text[start:stop]; `ids` are those of the text."""
     if START in text or END in text:  # the tokenizer has no offsets of such a text
         before, through = encode(tokenizer, text[:start]), encode(tokenizer, text[:stop])
@@ -312,7 +393,10 @@ def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence
             raise DataError(what, where="messages", remedy=remedy, reason="special token in the text")
         return range(len(before), len(through))
     if not tokenizer.is_fast:
-        what, remedy = "a slow tokenizer has no offsets to locate earlier answers", "Use a fast one, or set training.learn=last."
+        what, remedy = (
+            "a slow tokenizer has no offsets to locate earlier answers",
+            "Use a fast one, or set training.learn=last.",
+        )
         raise DataError(what, where=tokenizer.name_or_path or None, remedy=remedy)
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     # Offsets may exclude white space, so that a token of only white space has an empty span.
@@ -320,50 +404,75 @@ def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence
 
 
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Options) -> str:
-    """The text before the model's answer: its turn is opened, or continued if the last message is the assistant's."""
+    """The text before the model's answer: its turn is opened, or continued if the last message is the
+    assistant's."""
     answering = messages[-1]["role"] == "assistant"
-    return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering, **options)
+    return render_template(
+        tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering, **options
+    )
 
 
 def _require_messages(value: Any) -> None:
     if not is_messages(value):
         remedy = 'Write [{"role": "user", "content": "..."}, ...].'
-        raise DataError(f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="wrong type")
+        raise DataError(
+            f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="wrong type"
+        )
 
 
 def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) -> None:
     """Raise a DataError if a completion is not a single answer of the assistant that follows another role."""
     if others := [message["role"] for message in completion if message["role"] != "assistant"]:
-        what, remedy = f"a completion has a turn of the {others[0]}", "Move all but the last answer to the prompt, or remove the row."
+        what, remedy = (
+            f"a completion has a turn of the {others[0]}",
+            "Move all but the last answer to the prompt, or remove the row.",
+        )
         raise DataError(what, where="completion", remedy=remedy, reason="other roles in the answer")
     if not _weight(completion[-1]):
-        raise DataError("the answer has weight 0", where="weight", remedy="Remove the row.", reason="without an answer")
+        raise DataError(
+            "the answer has weight 0", where="weight", remedy="Remove the row.", reason="without an answer"
+        )
     if len(completion) > 1 or prompt[-1]["role"] == "assistant":
         what = "a turn of the assistant follows another"
-        raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answer without a question")
+        raise DataError(
+            what, where="prompt, completion", remedy="Join the turns.", reason="answer without a question"
+        )
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: Ends) -> Message:
-    """The message, an assistant's without end tokens at its end: the template writes one, or `_finish` adds it."""
+    """The message, an assistant's without end tokens at its end: the template writes one, or `_finish` adds
+    it."""
     if message["role"] != "assistant" or not isinstance(message.get("content"), str):
         return message
     return {**message, "content": _split_end(tokenizer, message["content"], ends)[0]}
 
 
 def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> tuple[str, list[int]]:
-    """As `_cut_end`. Raises DataError if the answer is empty without its end, or if another end token is inside it."""
+    """As `_cut_end`. Raises DataError if the answer is empty without its end, or if another end token is
+    inside it."""
     answer, first = _cut_end(tokenizer, answer, ends)
     if first and not answer.strip():
-        raise DataError("an answer is only an end token", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
+        raise DataError(
+            "an answer is only an end token",
+            where="completion",
+            remedy="Fill it in, or remove the row.",
+            reason="empty",
+        )
     texts = _end_texts(tokenizer, ends)
     if inside := next((text for text in texts if text in answer), None):
         what = f"the answer has the end token {inside!r} before its end"
-        raise DataError(what, where="completion", remedy="Remove it, or write it differently.", reason="end token inside the text")
+        raise DataError(
+            what,
+            where="completion",
+            remedy="Remove it, or write it differently.",
+            reason="end token inside the text",
+        )
     return answer, first
 
 
 def _cut_end(tokenizer: PreTrainedTokenizerBase, text: str, ends: Ends) -> tuple[str, list[int]]:
-    """A text without the end tokens at its end, and the first of these, if any. Each end token is removed at most once."""
+    """A text without the end tokens at its end, and the first of these, if any. Each end token is removed at
+    most once."""
     texts = _end_texts(tokenizer, ends)
     first, remaining = list[int](), list(texts)
     while closing := next((end for end in remaining if text.rstrip().endswith(end)), None):
@@ -378,11 +487,17 @@ def _end_texts(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> dict[str, int]
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
-    """Raise a DataError if messages are rendered differently when others follow: sampling would see other prompts than training."""
+    """Raise a DataError if messages are rendered differently when others follow: sampling would see other
+    prompts than training."""
     if not whole.startswith(start):
         what = "the chat template renders the prompt differently if a completion follows"
         remedy = "Use a template that only appends, as data.chat_template=simple, or give both as strings."
-        raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered differently when more turns follow")
+        raise DataError(
+            what,
+            where=f"prompt {messages!r:.80}",
+            remedy=remedy,
+            reason="rendered differently when more turns follow",
+        )
 
 
 def _require_written(
@@ -392,8 +507,9 @@ def _require_written(
     text: str,
     render: Callable[[Sequence[Message], Options], str] | None = None,
 ) -> None:
-    """Raise a DataError if the template leaves out the tools of a prompt, or what a message has of `WRITTEN`: `text`, which it has
-    rendered, is the same without them. Reasoning may be left out once other messages follow.
+    """Raise a DataError if the template leaves out the tools of a prompt, or what a message has of `WRITTEN`:
+    `text`, which it has rendered, is the same without them. Reasoning may be left out once other messages
+    follow.
 
     Args:
         render: how the text was rendered; None: as a whole conversation.
@@ -409,15 +525,25 @@ def _require_written(
     for index, message in enumerate(messages):
         for name in (name for name in WRITTEN if str(message.get(name) or "").strip()):
             same = REASONING if name in REASONING else (name,)
-            without, before = {key: value for key, value in message.items() if key not in same}, messages[:index]
+            without, before = (
+                {key: value for key, value in message.items() if key not in same},
+                messages[:index],
+            )
             if name in REASONING:
-                _require_differ(name, partial(whole, [*before, message], options), partial(whole, [*before, without], options))
+                _require_differ(
+                    name,
+                    partial(whole, [*before, message], options),
+                    partial(whole, [*before, without], options),
+                )
             else:
-                _require_differ(name, lambda: text, partial(render, [*before, without, *messages[index + 1 :]], options))
+                _require_differ(
+                    name, lambda: text, partial(render, [*before, without, *messages[index + 1 :]], options)
+                )
 
 
 def _require_differ(name: str, with_it: Callable[[], str], without: Callable[[], str]) -> None:
-    """Raise a DataError if a template renders the same with and without a part of a row. One that refuses either needs it."""
+    """Raise a DataError if a template renders the same with and without a part of a row. One that refuses
+    either needs it."""
     try:
         same = with_it() == without()
     except DataError:
@@ -434,12 +560,19 @@ def _weight(message: Message) -> bool:
 
 
 def _require_end(text: str, message: Message) -> None:
-    """Raise a DataError if the template writes no end after an answer that others follow: its end could not be learnt."""
+    """Raise a DataError if the template writes no end after an answer that others follow: its end could not
+    be learnt."""
     if text.strip() == str(message.get("content") or "").strip():
-        what = "the chat template does not end a turn of the assistant that others follow, so that its end cannot be learnt"
+        what = (
+            "the chat template does not end a turn of the assistant that others follow, so that its end "
+            "cannot be learnt"
+        )
         raise DataError(
             what,
-            remedy="Learn only the last turn with training.learn=last, or use a template that ends turns, as data.chat_template=simple.",
+            remedy=(
+                "Learn only the last turn with training.learn=last, or use a template that ends turns, as "
+                "data.chat_template=simple."
+            ),
         )
 
 
@@ -448,7 +581,8 @@ def _all_ends(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Ends:
 
 
 def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> int:
-    """The number of tokens of a turn up to the first end token that is followed only by white space and other end tokens."""
+    """The number of tokens of a turn up to the first end token that is followed only by white space and other
+    end tokens."""
     known, length, checked = _all_ends(tokenizer, ends), len(ids), len(ids)
     for index in reversed([index for index, token in enumerate(ids) if token in known]):
         if str(tokenizer.decode(ids[index + 1 : checked])).strip():
@@ -458,7 +592,8 @@ def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: End
 
 
 def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> list[int]:
-    """A completion cut after its first closing end token, or with the tokenizer's EOS added if it has none."""
+    """A completion cut after its first closing end token, or with the tokenizer's EOS added if it has
+    none."""
     _require_eos(tokenizer)
     ended = ids[: _learnt_length(tokenizer, ids, ends)]
     return ended if ended and ended[-1] in _all_ends(tokenizer, ends) else [*ended, tokenizer.eos_token_id]
@@ -466,4 +601,8 @@ def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> l
 
 def _require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no EOS token", where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")
+        raise DataError(
+            "the tokenizer has no EOS token",
+            where=tokenizer.name_or_path or None,
+            remedy="Set its `eos_token`.",
+        )

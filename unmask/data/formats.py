@@ -8,13 +8,13 @@
 | `prompt`, `completion` | text or messages | unchanged |
 | `question`, `thinking_trajectories`, `attempt` | a reasoning trace of s1k | `prompt`, `completion` |
 | `prompt`, `chosen`, `rejected`; or without `prompt` | text or messages | unchanged |
-| `conversations`, `chosen`, `rejected`, optional `system` | a preference of ShareGPT | `prompt`, `chosen`, `rejected` |
+| `conversations`, `chosen`, `rejected`, `system`? | preference of ShareGPT | `prompt`, `chosen`, `rejected` |
 | `prompt`, `completion`, `label` | text or messages, and a boolean | unchanged |
 | `prompt` | text or messages | unchanged |
 
-A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer with `"weight": 0`, or
-Axolotl's `"train": false`, is not learnt. Beside messages a row may have `tools` and `chat_template_kwargs`, which the chat template reads,
-as in TRL.
+A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer
+with `"weight": 0`, or Axolotl's `"train": false`, is not learnt. Beside messages a row may have `tools` and
+`chat_template_kwargs`, which the chat template reads, as in TRL.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ ANSWERS = ("answer", "output", "response", "target", "attempt")
 """Other names of a completion column."""
 RENDERED: dict[str, type[Any]] = {"tools": list, "chat_template_kwargs": dict}
 """Columns that a chat template reads beside the messages, and their types; JSON text is decoded."""
-MEDIA = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "Remove it: models of text are trained.")
+MEDIA = dict.fromkeys(
+    ("images", "image", "videos", "video", "audios", "audio"), "Remove it: models of text are trained."
+)
 UNREAD = {
-    **dict.fromkeys(("system", "system_prompt", "history"), "Write it into the prompt (a system message), or remove the column."),
+    **dict.fromkeys(
+        ("system", "system_prompt", "history"),
+        "Write it into the prompt (a system message), or remove the column.",
+    ),
     **dict.fromkeys(("documents",), "Write them into the prompt, or remove the column."),
     **dict.fromkeys(("functions",), "Rename it to tools, or remove the column."),
     **MEDIA,
@@ -56,7 +61,9 @@ SPEAKERS = {
     **{"observation": "tool", "tool": "tool", "function_call": "assistant"},
 }
 """Roles by ShareGPT's names of the speaker."""
-TRACE_INSTRUCTIONS = "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+TRACE_INSTRUCTIONS = (
+    "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
+)
 """Begins the prompt of a reasoning trace. The form is that of the tasks of reinforcement learning."""
 
 
@@ -64,7 +71,12 @@ def conversation(row: Example) -> Any:
     """The messages of a ShareGPT row, with its `system` column as the first."""
     messages, system = row["conversations"], row.get("system")
     if not isinstance(system, str | None):
-        raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="wrong type")
+        raise DataError(
+            f"a system prompt cannot be {system!r:.40}",
+            where="system",
+            remedy="Give a string.",
+            reason="wrong type",
+        )
     if not system or not _is_chat(messages):
         return messages
     if messages[0]["role"] != "system":
@@ -78,11 +90,17 @@ def conversation(row: Example) -> Any:
 def trace(row: Example) -> Example:
     """A reasoning trace as prompt and completion: the first trajectory, and the attempt as the answer."""
     thoughts = row["thinking_trajectories"]
-    if not isinstance(thoughts, Sequence) or isinstance(thoughts, str) or not all(isinstance(text, str) for text in thoughts):
+    if (
+        not isinstance(thoughts, Sequence)
+        or isinstance(thoughts, str)
+        or not all(isinstance(text, str) for text in thoughts)
+    ):
         what, remedy = f"{thoughts!r:.40} is not a list of strings", "Give a list of strings."
         raise DataError(what, where="thinking_trajectories", remedy=remedy, reason="wrong type")
     if not (thoughts and thoughts[0].strip()):
-        raise DataError("there is no trace", where="thinking_trajectories", remedy="Remove the row.", reason="empty")
+        raise DataError(
+            "there is no trace", where="thinking_trajectories", remedy="Remove the row.", reason="empty"
+        )
     answer = f"<reasoning>\n{thoughts[0].strip()}\n</reasoning>\n<answer>\n{row['attempt']}\n</answer>"
     return {
         "prompt": [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n{row['question']}"}],
@@ -91,7 +109,8 @@ def trace(row: Example) -> Example:
 
 
 def preference(row: Example) -> Example:
-    """A preference. The prompt is left out if `chosen` and `rejected` are conversations that repeat it: their common beginning is used."""
+    """A preference. The prompt is left out if `chosen` and `rejected` are conversations that repeat it: their
+    common beginning is used."""
     prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
     if isinstance(prompt, str) and _is_chat(chosen) and _is_chat(rejected):
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
@@ -104,15 +123,27 @@ def unpaired(row: Example) -> Example:
     """A completion with a boolean label, which may be written as 1 or 0."""
     label = row["label"]
     if not isinstance(label, bool):
-        label = LABELS.get(str(label).strip().lower() if isinstance(label, str) else f"{label:g}" if isinstance(label, int | float) else "")
+        label = LABELS.get(
+            str(label).strip().lower()
+            if isinstance(label, str)
+            else f"{label:g}"
+            if isinstance(label, int | float)
+            else ""
+        )
     if label is None:
         what = f"{row['label']!r:.40} is neither true nor false"
-        raise DataError(what, where="label", remedy="Write true for a good completion, false for a bad one.", reason="wrong type")
+        raise DataError(
+            what,
+            where="label",
+            remedy="Write true for a good completion, false for a bad one.",
+            reason="wrong type",
+        )
     return {"prompt": row["prompt"], "completion": row["completion"], "label": label}
 
 
 def template_columns(row: Mapping[str, Any]) -> Example:
-    """The columns of `RENDERED` that a row has and that are not empty. Raises DataError for one of another type."""
+    """The columns of `RENDERED` that a row has and that are not empty. Raises DataError for one of another
+    type."""
     columns = {}
     for name, kind in RENDERED.items():
         value = row.get(name)
@@ -123,9 +154,16 @@ def template_columns(row: Mapping[str, Any]) -> Example:
                 value = row[name]
         if not value:
             continue
-        if not isinstance(value, kind) or (kind is list and not all(isinstance(tool, Mapping) or callable(tool) for tool in value)):
-            remedy = f"Give {'a list of functions as JSON schemas' if kind is list else 'an object'}, or remove the column."
-            raise DataError(f"{value!r:.80} is of another type", where=name, remedy=remedy, reason="wrong type")
+        if not isinstance(value, kind) or (
+            kind is list and not all(isinstance(tool, Mapping) or callable(tool) for tool in value)
+        ):
+            remedy = (
+                f"Give {'a list of functions as JSON schemas' if kind is list else 'an object'}, or remove "
+                "the column."
+            )
+            raise DataError(
+                f"{value!r:.80} is of another type", where=name, remedy=remedy, reason="wrong type"
+            )
         columns[name] = value
     if "tools" in columns and "tools" in columns.get("chat_template_kwargs", {}):
         what, remedy = "tools are given twice, as a column and in chat_template_kwargs", "Keep the column."
@@ -134,8 +172,8 @@ def template_columns(row: Mapping[str, Any]) -> Example:
 
 
 def call_arguments(value: Any) -> Any:
-    """The arguments of a call as chat templates read them; a text they would write with quotes. The JSON text of an object is this object,
-    an empty text and null are an empty one. Anything else is unchanged."""
+    """The arguments of a call as chat templates read them; a text they would write with quotes. The JSON text
+    of an object is this object, an empty text and null are an empty one. Anything else is unchanged."""
     if not isinstance(value, str | None):
         return value
     try:
@@ -165,28 +203,43 @@ class RecordFormat:
 
     columns: tuple[str, ...]  # identify the format
     texts: tuple[str, ...]  # those that hold text or messages
-    convert: Callable[[Example], Example] | None = None  # to TRL's columns, from a row whose messages have roles; None: they are TRL's
+    # to TRL's columns, from a row whose messages have roles; None: they are TRL's
+    convert: Callable[[Example], Example] | None = None
     reads: tuple[str, ...] = ()  # of `UNREAD`: the columns that it does read, or that cannot change its text
-    others: tuple[str, ...] = ()  # further columns that would change the prompt; a row that has one is refused
+    # further columns that would change the prompt; a row that has one is refused
+    others: tuple[str, ...] = ()
 
     def read(self, row: Example) -> Example:
-        """A row in TRL's columns, with those of `RENDERED` that it has. Raises DataError if a text is blank or of another type, or the row
-        has a column that would change the prompt, but is not read."""
+        """A row in TRL's columns, with those of `RENDERED` that it has. Raises DataError if a text is blank
+        or of another type, or the row has a column that would change the prompt, but is not read."""
         texts = {name: _messages(row[name]) for name in self.texts}
         rendered = template_columns(row)
         in_text = () if any(map(_is_chat, texts.values())) else rendered
-        for name in (name for name in (*UNREAD, *self.others) if name not in self.reads and _is_given(row.get(name))):
+        for name in (
+            name for name in (*UNREAD, *self.others) if name not in self.reads and _is_given(row.get(name))
+        ):
             remedy = UNREAD.get(name, UNREAD["system"])
-            raise DataError(f"the column {name} is not supported", where=name, remedy=remedy, reason=f"with {name}")
+            raise DataError(
+                f"the column {name} is not supported", where=name, remedy=remedy, reason=f"with {name}"
+            )
         for name in in_text:
             remedy = "Give messages, or remove the column."
-            raise DataError("a text has no chat template to read it", where=name, remedy=remedy, reason=f"with {name}")
+            raise DataError(
+                "a text has no chat template to read it", where=name, remedy=remedy, reason=f"with {name}"
+            )
         for name, value in texts.items():
             if _is_blank(value):
-                raise DataError("is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty")
+                raise DataError(
+                    "is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty"
+                )
             if not (isinstance(value, str) or _is_chat(value)):
                 remedy = 'Give a text, or [{"role": "user", "content": "..."}, ...].'
-                raise DataError(f"neither a text nor messages: {value!r:.80}", where=name, remedy=remedy, reason="wrong type")
+                raise DataError(
+                    f"neither a text nor messages: {value!r:.80}",
+                    where=name,
+                    remedy=remedy,
+                    reason="wrong type",
+                )
         row = row | texts
         return (self.convert(row) if self.convert else {name: row[name] for name in self.columns}) | rendered
 
@@ -198,7 +251,9 @@ class RecordFormat:
 
 PLAIN = RecordFormat(("text",), ("text",), reads=tuple(UNREAD.keys() - MEDIA.keys()))
 CHAT = RecordFormat(("messages",), ("messages",))
-SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("system",))
+SHAREGPT = RecordFormat(
+    ("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("system",)
+)
 TRACE = RecordFormat(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
 PAIR = RecordFormat(("prompt", "completion"), ("prompt", "completion"))
 SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
@@ -219,20 +274,25 @@ PROMPT = RecordFormat(("prompt",), ("prompt",))
 
 
 def _require_columns(row: Mapping[str, Any], names: Sequence[str]) -> None:
-    """As `require_values`. The error of a missing prompt or completion names the columns that seem to be meant."""
+    """As `require_values`. The error of a missing prompt or completion names the columns that seem to be
+    meant."""
     try:
         require_values(row, names, "")
     except DataError as error:
         others = {"prompt": PROMPTS, "completion": ANSWERS}
-        found = {ours: next(filter(row.__contains__, theirs), None) for ours, theirs in others.items() if ours in names and ours not in row}
+        found = {
+            ours: next(filter(row.__contains__, theirs), None)
+            for ours, theirs in others.items()
+            if ours in names and ours not in row
+        }
         renamed = " and ".join(f"{theirs} to {ours}" for ours, theirs in found.items() if theirs)
         remedy = f"Rename {renamed}: docs/data.md lists the columns of each verb" if renamed else error.remedy
         raise DataError(error.what, remedy=remedy, reason=error.reason) from error
 
 
 def read_prompt(row: Mapping[str, Any]) -> Example:
-    """The prompt of a row, a text, messages or token ids, with the columns of `RENDERED`. Raises DataError as `RecordFormat.read`, but the
-    prompt may be an empty text."""
+    """The prompt of a row, a text, messages or token ids, with the columns of `RENDERED`. Raises DataError as
+    `RecordFormat.read`, but the prompt may be an empty text."""
     if isinstance(row, Mapping):
         _require_columns(row, PROMPT.columns)
         prompt = row["prompt"]
@@ -242,8 +302,11 @@ def read_prompt(row: Mapping[str, Any]) -> Example:
     return Reader([PROMPT]).read(row)
 
 
-def check_row(verb: str, row: Mapping[str, Any], where: str, *, text_column: str, loss_type: str | None = None) -> None:
-    """Raise DataError for a row at `where` that a training verb cannot read. `loss_type` is that of preferences, if it was given."""
+def check_row(
+    verb: str, row: Mapping[str, Any], where: str, *, text_column: str, loss_type: str | None = None
+) -> None:
+    """Raise DataError for a row at `where` that a training verb cannot read. `loss_type` is that of
+    preferences, if it was given."""
     if verb == "pretrain" or (verb == "convert" and {"completion", "messages"}.isdisjoint(row)):
         require_text(row, text_column, where, "data.text_column")
         return
@@ -256,7 +319,8 @@ def check_row(verb: str, row: Mapping[str, Any], where: str, *, text_column: str
 
 
 class Reader:
-    """Reads rows of one format: that of the first good row. Later rows must have the same format, and the same types of text.
+    """Reads rows of one format: that of the first good row. Later rows must have the same format, and the
+    same types of text.
 
     `formats` are those accepted, in order of precedence.
     """
@@ -270,9 +334,8 @@ class Reader:
     def read(self, row: Mapping[str, Any] | DataError) -> Example:
         """A row in TRL's columns.
 
-        Raises:
-            DataError: the row itself, if it is one (a line that could not be read); a row that lacks columns, has another format or type
-                than the first, or is empty.
+        Raises: DataError: the row itself, if it is one (a line that could not be read); a row that lacks
+            columns, has another format or type than the first, or is empty.
         """
         self.count += 1
         if isinstance(row, DataError):
@@ -286,7 +349,8 @@ class Reader:
             _require_columns(row, (self.format or self._nearest(row, filled)).columns)
         assert format_ is not None
         for other in self.formats:
-            if {*format_.columns} < {*other.columns} <= row.keys():  # null in a column of `other` is an error, not another format
+            # null in a column of `other` is an error, not another format
+            if {*format_.columns} < {*other.columns} <= row.keys():
                 require_values(row, other.columns, "")
         example = format_.read(filled)
         if len({isinstance(example[name], str) for name in example.keys() - {"label", *RENDERED}}) > 1:
@@ -300,14 +364,25 @@ class Reader:
         return example
 
     def _nearest(self, row: Mapping[str, Any], filled: Example) -> RecordFormat:
-        """The format with the most columns that have a value in the row; among equals, the one with the most columns present. A question
-        alone is no trace."""
-        formats = [known for known in reversed(self.formats) if known is not TRACE or not row.keys().isdisjoint(TRACE.columns[1:])]
-        return max(formats, key=lambda known: [sum(name in cells for name in known.columns) for cells in (filled, row)])
+        """The format with the most columns that have a value in the row; among equals, the one with the most
+        columns present. A question alone is no trace."""
+        formats = [
+            known
+            for known in reversed(self.formats)
+            if known is not TRACE or not row.keys().isdisjoint(TRACE.columns[1:])
+        ]
+        return max(
+            formats,
+            key=lambda known: [sum(name in cells for name in known.columns) for cells in (filled, row)],
+        )
 
 
 def is_ids(value: Any) -> TypeGuard[Sequence[int]]:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, int) for item in value)
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(item, int) for item in value)
+    )
 
 
 def _type(value: Any) -> str:
@@ -318,16 +393,24 @@ def _type(value: Any) -> str:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether the value is one message or a list of them, with roles or in ShareGPT's form. A null value counts as absent."""
+    """Whether the value is one message or a list of them, with roles or in ShareGPT's form. A null value
+    counts as absent."""
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or len(messages) == 0:
         return False
-    return all(isinstance(each, Mapping) and (each.get("role") is not None or each.get("from") is not None) for each in messages)
+    return all(
+        isinstance(each, Mapping) and (each.get("role") is not None or each.get("from") is not None)
+        for each in messages
+    )
 
 
 def _messages(value: Any) -> Any:
     """Messages with roles; any other value unchanged."""
-    return [_message(message) for message in ([value] if isinstance(value, Mapping) else value)] if _is_chat(value) else value
+    return (
+        [_message(message) for message in ([value] if isinstance(value, Mapping) else value)]
+        if _is_chat(value)
+        else value
+    )
 
 
 def _message(message: Mapping[str, Any]) -> Example:
@@ -337,24 +420,34 @@ def _message(message: Mapping[str, Any]) -> Example:
         role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             remedy = f"Use one of {', '.join(SPEAKERS)}."
-            raise DataError(f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="wrong type")
+            raise DataError(
+                f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="wrong type"
+            )
     if not isinstance(role, str):
-        raise DataError(f"a role cannot be {role!r:.40}", where="role", remedy="Give a string.", reason="wrong type")
+        raise DataError(
+            f"a role cannot be {role!r:.40}", where="role", remedy="Give a string.", reason="wrong type"
+        )
     if isinstance(content, list):
         content = "".join(map(_part, content))
     if not isinstance(content, str) and not message.get("tool_calls"):
         remedy = 'Write {"role": "user", "content": "..."}.'
-        raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="wrong type")
+        raise DataError(
+            f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="wrong type"
+        )
     for name in (name for name in UNREAD_IN_MESSAGES if _is_given(message.get(name))):
         what, remedy = f"{name} of a message is not supported", UNREAD_IN_MESSAGES[name]
         raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
     calls = message.get("tool_calls")
     rest = {
-        name: value for name, value in with_decoded_calls(message).items() if value is not None and name not in ("from", "value", "train")
+        name: value
+        for name, value in with_decoded_calls(message).items()
+        if value is not None and name not in ("from", "value", "train")
     }
     if calls and not (isinstance(calls, list) and all(map(_is_call, rest["tool_calls"]))):
         remedy = 'Write [{"type": "function", "function": {"name": "...", "arguments": {...}}}].'
-        raise DataError(f"calls cannot be {calls!r:.80}", where="tool_calls", remedy=remedy, reason="wrong type")
+        raise DataError(
+            f"calls cannot be {calls!r:.80}", where="tool_calls", remedy=remedy, reason="wrong type"
+        )
     return rest | {"role": role, "content": content} | _weight(message, role)
 
 
@@ -363,11 +456,22 @@ def _weight(message: Mapping[str, Any], role: str) -> Example:
     given = {name: message[name] for name in ("weight", "train") if message.get(name) is not None}
     for name, value in given.items():
         if value not in ((0, 1) if role == "assistant" else (0,)):
-            what, remedy = f"the {role}'s message has {name} {value!r:.40}", "Write 0 or 1 for an answer, and none for others."
+            what, remedy = (
+                f"the {role}'s message has {name} {value!r:.40}",
+                "Write 0 or 1 for an answer, and none for others.",
+            )
             raise DataError(what, where=name, remedy=remedy, reason="wrong type")
     if len({*map(int, given.values())}) > 1:
-        raise DataError("weight and train differ", where="train", remedy="Keep one of them.", reason="wrong type")
-    return {"weight": given["weight"]} if "weight" in given else {"weight": 0} if given.get("train", True) in (0,) else {}
+        raise DataError(
+            "weight and train differ", where="train", remedy="Keep one of them.", reason="wrong type"
+        )
+    return (
+        {"weight": given["weight"]}
+        if "weight" in given
+        else {"weight": 0}
+        if given.get("train", True) in (0,)
+        else {}
+    )
 
 
 def _is_call(call: Any) -> bool:
@@ -382,15 +486,19 @@ def _is_given(value: Any) -> bool:
 
 
 def _part(part: Any) -> str:
-    """The text of a part of a message's content (OpenAI's format). Raises DataError for other parts, such as images."""
+    """The text of a part of a message's content (OpenAI's format). Raises DataError for other parts, such as
+    images."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     remedy = 'Write {"type": "text", "text": "..."}.'
-    raise DataError(f"a part of a message cannot be {part!r:.80}", where="content", remedy=remedy, reason="wrong type")
+    raise DataError(
+        f"a part of a message cannot be {part!r:.80}", where="content", remedy=remedy, reason="wrong type"
+    )
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether a text is blank, or all messages are, or one of the assistant's is; a message with a tool call is not."""
+    """Whether a text is blank, or all messages are, or one of the assistant's is; a message with a tool call
+    is not."""
     if isinstance(value, str):
         return not value.strip()
     if not _is_chat(value):

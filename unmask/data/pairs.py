@@ -1,8 +1,9 @@
 """Token rows of prompts with completions, for supervised fine-tuning and preferences.
 
-Only the completion is learnt, with its end token and the EOS tokens that fill the positions after it, because a sampler fills these too:
-the rest of the last attention block of a block-causal model, or the whole canvas if `canvas_length` is set. A truncated completion has
-neither an end token nor a filling. Rows are as in `unmask.data.rows`.
+Only the completion is learnt, with its end token and the EOS tokens that fill the positions after it, because
+a sampler fills these too: the rest of the last attention block of a block-causal model, or the whole canvas
+if `canvas_length` is set. A truncated completion has neither an end token nor a filling. Rows are as in
+`unmask.data.rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.encoding import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns, template_options
+from unmask.data.encoding import (
+    EQUAL_RESPONSES,
+    Ends,
+    Learn,
+    encode_example,
+    encode_preference,
+    encode_turns,
+    template_options,
+)
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -31,18 +40,27 @@ class RowLimits:
     """The limits of a row and how it is filled."""
 
     max_length: int  # tokens of a row at most
-    canvas_length: int | None = None  # tokens to which each completion is filled with EOS; None: to the end of its last block
+    # tokens to which each completion is filled with EOS; None: to the end of its last block
+    canvas_length: int | None = None
     block_size: int = 1  # of block-causal attention; 1: no blocks
-    truncate_prompt: bool = False  # if the completion does not fit, cut the beginning of the prompt (after BOS)
+    # if the completion does not fit, cut the beginning of the prompt (after BOS)
+    truncate_prompt: bool = False
     truncate_completion: bool = False  # cut a completion that is too long, to whole blocks
     context: int | None = None  # tokens that the model reads at most; None: any number
 
-    def fit(self, tokenizer: PreTrainedTokenizerBase, prompt: Ids, *completions: Ids) -> tuple[Ids, list[Ids]]:
-        """A prompt and the completions that may follow it, truncated where this is allowed. Raises DataError if they are too long."""
+    def fit(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Ids, *completions: Ids
+    ) -> tuple[Ids, list[Ids]]:
+        """A prompt and the completions that may follow it, truncated where this is allowed. Raises DataError
+        if they are too long."""
         longest = max(map(len, completions))
         if self.canvas_length is not None and longest > self.canvas_length:
             what = f"{longest} completion tokens, but canvas_length is {self.canvas_length}"
-            raise DataError(what, remedy=f"Raise canvas_length: training.canvas_length={longest}", reason="longer than the canvas")
+            raise DataError(
+                what,
+                remedy=f"Raise canvas_length: training.canvas_length={longest}",
+                reason="longer than the canvas",
+            )
         length = len(prompt) + (self.canvas_length or longest)
         excess, bos = length - self.max_length, int([*prompt[:1]] == [tokenizer.bos_token_id])
         if excess <= 0:
@@ -52,7 +70,10 @@ class RowLimits:
         kept = self.max_length - self.max_length % self.block_size - len(prompt)
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
-        what, remedy = f"{length} tokens, but a row holds {self.max_length}", f"Raise max_length (training.max_length={length})"
+        what, remedy = (
+            f"{length} tokens, but a row holds {self.max_length}",
+            f"Raise max_length (training.max_length={length})",
+        )
         if self.context is not None and length > self.context:
             what, remedy = f"{what}, and the model's context is {self.context}", "Shorten or remove the row"
         cut = ", or cut the prompt with training.truncate_prompt=true" if excess + bos < len(prompt) else ""
@@ -115,7 +136,12 @@ def pair_rows(
 
 
 def preference_rows(
-    tokenizer: PreTrainedTokenizerBase, examples: Examples, limits: RowLimits, report: DataReport, *, ends: Ends = ()
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Examples,
+    limits: RowLimits,
+    report: DataReport,
+    *,
+    ends: Ends = (),
 ) -> Rows[dict[str, Any]]:
     """Pairs of token rows, `chosen` and `rejected`, of rows in a format of `PREFERENCES`.
 
@@ -131,12 +157,20 @@ def preference_rows(
                 if not report.skip:
                     report.unknown.check("")  # which may be why they are the same
                 remedy = "Remove the row: it states no preference."
-                raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL_RESPONSES)
+                raise DataError(
+                    "chosen and rejected are the same",
+                    where="chosen, rejected",
+                    remedy=remedy,
+                    reason=EQUAL_RESPONSES,
+                )
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])
             report.record_lengths(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
             kept, answers = limits.fit(tokenizer, prompt, chosen, rejected)
             fillings = [limits.filling(len(kept), len(answer)) for answer in answers]
-            rows = [_row(tokenizer, kept, *side, len(pairs), [False] * len(kept)) for side in zip(answers, fillings, strict=True)]
+            rows = [
+                _row(tokenizer, kept, *side, len(pairs), [False] * len(kept))
+                for side in zip(answers, fillings, strict=True)
+            ]
             pairs.append({"chosen": rows[0], "rejected": rows[1]})
             report.record_cuts(prompt=len(kept) < len(prompt))
     return report.attach(pairs)
@@ -144,7 +178,8 @@ def preference_rows(
 
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
     """Packs rows, each a document, into rows of at most `max_length` tokens (best fit, longest first)."""
-    packs, free = list[list[Row]](), list[tuple[int, int]]()  # `free`: the free tokens and the index of each pack, in order
+    # `free`: the free tokens and the index of each pack, in order
+    packs, free = list[list[Row]](), list[tuple[int, int]]()
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         best = bisect_left(free, (len(row["input_ids"]),))
         if best == len(free):
@@ -163,8 +198,11 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
     return make_row(ids, documents, maskable, sample_id)
 
 
-def _encode_parts(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
-    """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a conversation)."""
+def _encode_parts(
+    tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends
+) -> tuple[Ids, Ids, Sequence[bool]]:
+    """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a
+    conversation)."""
     if learn is not None and "messages" in example:
         return encode_turns(tokenizer, example["messages"], learn, ends, template_options(tokenizer, example))
     prompt, completion = encode_example(tokenizer, example, ends)
@@ -178,8 +216,16 @@ def _last(learnt: Sequence[bool], count: int) -> list[bool]:
     return [False] * headless + [*kept[headless:]]
 
 
-def _row(tokenizer: PreTrainedTokenizerBase, prompt: Ids, completion: Ids, filling: int, sample_id: int, learnt: Sequence[bool]) -> Row:
-    """A row filled with EOS. `learnt` says which tokens of the prompt are learnt; the first token never is."""
+def _row(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Ids,
+    completion: Ids,
+    filling: int,
+    sample_id: int,
+    learnt: Sequence[bool],
+) -> Row:
+    """A row filled with EOS. `learnt` says which tokens of the prompt are learnt; the first token never
+    is."""
     ids = [*prompt, *completion, *[tokenizer.eos_token_id] * filling]
     maskable = [*learnt, *[True] * (len(completion) + filling)]
     return make_row(ids, [1] * len(ids), [False, *maskable[1:]], sample_id)

@@ -36,14 +36,19 @@ def read_problems(
     if isinstance(source, list):
         raise ConfigError("a task reads one source", where="data", remedy="Give no mixture, or no task")
     if source:
-        with closing(load_records(source, hub_split or split)) as records:  # closes the file after an error too
+        # closes the file after an error too
+        with closing(load_records(source, hub_split or split)) as records:
             return list(islice(task.rows(records), count))
     return task.generate(split, count or 0, seed)
 
 
 def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:
-    """The rows with their prompts. The first `shots` rows are solved examples in the prompts of the others; raises ConfigError if no others
-    are left."""
+    """The rows with their prompts. The first `shots` rows are solved examples in the prompts of the others;
+    raises ConfigError if no others are left."""
     if len(rows) <= shots:
-        raise ConfigError(f"{shots} examples use all {len(rows)} rows", where="shots", remedy="Give fewer shots, or more rows")
+        raise ConfigError(
+            f"{shots} examples use all {len(rows)} rows",
+            where="shots",
+            remedy="Give fewer shots, or more rows",
+        )
     return [task.posed(row, style, rows[:shots]) for row in rows[shots:]]

@@ -1,5 +1,5 @@
-"""Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or truncated and why; and rows as
-text in which the learnt tokens are marked."""
+"""Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or
+truncated and why; and rows as text in which the learnt tokens are marked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Rows(list[RowType]):
 
 
 def print_report(rows: Any, wanted: bool, *, tables: bool = True) -> Any:
-    """Prints the report of rows that have one, once, if it is wanted, and warns if few of the rows are left. Returns the rows.
+    """Prints the report of rows that have one, once, if it is wanted, and warns if few of the rows are left.
+    Returns the rows.
 
     Args:
         tables: whether the report is printed, besides the warning.
@@ -54,18 +55,21 @@ def print_report(rows: Any, wanted: bool, *, tables: bool = True) -> Any:
 
 
 def data_reports(trainer: Any) -> dict[str, dict[str, Any]]:
-    """The reports of a trainer's datasets (`train`, `eval`) that have one, for JSON; `rows`: the training rows that were shown."""
+    """The reports of a trainer's datasets (`train`, `eval`) that have one, for JSON; `rows`: the training
+    rows that were shown."""
     datasets = {name: getattr(trainer, f"{name}_dataset", None) for name in ("train", "eval")}
     reports = {name: rows.report.to_dict() for name, rows in datasets.items() if isinstance(rows, Rows)}
     if trainer.args.show_rows:
         rows = datasets["train"] if datasets["train"] is not None else trainer.train_rows
-        reports["train"] = reports.get("train", {}) | {"rows": marked_rows(trainer.lm.tokenizer, rows, trainer.args.show_rows)}
+        reports["train"] = reports.get("train", {}) | {
+            "rows": marked_rows(trainer.lm.tokenizer, rows, trainer.args.show_rows)
+        }
     return reports
 
 
 def marked_rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Any], count: int) -> list[list[str]]:
-    """The documents of the first rows as text, with the learnt tokens between `LEARNT`. A prompt of reinforcement learning ends with an
-    empty mark, where the completion will be."""
+    """The documents of the first rows as text, with the learnt tokens between `LEARNT`. A prompt of
+    reinforcement learning ends with an empty mark, where the completion will be."""
     return [_documents(tokenizer, row) for row in islice(iter(rows), count)]
 
 
@@ -94,7 +98,11 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: 
     for is_learnt, run in groupby(range(len(ids)), learnt.__getitem__):
         indices = [*run]
         whole = str(tokenizer.decode(ids[: indices[-1] + 1], clean_up_tokenization_spaces=False))
-        part = whole.removeprefix(before) if whole.startswith(before) else str(tokenizer.decode(ids[indices[0] : indices[-1] + 1]))
+        part = (
+            whole.removeprefix(before)
+            if whole.startswith(before)
+            else str(tokenizer.decode(ids[indices[0] : indices[-1] + 1]))
+        )
         text, before = text + (part.join(LEARNT) if is_learnt else part), whole
     return text
 
@@ -102,9 +110,8 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: 
 class DataReport:
     """Counts the rows of a dataset (`where` in errors) while they are tokenised.
 
-    Args:
-        skip: whether bad rows are only counted, or else raise their errors; None: they raise them, and no setting changes it.
-        max_unknown: the fraction of the tokens that may be unknown to the tokenizer.
+    Args: skip: whether bad rows are only counted, or else raise their errors; None: they raise them, and no
+        setting changes it. max_unknown: the fraction of the tokens that may be unknown to the tokenizer.
     """
 
     def __init__(self, where: str, *, skip: bool | None = None, max_unknown: float = 1.0):
@@ -113,14 +120,17 @@ class DataReport:
         self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
         self.dropped: dict[str, list[int]] = {}  # indices of skipped rows, by reason
         self.answers = 0  # number of answers that are learnt, in the rows that are kept
-        self.truncated: Counter[str] = Counter()  # number of truncated rows, by part ("prompt" or "completion")
-        self.lengths: dict[str, list[int]] = {}  # tokens before truncation of all rows that could be encoded, by part
+        # number of truncated rows, by part ("prompt" or "completion")
+        self.truncated: Counter[str] = Counter()
+        # tokens before truncation of all rows that could be encoded, by part
+        self.lengths: dict[str, list[int]] = {}
         self.packed: int | None = None  # number of packed rows; None without packing
         self.shown = False  # the stages of a conversion share their rows
 
     @contextmanager
     def row(self, index: int) -> Iterator[None]:
-        """Counts the row that is tokenised inside. Its error (one with a `reason`) is counted and suppressed if bad rows are skipped."""
+        """Counts the row that is tokenised inside. Its error (one with a `reason`) is counted and suppressed
+        if bad rows are skipped."""
         self.read += 1
         try:
             with prepending_place(f"{self.where}, row {index}"):
@@ -153,8 +163,8 @@ class DataReport:
         self.truncated.update(name for name, truncated in parts.items() if truncated)
 
     def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
-        """The rows with this report. Raises DataError if there are too many unknown tokens, which may be why rows were left out, or no
-        rows."""
+        """The rows with this report. Raises DataError if there are too many unknown tokens, which may be why
+        rows were left out, or no rows."""
         self.unknown.check(self.where)
         if not rows:
             remedy = "Fix the data: training.bad_rows=error ends at the first such row and says what is wrong"
@@ -165,16 +175,30 @@ class DataReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON."""
-        dropped = {reason: {"count": len(indices), "rows": indices[:NAMED]} for reason, indices in self.dropped.items()}
-        counts: dict[str, Any] = {"read": self.read, "kept": self.kept, "dropped": dropped, "truncated": dict(self.truncated)}
+        dropped = {
+            reason: {"count": len(indices), "rows": indices[:NAMED]}
+            for reason, indices in self.dropped.items()
+        }
+        counts: dict[str, Any] = {
+            "read": self.read,
+            "kept": self.kept,
+            "dropped": dropped,
+            "truncated": dict(self.truncated),
+        }
         if "chosen" in self.lengths:
             counts["chosen_equals_rejected"] = len(self.dropped.get(EQUAL_RESPONSES, ()))
         if self.answers:
             counts["answers"] = self.answers
         if self.packed is not None:
             counts["packed"] = self.packed
-        tokens = {name: quantiles(lengths) | {"histogram": histogram(lengths)} for name, lengths in self.lengths.items()}
-        return counts | {"unknown_tokens": {"fraction": self.unknown.fraction, "examples": self.unknown.examples}, "tokens": tokens}
+        tokens = {
+            name: quantiles(lengths) | {"histogram": histogram(lengths)}
+            for name, lengths in self.lengths.items()
+        }
+        return counts | {
+            "unknown_tokens": {"fraction": self.unknown.fraction, "examples": self.unknown.examples},
+            "tokens": tokens,
+        }
 
     def show(self) -> None:
         """Print two tables: row counts and lengths."""
@@ -182,7 +206,12 @@ class DataReport:
         counts = [("read", f"{self.read:,}"), ("kept", f"{self.kept:,}")]
         for reason, indices in self.dropped.items():
             more = ", ..." if len(indices) > NAMED else ""
-            counts.append((f"left out: {reason}", f"{len(indices):,} (row {', '.join(map(str, indices[:NAMED]))}{more})"))
+            counts.append(
+                (
+                    f"left out: {reason}",
+                    f"{len(indices):,} (row {', '.join(map(str, indices[:NAMED]))}{more})",
+                )
+            )
         if "chosen" in self.lengths and EQUAL_RESPONSES not in self.dropped:
             counts.append((EQUAL_RESPONSES, "0"))
         if self.answers > self.kept:
@@ -195,19 +224,27 @@ class DataReport:
         columns = [quantiles(lengths) | histogram(lengths) for lengths in self.lengths.values()]
         buckets = {name for column in columns for name in column} - QUANTILES.keys()
         labels = {name: f"{name} have at most" if "%" in name else name for name in QUANTILES}
-        labels |= {name: f"rows of {name}" for name in sorted(buckets, key=lambda name: int(name.split("-")[0]))}
-        lines = [(label, *(f"{column.get(name, 0):,}" for column in columns)) for name, label in labels.items()]
+        labels |= {
+            name: f"rows of {name}" for name in sorted(buckets, key=lambda name: int(name.split("-")[0]))
+        }
+        lines = [
+            (label, *(f"{column.get(name, 0):,}" for column in columns)) for name, label in labels.items()
+        ]
         show_table(lines, f"{self.where}: tokens", head=["", *self.lengths])
 
 
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     """`QUANTILES` of a non-empty list, without interpolation."""
     ordered = sorted(lengths)
-    return {name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] for name, fraction in QUANTILES.items()}
+    return {
+        name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+        for name, fraction in QUANTILES.items()
+    }
 
 
 def histogram(lengths: Sequence[int]) -> dict[str, int]:
-    """Counts in buckets between powers of two, empty ones between them included: `{"1": 4, "2-3": 0, "4-7": 9}`."""
+    """Counts in buckets between powers of two, empty ones between them included: `{"1": 4, "2-3": 0, "4-7":
+    9}`."""
     counts = Counter(length.bit_length() for length in lengths)
     return {_bucket(bits): counts[bits] for bits in range(min(counts), max(counts) + 1)}
 

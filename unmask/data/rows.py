@@ -1,7 +1,7 @@
 """Token rows for training, made from text, and their batches.
 
-A row is a dict: `input_ids`, `documents` (the number of each token's document, from 1; documents do not see one another), `maskable` (which
-tokens are learnt) and `sample_id`.
+A row is a dict: `input_ids`, `documents` (the number of each token's document, from 1; documents do not see
+one another), `maskable` (which tokens are learnt) and `sample_id`.
 
 Shapes: B batch, T tokens.
 """
@@ -33,10 +33,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated repeatedly.
+    """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated
+    repeatedly.
 
-    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without the column or a value in it,
-    or with a text that is not valid Unicode.
+    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without
+    the column or a value in it, or with a text that is not valid Unicode.
     """
 
     dataset: Iterable[Mapping[str, Any]]
@@ -58,9 +59,13 @@ class Column:
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
     """Raise DataError for several datasets, an empty one, and, unless `streams` are accepted, a stream."""
     if isinstance(dataset, Mapping):
-        raise DataError(f"are several datasets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
+        raise DataError(
+            f"are several datasets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them"
+        )
     if not isinstance(dataset, Sized) and not streams:
-        raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
+        raise DataError(
+            "is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset"
+        )
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise DataError("the dataset is empty", where=where, remedy="Give at least one row")
 
@@ -75,22 +80,28 @@ def iter_text_rows(
     unknown: UnknownTokens | None = None,
     ends: Sequence[int] = (),
 ) -> Iterator[Row]:
-    """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends with EOS. If the text has them,
-    they are not added again; `ends` are the model's end tokens.
+    """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends
+    with EOS. If the text has them, they are not added again; `ends` are the model's end tokens.
 
-    Packed: the documents are concatenated and cut into rows of `max_length`. Otherwise each row is one document, cut to `max_length` (a cut
-    document has no EOS). The first token of a document and of a row is never learnt, because a model with a logit shift predicts a token
-    from the one before. A row with no token to learn is left out.
+    Packed: the documents are concatenated and cut into rows of `max_length`. Otherwise each row is one
+    document, cut to `max_length` (a cut document has no EOS). The first token of a document and of a row is
+    never learnt, because a model with a logit shift predicts a token from the one before. A row with no token
+    to learn is left out.
 
-    Raises:
-        DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too many `unknown` tokens.
+    Raises: DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too
+        many `unknown` tokens.
     """
     unknown = unknown or UnknownTokens()
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     documents = (bos + body for body in _encoded(tokenizer, texts, where, unknown, ends))
     # A token is its id, the number of its document, and whether it is learnt.
-    tokenised = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
-    rows: Iterator[list[tuple[int, int, bool]]] = (list(islice(document, max_length)) for document in tokenised)
+    tokenised = (
+        zip(document, repeat(number), chain([False], repeat(True)))
+        for number, document in enumerate(documents, start=1)
+    )
+    rows: Iterator[list[tuple[int, int, bool]]] = (
+        list(islice(document, max_length)) for document in tokenised
+    )
     if packed:
         stream = chain.from_iterable(tokenised)
         rows = iter(lambda: list(islice(stream, max_length)), [])  # until the stream is empty
@@ -101,18 +112,26 @@ def iter_text_rows(
             empty = False
             yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
     if empty:
-        raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
+        raise DataError(
+            "no text to train on", where=where, remedy="Give at least one document that is not empty"
+        )
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str, unknown: UnknownTokens, ends: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    where: str,
+    unknown: UnknownTokens,
+    ends: Sequence[int],
 ) -> Iterator[list[int]]:
     """The ids of each text with its end token; texts that are empty without it are left out."""
     numbered, closing = enumerate(texts), {*ends, tokenizer.eos_token_id}
     while chunk := list(islice(numbered, TEXTS_AT_ONCE)):
         for index, text in chunk:
             if not isinstance(text, str):
-                raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
+                raise DataError(
+                    f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings"
+                )
         try:
             encoded = encode_documents(tokenizer, [text for _, text in chunk], ends)
         except DataError:
@@ -132,30 +151,44 @@ def _encoded(
 
 
 def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Raise a DataError if the mask token is in the text: it is never predicted, so that its loss would be infinite."""
+    """Raise a DataError if the mask token is in the text: it is never predicted, so that its loss would be
+    infinite."""
     if tokenizer.mask_token_id in ids:
         what = f"the text holds the mask token {tokenizer.mask_token!r}"
-        raise DataError(what, remedy="Remove it, or read it as text with model.parse_special_tokens=false", reason="mask token in the text")
+        raise DataError(
+            what,
+            remedy="Remove it, or read it as text with model.parse_special_tokens=false",
+            reason="mask token in the text",
+        )
 
 
 def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
     """A row, its documents renumbered from 1."""
     first = documents[0] - 1
-    return {"input_ids": list(ids), "documents": [d - first for d in documents], "maskable": list(maskable), "sample_id": sample_id}
+    return {
+        "input_ids": list(ids),
+        "documents": [d - first for d in documents],
+        "maskable": list(maskable),
+        "sample_id": sample_id,
+    }
 
 
 def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bool = False) -> Tensor:
     """A [B, T] tensor of rows padded to the longest, on the right or `left`."""
     width = max(map(len, rows))
     padding = [[fill] * (width - len(row)) for row in rows]
-    return torch.tensor([[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, padding, strict=True)])
+    return torch.tensor(
+        [[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, padding, strict=True)]
+    )
 
 
 class Collator:
-    """Makes batches of rows, padded on the right; padding is document 0. Noise is drawn in the step, not here, so that resuming is exact.
+    """Makes batches of rows, padded on the right; padding is document 0. Noise is drawn in the step, not
+    here, so that resuming is exact.
 
-    With `marking` a batch says in `one_document`, a bool, whether every row is one document without padding: a step would have to wait for
-    the GPU to know. Batches that processes send to one another may hold only tensors.
+    With `marking` a batch says in `one_document`, a bool, whether every row is one document without padding:
+    a step would have to wait for the GPU to know. Batches that processes send to one another may hold only
+    tensors.
     """
 
     def __init__(self, pad_token_id: int, *, marking: bool = True):
@@ -163,7 +196,9 @@ class Collator:
         self.marking = marking
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        batch: dict[str, Any] = {name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()}
+        batch: dict[str, Any] = {
+            name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()
+        }
         if self.marking:
             width = batch["documents"].shape[1]
             batch["one_document"] = all(list(row["documents"]).count(1) == width for row in rows)
@@ -171,5 +206,6 @@ class Collator:
 
 
 def separate_documents(batch: Mapping[str, Any]) -> Tensor | None:
-    """The documents [B, T] of a batch; None if every row is one document without padding, so that a cached attention mask serves."""
+    """The documents [B, T] of a batch; None if every row is one document without padding, so that a cached
+    attention mask serves."""
     return None if batch.get("one_document") else batch["documents"]

@@ -1,7 +1,8 @@
-"""Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes several sources.
+"""Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes
+several sources.
 
-Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. Parquet files and saved datasets are
-memory-mapped.
+Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. Parquet
+files and saved datasets are memory-mapped.
 """
 
 from __future__ import annotations
@@ -53,15 +54,14 @@ def load_rows(
 ) -> Dataset | IterableDataset:
     """The rows of a dataset.
 
-    Args:
-        path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that leading zeros survive; .json: an
-            array of objects; .jsonl; .parquet; all but the last may be gzipped, as .jsonl.gz), a directory written by `save_to_disk`,
-            another directory with files (each is read as it is alone; splits are found as by `datasets.load_dataset`), or a hub id
-            ("owner/name", or "owner/name:config").
-        split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no splits.
-        text_column: the name of the column of a .txt file.
-        max_rows: keep only the first rows.
-        streaming: read rows lazily, again on every pass. A malformed row is then reported only when it is reached.
+    Args: path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that
+        leading zeros survive; .json: an array of objects; .jsonl; .parquet; all but the last may be gzipped,
+        as .jsonl.gz), a directory written by `save_to_disk`, another directory with files (each is read as it
+        is alone; splits are found as by `datasets.load_dataset`), or a hub id ("owner/name", or
+        "owner/name:config"). split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no
+        splits. text_column: the name of the column of a .txt file. max_rows: keep only the first rows.
+        streaming: read rows lazily, again on every pass. A malformed row is then reported only when it is
+        reached.
 
     Raises:
         DataError: the source is missing, empty, malformed or wrongly encoded.
@@ -85,7 +85,8 @@ def load_rows(
 
 
 def check_source(path_or_id: str | os.PathLike[str]) -> None:
-    """Raise DataError for a path that leads nowhere, or to a kind of file that is not read. A name on the hub is not looked up."""
+    """Raise DataError for a path that leads nowhere, or to a kind of file that is not read. A name on the hub
+    is not looked up."""
     source = str(path_or_id)
     path, kind = Path(source), kind_of(source)
     if not path.exists() and (kind in SUFFIXES or not HUB_ID.fullmatch(source)):
@@ -99,18 +100,27 @@ def check_source(path_or_id: str | os.PathLike[str]) -> None:
 def _unknown_kind(file: str) -> DataError:
     kind = kind_of(file)
     remedy = (
-        "Unpack it, or pack it with gzip" if kind in PACKED else "Rename it to .jsonl" if kind == ".ndjson" else "Write it as another kind"
+        "Unpack it, or pack it with gzip"
+        if kind in PACKED
+        else "Rename it to .jsonl"
+        if kind == ".ndjson"
+        else "Write it as another kind"
     )
-    return DataError(f"unknown kind of file {kind!r}", where=file, remedy=f"{remedy}: {', '.join(SUFFIXES)} are read.")
+    return DataError(
+        f"unknown kind of file {kind!r}", where=file, remedy=f"{remedy}: {', '.join(SUFFIXES)} are read."
+    )
 
 
 def first_records(source: str) -> Generator[Record, None, None]:
-    """The rows of a CSV or JSON file, each with its place; none of other sources, which are slow to open. Raises as `read_records`."""
+    """The rows of a CSV or JSON file, each with its place; none of other sources, which are slow to open.
+    Raises as `read_records`."""
     if kind_of(source) in RECORDS and Path(source).is_file():
         yield from read_records(source)
 
 
-def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
+def load_records(
+    path_or_id: str | os.PathLike[str], split: str = "train"
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source, each with its place for errors. Raises as `load_rows`."""
     if records := _record_files(path_or_id, split):
         for file in records:
@@ -128,7 +138,8 @@ def load_examples(
     max_rows: int | None = None,
     keep_malformed: bool = False,
 ) -> Sequence[dict[str, Any] | DataError]:
-    """As `load_rows`, for columns that may mix types, or that no table can hold: CSV and JSON files become a list of rows.
+    """As `load_rows`, for columns that may mix types, or that no table can hold: CSV and JSON files become a
+    list of rows.
 
     With `keep_malformed` the error of a malformed line of a .jsonl file replaces its row.
     """
@@ -139,7 +150,9 @@ def load_examples(
         return list(islice(examples, max_rows))
 
 
-def _examples(files: Sequence[str], keep_malformed: bool) -> Generator[dict[str, Any] | DataError, None, None]:
+def _examples(
+    files: Sequence[str], keep_malformed: bool
+) -> Generator[dict[str, Any] | DataError, None, None]:
     for file in files:
         with closing(read_examples(file, keep_malformed=keep_malformed)) as examples:
             yield from examples
@@ -152,8 +165,8 @@ def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
 
 
 def _files(source: str, split: str) -> list[str]:
-    """The files of a source: itself, or those of a split that `datasets` finds in a folder, of the kind that most have; none for a saved
-    dataset, a folder without files, and a name on the hub.
+    """The files of a source: itself, or those of a split that `datasets` finds in a folder, of the kind that
+    most have; none for a saved dataset, a folder without files, and a name on the hub.
 
     Raises:
         DataError: the folder has no such split, or in it a file of a kind that is not read.
@@ -164,7 +177,9 @@ def _files(source: str, split: str) -> list[str]:
     if any((folder / name).exists() for name in SAVED) or not (found := _files_by_split(source)):
         return []
     if split not in found:
-        raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, found))}.")
+        raise DataError(
+            f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, found))}."
+        )
     by_family = [[file for file in found[split] if kind_of(file) in family] for family in FAMILIES]
     files = max(by_family, key=len)
     unread = [file for file in found[split] if kind_of(file) in UNREAD] or ([] if files else found[split])
@@ -172,16 +187,23 @@ def _files(source: str, split: str) -> list[str]:
         raise _unknown_kind(unread[0])
     family = FAMILIES[by_family.index(files)]
     kinds = {*SUFFIXES, *UNREAD}.difference(family)
-    others = [file.name for file in sorted(folder.rglob("*")) if kind_of(file) in kinds and file.name not in INFORMATION]
+    others = [
+        file.name
+        for file in sorted(folder.rglob("*"))
+        if kind_of(file) in kinds and file.name not in INFORMATION
+    ]
     if others:
-        what = f"{source}: only files of one kind are read, {' and '.join(sorted({*map(kind_of, files)}))}, but not {', '.join(others[:3])}"
+        what = (
+            f"{source}: only files of one kind are read, {' and '.join(sorted({*map(kind_of, files)}))}, "
+            f"but not {', '.join(others[:3])}"
+        )
         warnings.warn(what + ", ..." * (len(others) > 3), UnmaskWarning, stacklevel=2)
     return files
 
 
 def _files_by_split(folder: str) -> dict[str, list[str]]:
-    """The files of each split of a folder, whatever their kinds: those that its README names, or those that `datasets` finds by their
-    names; none if it finds none."""
+    """The files of each split of a folder, whatever their kinds: those that its README names, or those that
+    `datasets` finds by their names; none if it finds none."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -206,14 +228,14 @@ def load_mixture(
     max_rows: int | None = None,
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Rows sampled from several sources by weight. A source that runs out is repeated until every row of every source was sampled.
+    """Rows sampled from several sources by weight. A source that runs out is repeated until every row of
+    every source was sampled.
 
-    Only columns that all sources have are kept. A source with its own `text_column` has only that one, renamed to the common name.
+    Only columns that all sources have are kept. A source with its own `text_column` has only that one,
+    renamed to the common name.
 
-    Args:
-        sources: paths or ids, weights (relative numbers of rows, i.e. documents), and exceptions to the settings below.
-        seed: of the order.
-        split, text_column, max_rows, streaming: as in `load_rows`.
+    Args: sources: paths or ids, weights (relative numbers of rows, i.e. documents), and exceptions to the
+        settings below. seed: of the order. split, text_column, max_rows, streaming: as in `load_rows`.
 
     Raises:
         DataError: as `load_rows`; the sources have no common column, or a common column has different types.
@@ -223,8 +245,13 @@ def load_mixture(
     where = " and ".join(source.path for source in sources)
     parts, renamings = [], []  # of each source, and its columns as {new name: old name}
     for source in sources:
-        how: dict[str, Any] = {"split": source.split or split, "text_column": source.text_column or text_column}
-        rows: Any = load_rows(source.path, streaming=True, **how) if streaming else load_examples(source.path, **how)
+        how: dict[str, Any] = {
+            "split": source.split or split,
+            "text_column": source.text_column or text_column,
+        }
+        rows: Any = (
+            load_rows(source.path, streaming=True, **how) if streaming else load_examples(source.path, **how)
+        )
         if isinstance(rows, list):
             present = [*dict.fromkeys(name for row in rows for name in row)]
         else:
@@ -232,10 +259,16 @@ def load_mixture(
         if source.text_column is not None:
             require_names(present, [source.text_column], source.path)
         parts.append(rows)
-        renamings.append({text_column: source.text_column} if source.text_column else {name: name for name in present})
+        renamings.append(
+            {text_column: source.text_column} if source.text_column else {name: name for name in present}
+        )
     common = [name for name in renamings[0] if all(name in others for others in renamings)]
     if not common:
-        raise DataError("the sources have no column in common", where=where, remedy="Give the `text_column` of each source.")
+        raise DataError(
+            "the sources have no column in common",
+            where=where,
+            remedy="Give the `text_column` of each source.",
+        )
     total = sum(source.weight for source in sources)
     try:
         mixture = datasets.interleave_datasets(
@@ -248,7 +281,11 @@ def load_mixture(
             stopping_strategy="all_exhausted",
         )
     except ValueError as error:
-        raise DataError(f"the sources cannot be mixed: {error}", where=where, remedy="Write values of one type in each column.") from error
+        raise DataError(
+            f"the sources cannot be mixed: {error}",
+            where=where,
+            remedy="Write values of one type in each column.",
+        ) from error
     return mixture if max_rows is None else mixture.take(max_rows)
 
 
@@ -259,7 +296,9 @@ def _select(rows: Any, names: dict[str, str], source: str) -> Dataset | Iterable
     if isinstance(rows, list):
         return _table(rows, names, source)
     if isinstance(rows, datasets.Dataset):
-        return rows.select_columns(list(names.values())).rename_columns({old: new for new, old in names.items() if old != new})
+        return rows.select_columns(list(names.values())).rename_columns(
+            {old: new for new, old in names.items() if old != new}
+        )
     return datasets.IterableDataset.from_generator(_renamed, gen_kwargs={"rows": rows, "names": names})
 
 
@@ -293,7 +332,9 @@ def _file_rows(files: Sequence[str], text_column: str) -> Iterator[dict[str, Any
             yield from (row for _, row in read_records(file))
 
 
-def _from_files(source: str, files: list[str], text_column: str, streaming: bool) -> Dataset | IterableDataset:
+def _from_files(
+    source: str, files: list[str], text_column: str, streaming: bool
+) -> Dataset | IterableDataset:
     import datasets
 
     arguments: dict[str, Any] = {"files": files, "text_column": text_column}
@@ -311,9 +352,13 @@ def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: 
     try:
         return datasets.Dataset.from_dict({new: [row.get(old) for row in rows] for new, old in names.items()})
     except pyarrow.ArrowException as error:
-        raise DataError(f"a column mixes types: {error}", where=source, remedy="Write values of one type in each column.") from error
+        raise DataError(
+            f"a column mixes types: {error}", where=source, remedy="Write values of one type in each column."
+        ) from error
     except (OverflowError, UnicodeError) as error:  # of an integer of more than 64 bits, or a lone surrogate
-        raise DataError(f"a table cannot hold a value: {error}", where=source, remedy="Remove it, or write it as text.") from error
+        raise DataError(
+            f"a table cannot hold a value: {error}", where=source, remedy="Remove it, or write it as text."
+        ) from error
 
 
 def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | IterableDataset:
@@ -324,11 +369,16 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
     try:
         rows = 0
         for file in files:
-            rows += pyarrow.parquet.read_metadata(file).num_rows  # reads the footer, which a truncated file lacks
+            # reads the footer, which a truncated file lacks
+            rows += pyarrow.parquet.read_metadata(file).num_rows
         if not rows:
             raise _empty(source)
         names: Any = [*map(glob.escape, files)]
-        return _naming_files(datasets.IterableDataset.from_parquet(names), source) if streaming else datasets.Dataset.from_parquet(names)
+        return (
+            _naming_files(datasets.IterableDataset.from_parquet(names), source)
+            if streaming
+            else datasets.Dataset.from_parquet(names)
+        )
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
         raise DataError(what, where=file, remedy="Write the file again.") from error
@@ -348,19 +398,24 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
         raise DataError(f"not a saved dataset: {error}", where=source, remedy="Save it again.") from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
-            raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}.")
+            raise DataError(
+                f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}."
+            )
         saved = saved[split]
     return saved.to_iterable_dataset() if streaming else saved
 
 
 def _naming_files(rows: IterableDataset, source: str) -> IterableDataset:
-    """The stream with errors that name the file. It keeps its shards (files), so that they can be shuffled."""
+    """The stream with errors that name the file. It keeps its shards (files), so that they can be
+    shuffled."""
     import datasets
 
     count = rows.num_shards
     names = [f"{source}, part {index + 1} of {count}" if count > 1 else source for index in range(count)]
     arguments = {"shards": [rows.shard(count, index) for index in range(count)], "names": names}
-    return datasets.IterableDataset.from_generator(_rows_of_shards, features=rows.features, gen_kwargs=arguments)
+    return datasets.IterableDataset.from_generator(
+        _rows_of_shards, features=rows.features, gen_kwargs=arguments
+    )
 
 
 def _rows_of_shards(shards: Iterable[IterableDataset], names: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -381,9 +436,15 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
     try:
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        tried = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a local file nor a dataset that"
+        tried = (
+            "not a saved dataset, nor files that"
+            if Path(name).is_dir()
+            else "neither a local file nor a dataset that"
+        )
         what = f"{tried} `datasets` could read: {error.__cause__ or error}"
-        raise DataError(what, where=name, remedy="Check the path, or the id, its config, the split and the network.") from error
+        raise DataError(
+            what, where=name, remedy="Check the path, or the id, its config, the split and the network."
+        ) from error
 
 
 def _empty(source: str) -> DataError:

@@ -1,8 +1,8 @@
 """Special tokens in users' texts stay text: `</s>` in a prompt ends nothing, and `<|mask|>` hides nothing.
 
-`as_text` marks them, also in messages before a chat template renders them, and `encode` reads the marks. Special tokens outside of marks,
-such as those that a chat template writes, become tokens. With the attribute `parse_special_tokens` on a tokenizer (`unmask.load` has an
-argument of this name) nothing is marked.
+`as_text` marks them, also in messages before a chat template renders them, and `encode` reads the marks.
+Special tokens outside of marks, such as those that a chat template writes, become tokens. With the attribute
+`parse_special_tokens` on a tokenizer (`unmask.load` has an argument of this name) nothing is marked.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ def parses_special_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, keep: Collection[str | None] = ()) -> Any:
-    """A string, or messages, whose special tokens are marked as text, except those in `keep`. Marking twice changes nothing."""
-    return value if parses_special_tokens(tokenizer) else mark_control_tokens(value, _pattern(tokenizer, keep))
+    """A string, or messages, whose special tokens are marked as text, except those in `keep`. Marking twice
+    changes nothing."""
+    return (
+        value if parses_special_tokens(tokenizer) else mark_control_tokens(value, _pattern(tokenizer, keep))
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text in which `as_text` has marked what is not a special token, without BOS and EOS. Raises DataError if the tokenizer
-    cannot write a special token as text, or if the text has a lone surrogate."""
+    """The ids of a text in which `as_text` has marked what is not a special token, without BOS and EOS.
+    Raises DataError if the tokenizer cannot write a special token as text, or if the text has a lone
+    surrogate."""
     try:
         if START not in text and END not in text:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(encode_marked_chat(tokenizer, text))
-    except TypeError as error:  # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
+    # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
+    except TypeError as error:
         what = f"{text!r:.80} is not valid Unicode"
         raise DataError(what, where="text", remedy="Save it as UTF-8", reason="not valid Unicode") from error
     except ValueError as error:
-        what, remedy = f"a special token cannot be written as text ({error})", "Remove it, or write it differently"
+        what, remedy = (
+            f"a special token cannot be written as text ({error})",
+            "Remove it, or write it differently",
+        )
         raise DataError(what, where="text", remedy=remedy, reason="special token in the text") from error
 
 
@@ -64,5 +72,8 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 def _pattern(tokenizer: PreTrainedTokenizerBase, keep: Collection[str | None]) -> re.Pattern[str]:
     """Matches the special tokens. The unknown token is left out: it is what unknown text becomes."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names = {name for name in added | set(tokenizer.all_special_tokens) if name.strip()} - {tokenizer.unk_token, *keep}
+    names = {name for name in added | set(tokenizer.all_special_tokens) if name.strip()} - {
+        tokenizer.unk_token,
+        *keep,
+    }
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

@@ -36,20 +36,23 @@ RECENT_ROWS = 2**16
 
 
 class StreamedRows(IterableDataset):
-    """An endless stream of text rows, tokenised while training. After the last document it starts again from the first.
+    """An endless stream of text rows, tokenised while training. After the last document it starts again from
+    the first.
 
-    Every iteration yields the same rows, so that a resumed run, which skips the batches it has seen, continues exactly. Sample ids keep
-    counting over the passes, so that the noise differs. A shuffled `datasets.IterableDataset` has another order in each pass.
+    Every iteration yields the same rows, so that a resumed run, which skips the batches it has seen,
+    continues exactly. Sample ids keep counting over the passes, so that the noise differs. A shuffled
+    `datasets.IterableDataset` has another order in each pass.
 
-    `make_rows` converts the texts to rows lazily; `skipped` rows at the beginning are left out. Iteration raises DataError at a bad row, or
-    where the rows are not the `expected` ones.
+    `make_rows` converts the texts to rows lazily; `skipped` rows at the beginning are left out. Iteration
+    raises DataError at a bad row, or where the rows are not the `expected` ones.
     """
 
     def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[Row]], skipped: int = 0):
         self.texts, self.make_rows, self.skipped = texts, make_rows, skipped
         self.expected: Mapping[str, int] | None = None
         """What `visited` returned in the run that is resumed."""
-        self._hashes = torch.zeros(RECENT_ROWS, 2, dtype=torch.int64).share_memory_()  # also with the process that makes the rows
+        # also with the process that makes the rows
+        self._hashes = torch.zeros(RECENT_ROWS, 2, dtype=torch.int64).share_memory_()
         """For each recent row: the number of rows up to it, and their hash."""
 
     def __iter__(self) -> Iterator[Row]:
@@ -62,7 +65,8 @@ class StreamedRows(IterableDataset):
         return stream
 
     def visited(self, rows: int) -> dict[str, int] | None:
-        """The number and hash of all rows up to `rows` rows of this stream; None if the last of them was not read recently."""
+        """The number and hash of all rows up to `rows` rows of this stream; None if the last of them was not
+        read recently."""
         number, found = self._hashes[(self.skipped + rows) % RECENT_ROWS].tolist()
         return {"rows": number, "hash": found} if number == self.skipped + rows else None
 
@@ -80,8 +84,14 @@ class StreamedRows(IterableDataset):
         """Remember the hash of the first rows, and compare it."""
         self._hashes[rows % RECENT_ROWS] = torch.tensor([rows, found])
         if self.expected is not None and rows == self.expected["rows"] and found != self.expected["hash"]:
-            what = f"the first {rows:,} rows of the stream are not those that the run read before its checkpoint"
-            raise DataError(what, where=self.texts.where, remedy="Give the data of that run, or start a new run in another output folder")
+            what = (
+                f"the first {rows:,} rows of the stream are not those that the run read before its checkpoint"
+            )
+            raise DataError(
+                what,
+                where=self.texts.where,
+                remedy="Give the data of that run, or start a new run in another output folder",
+            )
 
 
 def _hash_with(digest: int, row: Row) -> int:
@@ -101,11 +111,13 @@ def cached_rows(
     max_unknown: float = 1.0,
     ends: Sequence[int] = (),
 ) -> Dataset:
-    """The rows of `iter_text_rows`, memory-mapped from a cache on disk, which is created if it does not exist.
+    """The rows of `iter_text_rows`, memory-mapped from a cache on disk, which is created if it does not
+    exist.
 
-    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed`, `max_unknown` (the fraction of the
-    tokens that may be unknown) and `ends` (the model's end tokens). The first process of each machine creates them. `texts` are iterated
-    to compute the hash, and again to create a cache.
+    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed`,
+    `max_unknown` (the fraction of the tokens that may be unknown) and `ends` (the model's end tokens). The
+    first process of each machine creates them. `texts` are iterated to compute the hash, and again to create
+    a cache.
 
     Raises:
         DataError: as `iter_text_rows`; or the cache is truncated or altered.
@@ -122,7 +134,12 @@ def cached_rows(
     with PartialState().local_main_process_first():
         if not cache.exists():
             unknown = UnknownTokens(max_unknown)
-            _write_cache(cache, iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where, unknown=unknown, ends=ends))
+            _write_cache(
+                cache,
+                iter_text_rows(
+                    tokenizer, texts, max_length, packed=packed, where=where, unknown=unknown, ends=ends
+                ),
+            )
     return _read_cache(cache)
 
 
@@ -133,7 +150,13 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], setting
         tokenizer.save_pretrained(saved)
         for file in sorted(Path(saved).iterdir()):
             key.update(file.read_bytes())
-    settings = [CACHE_FORMAT, *settings, tokenizer.bos_token_id, tokenizer.eos_token_id, parses_special_tokens(tokenizer)]
+    settings = [
+        CACHE_FORMAT,
+        *settings,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        parses_special_tokens(tokenizer),
+    ]
     key.update(json.dumps(settings).encode())
     for text in texts:
         key.update(repr(text).encode())  # quoted, so that the boundaries of texts count
@@ -145,7 +168,14 @@ def _write_cache(cache: Path, rows: Iterator[Row]) -> None:
     import pyarrow as pa
 
     integers = pa.list_(pa.int32())
-    schema = pa.schema({"input_ids": integers, "documents": integers, "maskable": pa.list_(pa.bool_()), "sample_id": pa.int64()})
+    schema = pa.schema(
+        {
+            "input_ids": integers,
+            "documents": integers,
+            "maskable": pa.list_(pa.bool_()),
+            "sample_id": pa.int64(),
+        }
+    )
     unfinished = Path(tempfile.mkdtemp(dir=cache.parent, prefix=f".{cache.name}."))
     try:
         with (unfinished / ROWS).open("wb") as file:
@@ -172,11 +202,17 @@ def _read_cache(cache: Path) -> Dataset:
         manifest: Any = json.loads(read_file(cache / MANIFEST))
         intact = manifest["sha256"] == _checksum(cache / ROWS)
     except OSError as error:
-        raise DataError(f"the token cache is incomplete: {error.strerror}", where=error.filename, remedy=remedy) from error
+        raise DataError(
+            f"the token cache is incomplete: {error.strerror}", where=error.filename, remedy=remedy
+        ) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"the token cache is corrupted: {error!r}", where=str(cache / MANIFEST), remedy=remedy) from error
+        raise DataError(
+            f"the token cache is corrupted: {error!r}", where=str(cache / MANIFEST), remedy=remedy
+        ) from error
     if not intact:
-        raise DataError("the token cache is corrupted: its checksum differs", where=str(cache / ROWS), remedy=remedy)
+        raise DataError(
+            "the token cache is corrupted: its checksum differs", where=str(cache / ROWS), remedy=remedy
+        )
     return datasets.Dataset.from_file(str(cache / ROWS))
 
 

@@ -1,4 +1,5 @@
-"""Counts the tokens that stand for text that a tokenizer does not know (`<unk>`). A model that is trained on them learns nothing else."""
+"""Counts the tokens that stand for text that a tokenizer does not know (`<unk>`). A model that is trained on
+them learns nothing else."""
 
 from __future__ import annotations
 
@@ -60,23 +61,29 @@ class UnknownTokens:
         what = f"{self.fraction:.1%} of the tokens are unknown to the tokenizer{lacks}"
         enough = math.ceil(self.fraction * 100) / 100
         remedy = (
-            "Use a model whose tokenizer knows the text, make a tokenizer for a new one (unmask pretrain model.from_scratch=true "
+            "Use a model whose tokenizer knows the text, make a tokenizer for a new one (unmask "
+            "pretrain model.from_scratch=true "
             f"--tokenizer train:8000), or allow it with training.max_unknown={enough:g}"
         )
         raise DataError(what, where=where, remedy=remedy)
 
 
 def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of unknown text; None for a tokenizer that knows every text. Byte-level ones may name their end token."""
+    """The id of unknown text; None for a tokenizer that knows every text. Byte-level ones may name their end
+    token."""
     unknown: int | None = tokenizer.unk_token_id
     return None if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id) else unknown
 
 
 def _unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """The parts of a text that are unknown; none from a slow tokenizer, which does not say where its tokens are."""
+    """The parts of a text that are unknown; none from a slow tokenizer, which does not say where its tokens
+    are."""
     if not tokenizer.is_fast:
         return
-    encoded, unknown = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), _unknown_id(tokenizer)
+    encoded, unknown = (
+        tokenizer(text, add_special_tokens=False, return_offsets_mapping=True),
+        _unknown_id(tokenizer),
+    )
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if token == unknown:
             yield text[start:end]

@@ -1,6 +1,8 @@
-"""Log-likelihoods of completions: the ELBO by low-variance views, and the exact any-order likelihood where it is feasible.
+"""Log-likelihoods of completions: the ELBO by low-variance views, and the exact any-order likelihood where it
+is feasible.
 
-Shapes: B batch, M views, T tokens, P differences of pairs of views; N maskable tokens of G groups of at most L, S subsets of them.
+Shapes: B batch, M views, T tokens, P differences of pairs of views; N maskable tokens of G groups of at most
+L, S subsets of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.diffusion.log_probs import COPIES_AT_ONCE, noise_groups, view_log_probs
-from unmask.diffusion.views import Draw, Views, all_masked_views, columns, elbo_views, exact_views, group_sizes, place_in_group
+from unmask.diffusion.views import (
+    Draw,
+    Views,
+    all_masked_views,
+    columns,
+    elbo_views,
+    exact_views,
+    group_sizes,
+    place_in_group,
+)
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tensor_checks import check_tensors
@@ -27,8 +38,9 @@ class Bound(NamedTuple):
 
     value_B: Tensor
     difference_BP: Tensor
-    """Differences of independent, identically distributed parts of the estimate; NaN if there are none. Their squares add up to an
-    unbiased estimate of its variance, and the products of those of two estimates with the same draw to one of their covariance."""
+    """Differences of independent, identically distributed parts of the estimate; NaN if there are none. Their
+    squares add up to an unbiased estimate of its variance, and the products of those of two estimates with
+    the same draw to one of their covariance."""
 
     @property
     def standard_error_B(self) -> Tensor:
@@ -47,18 +59,24 @@ def elbo(
     chunk: int | None = None,
     shared: int | None = None,
 ) -> Bound:
-    """An unbiased estimate of the lower bound on log p(maskable tokens | the others), from at most `samples` views.
+    """An unbiased estimate of the lower bound on log p(maskable tokens | the others), from at most `samples`
+    views.
 
-    The views are those of `elbo_views`: one with everything hidden, then complementary pairs, so that of an even number one view is left
-    out. Masks depend on the draw and on the positions from the first maskable token, not on what is before it: two rows with the same draw
-    and equally long groups have the same masks, and others as nearly as their lengths allow (`_common_numbers`). `shared`: the number of
-    first maskable tokens that a row has in common with those that it will be compared with, for that purpose.
+    The views are those of `elbo_views`: one with everything hidden, then complementary pairs, so that of an
+    even number one view is left
+    out. Masks depend on the draw and on the positions from the first maskable token, not on what is before
+    it: two rows with the same draw and equally long groups have the same masks, and others as nearly as their
+    lengths allow (`_common_numbers`). `shared`: the number of first maskable tokens that a row has in common
+    with those that it will be compared with, for that purpose.
 
-    Counts are stratified over the P pairs. The pairs m and P - 1 - m hide k and L - k tokens, and L - k and k: they are identically
-    distributed and independent, and the squares of their differences estimate the variance without bias. If P is odd, the pair in the
-    middle has no other, and counts as an average one; a single pair says nothing about the error.
+    Counts are stratified over the P pairs. The pairs m and P - 1 - m hide k and L - k tokens, and L - k and
+    k: they are identically distributed and independent, and the squares of their differences estimate the
+    variance without bias. If P is odd, the pair in the middle has no other, and counts as an average one; a
+    single pair says nothing about the error.
     """
-    check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT, key_B=draw.key_B)
+    check_tensors(
+        ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT, key_B=draw.key_B
+    )
     samples -= samples > 2 and samples % 2 == 0
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
     relative_BT, number_BT = _common_numbers(group_BT, shared)
@@ -69,15 +87,17 @@ def elbo(
     half = pairs // 2
     difference_BP = (part_BP[:, :half] - part_BP.flip(1)[:, :half]) * math.sqrt(pairs / max(2 * half, 1))
     if half == 0:
-        known_B1 = (group_sizes(group_BT).amax(1, keepdim=True) == 1) & (samples > 1)  # the first view is the bound
+        # the first view is the bound
+        known_B1 = (group_sizes(group_BT).amax(1, keepdim=True) == 1) & (samples > 1)
         difference_BP = torch.where(known_B1, 0.0, math.nan).to(part_BM)
     return Bound(part_BM.sum(1), difference_BP)
 
 
 def _common_numbers(group_BT: Tensor, shared: int | None) -> tuple[Tensor, Tensor]:
-    """The groups [B, T] counted from the first one of each row, and the numbers [B, T] that stand for positions in random draws: of the
-    first `shared` tokens of a row (None: of the first half of each group) they count from the beginning of their group, of the others from
-    its end. Two completions that differ in one word then hide the same tokens on both sides of it, however long it is."""
+    """The groups [B, T] counted from the first one of each row, and the numbers [B, T] that stand for
+    positions in random draws: of the first `shared` tokens of a row (None: of the first half of each group)
+    they count from the beginning of their group, of the others from its end. Two completions that differ in
+    one word then hide the same tokens on both sides of it, however long it is."""
     maskable_BT, column_BT, length = group_BT >= 0, columns(group_BT), group_BT.shape[1]
     first_B1 = maskable_BT.long().argmax(1, keepdim=True)
     relative_BT = torch.where(maskable_BT, group_BT - group_BT.gather(1, first_B1), -1)
@@ -91,14 +111,19 @@ def _common_numbers(group_BT: Tensor, shared: int | None) -> tuple[Tensor, Tenso
     return relative_BT, torch.where(maskable_BT, number_BT, 0)
 
 
-def _log_probs(lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, chunk: int | None) -> Tensor:
-    """`view_log_probs` with the views of a block-causal model spread over rows: a row has room for few copies."""
+def _log_probs(
+    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, chunk: int | None
+) -> Tensor:
+    """`view_log_probs` with the views of a block-causal model spread over rows: a row has room for few
+    copies."""
     count = views.count
     if lm.attention != "block_causal" or count <= COPIES_AT_ONCE:
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk)
     rows = -(-count // COPIES_AT_ONCE)
     padding = (0, 0, 0, rows * COPIES_AT_ONCE - count)
-    planes = (F.pad(plane_BMT, padding) for plane_BMT in (views.hidden_BMT, views.target_BMT, views.weight_BMT))
+    planes = (
+        F.pad(plane_BMT, padding) for plane_BMT in (views.hidden_BMT, views.target_BMT, views.weight_BMT)
+    )
     spread = Views(*(plane_BMT.unflatten(1, (rows, COPIES_AT_ONCE)).flatten(0, 1) for plane_BMT in planes))
     mask_BT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(rows, 0)
     log_prob_RCT = view_log_probs(lm, ids_BT.repeat_interleave(rows, 0), mask_BT, spread, chunk=chunk)
@@ -106,20 +131,35 @@ def _log_probs(lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None
 
 
 def exact_log_likelihood(
-    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, maskable_BT: Tensor, *, chunk: int | None = None
+    lm: DiffusionLM,
+    ids_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    maskable_BT: Tensor,
+    *,
+    chunk: int | None = None,
 ) -> Tensor:
-    """log p(maskable tokens | the others) [B], in nats, exactly: one pass of a causal model, else `any_order`. Raises GenerationError for a
-    group of more than 12 maskable tokens."""
+    """log p(maskable tokens | the others) [B], in nats, exactly: one pass of a causal model, else
+    `any_order`. Raises GenerationError for a group of more than 12 maskable tokens."""
     check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT)
     if lm.autoregressive:
         views = all_masked_views(maskable_BT)
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
-    return torch.cat([_exact_row(lm, ids_BT, attention_mask_BT, group_BT, slice(b, b + 1), chunk) for b in range(len(ids_BT))])
+    return torch.cat(
+        [
+            _exact_row(lm, ids_BT, attention_mask_BT, group_BT, slice(b, b + 1), chunk)
+            for b in range(len(ids_BT))
+        ]
+    )
 
 
 def _exact_row(
-    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, group_BT: Tensor, row: slice, chunk: int | None
+    lm: DiffusionLM,
+    ids_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    group_BT: Tensor,
+    row: slice,
+    chunk: int | None,
 ) -> Tensor:
     group_1T = group_BT[row]
     if not (group_1T >= 0).any():
@@ -127,18 +167,23 @@ def _exact_row(
     width = int(group_sizes(group_1T).max())
     if width > MAX_EXACT_WIDTH:
         remedy = f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens"
-        raise GenerationError(f"an exact likelihood over {width} tokens needs 2**{width} passes", where="estimator='exact'", remedy=remedy)
+        raise GenerationError(
+            f"an exact likelihood over {width} tokens needs 2**{width} passes",
+            where="estimator='exact'",
+            remedy=remedy,
+        )
     mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
     log_prob_1MT = _log_probs(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk)
     return any_order(group_1T, log_prob_1MT.double())
 
 
 def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
-    """log p(maskable tokens | the others) [B] in nats, from log-probabilities on all of `exact_views`: the sum over groups of the log of
-    the mean over orders of revealing their L tokens, (1/L!) sum over orders of prod p(next | revealed).
+    """log p(maskable tokens | the others) [B] in nats, from log-probabilities on all of `exact_views`: the
+    sum over groups of the log of the mean over orders of revealing their L tokens, (1/L!) sum over orders of
+    prod p(next | revealed).
 
-    The sum over orders is a sum over the 2^L subsets S, each reached by its last token. It is differentiable. A group with fewer tokens
-    than the widest is padded with tokens of probability 1, which changes no mean.
+    The sum over orders is a sum over the 2^L subsets S, each reached by its last token. It is differentiable.
+    A group with fewer tokens than the widest is padded with tokens of probability 1, which changes no mean.
     """
     check_tensors(group_BT=group_BT, log_prob_BMT=log_prob_BMT)
     length, num_views = group_BT.shape[1], log_prob_BMT.shape[1]
@@ -153,7 +198,9 @@ def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(num_views - 1)
     log_prob_NS = log_prob_BMT.transpose(1, 2)[valid_BT].gather(1, view_NS)
     table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)
-    table_GSL = table_GSL.index_put((group_N[:, None], subset_S, place_in_group(group_BT)[valid_BT][:, None]), log_prob_NS)
+    table_GSL = table_GSL.index_put(
+        (group_N[:, None], subset_S, place_in_group(group_BT)[valid_BT][:, None]), log_prob_NS
+    )
     reached = [log_prob_NS.new_zeros(len(group_G))]
     for subset in range(1, 2**width):
         last = [bit for bit in range(width) if subset >> bit & 1]

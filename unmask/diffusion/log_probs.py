@@ -21,29 +21,40 @@ from unmask.tensor_checks import check_tensors
 
 Pattern = tuple[Layout, AttentionMask]
 COPIES_AT_ONCE = 3
-"""Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
+"""Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows
+with their square."""
 
 
 def view_log_probs(
-    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, *, temperature: float = 1.0, chunk: int | None = None
+    lm: DiffusionLM,
+    ids_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    views: Views,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
 ) -> Tensor:
     """Log-probabilities [B, M, T] in nats, float32, of the targets; 0 elsewhere.
 
-    Args:
-        lm: a causal model reads one clean row (its conditionals do not depend on what is hidden), a block-causal one the layout
-            `[x_t ; ... ; x_0]`, a bidirectional one the noised row.
-        ids_BT: the clean tokens.
-        attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
-        views: the hidden tokens and the targets. A causal view needs a separate pass, unless the model's clean half is causal.
-        temperature: the logits are divided by it.
-        chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
+    Args: lm: a causal model reads one clean row (its conditionals do not depend on what is hidden), a
+        block-causal one the layout `[x_t ; ... ; x_0]`, a bidirectional one the noised row. ids_BT: the clean
+        tokens. attention_mask_BT: 1 is real, 0 padding; packed documents are numbered. views: the hidden
+        tokens and the targets. A causal view needs a separate pass, unless the model's clean half is causal.
+        temperature: the logits are divided by it. chunk: noised rows per forward pass; None: all at once. It
+        changes the result only by rounding.
     """
     check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, **views.tensors)
     if views.causal and not (lm.causal_context and views.count > 1):
         noised, causal = views.split_causal()
         parts = [(lm, noised)] if noised.count else []
         parts.append((lm.as_causal(), replace(causal, causal=False)))
-        return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in parts], 1)
+        return torch.cat(
+            [
+                view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk)
+                for m, v in parts
+            ],
+            1,
+        )
     return ViewPasses(lm, ids_BT, attention_mask_BT, views, temperature=temperature).all_log_probs(chunk)
 
 
@@ -56,11 +67,26 @@ class Targets(NamedTuple):
 
 
 class ViewPasses:
-    """The forward passes over the views of a batch: those over the same rows share a mask, and the host waits once to know all targets.
-    Arguments as for `view_log_probs`; a causal view is in the pass of the first copies."""
+    """The forward passes over the views of a batch: those over the same rows share a mask, and the host waits
+    once to know all targets. Arguments as for `view_log_probs`; a causal view is in the pass of the first
+    copies."""
 
-    def __init__(self, lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, *, temperature: float = 1.0):
-        self.lm, self.ids_BT, self.attention_mask_BT, self.views, self.temperature = lm, ids_BT, attention_mask_BT, views, temperature
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        ids_BT: Tensor,
+        attention_mask_BT: Tensor | None,
+        views: Views,
+        *,
+        temperature: float = 1.0,
+    ):
+        self.lm, self.ids_BT, self.attention_mask_BT, self.views, self.temperature = (
+            lm,
+            ids_BT,
+            attention_mask_BT,
+            views,
+            temperature,
+        )
         self._patterns: dict[tuple[int, int, int], Pattern] = {}
 
     def all_log_probs(self, chunk: int | None) -> Tensor:
@@ -79,16 +105,25 @@ class ViewPasses:
     def log_probs(self, rows: slice, copies: slice) -> Tensor:
         """Log-probabilities [B, M, T] of some copies of some rows, none of them causal, in one pass."""
         targets = self._targets(rows, copies, causal=False)
-        return self._filled(self.views.target_on_host[rows, copies].shape, [targets.noised_N], [self._log_probs(rows, copies, targets)])
+        return self._filled(
+            self.views.target_on_host[rows, copies].shape,
+            [targets.noised_N],
+            [self._log_probs(rows, copies, targets)],
+        )
 
     def _log_probs(self, rows: slice, copies: slice, targets: Targets) -> Tensor:
         ids_BT, hidden_BMT = self._part(self.ids_BT, rows), self._part(self.views.hidden_BMT, rows)[:, copies]
-        padding_BT, causal_N = self._part(self.attention_mask_BT, rows), targets.token_N[len(targets.noised_N) :]
+        padding_BT, causal_N = (
+            self._part(self.attention_mask_BT, rows),
+            targets.token_N[len(targets.noised_N) :],
+        )
         key = (rows.start, rows.stop, hidden_BMT.shape[1])
         if key not in self._patterns:
             self._patterns[key] = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1])
         causal_target_N = causal_N if len(causal_N) else None
-        inputs = forward_inputs(self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N, self._patterns[key])
+        inputs = forward_inputs(
+            self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N, self._patterns[key]
+        )
         return self.lm.log_probs(inputs, ids_BT.take(targets.token_N), self.temperature)
 
     def _part(self, each: Any, rows: slice) -> Any:
@@ -100,9 +135,16 @@ class ViewPasses:
         row_N, copy_N, column_N = target_BMT[rows, copies].nonzero()
         noised_N = (row_N * target_BMT[rows, copies].shape[1] + copy_N) * length + column_N
         row_C, column_C = target_BMT[rows, -1].nonzero() if causal else (noised_N[:0], noised_N[:0])
-        row_N, copy_N = np.concatenate([row_N, row_C]), np.concatenate([copies.start + copy_N, np.full_like(row_C, count - 1)])
+        row_N, copy_N = (
+            np.concatenate([row_N, row_C]),
+            np.concatenate([copies.start + copy_N, np.full_like(row_C, count - 1)]),
+        )
         column_N = np.concatenate([column_N, column_C])
-        places = ((rows.start + row_N) * count + copy_N) * length + column_N, row_N * length + column_N, noised_N
+        places = (
+            ((rows.start + row_N) * count + copy_N) * length + column_N,
+            row_N * length + column_N,
+            noised_N,
+        )
         joined = torch.from_numpy(np.concatenate(places)).to(self.ids_BT.device, non_blocking=True)
         return Targets(*joined.split([len(each) for each in places]))
 
@@ -123,8 +165,9 @@ def forward_inputs(
     causal_target_BT: Tensor | None = None,
     pattern: Pattern | None = None,
 ) -> ForwardInputs:
-    """The inputs with which a model predicts the targets (boolean, or flat indices) from the visible tokens (and, by blocks, the clean
-    past). `pattern`: the `attention_pattern` of these arguments, if it is known."""
+    """The inputs with which a model predicts the targets (boolean, or flat indices) from the visible tokens
+    (and, by blocks, the clean past). `pattern`: the `attention_pattern` of these arguments, if it is
+    known."""
     copies = hidden_BMT.shape[1]
     pattern = pattern or attention_pattern(lm, clean_BT, attention_mask_BT, copies)
     if _stacks_copies(lm):
@@ -133,14 +176,21 @@ def forward_inputs(
     if lm.autoregressive:
         return lm.noised_inputs(clean_RT, None, target_BMT, known=pattern)
     hidden_RT = hidden_BMT.flatten(0, 1)
-    return lm.noised_inputs(torch.where(hidden_RT, lm.mask_token_id, clean_RT), None, target_BMT, hidden_RT, known=pattern)
+    return lm.noised_inputs(
+        torch.where(hidden_RT, lm.mask_token_id, clean_RT), None, target_BMT, hidden_RT, known=pattern
+    )
 
 
-def attention_pattern(lm: DiffusionLM, clean_BT: Tensor, attention_mask_BT: Tensor | None, copies: int) -> Pattern:
+def attention_pattern(
+    lm: DiffusionLM, clean_BT: Tensor, attention_mask_BT: Tensor | None, copies: int
+) -> Pattern:
     """The layout and mask of a pass over this number of copies of each row."""
     if _stacks_copies(lm):
         return lm.layout_and_mask(clean_BT, attention_mask_BT, copies)
-    return lm.layout_and_mask(_repeated(clean_BT, copies), None if attention_mask_BT is None else _repeated(attention_mask_BT, copies))
+    return lm.layout_and_mask(
+        _repeated(clean_BT, copies),
+        None if attention_mask_BT is None else _repeated(attention_mask_BT, copies),
+    )
 
 
 def _stacks_copies(lm: DiffusionLM) -> bool:
@@ -153,7 +203,8 @@ def _repeated(rows_BT: Tensor, copies: int) -> Tensor:
 
 
 def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:
-    """The rows and copies of each forward pass: at most `chunk` noised rows together, and few copies per clean half."""
+    """The rows and copies of each forward pass: at most `chunk` noised rows together, and few copies per
+    clean half."""
     chunk = chunk or batch * count
     copies = min(chunk, count, COPIES_AT_ONCE if lm.attention == "block_causal" else count)
     rows = max(1, chunk // max(copies, 1))
@@ -165,25 +216,26 @@ def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterat
 def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
     """The segment [B, T] of each maskable token, -1 elsewhere: the tokens that are noised together.
 
-    Args:
-        lm: its attention decides: a bidirectional model has one segment for each document, a block-causal one for each block.
-        maskable_BT: boolean; the tokens that may be hidden.
-        attention_mask_BT: 1 is real, 0 padding; packed documents are numbered. None: every row is one document.
+    Args: lm: its attention decides: a bidirectional model has one segment for each document, a block-causal
+        one for each block. maskable_BT: boolean; the tokens that may be hidden. attention_mask_BT: 1 is real,
+        0 padding; packed documents are numbered. None: every row is one document.
     """
     check_tensors(maskable_BT=maskable_BT, attention_mask_BT=attention_mask_BT)
-    document_BT = torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
+    document_BT = (
+        torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
+    )
     return torch.where(maskable_BT, segments(Layout.of(document_BT), lm.attention, lm.block_size), -1)
 
 
 def sum_over_views(log_prob_BMT: Tensor, views: Views) -> Tensor:
-    """The weighted sum over views [B, T], in nats. With the weights of the ELBO, its sum over the tokens of a response estimates the lower
-    bound on the log-likelihood of the response."""
+    """The weighted sum over views [B, T], in nats. With the weights of the ELBO, its sum over the tokens of a
+    response estimates the lower bound on the log-likelihood of the response."""
     check_tensors(log_prob_BMT=log_prob_BMT, **views.tensors)
     return (views.weight_BMT * log_prob_BMT).sum(1)
 
 
 def weighted_cross_entropy(log_prob_BMT: Tensor, views: Views) -> Tensor:
-    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch; with the weights of the ELBO, its negative (Sahoo et
-    al. 2024, MDLM). A scalar, in nats."""
+    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch; with the weights of the
+    ELBO, its negative (Sahoo et al. 2024, MDLM). A scalar, in nats."""
     check_tensors(log_prob_BMT=log_prob_BMT, **views.tensors)
     return -(views.weight_BMT * log_prob_BMT).sum()

@@ -1,7 +1,8 @@
-"""Keyed, counter-based random numbers (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+"""Keyed, counter-based random numbers (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy
+as 1, 2, 3").
 
-Every random decision is a pure function of (seed, sequence key, step, position, stream, view). Masks and samples are therefore the same in
-any batch, on any number of devices, and after a resume.
+Every random decision is a pure function of (seed, sequence key, step, position, stream, view). Masks and
+samples are therefore the same in any batch, on any number of devices, and after a resume.
 """
 
 from __future__ import annotations
@@ -55,30 +56,41 @@ def sequence_keys(sequences: Sequence[Sequence[int]]) -> list[int]:
 
 
 def uniform(
-    seed: int, key: Tensor, *, step: Tensor | int = 0, position: Tensor | int = 0, stream: Stream, view: Tensor | int = 0
+    seed: int,
+    key: Tensor,
+    *,
+    step: Tensor | int = 0,
+    position: Tensor | int = 0,
+    stream: Stream,
+    view: Tensor | int = 0,
 ) -> Tensor:
-    """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another. `key`: int64, of `sequence_keys` or ids of
-    samples; `step`, `position` and `view` are below 2**32."""
+    """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another. `key`: int64,
+    of `sequence_keys` or ids of samples; `step`, `position` and `view` are below 2**32."""
     mixed = key ^ _splitmix64(seed)
     words = [
-        word.to(key.device, torch.int64) if isinstance(word, Tensor) else torch.full((), word, device=key.device)  # no copy from the host
+        # no copy from the host
+        word.to(key.device, torch.int64)
+        if isinstance(word, Tensor)
+        else torch.full((), word, device=key.device)
         for word in (position, step, int(stream), view)
     ]
     shape = torch.broadcast_shapes(mixed.shape, *(word.shape for word in words))
-    mixed = mixed.view([1] * (len(shape) - mixed.dim()) + [*mixed.shape])  # not expanded: the key's words stay small
+    # not expanded: the key's words stay small
+    mixed = mixed.view([1] * (len(shape) - mixed.dim()) + [*mixed.shape])
     out = philox((mixed & WORD, (mixed >> 32) & WORD), [word.expand(shape) for word in words])
     return (((out[0] >> 5) << 26) | (out[1] >> 6)).double() * 2.0**-53
 
 
 def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor]:
-    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words: 2 key words, 4 counter words of one shape -> 4 random words. The key
-    words broadcast against the others, and have as many dimensions."""
+    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words: 2 key words, 4 counter words of one
+    shape -> 4 random words. The key words broadcast against the others, and have as many dimensions."""
     factor_2, weyl_R2 = _constants(counter[0].device)
     ones = [1] * counter[0].dim()
     factor_2, key_R2 = factor_2.view([2, *ones]), (torch.stack(key) + weyl_R2.view([ROUNDS, 2, *ones])) & WORD
     even_2, odd_2 = torch.stack([counter[0], counter[2]]), torch.stack([counter[1], counter[3]])
     for key_2 in key_R2.unbind():
-        product_2 = (even_2 * factor_2).flip(0)  # int64 wraps around: its bits are those of the unsigned product
+        # int64 wraps around: its bits are those of the unsigned product
+        product_2 = (even_2 * factor_2).flip(0)
         even_2, odd_2 = ((product_2 >> 32) & WORD) ^ odd_2 ^ key_2, product_2 & WORD
     return [even_2[0], odd_2[0], even_2[1], odd_2[1]]
 
@@ -87,7 +99,9 @@ def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor
 @torch.inference_mode(False)
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """The factors of the two products, and what each round adds to the key [ROUNDS, 2]."""
-    return torch.tensor(MULTIPLIERS, device=device), torch.tensor(WEYL, device=device) * torch.arange(ROUNDS, device=device)[:, None]
+    return torch.tensor(MULTIPLIERS, device=device), torch.tensor(WEYL, device=device) * torch.arange(
+        ROUNDS, device=device
+    )[:, None]
 
 
 def _splitmix64(seed: int) -> int:

@@ -1,8 +1,8 @@
 """Noise: the mask rate at time t, the distribution of times, and the weight of a hidden token.
 
-alpha(t) is the fraction of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. With the weight -alpha'(t) / (1 - alpha(t)) the
-expected weighted sum of log-probabilities over t ~ U(0, 1) is the ELBO for every schedule (Shi et al. 2024, "Simplified and generalized
-masked diffusion", eq. 4).
+alpha(t) is the fraction of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. With the weight
+-alpha'(t) / (1 - alpha(t)) the expected weighted sum of log-probabilities over t ~ U(0, 1) is the ELBO for
+every schedule (Shi et al. 2024, "Simplified and generalized masked diffusion", eq. 4).
 """
 
 from __future__ import annotations
@@ -39,13 +39,19 @@ SCHEDULES = {
     # alpha = 1 - t
     "linear": Schedule(lambda t: t, lambda t: 1 / t),
     # alpha = 1 - cos(pi/2 (1 - t))
-    "cosine": Schedule(lambda t: torch.cos(math.pi / 2 * (1 - t)), lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))),
-    # alpha = exp(-sigma), sigma = SIGMA_MIN^(1 - t) SIGMA_MAX^t (Lou et al. 2024, SEDD): hides SIGMA_MIN of the tokens at t = 0
+    "cosine": Schedule(
+        lambda t: torch.cos(math.pi / 2 * (1 - t)), lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))
+    ),
+    # alpha = exp(-sigma), sigma = SIGMA_MIN^(1 - t) SIGMA_MAX^t (Lou et al. 2024, SEDD): hides SIGMA_MIN of
+    # the tokens at t = 0
     "geometric": Schedule(
-        lambda t: -torch.expm1(-_sigma(t)), lambda t: math.log(SIGMA_MAX / SIGMA_MIN) * _sigma(t) / torch.expm1(_sigma(t))
+        lambda t: -torch.expm1(-_sigma(t)),
+        lambda t: math.log(SIGMA_MAX / SIGMA_MIN) * _sigma(t) / torch.expm1(_sigma(t)),
     ),
     # alpha = cos(pi/2 t) (MDLM, Sahoo et al. 2024; their code leaves 0.001 of the tokens visible at t = 1)
-    "mdlm-cosine": Schedule(lambda t: 1 - torch.cos(math.pi / 2 * t), lambda t: math.pi / 2 / torch.tan(math.pi / 4 * t)),
+    "mdlm-cosine": Schedule(
+        lambda t: 1 - torch.cos(math.pi / 2 * t), lambda t: math.pi / 2 / torch.tan(math.pi / 4 * t)
+    ),
 }
 
 
@@ -53,12 +59,11 @@ SCHEDULES = {
 class Noise:
     """A schedule, the distribution of times, and the weight of a hidden token.
 
-    Attributes:
-        schedule: alpha(t).
-        low, high: times are drawn from this band; `low` keeps the weights bounded.
-        timesteps: times are the multiples of 1 / timesteps in the band; None: any.
-        weighting: "elbo": -alpha'(t) / (1 - alpha(t)), or its difference quotient for discrete times (Austin et al. 2021);
-            "1/t"; "uniform": 1; "cart": by the visible text nearby (`unmask.diffusion.views.cart_weights`).
+    Attributes: schedule: alpha(t). low, high: times are drawn from this band; `low` keeps the weights
+        bounded. timesteps: times are the multiples of 1 / timesteps in the band; None: any. weighting:
+        "elbo": -alpha'(t) / (1 - alpha(t)), or its difference quotient for discrete times (Austin et al.
+        2021); "1/t"; "uniform": 1; "cart": by the visible text nearby
+        (`unmask.diffusion.views.cart_weights`).
     """
 
     schedule: Schedule = SCHEDULES["linear"]
@@ -86,7 +91,8 @@ class Noise:
         return (rate - self.schedule.mask_rate(time - 1 / self.timesteps)) * self.timesteps / rate
 
     def paired(self) -> Noise:
-        """The noise of a complementary pair: no time has its complement before `low`. Refuses discrete times, and a `low` above 1/2."""
+        """The noise of a complementary pair: no time has its complement before `low`. Refuses discrete times,
+        and a `low` above 1/2."""
         if self.timesteps is not None:
             what = "discrete times have no complementary pairs: the complement's times fall between them"
             raise ConfigError(what, where="num_timesteps", remedy="Leave out num_timesteps, or complementary")
@@ -97,7 +103,9 @@ class Noise:
 
     def _steps(self) -> tuple[int, int]:
         assert self.timesteps is not None
-        return max(1, math.ceil(self.low * self.timesteps - 1e-9)), math.floor(self.high * self.timesteps + 1e-9)
+        return max(1, math.ceil(self.low * self.timesteps - 1e-9)), math.floor(
+            self.high * self.timesteps + 1e-9
+        )
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
@@ -117,5 +125,7 @@ class Noise:
 def get_schedule(name: str) -> Schedule:
     """The schedule of this name. Raises ConfigError if there is none."""
     if name not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {name!r}", where="schedule", remedy=f"Use one of {', '.join(SCHEDULES)}")
+        raise ConfigError(
+            f"unknown schedule {name!r}", where="schedule", remedy=f"Use one of {', '.join(SCHEDULES)}"
+        )
     return SCHEDULES[name]

@@ -1,13 +1,17 @@
-"""Views: noised copies of a batch, by a plan that sets the hidden tokens, the targets, and the weight of each target.
+"""Views: noised copies of a batch, by a plan that sets the hidden tokens, the targets, and the weight of each
+target.
 
-Weights are scaled so that `(weight * log_prob).sum()` over views and tokens estimates the log-likelihood bound of the sequence. Maskable
-tokens are divided into groups that are noised together: the whole completion in a bidirectional model, one attention block in a
-block-causal one. The bound is the sum over groups of the bound of each group given the clean groups before it.
+Weights are scaled so that `(weight * log_prob).sum()` over views and tokens estimates the log-likelihood
+bound of the sequence. Maskable tokens are divided into groups that are noised together: the whole completion
+in a bidirectional model, one attention block in a block-causal one. The bound is the sum over groups of the
+bound of each group given the clean groups before it.
 
-Plans read `group_BT`, the group of each maskable token and -1 elsewhere (`unmask.diffusion.log_probs.noise_groups`), and a `Draw` with a
-key for each row. They raise ConfigError if these differ in their numbers of rows, or no view is asked for.
+Plans read `group_BT`, the group of each maskable token and -1 elsewhere
+(`unmask.diffusion.log_probs.noise_groups`), and a `Draw` with a key for each row. They raise ConfigError if
+these differ in their numbers of rows, or no view is asked for.
 
-Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are hidden.
+Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are
+hidden.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ class Views:
     hidden_BMT: Tensor  # True where the model sees the mask token
     target_BMT: Tensor  # True for targets, whose log-probability is computed
     weight_BMT: Tensor  # of the targets, float32; 0 elsewhere
-    causal: bool = False  # whether the last view hides nothing, and each of its tokens is predicted from those before it
+    # whether the last view hides nothing, and each of its tokens is predicted from those before it
+    causal: bool = False
 
     @property
     def count(self) -> int:
@@ -50,11 +55,14 @@ class Views:
 
     def equals(self, other: Views) -> bool:
         """Whether hidden tokens, targets and weights are equal."""
-        return self.causal == other.causal and all(torch.equal(part, other.tensors[name]) for name, part in self.tensors.items())
+        return self.causal == other.causal and all(
+            torch.equal(part, other.tensors[name]) for name, part in self.tensors.items()
+        )
 
     @cached_property
     def target_on_host(self) -> np.ndarray:
-        """The targets, for which the host waits once: boolean [B, M, T]. What follows from them needs no further wait."""
+        """The targets, for which the host waits once: boolean [B, M, T]. What follows from them needs no
+        further wait."""
         return self.target_BMT.cpu().numpy()
 
     @cached_property
@@ -63,7 +71,8 @@ class Views:
         return self.target_on_host if self.hidden_BMT is self.target_BMT else self.hidden_BMT.cpu().numpy()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: part for name, part in vars(self).items() if not name.endswith("_on_host")}  # a checkpoint holds only tensors
+        # a checkpoint holds only tensors
+        return {name: part for name, part in vars(self).items() if not name.endswith("_on_host")}
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences, all marked as noised (`causal` is False)."""
@@ -89,12 +98,10 @@ class Views:
 class Draw:
     """The source of a plan's randomness, independent of the global generator and of the place in the batch.
 
-    Attributes:
-        seed: of the run.
-        key_B: int64, one per sequence: a sample id or a hash of its tokens.
-        iteration: distinguishes plans for the same sequence (epochs, inner updates).
-        rows_before_B: the number of rows that training visits before each of these. With it times are spread evenly over successive rows
-            and their groups, however these are batched; else they are independent.
+    Attributes: seed: of the run. key_B: int64, one per sequence: a sample id or a hash of its tokens.
+        iteration: distinguishes plans for the same sequence (epochs, inner updates). rows_before_B: the
+        number of rows that training visits before each of these. With it times are spread evenly over
+        successive rows and their groups, however these are batched; else they are independent.
     """
 
     seed: int
@@ -106,7 +113,9 @@ class Draw:
         """[B, M, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
         view_1M1 = torch.arange(num_views, device=position_BT.device)[None, :, None]
         key_B11, position_B1T = self.key_B[:, None, None], position_BT[:, None, :]
-        return uniform(self.seed, key_B11, step=self.iteration, position=position_B1T, stream=stream, view=view_1M1)
+        return uniform(
+            self.seed, key_B11, step=self.iteration, position=position_B1T, stream=stream, view=view_1M1
+        )
 
     def per_sequence(self, num_views: int, stream: Stream) -> Tensor:
         """[B, M] float64 in [0, 1): a number for each view of a sequence."""
@@ -121,39 +130,45 @@ def _check(group_BT: Tensor, draw: Draw, number_BT: Tensor | None = None, num_vi
 
 
 def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int = 1) -> Views:
-    """A time per group, stratified over the views; each token is hidden independently with probability 1 - alpha(t) (MDLM, Sahoo et al.
-    2024).
+    """A time per group, stratified over the views; each token is hidden independently with probability 1 -
+    alpha(t) (MDLM, Sahoo et al. 2024).
 
     Args:
         group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
     """
     _check(group_BT, draw, num_views=num_views)
     time_BMT = noise.time(stratified(draw, group_BT, num_views))
-    hidden_BMT = (draw.uniform(columns(group_BT), num_views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
+    hidden_BMT = (
+        draw.uniform(columns(group_BT), num_views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)
+    ) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BMT, noise.weight(time_BMT) / num_views)
 
 
 def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     """Two views, each hiding what the other shows, so that every token is learnt in each step.
 
-    The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the schedule has this rate, times
-    the change of variables: -alpha'(t) / alpha(t) for the ELBO.
+    The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the
+    schedule has this rate, times the change of variables: -alpha'(t) / alpha(t) for the ELBO.
     """
     _check(group_BT, draw)
     noise = noise.paired()
     time_BMT = noise.time(stratified(draw, group_BT, 1))
     rate_BMT, weight_BMT = noise.schedule.mask_rate(time_BMT), noise.weight(time_BMT)
     hidden_BMT = _with_complement(draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BMT, group_BT)
-    other_BMT = weight_BMT if noise.weighting in ("uniform", "cart") else weight_BMT * rate_BMT / (1 - rate_BMT)
+    other_BMT = (
+        weight_BMT if noise.weighting in ("uniform", "cart") else weight_BMT * rate_BMT / (1 - rate_BMT)
+    )
     return _weighted(hidden_BMT, torch.cat([weight_BMT, other_BMT], 1) / 2)
 
 
 def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: float) -> Views:
-    """Weights of hidden tokens that grow with the visible text nearby (CART: Dream 7B, Ye et al. 2025, eq. 7).
+    """Weights of hidden tokens that grow with the visible text nearby (CART: Dream 7B, Ye et al. 2025, eq.
+    7).
 
-    Each weight is multiplied by half the sum over visible tokens at distance d of the geometric distribution p (1 - p)^(d - 1). Visible
-    are the shown tokens of the same segment (`unmask.models.attention.segments`: block or document), and all of the document's earlier
-    segments (the clean blocks). Packed documents are numbered.
+    Each weight is multiplied by half the sum over visible tokens at distance d of the geometric distribution
+    p (1 - p)^(d - 1). Visible are the shown tokens of the same segment (`unmask.models.attention.segments`:
+    block or document), and all of the document's earlier segments (the clean blocks). Packed documents are
+    numbered.
     """
     check_tensors(**views.tensors, segment_BT=segment_BT, document_BT=document_BT)
     hidden_BMT, length = views.hidden_BMT, segment_BT.shape[1]
@@ -169,9 +184,11 @@ def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: fl
     return replace(views, weight_BMT=views.weight_BMT * near_BMT)
 
 
-def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
-    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k (LLaDA, Nie et al. 2025).
-    `number_BT` as of `hide`."""
+def exact_count_views(
+    group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None
+) -> Views:
+    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k
+    (LLaDA, Nie et al. 2025). `number_BT` as of `hide`."""
     _check(group_BT, draw, number_BT, num_views)
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = 1 + (stratified(draw, group_BT, num_views) * size_B1T).long()
@@ -179,10 +196,12 @@ def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT
 
 
 def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
-    """Two views of exact counts that between them hide every token once: k and the other L - k of the L tokens of a group.
+    """Two views of exact counts that between them hide every token once: k and the other L - k of the L
+    tokens of a group.
 
-    k ~ U{1..L}. For k = L the second view hides nothing and the first has weight 1; else the weights are L/k and L/(L - k), halved. The
-    mean is the same ELBO as that of `complementary_pair`, with weights of at most L/2, instead of 1/t.
+    k ~ U{1..L}. For k = L the second view hides nothing and the first has weight 1; else the weights are L/k
+    and L/(L - k), halved. The mean is the same ELBO as that of `complementary_pair`, with weights of at most
+    L/2, instead of 1/t.
     """
     _check(group_BT, draw)
     size_B1T = group_sizes(group_BT)[:, None]
@@ -195,21 +214,25 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
 
 
 def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
-    """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over the pairs (ESPO, Ou et al.
-    2025). The weight in a view of k tokens is (L + 1)/k, halved; the first views of all pairs come before the second ones."""
+    """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over
+    the pairs (ESPO, Ou et al. 2025). The weight in a view of k tokens is (L + 1)/k, halved; the first views
+    of all pairs come before the second ones."""
     _check(group_BT, draw)
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
     hidden_BMT = _with_complement(hide(group_BT, draw, count_BMT), group_BT)
-    return _weighted(hidden_BMT, (size_B1T + 1) / torch.cat([count_BMT, size_B1T - count_BMT], 1).clamp_min(1) / (2 * pairs))
+    return _weighted(
+        hidden_BMT,
+        (size_B1T + 1) / torch.cat([count_BMT, size_B1T - count_BMT], 1).clamp_min(1) / (2 * pairs),
+    )
 
 
 def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
     """The low-variance plan of the ELBO: one all-masked view, then complementary pairs of exact counts.
 
-    The bound is the mean over k = 1..L of the L/k-weighted log-probability. k = L needs one view and nothing random: its weight is 1/L.
-    The rest, k ~ U{1..L-1}, is estimated by complementary pairs (k, L - k). If one view is left, it is drawn unpaired. A single view is
-    a plain exact-count view. `number_BT` as of `hide`.
+    The bound is the mean over k = 1..L of the L/k-weighted log-probability. k = L needs one view and nothing
+    random: its weight is 1/L. The rest, k ~ U{1..L-1}, is estimated by complementary pairs (k, L - k). If one
+    view is left, it is drawn unpaired. A single view is a plain exact-count view. `number_BT` as of `hide`.
     """
     if num_views == 1:
         return exact_count_views(group_BT, draw, num_views=1, number_BT=number_BT)
@@ -218,40 +241,57 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tenso
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = num_views - 1
     pairs = rest // 2
-    uniform_BMT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
+    uniform_BMT = torch.cat(
+        [stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1
+    )
     count_BMT = 1 + (uniform_BMT * (size_B1T - 1)).long()
     hidden_BMT = hide(group_BT, draw, count_BMT, number_BT)
     weight_BMT = (size_B1T - 1) / rest / count_BMT
     complement_BMT = (size_B1T - 1) / rest / (size_B1T - count_BMT[:, :pairs]).clamp_min(1)
     possible_B1T = valid_B1T & (size_B1T > 1)
     partial_BMT = torch.cat([hidden_BMT, ~hidden_BMT[:, :pairs]], 1) & possible_B1T
-    return _weighted(torch.cat([valid_B1T, partial_BMT], 1), torch.cat([1 / size_B1T, weight_BMT, complement_BMT], 1))
+    return _weighted(
+        torch.cat([valid_B1T, partial_BMT], 1), torch.cat([1 / size_B1T, weight_BMT, complement_BMT], 1)
+    )
 
 
 def exact_views(group_BT: Tensor, width: int) -> Views:
-    """A view for every set of tokens of a group that can have been revealed before another one: view s shows the tokens whose bit in s is
-    set, bits being numbered in the order of positions. The views of a group of L tokens (at most `width`) are the first 2^L - 1.
+    """A view for every set of tokens of a group that can have been revealed before another one: view s shows
+    the tokens whose bit in s is set, bits being numbered in the order of positions. The views of a group of L
+    tokens (at most `width`) are the first 2^L - 1.
 
-    Their log-probabilities give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not summed, and all weights are 1.
+    Their log-probabilities give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not
+    summed, and all weights are 1.
     """
     check_tensors(group_BT=group_BT)
     subset_1M1 = torch.arange(2**width - 1, device=group_BT.device)[None, :, None]
     shown_BMT = subset_1M1 >> place_in_group(group_BT)[:, None] & 1 == 1
     first_BMT = subset_1M1 < 2 ** group_sizes(group_BT)[:, None] - 1
-    return _weighted(~shown_BMT & first_BMT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device))
+    return _weighted(
+        ~shown_BMT & first_BMT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device)
+    )
 
 
 def all_masked_views(
-    completion_BT: Tensor, prompt_BT: Tensor | None = None, draw: Draw | None = None, *, prompt_rate: float = 0.0
+    completion_BT: Tensor,
+    prompt_BT: Tensor | None = None,
+    draw: Draw | None = None,
+    *,
+    prompt_rate: float = 0.0,
 ) -> Views:
-    """One view with the whole completion hidden, each token a target of weight 1 (diffu-GRPO, Zhao et al. 2025). With a `prompt_rate` the
-    prompt's tokens are hidden too, independently with this probability, but are no targets."""
-    check_tensors(completion_BT=completion_BT, prompt_BT=prompt_BT, key_B=None if draw is None else draw.key_B)
+    """One view with the whole completion hidden, each token a target of weight 1 (diffu-GRPO, Zhao et al.
+    2025). With a `prompt_rate` the prompt's tokens are hidden too, independently with this probability, but
+    are no targets."""
+    check_tensors(
+        completion_BT=completion_BT, prompt_BT=prompt_BT, key_B=None if draw is None else draw.key_B
+    )
     hidden_BMT = completion_BT[:, None].clone()
     if prompt_rate > 0:
         if prompt_BT is None or draw is None:
             raise ConfigError(
-                "hides tokens of the prompt at random", where="prompt_rate", remedy="Give prompt_BT and draw, or leave it out"
+                "hides tokens of the prompt at random",
+                where="prompt_rate",
+                remedy="Give prompt_BT and draw, or leave it out",
             )
         hidden_BMT |= (draw.uniform(columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
     target_BMT = completion_BT[:, None]
@@ -259,8 +299,8 @@ def all_masked_views(
 
 
 def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor, number_BT: Tensor | None = None) -> Tensor:
-    """`count` random tokens of each group [B, M, T]. Random numbers belong to the numbers of tokens, which differ within a row; None: to
-    their positions."""
+    """`count` random tokens of each group [B, M, T]. Random numbers belong to the numbers of tokens, which
+    differ within a row; None: to their positions."""
     number_BT = columns(group_BT) if number_BT is None else number_BT
     rank_BMT = _ranks(group_BT, draw.uniform(number_BT, count_BMT.shape[1], Stream.MASK))
     return (rank_BMT < count_BMT) & (group_BT >= 0)[:, None]
@@ -281,9 +321,13 @@ def stratified(draw: Draw, group_BT: Tensor, num_views: int) -> Tensor:
     view_1M1 = torch.arange(num_views, device=group_BT.device)[None, :, None]
     if draw.rows_before_B is None:
         within_BMT = draw.uniform(group_BT.clamp_min(0), num_views, Stream.TIME)
-    else:  # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at random
+    # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at
+    # random
+    else:
         shift_1M1 = uniform(draw.seed, torch.zeros_like(view_1M1), stream=Stream.TIME, view=view_1M1)
-        place_BT = draw.rows_before_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(3)
+        place_BT = draw.rows_before_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(
+            3
+        )
         within_BMT = (shift_1M1 + place_BT[:, None]) % 1.0
     return (view_1M1 + within_BMT) / max(num_views, 1)
 
@@ -293,7 +337,8 @@ def _weighted(hidden_BMT: Tensor, weight_BMT: Tensor) -> Views:
 
 
 def group_sizes(group_BT: Tensor) -> Tensor:
-    """The number of maskable tokens in a token's group [B, T]; 1 where not maskable. There are at most T groups."""
+    """The number of maskable tokens in a token's group [B, T]; 1 where not maskable. There are at most T
+    groups."""
     group_BT = group_BT + 1
     counts = torch.zeros(group_BT.shape[0], group_BT.shape[1] + 1, dtype=torch.long, device=group_BT.device)
     counts.scatter_add_(1, group_BT, torch.ones_like(group_BT))
@@ -301,7 +346,8 @@ def group_sizes(group_BT: Tensor) -> Tensor:
 
 
 def place_in_group(group_BT: Tensor) -> Tensor:
-    """The number of tokens of the same group before each token [B, T]; tokens that are not maskable count as one group."""
+    """The number of tokens of the same group before each token [B, T]; tokens that are not maskable count as
+    one group."""
     return _ranks(group_BT, (columns(group_BT).double() / group_BT.shape[1])[:, None])[:, 0]
 
 

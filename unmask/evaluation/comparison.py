@@ -71,19 +71,24 @@ class Comparison(NamedTuple):
 def compare(results: Sequence[Named]) -> Comparison:
     """Compare the first result with each of the others, on every task and metric of items.
 
-    Items are the same if task and id are. A metric of a whole corpus (BLEU) has no scores of items and is left out, as are parts that have
-    no items (groups of tasks, areas under curves).
+    Items are the same if task and id are. A metric of a whole corpus (BLEU) has no scores of items and is
+    left out, as are parts that have no items (groups of tasks, areas under curves).
 
-    Raises:
-        DataError: fewer than two results, a task or an item that occurs twice in a result, or two results that share no scored item.
+    Raises: DataError: fewer than two results, a task or an item that occurs twice in a result, or two results
+        that share no scored item.
     """
     if len(results) < 2:
-        raise DataError("a comparison needs two results", where="compare", remedy="Give two result files or more")
+        raise DataError(
+            "a comparison needs two results", where="compare", remedy="Give two result files or more"
+        )
     first, *others = results
     found: list[Difference] = []
     shared: list[Shared] = []
     for other in others:
-        before, after = ({label: part for label, part in by_label(result).items() if part.items} for result in (first, other))
+        before, after = (
+            {label: part for label, part in by_label(result).items() if part.items}
+            for result in (first, other)
+        )
         count = len(found)
         for label in [label for label in before if label in after]:
             pairs = shared_items(before[label], after[label], (first.name, other.name))
@@ -91,14 +96,21 @@ def compare(results: Sequence[Named]) -> Comparison:
             found += differences_of(label, other.name, before[label], pairs)
         if len(found) == count:
             what = f"shares no scored item with {first.name}: tasks {_list(after)}, there {_list(before)}"
-            raise DataError(what, where=other.name, remedy="Evaluate both on the same problems (--data, --rows, and --seed if generated)")
+            raise DataError(
+                what,
+                where=other.name,
+                remedy="Evaluate both on the same problems (--data, --rows, and --seed if generated)",
+            )
     adjusted = holm([difference.p_value for difference in found])
     return Comparison([replace(each, adjusted=p) for each, p in zip(found, adjusted, strict=True)], shared)
 
 
 def labels(tasks: Sequence[TaskScores]) -> list[str]:
-    """The name of each part of a result: its task, and where a task was measured under several settings of the sampler, those that vary."""
-    samplers = {name: [part.sampler for part in tasks if part.task == name] for name in {part.task for part in tasks}}
+    """The name of each part of a result: its task, and where a task was measured under several settings of
+    the sampler, those that vary."""
+    samplers = {
+        name: [part.sampler for part in tasks if part.task == name] for name in {part.task for part in tasks}
+    }
     return [with_settings(part.task, part.sampler, samplers[part.task]) for part in tasks]
 
 
@@ -107,14 +119,18 @@ def by_label(result: Named) -> dict[str, TaskScores]:
     found: dict[str, TaskScores] = {}
     for label, part in zip(labels(result.content.tasks), result.content.tasks, strict=True):
         if label in found:
-            raise DataError(f"the task {label} is there twice", where=result.name, remedy="Give a file that `unmask evaluate` wrote")
+            raise DataError(
+                f"the task {label} is there twice",
+                where=result.name,
+                remedy="Give a file that `unmask evaluate` wrote",
+            )
         found[label] = part
     return found
 
 
 def shared_items(before: TaskScores, after: TaskScores, names: tuple[str, str]) -> list[tuple[Item, Item]]:
-    """The items that two results share, in the order of their ids. `names` are those of the results, for the DataError if an item is there
-    twice."""
+    """The items that two results share, in the order of their ids. `names` are those of the results, for the
+    DataError if an item is there twice."""
     by_id = []
     for part, name in zip((before, after), names, strict=True):
         items = {item.id: item for item in part.items}
@@ -125,17 +141,28 @@ def shared_items(before: TaskScores, after: TaskScores, names: tuple[str, str]) 
     return [(by_id[0][name], by_id[1][name]) for name in sorted(by_id[0].keys() & by_id[1].keys())]
 
 
-def _shared(label: str, other: str, before: TaskScores, after: TaskScores, pairs: Sequence[tuple[Item, Item]]) -> Shared:
+def _shared(
+    label: str, other: str, before: TaskScores, after: TaskScores, pairs: Sequence[tuple[Item, Item]]
+) -> Shared:
     count = len(pairs)
     unscored = sum(not one.scores or not two.scores for one, two in pairs)
     settings = list(differing(before.protocol, after.protocol))
-    return Shared(label, other, count, len(before.items) - count, len(after.items) - count, unscored, settings)
+    return Shared(
+        label, other, count, len(before.items) - count, len(after.items) - count, unscored, settings
+    )
 
 
-def differences_of(task: str, other: str, before: TaskScores, pairs: Sequence[tuple[Item, Item]]) -> Iterator[Difference]:
-    """The difference in each metric of pairs of items, from `before` to the result named `other`; not yet corrected for their number."""
+def differences_of(
+    task: str, other: str, before: TaskScores, pairs: Sequence[tuple[Item, Item]]
+) -> Iterator[Difference]:
+    """The difference in each metric of pairs of items, from `before` to the result named `other`; not yet
+    corrected for their number."""
     for metric in dict.fromkeys(name for one, _ in pairs for name in one.scores):
-        scored = [(one, two) for one, two in pairs if all(math.isfinite(item.scores.get(metric, math.nan)) for item in (one, two))]
+        scored = [
+            (one, two)
+            for one, two in pairs
+            if all(math.isfinite(item.scores.get(metric, math.nan)) for item in (one, two))
+        ]
         if not scored:
             continue
         groups = [one.group for one, _ in scored]
@@ -154,8 +181,11 @@ def differences_of(task: str, other: str, before: TaskScores, pairs: Sequence[tu
         )
 
 
-def differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """The keys in which two mappings differ, with both values as text. Keys stand after `prefix`; nested ones are joined by dots."""
+def differing(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """The keys in which two mappings differ, with both values as text. Keys stand after `prefix`; nested ones
+    are joined by dots."""
     for name in {**before, **after}:
         one, two = before.get(name), after.get(name)
         if isinstance(one, Mapping) and isinstance(two, Mapping):

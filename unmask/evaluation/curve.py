@@ -1,4 +1,5 @@
-"""Speed against quality: the score of a model at several settings of its sampler, and the area under that curve.
+"""Speed against quality: the score of a model at several settings of its sampler, and the area under that
+curve.
 
 Shapes: N items, M points of a curve, R sets of sums.
 """
@@ -16,7 +17,16 @@ from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.evaluation.result_file import Metric, TaskScores
 from unmask.evaluation.statistics import group_interval, ratio
 
-SETTINGS = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "cache", "refresh_interval", "early_commit")
+SETTINGS = (
+    "steps",
+    "tokens_per_step",
+    "threshold",
+    "factor",
+    "entropy_bound",
+    "cache",
+    "refresh_interval",
+    "early_commit",
+)
 """The settings of a sampler that trade quality for speed."""
 SPEEDS = ("passes", "tokens per pass")
 """The metrics that `with_speed` adds."""
@@ -28,17 +38,24 @@ AUP = "AUP"
 def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
     """The sampler at each point of a curve such as "steps=8,16,32".
 
-    Raises:
-        ConfigError: the text is no such curve, its setting is not among SETTINGS or is set besides, or a value does not fit the rest of
-            the sampler.
+    Raises: ConfigError: the text is no such curve, its setting is not among SETTINGS or is set besides, or a
+        value does not fit the rest of the sampler.
     """
     name, _, text = curve.partition("=")
     values = [value.strip() for value in text.split(",")]
     if name not in SETTINGS:
-        raise ConfigError(f"{name!r} is no setting of speed", where="curve", remedy=did_you_mean(name, SETTINGS))
+        raise ConfigError(
+            f"{name!r} is no setting of speed", where="curve", remedy=did_you_mean(name, SETTINGS)
+        )
     if name in sampler.model_fields_set:
-        raise ConfigError("contradicts the curve, which sets it at each point", where=name, remedy="Leave one of them out")
-    points = [SamplerConfig(**{**sampler.model_dump(exclude_unset=True), name: parse_yaml(value, "curve")}) for value in values if value]
+        raise ConfigError(
+            "contradicts the curve, which sets it at each point", where=name, remedy="Leave one of them out"
+        )
+    points = [
+        SamplerConfig(**{**sampler.model_dump(exclude_unset=True), name: parse_yaml(value, "curve")})
+        for value in values
+        if value
+    ]
     if len({getattr(point, name) for point in points}) < max(2, len(values)):
         remedy = "Give two different values or more, as steps=8,16,32"
         raise ConfigError(f"{text!r} are not the points of a curve", where="curve", remedy=remedy)
@@ -46,8 +63,8 @@ def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
 
 
 def with_speed(scores: TaskScores) -> TaskScores:
-    """The scores with two more metrics: forward passes per item, which are a score of each item too, and tokens per forward pass (of all
-    items together)."""
+    """The scores with two more metrics: forward passes per item, which are a score of each item too, and
+    tokens per forward pass (of all items together)."""
     groups = [item.group for item in scores.items]
     passes_N2 = np.array([(item.passes, 1) for item in scores.items], dtype=np.float64)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
@@ -55,15 +72,19 @@ def with_speed(scores: TaskScores) -> TaskScores:
     speeds = Metric.of(passes, higher_is_better=False), Metric.of(parallelism)
     metrics = dict(zip(SPEEDS, speeds, strict=True))
     items = [
-        item.model_copy(update={"scores": item.scores | {SPEEDS[0]: float(item.passes)}}) if item.scores else item for item in scores.items
+        item.model_copy(update={"scores": item.scores | {SPEEDS[0]: float(item.passes)}})
+        if item.scores
+        else item
+        for item in scores.items
     ]
     return scores.model_copy(update={"metrics": scores.metrics | metrics, "items": items})
 
 
 def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = None) -> np.ndarray:
-    """Accuracy under parallelism: the area under the curve of accuracy against parallelism, in which points count less the further they are
-    below the best accuracy. Points more than 5 percentage points below the slowest one are left out. Accuracies of exp(-3 (1 - y / best))
-    and tokens per pass r, in ascending order of r:
+    """Accuracy under parallelism: the area under the curve of accuracy against parallelism, in which points
+    count less the further they are below the best accuracy. Points more than 5 percentage points below the
+    slowest one are left out. Accuracies of exp(-3 (1 - y / best)) and tokens per pass r, in ascending order
+    of r:
 
         r_1 y_1 + sum over i > 1 of (r_i - r_(i-1)) (y_i w(y_i) + y_(i-1) w(y_(i-1))) / 2
 
@@ -75,8 +96,8 @@ def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = Non
     Returns:
         [...], in percentage points times tokens per pass.
 
-    Source: Y.-Y. Qian et al., "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation" (2026). Their code refuses a curve
-    whose fastest point is left out; their text, and this, leave the point out.
+    Source: Y.-Y. Qian et al., "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation" (2026).
+    Their code refuses a curve whose fastest point is left out; their text, and this, leave the point out.
     """
     rate_M, percent_M = np.asarray(tokens_per_pass, dtype=np.float64), np.asarray(percent, dtype=np.float64)
     order_M = np.argsort(rate_M, axis=-1, kind="stable")
@@ -93,8 +114,9 @@ def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = Non
 
 
 def area_under(points: Sequence[TaskScores]) -> float:
-    """AUP of the points of a curve, over the items that are scored at all of them. Its best accuracy is that of the curve. It has no
-    interval: it jumps where a point is left out, and neither jackknife nor bootstrap holds the truth as often as it says.
+    """AUP of the points of a curve, over the items that are scored at all of them. Its best accuracy is that
+    of the curve. It has no interval: it jumps where a point is left out, and neither jackknife nor bootstrap
+    holds the truth as often as it says.
 
     Raises:
         DataError: no item is scored at all points.
@@ -102,15 +124,21 @@ def area_under(points: Sequence[TaskScores]) -> float:
     scored = [{item.id: item for item in point.items if "solved" in item.scores} for point in points]
     shared = sorted(set.intersection(*(set(items) for items in scored))) if scored else []
     if not shared:
-        raise DataError("no item has the score 'solved' at all points", where="curve", remedy="Evaluate all points on the same problems")
+        raise DataError(
+            "no item has the score 'solved' at all points",
+            where="curve",
+            remedy="Evaluate all points on the same problems",
+        )
     parts = [[items[name] for name in shared] for items in scored]
     rates = [sum(item.tokens for item in part) / sum(item.passes for item in part) for part in parts]
-    return float(aup(rates, [100 * sum(item.scores["solved"] for item in part) / len(part) for part in parts]))
+    return float(
+        aup(rates, [100 * sum(item.scores["solved"] for item in part) / len(part) for part in parts])
+    )
 
 
 def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:
-    """AUP of a task's points as a part of the result file, which has no items of its own; None if no item has a
-    verdict at all points.
+    """AUP of a task's points as a part of the result file, which has no items of its own; None if no item has
+    a verdict at all points.
 
     Args:
         curve: as of `curve_samplers`.

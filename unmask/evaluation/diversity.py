@@ -1,4 +1,5 @@
-"""Diversity of open-ended texts, and their perplexity under a causal model, which alone would reward repetition.
+"""Diversity of open-ended texts, and their perplexity under a causal model, which alone would reward
+repetition.
 
 Shapes: N texts.
 """
@@ -23,16 +24,21 @@ ORDERS = (1, 2, 3)
 """The lengths of the n-grams that `distinct` counts."""
 
 
-def token_entropy(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], groups: Sequence[str]) -> Interval:
-    """The mean entropy of each text's token frequencies, in nats: -sum_k n_k/n log n_k/n for a text of n tokens, n_k of them of kind k.
+def token_entropy(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], groups: Sequence[str]
+) -> Interval:
+    """The mean entropy of each text's token frequencies, in nats: -sum_k n_k/n log n_k/n for a text of n
+    tokens, n_k of them of kind k.
 
-    0 for a text that repeats one token and for an empty one, log n for n different tokens. It grows with the length: compare texts of equal
-    length.
+    0 for a text that repeats one token and for an empty one, log n for n different tokens. It grows with the
+    length: compare texts of equal length.
 
-    Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit Inaccurate Categorical Sampling"
-    (2024), which shows why generative perplexity needs it.
+    Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit
+    Inaccurate Categorical Sampling" (2024), which shows why generative perplexity needs it.
     """
-    values_N2 = np.array([(_entropy(Counter(encode_completion(tokenizer, "a", text))), 1.0) for text in texts])
+    values_N2 = np.array(
+        [(_entropy(Counter(encode_completion(tokenizer, "a", text))), 1.0) for text in texts]
+    )
     return group_interval(values_N2, ratio, groups)
 
 
@@ -42,26 +48,30 @@ def _entropy(counts: Counter[int]) -> float:
 
 
 def distinct(texts: Sequence[str]) -> dict[str, Interval]:
-    """`distinct-1` to `distinct-3`: the different n-grams of words in all texts, as a fraction of all their n-grams.
+    """`distinct-1` to `distinct-3`: the different n-grams of words in all texts, as a fraction of all their
+    n-grams.
 
-    Without bounds: each text counts in whether the n-grams of others are new. It falls as texts are added: compare equal
-    amounts of text. 0 where no text has n words.
+    Without bounds: each text counts in whether the n-grams of others are new. It falls as texts are added:
+    compare equal amounts of text. 0 where no text has n words.
 
     Source: J. Li et al., "A Diversity-Promoting Objective Function for Neural Conversation Models" (2016).
     """
     words = [text.split() for text in texts]
     fractions = {}
     for order in ORDERS:
-        ngrams = [tuple(each[start : start + order]) for each in words for start in range(len(each) - order + 1)]
+        ngrams = [
+            tuple(each[start : start + order]) for each in words for start in range(len(each) - order + 1)
+        ]
         fractions[f"distinct-{order}"] = Interval(len(set(ngrams)) / max(len(ngrams), 1), -math.inf, math.inf)
     return fractions
 
 
 def self_bleu(texts: Sequence[str]) -> Interval:
-    """The mean BLEU (0 to 1, by sacrebleu) of each text with all others as its references. Low for diverse texts, 1 for equal ones.
+    """The mean BLEU (0 to 1, by sacrebleu) of each text with all others as its references. Low for diverse
+    texts, 1 for equal ones.
 
-    Without bounds: each text is also a reference of all others, so that their scores are not independent. The time grows with the square
-    of N.
+    Without bounds: each text is also a reference of all others, so that their scores are not independent. The
+    time grows with the square of N.
 
     Source: Y. Zhu et al., "Texygen: A Benchmarking Platform for Text Generation Models" (2018).
 
@@ -71,10 +81,18 @@ def self_bleu(texts: Sequence[str]) -> Interval:
     from sacrebleu import BLEU
 
     if len(texts) < 2:
-        raise DataError("there is one text only", where="self-bleu", remedy="Give at least two texts, or leave the metric out")
+        raise DataError(
+            "there is one text only",
+            where="self-bleu",
+            remedy="Give at least two texts, or leave the metric out",
+        )
     bleu = BLEU(effective_order=True)
-    scores = [bleu.sentence_score(text, [*texts[:index], *texts[index + 1 :]]).score / 100 for index, text in enumerate(texts)]
-    mean = math.fsum(min(score, 1.0) for score in scores) / len(scores)  # that of equal texts is rounded to more than 1
+    scores = [
+        bleu.sentence_score(text, [*texts[:index], *texts[index + 1 :]]).score / 100
+        for index, text in enumerate(texts)
+    ]
+    # that of equal texts is rounded to more than 1
+    mean = math.fsum(min(score, 1.0) for score in scores) / len(scores)
     return Interval(mean, -math.inf, math.inf)
 
 
@@ -86,10 +104,14 @@ class Perplexity(NamedTuple):
     tokens: int  # the judge's, that were predicted
 
 
-def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: Sequence[str], groups: Sequence[str]) -> Perplexity:
-    """The exponential of the mean negative log-likelihood of the judge's tokens of each text after its prompt, exact in one pass.
+def generative_perplexity(
+    judge: DiffusionLM, prompts: Sequence[Prompt], texts: Sequence[str], groups: Sequence[str]
+) -> Perplexity:
+    """The exponential of the mean negative log-likelihood of the judge's tokens of each text after its
+    prompt, exact in one pass.
 
-    After an empty prompt, a judge without BOS is given a text's first token. What exceeds the judge's context is left out.
+    After an empty prompt, a judge without BOS is given a text's first token. What exceeds the judge's context
+    is left out.
 
     Args:
         judge: a causal model.
@@ -105,9 +127,15 @@ def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: 
     pairs = [_judged(judge, prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     kept = [index for index, (_, ids) in enumerate(pairs) if ids]
     if not kept:
-        raise DataError("no text has a token to predict", where="perplexity", remedy="Evaluate a model that writes some")
-    log_probs = log_likelihood(judge, [pairs[index][0] for index in kept], [pairs[index][1] for index in kept], "exact")
-    sums_N2 = np.array([(-log_prob, len(pairs[index][1])) for index, log_prob in zip(kept, log_probs.tolist(), strict=True)])
+        raise DataError(
+            "no text has a token to predict", where="perplexity", remedy="Evaluate a model that writes some"
+        )
+    log_probs = log_likelihood(
+        judge, [pairs[index][0] for index in kept], [pairs[index][1] for index in kept], "exact"
+    )
+    sums_N2 = np.array(
+        [(-log_prob, len(pairs[index][1])) for index, log_prob in zip(kept, log_probs.tolist(), strict=True)]
+    )
     nats = group_interval(sums_N2, ratio, [groups[index] for index in kept])
     with np.errstate(over="ignore"):
         value, low, high = np.exp([nats.mean, nats.low, nats.high]).tolist()

@@ -36,8 +36,8 @@ Part = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents whose likelihood is measured: of a text the tokens after the first, of a conversation or a pair the answers, as they are
-    learnt by `unmask sft`; up to the model's context."""
+    """Documents whose likelihood is measured: of a text the tokens after the first, of a conversation or a
+    pair the answers, as they are learnt by `unmask sft`; up to the model's context."""
 
     by_id: Mapping[str, tuple[Any, list[Part]]]
     """The text or the prompt of each, and its parts, which have a token or more to measure."""
@@ -49,23 +49,34 @@ class Documents:
 
     @classmethod
     def read(
-        cls, lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int, text_column: str | None = None
+        cls,
+        lm: DiffusionLM,
+        path: str,
+        rows: int,
+        estimator: Estimator | None,
+        samples: int,
+        seed: int,
+        text_column: str | None = None,
     ) -> Documents:
         """The first documents of a file.
 
-        Args:
-            estimator: None: that of `default_estimator`.
-            samples, seed: as of `log_likelihoods`.
-            text_column: the column with the text; None: `text`, or rows in any other format that `unmask sft` reads.
+        Args: estimator: None: that of `default_estimator`. samples, seed: as of `log_likelihoods`.
+            text_column: the column with the text; None: `text`, or rows in any other format that `unmask sft`
+            reads.
 
         Raises:
             DataError: the file is missing or malformed, or no document has two tokens.
         """
         column = text_column or "text"
-        loaded: Any = load_examples(path, text_column=column, max_rows=rows)  # without errors in place of rows
+        # without errors in place of rows
+        loaded: Any = load_examples(path, text_column=column, max_rows=rows)
         reader, found = Reader(SUPERVISED), []
         columns = set(loaded[0] if len(loaded) else ())
-        if text_column or "text" in columns or not any(columns.issuperset(known.columns) for known in SUPERVISED):
+        if (
+            text_column
+            or "text" in columns
+            or not any(columns.issuperset(known.columns) for known in SUPERVISED)
+        ):
             loaded = [{"text": text} for text in Column(loaded, column, path, "--text-column")]
         for index, row in enumerate(loaded):
             with prepending_place(f"{path}, row {index}"):
@@ -78,15 +89,31 @@ class Documents:
         estimator = estimator or default_estimator(lm)
         settings = {"samples": samples, "seed": seed} if estimator == "elbo" else {}
         problems = [problem for problem, _ in documents]
-        counts = {"documents": len(documents), "tokens": sum(len(ids) for _, parts in documents for _, ids in parts)}
-        protocol = {"data": masked_text(path), "estimator": estimator, **settings, **counts, "rows_sha256": rows_fingerprint(problems)}
-        shown = [(problem.get("text") or problem.get("prompt") or problem["messages"], parts) for problem, parts in documents]
-        names = item_ids([{"text": problem["text"]} if "text" in problem else {"row": problem} for problem in problems])
+        counts = {
+            "documents": len(documents),
+            "tokens": sum(len(ids) for _, parts in documents for _, ids in parts),
+        }
+        protocol = {
+            "data": masked_text(path),
+            "estimator": estimator,
+            **settings,
+            **counts,
+            "rows_sha256": rows_fingerprint(problems),
+        }
+        shown = [
+            (problem.get("text") or problem.get("prompt") or problem["messages"], parts)
+            for problem, parts in documents
+        ]
+        names = item_ids(
+            [{"text": problem["text"]} if "text" in problem else {"row": problem} for problem in problems]
+        )
         return cls(dict(zip(names, shown, strict=True)), estimator, samples, seed, protocol)
 
-    def measure(self, lm: DiffusionLM, log: ItemLog | None = None, progress: Phase | None = None) -> TaskScores:
-        """The negative log-likelihood per token, over the tokens of all documents, with an interval over documents. The score of
-        an item is over the tokens of its document.
+    def measure(
+        self, lm: DiffusionLM, log: ItemLog | None = None, progress: Phase | None = None
+    ) -> TaskScores:
+        """The negative log-likelihood per token, over the tokens of all documents, with an interval over
+        documents. The score of an item is over the tokens of its document.
 
         Args:
             log: keeps documents as they finish, and shares them among processes.
@@ -103,11 +130,15 @@ class Documents:
         if log is not None:
             found = log.gather(LIKELIHOOD)
         items = [found[name] for name in self.by_id]
-        values_N2 = np.array([(-float(item.details["log_likelihood"]), item.details["tokens"]) for item in items])
+        values_N2 = np.array(
+            [(-float(item.details["log_likelihood"]), item.details["tokens"]) for item in items]
+        )
         interval = group_interval(values_N2, ratio, [item.id for item in items])
         more = {"standard_error": self._standard_error(items), "higher_is_better": False}
         metric = as_metric(NATS_PER_TOKEN, interval).model_copy(update=more)
-        return TaskScores(task=LIKELIHOOD, protocol=self.protocol, metrics={NATS_PER_TOKEN: metric}, items=items)
+        return TaskScores(
+            task=LIKELIHOOD, protocol=self.protocol, metrics={NATS_PER_TOKEN: metric}, items=items
+        )
 
     def _item(self, lm: DiffusionLM, name: str) -> Item:
         prompt, parts = self.by_id[name]
@@ -118,7 +149,9 @@ class Documents:
         details: dict[str, float | None] = {"tokens": tokens, "log_likelihood": value}
         if self.estimator == "elbo":
             details["standard_error"] = error if math.isfinite(error) else None
-        return Item(id=name, group=name, scores={NATS_PER_TOKEN: -value / tokens}, prompt=prompt, details=details)
+        return Item(
+            id=name, group=name, scores={NATS_PER_TOKEN: -value / tokens}, prompt=prompt, details=details
+        )
 
     def _standard_error(self, items: Sequence[Item]) -> float | None:
         """Of the metric, over the random masks; None where it is exact or not known."""

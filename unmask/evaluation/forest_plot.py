@@ -1,4 +1,5 @@
-"""A picture of a comparison: each difference with its interval on a line, in a panel for each metric (by matplotlib)."""
+"""A picture of a comparison: each difference with its interval on a line, in a panel for each metric (by
+matplotlib)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from unmask.redaction import shown
 
 FORMATS = (".png", ".svg")
 BETTER, WORSE, UNCLEAR = "#23784a", "#b4540a", "#56606e"
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False, "svg.hashsalt": "unmask"}
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,
+    "svg.hashsalt": "unmask",
+}
 ROW, MARGIN = 0.32, 0.8  # inches: a difference, and the title and axis of a panel
 
 
@@ -20,11 +27,16 @@ def check_picture(path: Path) -> None:
     """Raise a ConfigError if matplotlib is missing or the file is neither PNG nor SVG."""
     require("matplotlib", "train", where="--picture")
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"{path.name} is neither a PNG nor an SVG", where="--picture", remedy="End its name with .png or .svg")
+        raise ConfigError(
+            f"{path.name} is neither a PNG nor an SVG",
+            where="--picture",
+            remedy="End its name with .png or .svg",
+        )
 
 
 def write_forest_plot(comparison: Comparison, first: str, path: Path) -> None:
-    """Draw the differences from the result `first`. Colored ones are significant after the correction. Call `check_picture` before."""
+    """Draw the differences from the result `first`. Colored ones are significant after the correction. Call
+    `check_picture` before."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -48,8 +60,17 @@ def _draw(axis: Any, metric: str, panel: list[Difference], first: str) -> None:
         ends = [each.change.low, each.change.high]
         if all(map(math.isfinite, ends)):
             axis.plot(ends, [row, row], color=color, linewidth=1.8, solid_capstyle="butt")
-        axis.plot([each.change.mean], [row], "o", color=color, markersize=5, markerfacecolor=color if each.significant else "white")
-    axis.set_yticks(range(len(panel)), [shown(f"{each.task}: {each.other}" if several else each.task) for each in panel])
+        axis.plot(
+            [each.change.mean],
+            [row],
+            "o",
+            color=color,
+            markersize=5,
+            markerfacecolor=color if each.significant else "white",
+        )
+    axis.set_yticks(
+        range(len(panel)), [shown(f"{each.task}: {each.other}" if several else each.task) for each in panel]
+    )
     axis.set_ylim(len(panel) - 0.5, -0.5)
     better = "higher" if panel[0].higher_is_better else "lower"
     what = f"difference from {first}" if several else f"{panel[0].other} - {first}"

@@ -1,4 +1,5 @@
-"""The items of an evaluation as they finish, in JSON lines beside its result: a killed evaluation goes on from them."""
+"""The items of an evaluation as they finish, in JSON lines beside its result: a killed evaluation goes on
+from them."""
 
 from __future__ import annotations
 
@@ -34,11 +35,19 @@ class ItemLog:
     """
 
     def __init__(
-        self, output: Path, identity: Mapping[str, Any], *, rank: int = 0, processes: int = 1, wait: Callable[[], None] = lambda: None
+        self,
+        output: Path,
+        identity: Mapping[str, Any],
+        *,
+        rank: int = 0,
+        processes: int = 1,
+        wait: Callable[[], None] = lambda: None,
     ):
         self.output, self.rank, self.processes, self.wait = output, rank, processes, wait
         self.identity = json.loads(json.dumps(identity))
-        self.own = MetricsLog(output.with_name(f"{output.name}.items" + (f".{rank}" if rank else "") + ".jsonl"))
+        self.own = MetricsLog(
+            output.with_name(f"{output.name}.items" + (f".{rank}" if rank else "") + ".jsonl")
+        )
         self.known = self._read()
         self.resumed = sum(len(self.finished(task)) for task in self.known)
         wait()  # before another one writes
@@ -47,7 +56,8 @@ class ItemLog:
             self.own.write({"evaluation": self.identity})
 
     def finished(self, task: str) -> dict[str, Item]:
-        """The items of a task that were finished before this process began. One that could not be scored, as without a sandbox, is not."""
+        """The items of a task that were finished before this process began. One that could not be scored, as
+        without a sandbox, is not."""
         return {name: item for name, item in self.known.get(task, {}).items() if item.scores}
 
     def share(self, part: Sequence[int]) -> list[int]:
@@ -75,7 +85,9 @@ class ItemLog:
 
     def _paths(self) -> list[Path]:
         found = self.output.parent.glob(f"{glob.escape(self.output.name)}.items*.jsonl")
-        return sorted(path for path in found if OF_PROCESS.fullmatch(path.name.removeprefix(self.output.name)))
+        return sorted(
+            path for path in found if OF_PROCESS.fullmatch(path.name.removeprefix(self.output.name))
+        )
 
     def _read(self) -> dict[str, dict[str, Item]]:
         found: dict[str, dict[str, Item]] = {}
@@ -95,7 +107,11 @@ class ItemLog:
                     found.setdefault(line["task"], {})[item.id] = item
                 except (KeyError, TypeError, pydantic.ValidationError) as error:
                     where = f"{path}, line {number}"
-                    raise DataError("is no finished item", where=where, remedy="Remove the line; its problem is asked again.") from error
+                    raise DataError(
+                        "is no finished item",
+                        where=where,
+                        remedy="Remove the line; its problem is asked again.",
+                    ) from error
         return found
 
 
@@ -108,6 +124,17 @@ def _difference(before: Any, now: Mapping[str, Any]) -> str:
     if not isinstance(before, Mapping):
         return ""
     different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if len(different) == 1 and isinstance(before.get(different[0]), Mapping) and isinstance(now.get(different[0]), Mapping):
+    if (
+        len(different) == 1
+        and isinstance(before.get(different[0]), Mapping)
+        and isinstance(now.get(different[0]), Mapping)
+    ):
         return _difference(before[different[0]], now[different[0]])
-    return " (" + ", ".join(f"{name}: {str(before.get(name))[:40]} there, {str(now.get(name))[:40]} here" for name in different[:3]) + ")"
+    return (
+        " ("
+        + ", ".join(
+            f"{name}: {str(before.get(name))[:40]} there, {str(now.get(name))[:40]} here"
+            for name in different[:3]
+        )
+        + ")"
+    )

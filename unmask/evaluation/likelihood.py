@@ -1,7 +1,8 @@
 """Log-likelihoods of texts under any DiffusionLM.
 
-Every pair of a prompt and a completion is computed in passes of its own, whose shapes depend on nothing else, and with masks that depend on
-nothing else: its log-likelihood has the same bits in any list, batch or process.
+Every pair of a prompt and a completion is computed in passes of its own, whose shapes depend on nothing else,
+and with masks that depend on nothing else: its log-likelihood has the same bits in any list, batch or
+process.
 
 Shapes: B pairs, P differences of pairs of views, T tokens of one pair, V vocabulary, N its completion tokens.
 """
@@ -47,18 +48,25 @@ class LogLikelihoods:
 
     @property
     def standard_errors(self) -> Tensor:
-        """[B], in nats: of the estimates, over the random masks; 0 where a value is exact, NaN where the views are too few to tell."""
-        return torch.stack([difference_P.square().sum().sqrt() for difference_P in self.differences]) if self.differences else self.values
+        """[B], in nats: of the estimates, over the random masks; 0 where a value is exact, NaN where the
+        views are too few to tell."""
+        return (
+            torch.stack([difference_P.square().sum().sqrt() for difference_P in self.differences])
+            if self.differences
+            else self.values
+        )
 
     def half_widths(self) -> Tensor:
-        """[B], in nats: of 95% intervals around the values; 0 where a value is exact. They are infinite for fewer than `FEWEST_DIFFERENCES`
-        (17 samples), whose intervals would hold the bound too rarely.
+        """[B], in nats: of 95% intervals around the values; 0 where a value is exact. They are infinite for
+        fewer than `FEWEST_DIFFERENCES` (17 samples), whose intervals would hold the bound too rarely.
 
         They are Student's, with the degrees of freedom that the variances of the differences have together.
 
         Source: F. E. Satterthwaite, "An Approximate Distribution of Estimates of Variance Components" (1946).
         """
-        return torch.tensor([_half_width(difference_P.tolist()) for difference_P in self.differences], dtype=torch.float64)
+        return torch.tensor(
+            [_half_width(difference_P.tolist()) for difference_P in self.differences], dtype=torch.float64
+        )
 
 
 def _half_width(differences: Sequence[float]) -> float:
@@ -103,51 +111,66 @@ def log_likelihoods(
 ) -> LogLikelihoods:
     """log p(completion | prompt) of each pair, with the standard error of each estimate.
 
-    Args:
-        prompts: strings, chat messages or lists of token ids.
-        completions: strings or lists of token ids; no EOS is added.
-        estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in complementary pairs); "exact": one pass for a
-            causal model, otherwise any-order dynamic programming for at most 12 tokens (or blocks of at most 12); None: of
-            `default_estimator`.
-        samples: noised views per pair at most (elbo).
-        seed: of the masks.
-        keys: of the masks, one per pair; None: a hash of each prompt. Masks depend only on the seed, the key, and the position in the
-            completion. So completions of one prompt have common masks, and their difference is known better than each.
-        shared: the number of first tokens that a completion has in common with those that it is compared with: their positions count from
-            the beginning, those of the others from the end. None: the positions of its first half count from the beginning.
+    Args: prompts: strings, chat messages or lists of token ids. completions: strings or lists of token ids;
+        no EOS is added. estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in
+        complementary pairs); "exact": one pass for a causal model, otherwise any-order dynamic programming
+        for at most 12 tokens (or blocks of at most 12); None: of `default_estimator`. samples: noised views
+        per pair at most (elbo). seed: of the masks. keys: of the masks, one per pair; None: a hash of each
+        prompt. Masks depend only on the seed, the key, and the position in the completion. So completions of
+        one prompt have common masks, and their difference is known better than each. shared: the number of
+        first tokens that a completion has in common with those that it is compared with: their positions
+        count from the beginning, those of the others from the end. None: the positions of its first half
+        count from the beginning.
 
     Returns:
         0 for an empty completion.
 
-    Raises:
-        ConfigError: an unknown estimator, or fewer than one sample.
-        GenerationError: the lists have different lengths, a pair exceeds the context, a model with a logit shift has an empty prompt, a
-            token id is outside the vocabulary, or an exact likelihood would need groups of more than 12 tokens.
+    Raises: ConfigError: an unknown estimator, or fewer than one sample. GenerationError: the lists have
+        different lengths, a pair exceeds the context, a model with a logit shift has an empty prompt, a token
+        id is outside the vocabulary, or an exact likelihood would need groups of more than 12 tokens.
         DataError: a prompt or completion cannot be encoded.
     """
     estimator = estimator or default_estimator(lm)
     if estimator not in ("elbo", "exact") or samples < 1:
-        what, remedy = f"estimator {estimator!r} with {samples} samples", "Use elbo or exact, and samples >= 1"
+        what, remedy = (
+            f"estimator {estimator!r} with {samples} samples",
+            "Use elbo or exact, and samples >= 1",
+        )
         raise ConfigError(what, where="log_likelihood", remedy=remedy)
     if len({len(prompts), len(completions), len(prompts if keys is None else keys)}) > 1:
-        what = f"{len(prompts)} prompts and {len(completions)} completions" + ("" if keys is None else f" with {len(keys)} keys")
+        what = f"{len(prompts)} prompts and {len(completions)} completions" + (
+            "" if keys is None else f" with {len(keys)} keys"
+        )
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
     pairs = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         prompt_ids = encode_prompt(lm.tokenizer, prompt)
-        ids = encode_completion(lm.tokenizer, prompt_ids, completion) if isinstance(completion, str) else list(completion)
+        ids = (
+            encode_completion(lm.tokenizer, prompt_ids, completion)
+            if isinstance(completion, str)
+            else list(completion)
+        )
         check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
         _check_length(lm, index, len(prompt_ids), len(ids))
         pairs.append((prompt_ids, ids, sequence_key(prompt_ids) if keys is None else keys[index]))
     with evaluating(lm):
         draws = [Draw(seed, torch.tensor([key])) for *_, key in pairs]
-        found = [_of_pair(lm, *pair[:2], estimator, samples, draw, shared) for pair, draw in zip(pairs, draws, strict=True)]
+        found = [
+            _of_pair(lm, *pair[:2], estimator, samples, draw, shared)
+            for pair, draw in zip(pairs, draws, strict=True)
+        ]
     values_B = torch.tensor([float(bound.value_B) for bound in found], dtype=lm.log_prob_dtype)
     return LogLikelihoods(values_B, [bound.difference_BP[0].cpu() for bound in found])
 
 
 def _of_pair(
-    lm: DiffusionLM, prompt: list[int], ids: list[int], estimator: Estimator, samples: int, draw: Draw, shared: int | None
+    lm: DiffusionLM,
+    prompt: list[int],
+    ids: list[int],
+    estimator: Estimator,
+    samples: int,
+    draw: Draw,
+    shared: int | None,
 ) -> Bound:
     certain_BP = torch.zeros(1, 0, dtype=lm.log_prob_dtype)
     if not ids:
@@ -168,10 +191,13 @@ def _of_pair(
 
 
 def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:
-    """The inputs of a pass of a causal model that predicts the last `count` tokens. The last one is not read: a row may be one longer than
-    the context."""
+    """The inputs of a pass of a causal model that predicts the last `count` tokens. The last one is not read:
+    a row may be one longer than the context."""
     length = ids_1T.shape[1]
-    return replace(lm.noised_inputs(ids_1T[:, :-1]), index_N=torch.arange(length - 1 - count, length - 1, device=ids_1T.device))
+    return replace(
+        lm.noised_inputs(ids_1T[:, :-1]),
+        index_N=torch.arange(length - 1 - count, length - 1, device=ids_1T.device),
+    )
 
 
 def common_length(rows: Sequence[Sequence[int]]) -> int:
@@ -184,4 +210,6 @@ def _check_length(lm: DiffusionLM, index: int, prompt: int, completion: int) -> 
         what = f"{prompt} prompt and {completion} completion tokens exceed the context of {lm.context_length}"
         raise GenerationError(what, where=f"pair {index}", remedy="Shorten the prompt or the completion")
     if lm.logit_shift and prompt == 0 and completion:
-        raise GenerationError("the prompt is empty", where=f"pair {index}", remedy="Give at least one token (such as BOS)")
+        raise GenerationError(
+            "the prompt is empty", where=f"pair {index}", remedy="Give at least one token (such as BOS)"
+        )

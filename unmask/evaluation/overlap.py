@@ -30,22 +30,36 @@ def rouge(texts: Sequence[str], references: Sequence[str], groups: Sequence[str]
 
 
 def bleu(texts: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, Interval]:
-    """The BLEU of the corpus, with the defaults of sacrebleu (cased, 13a tokens, exponential smoothing): n-gram matches and lengths are
-    summed over the texts.
+    """The BLEU of the corpus, with the defaults of sacrebleu (cased, 13a tokens, exponential smoothing):
+    n-gram matches and lengths are summed over the texts.
 
     Source: M. Post, "A Call for Clarity in Reporting BLEU Scores" (2018).
     """
     from sacrebleu import BLEU
 
     sentence_bleu = BLEU(effective_order=True)  # avoids a warning; the counts are the same
-    scores = [sentence_bleu.sentence_score(text, [reference]) for text, reference in zip(texts, references, strict=True)]
+    scores = [
+        sentence_bleu.sentence_score(text, [reference])
+        for text, reference in zip(texts, references, strict=True)
+    ]
     counts_NC = np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
     order = len(scores[0].counts)
 
     def corpus_bleu(sum_C: np.ndarray) -> float:
         sums: list[Any] = sum_C.tolist()
         correct, total, (length, reference_length) = sums[:order], sums[order : 2 * order], sums[2 * order :]
-        return float(BLEU.compute_bleu(correct, total, int(length), int(reference_length), smooth_method="exp").score) / 100
+        return (
+            float(
+                BLEU.compute_bleu(
+                    correct, total, int(length), int(reference_length), smooth_method="exp"
+                ).score
+            )
+            / 100
+        )
 
     found = group_interval(counts_NC, functools.partial(np.apply_along_axis, corpus_bleu, 1), groups)
-    return {"bleu": Interval(found.mean, max(found.low, 0.0), min(found.high, 1.0)) if math.isfinite(found.low) else found}
+    return {
+        "bleu": Interval(found.mean, max(found.low, 0.0), min(found.high, 1.0))
+        if math.isfinite(found.low)
+        else found
+    }

@@ -19,7 +19,13 @@ EVALUATION = "evaluation.json"
 def model_identity(lm: DiffusionLM, path: str, revision: str | None = None) -> dict[str, Any]:
     """A model by its path, revision, a hash of its weights, their dtype, and its attention pattern."""
     dtype = str(lm.weight_dtype).removeprefix("torch.")
-    return {"path": masked_text(path), "revision": revision, "fingerprint": fingerprint(lm.model), "dtype": dtype, **lm.settings}
+    return {
+        "path": masked_text(path),
+        "revision": revision,
+        "fingerprint": fingerprint(lm.model),
+        "dtype": dtype,
+        **lm.settings,
+    }
 
 
 def environment(lm: DiffusionLM) -> dict[str, Any]:
@@ -32,5 +38,7 @@ def environment(lm: DiffusionLM) -> dict[str, Any]:
 def write_result_of_run(folder: Path, lm: DiffusionLM, model: Path, result: TaskResult) -> None:
     """Write the result of a training run's model on its task as `evaluation.json` in the run's folder."""
     parts = [result.to_scores()]
-    whole = EvaluationResult(model=model_identity(lm, str(model)), arguments={}, tasks=parts, environment=environment(lm))
+    whole = EvaluationResult(
+        model=model_identity(lm, str(model)), arguments={}, tasks=parts, environment=environment(lm)
+    )
     whole.write(folder / EVALUATION)

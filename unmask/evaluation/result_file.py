@@ -1,4 +1,5 @@
-"""The result of an evaluation as a file: scores with their intervals, each item, and what is needed to run it again.
+"""The result of an evaluation as a file: scores with their intervals, each item, and what is needed to run it
+again.
 
 Two results of the same command are equal except for `times` and `environment`.
 """
@@ -21,13 +22,28 @@ from unmask.evaluation.statistics import Interval
 
 FORMAT: Literal[1] = 1
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-WITH_UNITS = {"AUP", "perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "loglikelihood", "seconds", "tokens", "passes"}
+WITH_UNITS = {
+    "AUP",
+    "perplexity",
+    "nats",
+    "bits",
+    "entropy",
+    "loss",
+    "nll",
+    "log",
+    "loglikelihood",
+    "seconds",
+    "tokens",
+    "passes",
+}
 """Words in the names of metrics that are no fractions, even if their values are from 0 to 1."""
 
 
 class _Part(pydantic.BaseModel):
     # JSON has no infinite numbers and no NaN: they are written as strings, and read again.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True
+    )
 
 
 class Metric(_Part):
@@ -54,7 +70,8 @@ class Metric(_Part):
 
 
 def is_fraction(metric: str, values: Iterable[float]) -> bool:
-    """Whether values of a metric are shown in percent: all are from 0 to 1, and its name has no word of WITH_UNITS."""
+    """Whether values of a metric are shown in percent: all are from 0 to 1, and its name has no word of
+    WITH_UNITS."""
     return WITH_UNITS.isdisjoint(re.split(r"[\W_]", metric)) and all(0 <= value <= 1 for value in values)
 
 
@@ -101,7 +118,8 @@ class TaskScores(_Part):
 
     task: str
     protocol: dict[str, Any]
-    """All that the scores depend on besides the model: data and their fingerprint, template, examples, sampler, estimator, seed."""
+    """All that the scores depend on besides the model: data and their fingerprint, template, examples,
+    sampler, estimator, seed."""
     metrics: dict[str, Metric]
     statuses: dict[str, int] = {}
     """Items by status."""
@@ -144,7 +162,11 @@ class EvaluationResult(_Part):
 
 def with_settings(name: str, sampler: Mapping[str, Any], among: Sequence[Mapping[str, Any]]) -> str:
     """A name, with the settings of a sampler that are not the same among all samplers."""
-    varied = [key for key in dict.fromkeys(key for other in among for key in other) if len({repr(other.get(key)) for other in among}) > 1]
+    varied = [
+        key
+        for key in dict.fromkeys(key for other in among for key in other)
+        if len({repr(other.get(key)) for other in among}) > 1
+    ]
     given = [f"{key} {sampler[key]}" for key in varied if sampler.get(key) is not None]
     return ", ".join([name, *(given or ([f"{', '.join(varied)} unset"] if varied else []))])
 
@@ -153,7 +175,10 @@ def _finite(text: str) -> float:
     """A number of a file. Raises DataError for NaN and infinity, which no file holds that Unmask wrote."""
     number = float(text)
     if not math.isfinite(number):
-        raise DataError(f"{text:.20} is no finite number", remedy="Give a file that `unmask evaluate --output FILE` wrote.")
+        raise DataError(
+            f"{text:.20} is no finite number",
+            remedy="Give a file that `unmask evaluate --output FILE` wrote.",
+        )
     return number
 
 
@@ -166,8 +191,11 @@ def read_result(path: str | Path) -> EvaluationResult:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
     except DataError as error:
         raise error.moved(str(path)) from error
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, an endless number, lists in lists without end
-        raise DataError("is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy) from error
+    # no JSON, no UTF-8, an endless number, lists in lists without end
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            "is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy
+        ) from error
     version = content.get("format") if isinstance(content, dict) else None
     if type(version) is not int:
         raise DataError("is no result", where=str(path), remedy=remedy)

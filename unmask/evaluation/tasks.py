@@ -24,7 +24,13 @@ from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import cut
 from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
-from unmask.evaluation.text_metrics import LOWER_IS_BETTER, GeneratedTexts, TextScores, check_text_metrics, text_metrics
+from unmask.evaluation.text_metrics import (
+    LOWER_IS_BETTER,
+    GeneratedTexts,
+    TextScores,
+    check_text_metrics,
+    text_metrics,
+)
 from unmask.generation.output import Generation
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
@@ -46,9 +52,11 @@ class TaskResult:
 
     task: str
     items: list[Item]  # in the order of the rows
-    of_texts: TextScores = field(default_factory=TextScores)  # overlap with reference texts, diversity, perplexity, if requested
+    # overlap with reference texts, diversity, perplexity, if requested
+    of_texts: TextScores = field(default_factory=TextScores)
     protocol: dict[str, Any] = field(default_factory=dict)  # what the scores depend on beside the model
-    knows_split: bool = False  # whether the model was trained on the training split of this task, so that the rest is unseen
+    # whether the model was trained on the training split of this task, so that the rest is unseen
+    knows_split: bool = False
 
     @property
     def scored(self) -> list[Item]:
@@ -81,15 +89,18 @@ class TaskResult:
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:
-        """Means with 95% intervals: over all rows; over those whose solution is not in the training split, if the model was trained on
-        that ("unseen"); and `of_texts`."""
+        """Means with 95% intervals: over all rows; over those whose solution is not in the training split, if
+        the model was trained on that ("unseen"); and `of_texts`."""
         names = self.scored[0].scores if self.scored else ()
         rows = {name: [item.scores[name] for item in self.scored] for name in names}
         means = {name: mean_interval(values, self.groups) for name, values in rows.items()}
         unseen = [self.knows_split and split_of(group) == "test" for group in self.groups]
         if 0 < (count := sum(unseen)) < len(unseen):
             groups = list(compress(self.groups, unseen))
-            means |= {f"{name}, {count} unseen": mean_interval(list(compress(values, unseen)), groups) for name, values in rows.items()}
+            means |= {
+                f"{name}, {count} unseen": mean_interval(list(compress(values, unseen)), groups)
+                for name, values in rows.items()
+            }
         return means | self.of_texts.values
 
     def gain_over(self, before: TaskResult) -> Interval:
@@ -101,7 +112,13 @@ class TaskResult:
         """The part of a result file; `chosen`: what its protocol says besides."""
         metrics = {name: as_metric(name, interval) for name, interval in self.metrics.items()}
         chosen |= {"judged": self.of_texts.judged} if self.of_texts.judged else {}
-        return TaskScores(task=self.task, protocol=chosen | self.protocol, metrics=metrics, statuses=self.statuses, items=self.items)
+        return TaskScores(
+            task=self.task,
+            protocol=chosen | self.protocol,
+            metrics=metrics,
+            statuses=self.statuses,
+            items=self.items,
+        )
 
 
 def as_metric(name: str, interval: Interval) -> Metric:
@@ -109,7 +126,9 @@ def as_metric(name: str, interval: Interval) -> Metric:
     return Metric.of(interval, higher_is_better=name not in LOWER_IS_BETTER)
 
 
-def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
+def sampler_for(
+    task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None
+) -> SamplerConfig:
     """The sampler with the task's answer length as the canvas length, unless prompts are conversations."""
     sampler = sampler or SamplerConfig(batch_size=256)
     if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
@@ -117,8 +136,11 @@ def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
     return sampler
 
 
-def protocol_of(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
-    """What the scores depend on beside the model: the rows with their prompts, the sampler, the attempts, the code of a user's task."""
+def protocol_of(
+    task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1
+) -> dict[str, Any]:
+    """What the scores depend on beside the model: the rows with their prompts, the sampler, the attempts, the
+    code of a user's task."""
     code = code_fingerprint(task)
     return {
         "rows": len(rows),
@@ -131,11 +153,16 @@ def protocol_of(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
 
 def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
     """A hash of the content of rows."""
-    return hashlib.sha256(json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
-def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
-    """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or programs have no sandbox."""
+def check_evaluation(
+    lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None
+) -> None:
+    """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or
+    programs have no sandbox."""
     _verify(task, [""], rows[:1])
     make_requests(lm, _prompts(lm, rows), sampler_for(task, rows, sampler))
 
@@ -161,9 +188,17 @@ def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig
     """Raise a ConfigError if pass@k needs more attempts than there are, or all attempts would be the same."""
     for k in pass_at:
         if not 1 <= k <= attempts:
-            raise ConfigError(f"{k} of {attempts} attempts", where="pass_at", remedy="Give at least as many attempts as the largest k")
+            raise ConfigError(
+                f"{k} of {attempts} attempts",
+                where="pass_at",
+                remedy="Give at least as many attempts as the largest k",
+            )
     if attempts > 1 and sampler.temperature == 0:
-        raise ConfigError(f"{attempts} attempts at temperature 0 are all the same", where="attempts", remedy="Set a temperature")
+        raise ConfigError(
+            f"{attempts} attempts at temperature 0 are all the same",
+            where="attempts",
+            remedy="Set a temperature",
+        )
 
 
 def evaluate_task(
@@ -183,18 +218,15 @@ def evaluate_task(
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
-    A completion depends on the model, its row and the sampler alone: not on other rows, their order, batches or processes. Rows that cannot
-    be verified are counted by status and left out of the metrics.
+    A completion depends on the model, its row and the sampler alone: not on other rows, their order, batches
+    or processes. Rows that cannot be verified are counted by status and left out of the metrics.
 
-    Args:
-        metrics: of the texts, by their names in `text_metrics.METRICS`.
-        judge: a causal model, for the metric "perplexity".
-        attempts: completions per row; "solved" and "value" are means over them.
-        pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
-        until: strings before which completions are cut.
-        log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
-        part: the name under which the log keeps them; None: that of the task.
-        progress: a phase of a progress display to update.
+    Args: metrics: of the texts, by their names in `text_metrics.METRICS`. judge: a causal model, for the
+        metric "perplexity". attempts: completions per row; "solved" and "value" are means over them. pass_at:
+        values of k for pass@k: the probability that at least one of k attempts is right, without bias. until:
+        strings before which completions are cut. log: keeps items as they finish. Those that it has are not
+        computed again, and of several processes each computes a part. part: the name under which the log
+        keeps them; None: that of the task. progress: a phase of a progress display to update.
 
     Raises:
         ConfigError: as `check_text_metrics` and `check_attempts`.
@@ -207,13 +239,31 @@ def evaluate_task(
     verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
-        raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
-    of_texts = _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge) if metrics else TextScores()
-    return TaskResult(task.name, items, of_texts, protocol_of(task, rows, sampler, attempts), knows_split=_trained_on(lm, task))
+        raise DataError(
+            f"no row could be verified: {why}",
+            where=task.name,
+            remedy="See `unmask sandbox probe`, or check the file.",
+        )
+    of_texts = (
+        _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge)
+        if metrics
+        else TextScores()
+    )
+    return TaskResult(
+        task.name,
+        items,
+        of_texts,
+        protocol_of(task, rows, sampler, attempts),
+        knows_split=_trained_on(lm, task),
+    )
 
 
 def _text_scores(
-    lm: DiffusionLM, task: Task, verified: Sequence[tuple[Mapping[str, Any], Item]], metrics: Sequence[str], judge: DiffusionLM | None
+    lm: DiffusionLM,
+    task: Task,
+    verified: Sequence[tuple[Mapping[str, Any], Item]],
+    metrics: Sequence[str],
+    judge: DiffusionLM | None,
 ) -> TextScores:
     pairs = [(text, row) for row, item in verified for text in item.completions]
     written = GeneratedTexts(
@@ -255,7 +305,8 @@ def _items(
     part: str,
     progress: Phase | None,
 ) -> list[Item]:
-    """The items of all rows; those that the log does not have are computed, by this process or another one."""
+    """The items of all rows; those that the log does not have are computed, by this process or another
+    one."""
     problems = _problems(lm, rows)
     found = {} if log is None else log.finished(part)
     asked = [problem for problem in problems if problem.id not in found]
@@ -273,7 +324,8 @@ def _items(
 
 
 def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Problem]:
-    """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not matter."""
+    """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not
+    matter."""
     ids, prompts = item_ids(rows), _prompts(lm, rows)
     seen: Counter[tuple[int, ...]] = Counter()
     numbers: dict[int, int] = {}
@@ -284,11 +336,14 @@ def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Probl
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The identity of each problem, whatever the style of its prompt and what stands before it. Equal problems are numbered."""
+    """The identity of each problem, whatever the style of its prompt and what stands before it. Equal
+    problems are numbered."""
     seen: Counter[str] = Counter()
     ids = []
     for row in rows:
-        problem = {name: value for name, value in row.items() if name not in ("prompt", "completion")} or dict(row)
+        problem = {
+            name: value for name, value in row.items() if name not in ("prompt", "completion")
+        } or dict(row)
         digest = hashlib.sha256(json.dumps(problem, sort_keys=True, default=str).encode()).hexdigest()[:16]
         ids.append(f"{digest}-{seen[digest]}" if seen[digest] else digest)
         seen[digest] += 1
@@ -296,8 +351,8 @@ def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def pass_at_k(attempts: int, right: int, k: int) -> float:
-    """The probability that at least one of `k` attempts is right, estimated without bias from `right` of `attempts`:
-    1 - C(n - c, k) / C(n, k).
+    """The probability that at least one of `k` attempts is right, estimated without bias from `right` of
+    `attempts`: 1 - C(n - c, k) / C(n, k).
 
     Source: M. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1.
     """
@@ -305,9 +360,14 @@ def pass_at_k(attempts: int, right: int, k: int) -> float:
 
 
 def _trained_on(lm: DiffusionLM, task: Task) -> bool:
-    """Whether the model's history says that all that it was trained on is problems that this task generated: a file may hold any."""
+    """Whether the model's history says that all that it was trained on is problems that this task generated:
+    a file may hold any."""
     history = getattr(lm.config, HISTORY_KEY, None) or []
-    return isinstance(task, Puzzle) and bool(history) and all(entry.get("data") == task.name for entry in history)
+    return (
+        isinstance(task, Puzzle)
+        and bool(history)
+        and all(entry.get("data") == task.name for entry in history)
+    )
 
 
 def _answer(
@@ -321,7 +381,11 @@ def _answer(
 ) -> list[Item]:
     """The items of these problems."""
     prompts = [problem.prompt for problem in problems for _ in range(attempts)]
-    keys = [sequence_key(problem.prompt, problem.number * attempts + n) for problem in problems for n in range(attempts)]
+    keys = [
+        sequence_key(problem.prompt, problem.number * attempts + n)
+        for problem in problems
+        for n in range(attempts)
+    ]
     made = generate(lm, prompts, sampler.model_copy(update=UNCOMPARED), keys)
     made = replace(made, texts=[cut(text, until) for text in made.texts])
     verdicts = _verify(task, made.texts, [problem.row for problem in problems for _ in range(attempts)])

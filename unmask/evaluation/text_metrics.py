@@ -1,4 +1,5 @@
-"""The metrics of generated texts that `--metric` names: overlap with reference texts, diversity, perplexity under another model."""
+"""The metrics of generated texts that `--metric` names: overlap with reference texts, diversity, perplexity
+under another model."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def _perplexity(of: GeneratedTexts) -> TextScores:
 METRICS = {
     "rouge": TextMetric(_overlap(overlap.rouge), "rouge_score", needs_reference=True),
     "bleu": TextMetric(_overlap(overlap.bleu), "sacrebleu", needs_reference=True),
-    "entropy": TextMetric(lambda of: TextScores({"entropy": diversity.token_entropy(of.tokenizer, of.texts, of.groups)})),
+    "entropy": TextMetric(
+        lambda of: TextScores({"entropy": diversity.token_entropy(of.tokenizer, of.texts, of.groups)})
+    ),
     "distinct": TextMetric(lambda of: TextScores(diversity.distinct(of.texts))),
     "self-bleu": TextMetric(lambda of: TextScores({"self-bleu": diversity.self_bleu(of.texts)}), "sacrebleu"),
     "perplexity": TextMetric(_perplexity, needs_judge=True),
@@ -82,26 +85,33 @@ METRICS = {
 
 
 def check_text_metrics(metrics: Sequence[str], task: str, *, has_reference: bool, has_judge: bool) -> None:
-    """Raise a ConfigError for a metric that is unknown, or whose library, reference texts or judge is missing, and for a judge that no
-    metric needs. `task` is the name that errors give."""
+    """Raise a ConfigError for a metric that is unknown, or whose library, reference texts or judge is
+    missing, and for a judge that no metric needs. `task` is the name that errors give."""
     for name in metrics:
         if name not in METRICS:
             raise ConfigError(f"unknown metric {name!r}", where="metric", remedy=did_you_mean(name, METRICS))
         metric, where = METRICS[name], f"metric {name}"
         if metric.needs_reference and not has_reference:
-            what, remedy = f"{task} has no reference texts to compare with", "Leave it out, or evaluate on --task text"
+            what, remedy = (
+                f"{task} has no reference texts to compare with",
+                "Leave it out, or evaluate on --task text",
+            )
             raise ConfigError(what, where=where, remedy=remedy)
         if metric.needs_judge and not has_judge:
-            raise ConfigError("needs a causal model that judges the texts", where=where, remedy="Give --judge MODEL")
+            raise ConfigError(
+                "needs a causal model that judges the texts", where=where, remedy="Give --judge MODEL"
+            )
         if metric.library:
             require(metric.library, "eval", where=where)
     if has_judge and not any(METRICS[name].needs_judge for name in metrics):
-        raise ConfigError("no metric needs a judge", where="judge", remedy="Leave it out, or give --metric perplexity")
+        raise ConfigError(
+            "no metric needs a judge", where="judge", remedy="Leave it out, or give --metric perplexity"
+        )
 
 
 def text_metrics(metrics: Sequence[str], of: GeneratedTexts) -> TextScores:
-    """Each metric, with its 95% interval over groups if it has one. ROUGE, BLEU and distinct-n are from 0 to 1 (a BLEU of 31.4 is 0.314),
-    the entropy is in nats. The caller has passed `check_text_metrics`."""
+    """Each metric, with its 95% interval over groups if it has one. ROUGE, BLEU and distinct-n are from 0 to
+    1 (a BLEU of 31.4 is 0.314), the entropy is in nats. The caller has passed `check_text_metrics`."""
     scores = TextScores()
     for name in dict.fromkeys(metrics):
         found = METRICS[name].measure(of)

@@ -1,6 +1,6 @@
-"""Fill-in-the-middle prompts, by which a causal model that was trained on them fills a gap: it reads the text before and after the gap,
-and continues with the middle, which an end token ends (Bavarian et al. 2022, "Efficient training of language models to fill in the
-middle").
+"""Fill-in-the-middle prompts, by which a causal model that was trained on them fills a gap: it reads the text
+before and after the gap, and continues with the middle, which an end token ends (Bavarian et al. 2022,
+"Efficient training of language models to fill in the middle").
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @dataclass(frozen=True)
 class FillFormat:
-    """How a family writes the prompt: before, text before the gap, hole, text after the gap, end (prefix, suffix, middle: PSM).
+    """How a family writes the prompt: before, text before the gap, hole, text after the gap, end (prefix,
+    suffix, middle: PSM).
 
     Attributes:
         families: of models that were trained with it.
@@ -71,12 +72,18 @@ FORMATS = (
 
 
 def fim_prompt(
-    lm: DiffusionLM, prefix: str, suffix: str, *, prefix_budget: int | None = None, suffix_budget: int | None = None
+    lm: DiffusionLM,
+    prefix: str,
+    suffix: str,
+    *,
+    prefix_budget: int | None = None,
+    suffix_budget: int | None = None,
 ) -> list[int]:
-    """The prompt with which `unmask.generate` fills the gap between two texts, as token ids. The completion is the middle.
+    """The prompt with which `unmask.generate` fills the gap between two texts, as token ids. The completion
+    is the middle.
 
-    The texts are tokenised apart: special tokens that they spell stay text, and a tokenizer that writes a space before a text writes none
-    before the suffix.
+    The texts are tokenised apart: special tokens that they spell stay text, and a tokenizer that writes a
+    space before a text writes none before the suffix.
 
     Args:
         lm: a causal model whose tokenizer has the tokens of one of `FORMATS`.
@@ -85,10 +92,8 @@ def fim_prompt(
         prefix_budget: its last tokens that the model reads; None: all.
         suffix_budget: its first tokens that the model reads; None: all.
 
-    Raises:
-        GenerationError: the model is not causal, has no such tokens, or does not stop at the token that ends the middle; or a budget is
-            negative.
-        DataError: a text cannot be encoded.
+    Raises: GenerationError: the model is not causal, has no such tokens, or does not stop at the token that
+        ends the middle; or a budget is negative. DataError: a text cannot be encoded.
     """
     tokenizer = lm.tokenizer
     for name, budget in (("prefix_budget", prefix_budget), ("suffix_budget", suffix_budget)):
@@ -96,10 +101,13 @@ def fim_prompt(
             raise GenerationError(f"{budget} tokens", where=name, remedy="Give 0 or more, or None for all")
     if not lm.autoregressive:
         what = f"is for causal models, and this one has {lm.attention} attention"
-        raise GenerationError(what, where="fim_prompt", remedy="Use unmask.infill, for which it reads both sides of a gap")
+        raise GenerationError(
+            what, where="fim_prompt", remedy="Use unmask.infill, for which it reads both sides of a gap"
+        )
     chosen = fill_format(tokenizer)
     before, hole, end, ends_middle = (
-        tokenizer.convert_tokens_to_ids(token) for token in (chosen.before, chosen.hole, chosen.end, chosen.ends_middle)
+        tokenizer.convert_tokens_to_ids(token)
+        for token in (chosen.before, chosen.hole, chosen.end, chosen.ends_middle)
     )
     if ends_middle not in lm.eos_token_ids:
         what = f"the model does not stop at {chosen.ends_middle!r}, which ends the middle"
@@ -122,10 +130,14 @@ def fill_format(tokenizer: PreTrainedTokenizerBase) -> FillFormat:
             return candidate
     known = "; ".join(f"{each.families}: {each.before} {each.hole} {each.end}" for each in FORMATS)
     what = "the tokenizer has no tokens for fill-in-the-middle"
-    raise GenerationError(what, where="fim_prompt", remedy=f"Use a model that was trained with them ({known})")
+    raise GenerationError(
+        what, where="fim_prompt", remedy=f"Use a model that was trained with them ({known})"
+    )
 
 
 def _has(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> bool:
     """Whether these are tokens that were added to the vocabulary, or special ones."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(
+        tokenizer.all_special_tokens
+    )
     return added.issuperset(tokens)

@@ -1,4 +1,5 @@
-"""A text as it is denoised: what each step reveals, and what it hides again. The frames of a sequence, in order, make its final text."""
+"""A text as it is denoised: what each step reveals, and what it hides again. The frames of a sequence, in
+order, make its final text."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Revealed(NamedTuple):
     position: int  # in the whole sequence
     token: int
     log_prob: float  # when it was revealed, in nats, at temperature 1
-    forbidden: Sequence[tuple[int, float]] = ()  # with `top_forbidden`: likewise the most probable tokens that the constraint forbids there
+    # with `top_forbidden`: likewise the most probable tokens that the constraint forbids there
+    forbidden: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Watched:
         self.ids = list(self.request.ids)
 
     def look(self, engine: Engine, ticket: int) -> Frame | None:
-        """What changed in a running sequence; None if it has not begun, has ended, or has made no step since it was last seen."""
+        """What changed in a running sequence; None if it has not begun, has ended, or has made no step since
+        it was last seen."""
         view = engine.state(ticket)
         return self._frame(view) if view is not None and view.steps > self.step else None
 
@@ -65,10 +68,14 @@ class Watched:
             given: list[list] = [[] for _ in range(start)]
             forbidden = (given + trace.forbidden_ids, given + trace.forbidden_log_probs)
         log_probs = [0.0] * start + trace.log_probs
-        return self._frame(SequenceView(ids, log_probs, max(trace.steps, default=-1) + 1, len(ids), forbidden))
+        return self._frame(
+            SequenceView(ids, log_probs, max(trace.steps, default=-1) + 1, len(ids), forbidden)
+        )
 
     def _frame(self, view: SequenceView) -> Frame:
-        changed = [position for position, (old, new) in enumerate(zip(self.ids, view.ids, strict=True)) if old != new]
+        changed = [
+            position for position, (old, new) in enumerate(zip(self.ids, view.ids, strict=True)) if old != new
+        ]
         hidden = [position for position in changed if view.ids[position] == self.mask_token_id]
         revealed = []
         for position in changed:

@@ -1,21 +1,23 @@
-"""How many tokens a gap is missing: found without training, by how well the texts on both sides of it fit a distance.
+"""How many tokens a gap is missing: found without training, by how well the texts on both sides of it fit a
+distance.
 
 Let a gap of L tokens stand between the texts a and b. With all lengths equally likely beforehand,
 
     p(L | a, b)  is proportional to  p_L(a, b) = sum over all gaps g of L tokens of p(a g b),
 
-the probability of the text that is known, whatever the gap holds. A masked diffusion model predicts a token given the visible ones,
-whatever the hidden ones are: with L mask tokens in the gap that are never predicted, its predictions of a and b have just these
-probabilities. So a length is scored by
+the probability of the text that is known, whatever the gap holds. A masked diffusion model predicts a token
+given the visible ones, whatever the hidden ones are: with L mask tokens in the gap that are never predicted,
+its predictions of a and b have just these probabilities. So a length is scored by
 
     log p_L(window | rest of the text), with the gap hidden,
 
-where the window is the tokens next to the gap, which are the same for all lengths; the rest of the text is taken to fit all of them alike.
-Its tokens are predicted one by one from the gap on, given those before them and the text beyond the window. Both sides are scored, each
-given the other one, and the mean counts.
+where the window is the tokens next to the gap, which are the same for all lengths; the rest of the text is
+taken to fit all of them alike. Its tokens are predicted one by one from the gap on, given those before them
+and the text beyond the window. Both sides are scored, each given the other one, and the mean counts.
 
-Short gaps are not favoured, though each token of a filled gap costs probability: log p(g, b | a) = log p_L(b | a) + log p(g | a, b), and
-the second term, the log-probability of the gap as it is filled in, is left out. It is what a calibration would have to subtract.
+Short gaps are not favoured, though each token of a filled gap costs probability: log p(g, b | a) = log p_L(b
+| a) + log p(g | a, b), and the second term, the log-probability of the gap as it is filled in, is left out.
+It is what a calibration would have to subtract.
 
 Shapes: L lengths, M views, T tokens.
 """
@@ -50,8 +52,8 @@ WINDOW = 8
 ROUNDS = (2, 4, WINDOW)
 """Tokens on either side that are predicted by the end of each round of a search."""
 TOKENS_PER_PASS = 8192
-"""Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other texts; and no more than a step
-of a server takes, which makes such passes between its steps."""
+"""Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other
+texts; and no more than a step of a server takes, which makes such passes between its steps."""
 Pass = Callable[[], list[float]]
 """A forward pass, and what it finds."""
 
@@ -69,10 +71,15 @@ def _call(forward_pass: Pass) -> list[float]:
 
 
 def find_lengths(
-    lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str, run: Callable[[Pass], list[float]] = _call
+    lm: DiffusionLM,
+    texts: Sequence[Any],
+    config: SamplerConfig,
+    max_gap: int,
+    gap_mark: str,
+    run: Callable[[Pass], list[float]] = _call,
 ) -> list[FoundText]:
-    """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier ones have the lengths that were
-    found, and the later ones a short one. All gaps are hidden throughout.
+    """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier
+    ones have the lengths that were found, and the later ones a short one. All gaps are hidden throughout.
 
     The other arguments and errors are those of `unmask.infill`.
 
@@ -80,14 +87,21 @@ def find_lengths(
         run: makes a forward pass, when and where the model is free.
     """
     parted = checked_segments(lm, texts, config, max_gap, gap_mark)
-    return [_find(lm, segments, config, max_gap, f"text {index}", run) for index, segments in enumerate(parted)]
+    return [
+        _find(lm, segments, config, max_gap, f"text {index}", run) for index, segments in enumerate(parted)
+    ]
 
 
-def checked_segments(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[list[list[int]]]:
+def checked_segments(
+    lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str
+) -> list[list[list[int]]]:
     """The ids between the gaps of each text. Arguments and errors are those of `unmask.infill`."""
     if lm.attention != "bidirectional":
         what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
-        remedy = "Use a bidirectional model (unmask convert --recipe full), or unmask.fim_prompt for a causal model that knows such prompts"
+        remedy = (
+            "Use a bidirectional model (unmask convert --recipe full), or unmask.fim_prompt for a causal "
+            "model that knows such prompts"
+        )
         raise GenerationError(what, where="length", remedy=remedy)
     if max_gap < 1:
         raise GenerationError(f"{max_gap} tokens", where="max_gap", remedy="Use 1 or more")
@@ -98,9 +112,12 @@ def checked_segments(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfi
     return parted
 
 
-def search(choices: Sequence[int], score: Callable[[Sequence[int], int, int], Sequence[float]]) -> dict[int, float]:
-    """The scores of the lengths that are left in the last of `ROUNDS`. After each round before it the better half is kept, so that most
-    lengths cost few passes. No length is left out beforehand: likely ones need not be neighbours, as in text with a period.
+def search(
+    choices: Sequence[int], score: Callable[[Sequence[int], int, int], Sequence[float]]
+) -> dict[int, float]:
+    """The scores of the lengths that are left in the last of `ROUNDS`. After each round before it the better
+    half is kept, so that most lengths cost few passes. No length is left out beforehand: likely ones need not
+    be neighbours, as in text with a period.
 
     Args:
         choices: lengths.
@@ -123,7 +140,12 @@ def best(scores: Mapping[int, float]) -> int:
 
 
 def _find(
-    lm: DiffusionLM, segments: list[list[int]], config: SamplerConfig, max_gap: int, where: str, run: Callable[[Pass], list[float]]
+    lm: DiffusionLM,
+    segments: list[list[int]],
+    config: SamplerConfig,
+    max_gap: int,
+    where: str,
+    run: Callable[[Pass], list[float]],
 ) -> FoundText:
     begun = lm.mask_token_id in segments[0] or has_text(lm.tokenizer, segments[0])
     starts = [index == 0 and not begun for index in range(len(segments) - 1)]
@@ -131,7 +153,10 @@ def _find(
     lengths, found = [choices[(len(choices) - 1) // 8] for choices in possible], list[FoundGap]()
     for gap, choices in enumerate(possible):
         before = _canvas(lm, segments[: gap + 1], lengths[:gap])
-        after, sizes = _canvas(lm, segments[gap + 1 :], lengths[gap + 1 :]), (len(segments[gap]), len(segments[gap + 1]))
+        after, sizes = (
+            _canvas(lm, segments[gap + 1 :], lengths[gap + 1 :]),
+            (len(segments[gap]), len(segments[gap + 1])),
+        )
         scorer = GapScorer(lm, before, after, sizes, run)
         scores = search(choices, scorer.scores)
         lengths[gap] = best(scores)
@@ -157,32 +182,43 @@ class GapScorer:
         run: Callable[[Pass], list[float]] = _call,
     ):
         self.lm, self.before, self.after, self.run = lm, before, after, run
-        first = max(int(lm.logit_shift), len(before) - min(WINDOW, sizes[0]))  # nothing predicts the first token of a shifted model
+        # nothing predicts the first token of a shifted model
+        first = max(int(lm.logit_shift), len(before) - min(WINDOW, sizes[0]))
         left = [index for index in reversed(range(first, len(before))) if before[index] != lm.mask_token_id]
         right = [index for index in range(min(WINDOW, sizes[1])) if after[index] != lm.mask_token_id]
         self.sides = left, right  # from the gap on
         self.forward_passes = 0
 
     def scores(self, lengths: Sequence[int], first: int, last: int) -> list[float]:
-        """The log-probabilities of the tokens first, ..., last - 1 from the gap on, in nats: the mean of both sides. Views of all lengths
-        share forward passes."""
+        """The log-probabilities of the tokens first, ..., last - 1 from the gap on, in nats: the mean of both
+        sides. Views of all lengths share forward passes."""
         views = [(length, *view) for length in lengths for view in self._views(length, first, last)]
         self.forward_passes += len(views)
         longest, totals = max(lengths), dict.fromkeys(lengths, 0.0)
         chunk = max(1, TOKENS_PER_PASS // (len(self.before) + longest + len(self.after)))
         for start in range(0, len(views), chunk):
             part = views[start : start + chunk]
-            for (length, _, _), log_prob in zip(part, self.run(partial(self._log_probs, part, longest)), strict=True):
+            for (length, _, _), log_prob in zip(
+                part, self.run(partial(self._log_probs, part, longest)), strict=True
+            ):
                 totals[length] += log_prob
         return [totals[length] / max(1, sum(map(bool, self.sides))) for length in lengths]
 
     @torch.no_grad()
     def _log_probs(self, views: Sequence[tuple[int, list[int], int]], longest: int) -> list[float]:
-        """The log-probability of the token to predict in each view, a gap of some length with its hidden tokens, by one forward pass."""
+        """The log-probability of the token to predict in each view, a gap of some length with its hidden
+        tokens, by one forward pass."""
         lm = self.lm
-        rows = [[*self.before, *[lm.mask_token_id] * n, *self.after, *[lm.pad_token_id] * (longest - n)] for n, _, _ in views]
+        rows = [
+            [*self.before, *[lm.mask_token_id] * n, *self.after, *[lm.pad_token_id] * (longest - n)]
+            for n, _, _ in views
+        ]
         ids_MT = torch.tensor(rows, device=lm.device)
-        end_M1 = ids_MT.shape[1] - longest + torch.tensor([length for length, _, _ in views], device=lm.device)[:, None]
+        end_M1 = (
+            ids_MT.shape[1]
+            - longest
+            + torch.tensor([length for length, _, _ in views], device=lm.device)[:, None]
+        )
         real_MT = torch.arange(ids_MT.shape[1], device=lm.device) < end_M1
         hidden_MT, target_MT = (ids_MT == lm.mask_token_id) & real_MT, torch.zeros_like(real_MT)
         for row, (_, hidden, target) in enumerate(views):
@@ -216,14 +252,23 @@ def _segments(lm: DiffusionLM, text: Any, mark: str, where: str) -> list[list[in
     if isinstance(text, str):
         first, *others = text.split(mark)
         keep = [lm.tokenizer.mask_token]
-        segments = [encode_prompt(lm.tokenizer, first, keep), *(encode_completion(lm.tokenizer, mark, part, keep) for part in others)]
+        segments = [
+            encode_prompt(lm.tokenizer, first, keep),
+            *(encode_completion(lm.tokenizer, mark, part, keep) for part in others),
+        ]
     elif isinstance(text, Sequence) and all(is_ids(part) for part in text):
         segments = [list(part) for part in text]
     else:
-        what, remedy = "neither a string nor lists of token ids", f"Give a string with {mark}, or the lists of ids between the gaps"
+        what, remedy = (
+            "neither a string nor lists of token ids",
+            f"Give a string with {mark}, or the lists of ids between the gaps",
+        )
         raise GenerationError(what, where=where, remedy=remedy)
     if len(segments) < 2:
-        what, remedy = "has no gap", f"Write {mark} where tokens are missing, or give the lists of ids before and after"
+        what, remedy = (
+            "has no gap",
+            f"Write {mark} where tokens are missing, or give the lists of ids before and after",
+        )
         raise GenerationError(what, where=where, remedy=remedy)
     return segments
 
@@ -233,19 +278,31 @@ def _check(lm: DiffusionLM, segments: list[list[int]], max_gap: int, where: str)
         check_ids(lm, after, where)
         if all(token == lm.mask_token_id for token in after[:WINDOW]):
             what = f"gap {number} has no text after it, by which its length could be found"
-            raise GenerationError(what, where=where, remedy="Write more text, or a mask token for every missing token")
+            raise GenerationError(
+                what, where=where, remedy="Write more text, or a mask token for every missing token"
+            )
     check_ids(lm, segments[0], where)
     if lm.logit_shift and (not segments[0] or segments[0][0] == lm.mask_token_id):
-        raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
+        raise GenerationError(
+            "the first token is hidden, and no token before it predicts it",
+            where=where,
+            remedy="Begin with BOS",
+        )
     known, gaps, context = sum(map(len, segments)), len(segments) - 1, lm.context_length
     if context is not None and known + gaps * max_gap > context:
         longest = (context - known) // gaps
-        what = f"{known} tokens and {gaps} gap{'s' * (gaps > 1)} of up to {max_gap} exceed the context of {context}"
+        what = (
+            f"{known} tokens and {gaps} gap{'s' * (gaps > 1)} of up to {max_gap} exceed the context of "
+            f"{context}"
+        )
         remedy = f"Set max_gap to at most {longest}" if longest > 0 else "Shorten the text"
         raise GenerationError(what, where=where, remedy=remedy)
 
 
 def _canvas(lm: DiffusionLM, segments: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
     """The text, with as many mask tokens in its gaps as these lengths."""
-    parts = [[*segment, *[lm.mask_token_id] * length] for segment, length in zip(segments, [*lengths, 0], strict=True)]
+    parts = [
+        [*segment, *[lm.mask_token_id] * length]
+        for segment, length in zip(segments, [*lengths, 0], strict=True)
+    ]
     return list(itertools.chain.from_iterable(parts))

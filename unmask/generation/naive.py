@@ -18,7 +18,14 @@ from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
-from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests, without_ends
+from unmask.generation.requests import (
+    Request,
+    block_start,
+    check_verified,
+    check_verifier,
+    make_requests,
+    without_ends,
+)
 from unmask.generation.revise import doubts, present_log_probs
 from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
 from unmask.generation.variable_length import (
@@ -42,13 +49,16 @@ def generate(
     keys: Sequence[int] | None = None,
     verifier: DiffusionLM | None = None,
 ) -> Generation:
-    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`; lossy settings are ignored."""
+    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`; lossy
+    settings are ignored."""
     config = config or SamplerConfig()
     return complete(lm, make_requests(lm, prompts, config, keys), config, verifier)
 
 
 @torch.no_grad()
-def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
+def complete(
+    lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None
+) -> Generation:
     """Complete requests one by one."""
     if verifier is not None:
         check_verifier(lm, verifier)
@@ -71,40 +81,59 @@ def fill_gaps(
     max_gap: int | None = None,
     gap_mark: str = "<gap>",
 ) -> Generation:
-    """Fill gaps whose length the model finds, one text at a time. Arguments, errors and tokens are those of `unmask.infill` with
-    `length="auto"` and a model that was trained for it."""
+    """Fill gaps whose length the model finds, one text at a time. Arguments, errors and tokens are those of
+    `unmask.infill` with `length="auto"` and a model that was trained for it."""
     max_gap = trained_max_gap(lm, max_gap)
-    opened, config = open_texts(lm, texts, without_ends(lm, config or SamplerConfig()), keys, max_gap, gap_mark)
+    opened, config = open_texts(
+        lm, texts, without_ends(lm, config or SamplerConfig()), keys, max_gap, gap_mark
+    )
     with evaluating(lm):
         return make_filled(lm, [_fill(lm, text, config, max_gap) for text in opened], config)
 
 
 @torch.no_grad()
 def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) -> OpenText:
-    """The text, filled. A cell is a position: its gap, its token (None: hidden), the step that revealed it, and the record of this."""
+    """The text, filled. A cell is a position: its gap, its token (None: hidden), the step that revealed it,
+    and the record of this."""
     hidden = zip(text.gap, text.ids, text.hidden, strict=True)
     cells: list[tuple[int, int | None, int, tuple]] = [
         (gap, None if is_hidden else token, -1, (0.0,) * 3) for gap, token, is_hidden in hidden
     ]
-    moved: dict[int, int | None] = {}  # the gaps that have expanded or were deleted from, and the token that did it
+    # the gaps that have expanded or were deleted from, and the token that did it
+    moved: dict[int, int | None] = {}
     passes, expand, delete = 0, lm.expand_token_id, lm.delete_token_id
     settled = set[int]()  # the gaps whose length is known
 
     def may(place: int) -> list[bool]:
         own = [other for other, cell in enumerate(cells) if cell[0] == cells[place][0]]
-        still = cells[place][0] >= 0 and cells[place][0] not in settled and all(cells[other][1] is None for other in own if other >= place)
+        still = (
+            cells[place][0] >= 0
+            and cells[place][0] not in settled
+            and all(cells[other][1] is None for other in own if other >= place)
+        )
         last, done = place == own[-1], moved.get(cells[place][0])
-        return [still and last and len(own) < max_gap and done != delete, still and len(own) > 1 and done != expand, still]
+        return [
+            still and last and len(own) < max_gap and done != delete,
+            still and len(own) > 1 and done != expand,
+            still,
+        ]
 
     while any(token is None for _, token, _, _ in cells):
-        shown = [(expand if may(place)[2] else lm.mask_token_id) if cell[1] is None else cell[1] for place, cell in enumerate(cells)]
+        shown = [
+            (expand if may(place)[2] else lm.mask_token_id) if cell[1] is None else cell[1]
+            for place, cell in enumerate(cells)
+        ]
         hidden_1T = torch.tensor([[token is None for _, token, _, _ in cells]], device=lm.device)
-        logits_TV = predicting_lengths(lm).logits(torch.tensor([shown], device=lm.device), hidden_BT=hidden_1T)[0]
+        logits_TV = predicting_lengths(lm).logits(
+            torch.tensor([shown], device=lm.device), hidden_BT=hidden_1T
+        )[0]
         present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
         present_1V[0, [lm.mask_token_id if token is None else token for _, token, _, _ in cells]] = True
         decisions, events = {}, {}
         for place in hidden_1T[0].nonzero().flatten().tolist():
-            key_1, step_1, place_1 = (torch.tensor([number], device=lm.device) for number in (text.key, passes, place))
+            key_1, step_1, place_1 = (
+                torch.tensor([number], device=lm.device) for number in (text.key, passes, place)
+            )
             may_12 = torch.tensor([may(place)[:2]], device=lm.device)
             where = (config, key_1, step_1, place_1, present_1V)
             decisions[place], event_12 = decide_open(lm, logits_TV[place][None], may_12, *where)
@@ -133,16 +162,24 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
                 cells = cells[:gone] + [cell for cell in cells[gone:] if cell[0] != gap]
             elif tokens[place] not in (expand, delete):
                 values = [getattr(decisions[place], name) for name in RECORDS]
-                cells[place] = (gap, tokens[place], passes, tuple(0.0 if value is None else float(value) for value in values))
+                cells[place] = (
+                    gap,
+                    tokens[place],
+                    passes,
+                    tuple(0.0 if value is None else float(value) for value in values),
+                )
         passes += 1
     gaps, ids, steps, records = (list(column) for column in zip(*cells, strict=True))
     return OpenText(text.key, ids, [False] * len(ids), gaps, steps, records, passes)
 
 
 def _known_lengths(
-    cells: list[tuple[int, int | None, int, tuple]], may: Callable[[int], list[bool]], events: dict[int, list[float]]
+    cells: list[tuple[int, int | None, int, tuple]],
+    may: Callable[[int], list[bool]],
+    events: dict[int, list[float]],
 ) -> dict[int, int]:
-    """The places where gaps end whose length is all but certain, by the probabilities of expand and delete at each place."""
+    """The places where gaps end whose length is all but certain, by the probabilities of expand and delete at
+    each place."""
     ends = dict[int, int]()
     for gap in {cell[0] for cell in cells if cell[0] >= 0}:
         own = [place for place, cell in enumerate(cells) if cell[0] == gap]
@@ -168,17 +205,34 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             order = sorted(decisions, key=lambda position: (-float(decisions[position].priority_N), position))
             again = []
             if request.revisions:
-                visible_N = torch.tensor(sorted(position for position in revealed if position >= start), dtype=torch.long)
-                again = _unlikely(lm, logits_TV, ids[:visible], hidden[:visible], visible_N, request.key, passes, config)
+                visible_N = torch.tensor(
+                    sorted(position for position in revealed if position >= start), dtype=torch.long
+                )
+                again = _unlikely(
+                    lm, logits_TV, ids[:visible], hidden[:visible], visible_N, request.key, passes, config
+                )
                 again = again[: request.revisions[block][step]]
             num_remasked = count_remasked(counts, step, config.remask)
-            num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked + len(again)
-            earlier = sorted((float(decision.log_prob_N.float()), position) for position, decision in revealed.items() if position >= start)
-            for position in [position for _, position in earlier[:num_remasked]] + again:  # the least probable ones
+            num_revealed = (
+                _num_accepted(order, decisions, config)
+                if config.parallel
+                else counts[step] + num_remasked + len(again)
+            )
+            earlier = sorted(
+                (float(decision.log_prob_N.float()), position)
+                for position, decision in revealed.items()
+                if position >= start
+            )
+            # the least probable ones
+            for position in [position for _, position in earlier[:num_remasked]] + again:
                 ids[position], hidden[position], steps[position] = lm.mask_token_id, True, -1
                 del revealed[position]
             for position in order[:num_revealed]:
-                ids[position], hidden[position], steps[position] = int(decisions[position].token_N), False, passes
+                ids[position], hidden[position], steps[position] = (
+                    int(decisions[position].token_N),
+                    False,
+                    passes,
+                )
                 revealed[position] = decisions[position]
             step, passes = step + 1, passes + 1
         if request.stop_at_eos and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
@@ -186,14 +240,21 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     shown = range(request.start, request.length)
 
     def record(field: str) -> list[float]:
-        return [float(getattr(revealed[position], field)) if position in revealed else 0.0 for position in shown]
+        return [
+            float(getattr(revealed[position], field)) if position in revealed else 0.0 for position in shown
+        ]
 
     trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
     if config.trace:
         trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
     if config.top_log_probs:
         trace.top_ids, trace.top_log_probs = (
-            [getattr(revealed[place], field)[0, : config.top_log_probs].tolist() if place in revealed else [] for place in shown]
+            [
+                getattr(revealed[place], field)[0, : config.top_log_probs].tolist()
+                if place in revealed
+                else []
+                for place in shown
+            ]
             for field in ("top_id_NK", "top_log_prob_NK")
         )
     if config.top_forbidden:
@@ -203,14 +264,18 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     return trace
 
 
-def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, config: SamplerConfig) -> Trace:
-    """Tokens of the verifier, or of the model's causal reading, one after the other. A round ends with the first that is not its draft."""
+def _speculate(
+    lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, config: SamplerConfig
+) -> Trace:
+    """Tokens of the verifier, or of the model's causal reading, one after the other. A round ends with the
+    first that is not its draft."""
     ids = list(request.prompt)
     steps: list[int] = []
     decisions: list[Decision] = []
     key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
     tree = draft_tree(num_drafts(lm, config), config.candidates)
-    drafts: list[list[tuple[Tensor, Tensor]]] = []  # of each position the candidates, and the distributions that they were drawn from
+    # of each position the candidates, and the distributions that they were drawn from
+    drafts: list[list[tuple[Tensor, Tensor]]] = []
     passes = num_drafted = num_accepted = 0
     ended = False
     while not ended:
@@ -218,9 +283,15 @@ def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, 
         node = 0
         for candidates in [*drafts, []]:
             logits_1V = causal.logits(torch.tensor([[*ids, lm.mask_token_id]], device=lm.device))[:, -1]
-            position_1, present_1V = torch.tensor([len(ids)], device=lm.device), torch.zeros_like(logits_1V, dtype=torch.bool)
+            position_1, present_1V = (
+                torch.tensor([len(ids)], device=lm.device),
+                torch.zeros_like(logits_1V, dtype=torch.bool),
+            )
             present_1V[:, ids] = True
-            offered = [(torch.zeros_like(key_1), *candidate) for candidate, _ in zip(candidates, tree.children[node], strict=False)]
+            offered = [
+                (torch.zeros_like(key_1), *candidate)
+                for candidate, _ in zip(candidates, tree.children[node], strict=False)
+            ]
             decision, rank_1 = verify(logits_1V, offered, config, key_1, position_1, present_1V)
             ids, steps, decisions = [*ids, int(decision.token_N)], [*steps, passes], [*decisions, decision]
             num_accepted += int(rank_1 >= 0)
@@ -246,14 +317,18 @@ def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, 
 def _drafts(
     lm: DiffusionLM, request: Request, ids: list[int], tree: Tree, config: SamplerConfig, seen: int
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """Candidates of the next tokens, given the first `seen` ones: with a verifier all, else all but the last. There the model sees a mask,
-    because the engine drafts in the pass that verifies, before it is known which draft is refused."""
+    """Candidates of the next tokens, given the first `seen` ones: with a verifier all, else all but the last.
+    There the model sees a mask, because the engine drafts in the pass that verifies, before it is known which
+    draft is refused."""
     count = min(num_drafts(lm, config), request.length - len(ids))
     num_masks = min(num_drafts(lm, config) + 1, request.length - seen)
     logits_TV = lm.forward(draft_inputs(lm, ids[:seen], num_masks))[0]
     drafts = []
     for position in range(len(ids), len(ids) + count):
-        logits_1V, present_1V = logits_TV[position - int(lm.logit_shift)][None], torch.zeros_like(logits_TV[:1], dtype=torch.bool)
+        logits_1V, present_1V = (
+            logits_TV[position - int(lm.logit_shift)][None],
+            torch.zeros_like(logits_TV[:1], dtype=torch.bool),
+        )
         present_1V[:, ids] = True
         key_1, position_1 = (torch.tensor([number], device=lm.device) for number in (request.key, position))
         draft_1K, drafted_1KV = draw_drafts(logits_1V, tree.width, config, key_1, position_1, present_1V)
@@ -261,12 +336,17 @@ def _drafts(
     return drafts
 
 
-def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig) -> Tensor:
+def _logits(
+    lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig
+) -> Tensor:
     """Logits [T, V]; with guidance, moved away from the logits with a hidden prompt."""
     hidden_1T = torch.tensor([hidden], device=lm.device)
     logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
     if config.guidance:
-        unconditional = [token if was_hidden else lm.mask_token_id for token, was_hidden in zip(ids, request.hidden, strict=False)]
+        unconditional = [
+            token if was_hidden else lm.mask_token_id
+            for token, was_hidden in zip(ids, request.hidden, strict=False)
+        ]
         unconditional_TV = lm.logits(torch.tensor([unconditional], device=lm.device), hidden_BT=hidden_1T)[0]
         logits_TV = guide(logits_TV, unconditional_TV, config.guidance)
     return logits_TV
@@ -287,20 +367,34 @@ def _decide(
     position_N = torch.tensor(positions, device=lm.device)
     present_NV = torch.zeros_like(logits_TV[position_N], dtype=torch.bool)
     present_NV[:, [token for token, is_hidden in zip(ids, hidden, strict=True) if not is_hidden]] = True
-    where = (torch.full_like(position_N, request.key), torch.full_like(position_N, step), position_N, present_NV)
+    where = (
+        torch.full_like(position_N, request.key),
+        torch.full_like(position_N, step),
+        position_N,
+        present_NV,
+    )
     if request.gaps:
-        decision = decide_given(logits_TV[position_N], config, *where, windows_of(request.gaps, block, ids, hidden, lm.device))
+        decision = decide_given(
+            logits_TV[position_N], config, *where, windows_of(request.gaps, block, ids, hidden, lm.device)
+        )
     else:
         decision = decide(logits_TV[position_N], config, *where)
     parts = {name: values_N.split(1) for name, values_N in decision._asdict().items() if values_N is not None}
-    return {position: Decision(**{name: each[n] for name, each in parts.items()}) for n, position in enumerate(positions)}
+    return {
+        position: Decision(**{name: each[n] for name, each in parts.items()})
+        for n, position in enumerate(positions)
+    }
 
 
 def _forbidden(decision: Decision | None, count: int) -> list[tuple[int, float]]:
     """The most probable tokens that the constraint forbids, and their log-probabilities."""
     if decision is None or decision.forbidden_id_NK is None or decision.forbidden_log_prob_NK is None:
         return []
-    pairs = zip(decision.forbidden_id_NK[0, :count].tolist(), decision.forbidden_log_prob_NK[0, :count].tolist(), strict=True)
+    pairs = zip(
+        decision.forbidden_id_NK[0, :count].tolist(),
+        decision.forbidden_log_prob_NK[0, :count].tolist(),
+        strict=True,
+    )
     return [(token, log_prob) for token, log_prob in pairs if log_prob > -math.inf]
 
 
@@ -327,7 +421,10 @@ def _unlikely(
         log_prob_N = present_log_probs(logits_TV[position_N], ids_1T[0, position_N])
     key_N, step_N = torch.full_like(position_N, key), torch.full_like(position_N, step)
     priority_N = doubts(log_prob_N, config.revise, config.seed, key_N, step_N, position_N)
-    ranked = sorted((-priority, position) for priority, position in zip(priority_N.tolist(), position_N.tolist(), strict=True))
+    ranked = sorted(
+        (-priority, position)
+        for priority, position in zip(priority_N.tolist(), position_N.tolist(), strict=True)
+    )
     return [position for negative, position in ranked if negative < math.inf]
 
 
@@ -337,10 +434,15 @@ def _num_accepted(order: list[int], decisions: dict[int, Decision], config: Samp
     if config.threshold is not None:
         accepted = [math.exp(log_prob) >= config.threshold for log_prob in log_probs]
     elif config.factor is not None:
-        accepted = [math.exp(log_prob) >= 1 - config.factor / (n + 1) for n, log_prob in enumerate(log_probs, start=1)]
+        accepted = [
+            math.exp(log_prob) >= 1 - config.factor / (n + 1) for n, log_prob in enumerate(log_probs, start=1)
+        ]
     else:
         left_out = int(config.entropy_rule == "sum-minus-max")
         sums = [-sum(log_probs[: n + 1 - left_out]) for n in range(len(log_probs))]
         waits = torch.finfo(torch.float32).min  # the priority of tokens of `reveal_last`
-        accepted = [of <= (config.entropy_bound or 0.0) and log_prob > waits for of, log_prob in zip(sums, log_probs, strict=True)]
+        accepted = [
+            of <= (config.entropy_bound or 0.0) and log_prob > waits
+            for of, log_prob in zip(sums, log_probs, strict=True)
+        ]
     return max(1, sum(accepted))

@@ -26,9 +26,9 @@ Run = Callable[[Callable[[], Found]], Found]
 class PromptLogProbs:
     """The tokens of a prompt, in nats.
 
-    Attributes:
-        log_probs: of each token given those before it; None: the first token, which nothing predicts.
-        top: the most probable tokens in its place with their log-probabilities, the most probable first; None likewise.
+    Attributes: log_probs: of each token given those before it; None: the first token, which nothing predicts.
+        top: the most probable tokens in its place with their log-probabilities, the most probable first; None
+        likewise.
     """
 
     tokens: list[int]
@@ -37,10 +37,12 @@ class PromptLogProbs:
 
 
 def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Run) -> PromptLogProbs:
-    """The log-probability of each token, as when the model writes the prompt after its first token from left to right, one token a step.
+    """The log-probability of each token, as when the model writes the prompt after its first token from left
+    to right, one token a step.
 
-    A causal model is asked in one pass. Any other one reads a row for each token, in which this and all later tokens are hidden: their sum
-    is the log-probability with which `policy: left_to_right` at temperature 1 writes these tokens into a canvas of their length.
+    A causal model is asked in one pass. Any other one reads a row for each token, in which this and all later
+    tokens are hidden: their sum is the log-probability with which `policy: left_to_right` at temperature 1
+    writes these tokens into a canvas of their length.
 
     Args:
         top: the number of most probable tokens.
@@ -51,12 +53,17 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Run) ->
     for start in range(1, len(ids), size):
         found += run(partial(_log_probs, lm, ids, range(start, min(start + size, len(ids))), top))
     first = [None] * bool(ids)
-    return PromptLogProbs(list(ids), [*first, *(value for value, _ in found)], [*first, *(most for _, most in found)])
+    return PromptLogProbs(
+        list(ids), [*first, *(value for value, _ in found)], [*first, *(most for _, most in found)]
+    )
 
 
 @torch.no_grad()
 def _log_probs(lm: DiffusionLM, ids: Sequence[int], targets: range, top: int) -> Found:
-    ids_BT, place_N = torch.tensor([list(ids)], device=lm.device), torch.arange(targets.start, targets.stop, device=lm.device)
+    ids_BT, place_N = (
+        torch.tensor([list(ids)], device=lm.device),
+        torch.arange(targets.start, targets.stop, device=lm.device),
+    )
     target_N, index_N, hidden_BT = ids_BT[0, place_N], place_N, torch.zeros_like(ids_BT, dtype=torch.bool)
     if not lm.autoregressive:
         block = {"bidirectional": len(ids), "causal": 1}.get(lm.attention, lm.block_size or 1)

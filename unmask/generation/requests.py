@@ -36,13 +36,18 @@ class Request:
     prompt: list[int]  # ids before the completion; for infilling, of the text with its mask tokens
     ids: list[int]  # of the whole sequence, with the mask token at hidden positions
     hidden: list[bool]  # True at positions to fill in
-    start: int  # the first position of the result: that of the completion; for infilling 0, since the result is the whole sequence
+    # the first position of the result: that of the completion; for infilling 0, since the result is the whole
+    # sequence
+    start: int
     key: int  # of its random numbers
-    blocks: list[tuple[int, int]]  # (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block
-    counts: list[list[int]] | None  # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
+    # (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block
+    blocks: list[tuple[int, int]]
+    # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
+    counts: list[list[int]] | None
     stop_at_eos: bool  # whether decoding stops with the block that produces an end token
     gaps: tuple[Gap, ...] = ()  # what has to meet a constraint
-    revisions: tuple[list[int], ...] = ()  # for each block the most tokens that each step hides again; (): none
+    # for each block the most tokens that each step hides again; (): none
+    revisions: tuple[list[int], ...] = ()
 
     @property
     def length(self) -> int:
@@ -55,11 +60,18 @@ class Request:
         return sum(self.hidden) if self.counts is None else sum(map(len, self.counts))
 
 
-def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
+def make_requests(
+    lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+) -> list[Request]:
     """Encode prompts into requests. Arguments and errors as in `unmask.generate`."""
     encoded = encode_all(lm.tokenizer, prompts, "prompts")
     attention_block = check_settings(lm, config)
-    if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even" and not _in_loop(config):
+    if (
+        config.steps is not None
+        and config.steps > config.max_new_tokens
+        and config.schedule == "even"
+        and not _in_loop(config)
+    ):
         what = f"{config.steps} steps for {config.max_new_tokens} tokens"
         raise GenerationError(what, where="steps", remedy="Every step reveals at least one token: lower it")
     if attention_block is None and config.max_new_tokens % (config.block_size or 1):
@@ -70,82 +82,147 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
     for index, (prompt, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
         if lm.context_length is not None and stop > lm.context_length:
-            what = f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of {lm.context_length}"
+            what = (
+                f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of "
+                f"{lm.context_length}"
+            )
             raise GenerationError(what, where=where, remedy="Shorten the prompt or lower max_new_tokens")
         check_ids(lm, prompt, where)
         if (lm.logit_shift or config.self_speculative) and not prompt:
-            raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
+            raise GenerationError(
+                "the prompt is empty", where=where, remedy="Give at least one token (such as BOS)"
+            )
         blocks = _blocks(lm, start, stop, attention_block, config)
-        ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
+        ids, hidden = (
+            [*prompt, *[lm.mask_token_id] * (stop - start)],
+            [False] * start + [True] * (stop - start),
+        )
         counts, revisions = _steps([last - first for first, last in blocks], config, key)
         gaps = constrained_gaps(lm, ids, hidden, config, where, completion=True)
-        requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps, revisions))
+        requests.append(
+            Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps, revisions)
+        )
     return requests
 
 
-def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
+def make_infill_requests(
+    lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+) -> list[Request]:
     """Encode texts with mask tokens into requests. Arguments and errors as in `unmask.infill`."""
     encoded = encode_all(lm.tokenizer, texts, "texts", keep=[lm.tokenizer.mask_token])
     attention_block = check_settings(lm, config)
     if config.self_speculative:
         what = f"{config.mode!r} completes prompts, and the text after a gap would not be read"
-        raise GenerationError(what, where="mode", remedy="Use mode 'denoise', or cut the text at its first gap and complete it")
+        raise GenerationError(
+            what, where="mode", remedy="Use mode 'denoise', or cut the text at its first gap and complete it"
+        )
     requests = []
     for index, (ids, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, hidden = f"text {index}", [token == lm.mask_token_id for token in ids]
         if not any(hidden):
-            remedy = f"Write {lm.tokenizer.mask_token} for every token to fill in, or <gap> for a gap with length='auto' (--max-gap N)"
+            remedy = (
+                f"Write {lm.tokenizer.mask_token} for every token to fill in, or <gap> for a gap with "
+                "length='auto' (--max-gap N)"
+            )
             raise GenerationError("has no mask token", where=where, remedy=remedy)
         if lm.context_length is not None and len(ids) > lm.context_length:
-            raise GenerationError(f"{len(ids)} tokens exceed the context of {lm.context_length}", where=where, remedy="Shorten the text")
+            raise GenerationError(
+                f"{len(ids)} tokens exceed the context of {lm.context_length}",
+                where=where,
+                remedy="Shorten the text",
+            )
         check_ids(lm, ids, where)
         if lm.logit_shift and hidden[0]:
-            raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
-        blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
+            raise GenerationError(
+                "the first token is hidden, and no token before it predicts it",
+                where=where,
+                remedy="Begin with BOS",
+            )
+        blocks = [
+            (a, b)
+            for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config)
+            if any(hidden[a:b])
+        ]
         _check_blocks(len(blocks), config, f"steps and {where}")
         counts, revisions = _steps([sum(hidden[a:b]) for a, b in blocks], config)
         gaps = constrained_gaps(lm, ids, hidden, config, where, completion=False)
-        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps, revisions=revisions))
+        requests.append(
+            Request(
+                ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps, revisions=revisions
+            )
+        )
     return requests
 
 
 def without_ends(lm: DiffusionLM, config: SamplerConfig) -> SamplerConfig:
-    """The settings with which texts are filled in: end tokens are forbidden unless `allowed_tokens` names them."""
+    """The settings with which texts are filled in: end tokens are forbidden unless `allowed_tokens` names
+    them."""
     ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
-    return config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]}) if ends else config
+    return (
+        config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]})
+        if ends
+        else config
+    )
 
 
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
-    """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises GenerationError for settings
-    that do not fit the model."""
+    """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises
+    GenerationError for settings that do not fit the model."""
     attention_block = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
     if config.self_speculative and (not lm.causal_context or attention_block == 1):
-        what = f"{config.mode!r} drafts blocks, and this one's are of one token" if lm.causal_context else f"{config.mode!r} needs a model"
+        what = (
+            f"{config.mode!r} drafts blocks, and this one's are of one token"
+            if lm.causal_context
+            else f"{config.mode!r} needs a model"
+        )
         what += "" if lm.causal_context else " that reads finished blocks from left to right"
-        remedy = "Use mode 'denoise', or a model of `unmask convert --recipe block` (block_causal with causal_context)"
+        remedy = (
+            "Use mode 'denoise', or a model of `unmask convert --recipe block` (block_causal with "
+            "causal_context)"
+        )
         raise GenerationError(what, where="mode", remedy=remedy)
     if config.self_speculative and (columns := num_columns(lm, config)) > MOST_SPECULATIVE_COLUMNS:
-        what = f"a pass would have {columns:,} positions beside the text, more than {MOST_SPECULATIVE_COLUMNS:,}"
+        what = (
+            f"a pass would have {columns:,} positions beside the text, more than {MOST_SPECULATIVE_COLUMNS:,}"
+        )
         raise GenerationError(what, where="drafts and candidates", remedy="Lower one of them")
     if attention_block is not None and config.block_size not in (None, attention_block):
         what = f"decoding block {config.block_size} for an attention block of {attention_block}"
-        remedy = "Leave it out for this model" + (", or sample with sub_block_size" if config.block_size < attention_block else "")
+        remedy = "Leave it out for this model" + (
+            ", or sample with sub_block_size" if config.block_size < attention_block else ""
+        )
         raise GenerationError(what, where="block_size", remedy=remedy)
     if config.sub_block_size is not None and (lm.block_size is None or config.sub_block_size > lm.block_size):
-        what = f"{config.sub_block_size} for {lm.attention} attention" + (f" by {lm.block_size} tokens" if lm.block_size else "")
+        what = f"{config.sub_block_size} for {lm.attention} attention" + (
+            f" by {lm.block_size} tokens" if lm.block_size else ""
+        )
         remedy = "Use the attention block's size or less" if lm.block_size else "Leave it out for this model"
         remedy = "Use block_size in its place" if lm.attention == "bidirectional" else remedy
         raise GenerationError(what, where="sub_block_size", remedy=remedy)
     if attention_block is not None and config.cache != "exact":
-        raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
+        raise GenerationError(
+            f"{config.cache} for a model whose cache is exact",
+            where="cache",
+            remedy="Leave it out for this model",
+        )
     if config.drafts and (attention_block is None or attention_block == 1):
-        what = "blocks of one token have no states to draft" if attention_block else "a pass over a whole canvas is limited by arithmetic"
+        what = (
+            "blocks of one token have no states to draft"
+            if attention_block
+            else "a pass over a whole canvas is limited by arithmetic"
+        )
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
-        raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
+        raise GenerationError(
+            "a causal model has never seen a hidden prompt",
+            where="guidance",
+            remedy="Leave it out for this model",
+        )
     if config.revise is not None and 1 in (attention_block, config.block_size, config.sub_block_size):
         remedy = "Leave it out, or use larger blocks"
-        raise GenerationError("blocks of one token have no visible token to hide", where="revise", remedy=remedy)
+        raise GenerationError(
+            "blocks of one token have no visible token to hide", where="revise", remedy=remedy
+        )
     if config.revise is not None and config.revise.by == "quality" and lm.quality_head is None:
         remedy = "Train one with `unmask sft --recipe quality-head`, or revise by probability"
         raise GenerationError("the model has no quality head", where="revise.by", remedy=remedy)
@@ -154,33 +231,49 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     check_ids(lm, config.reveal_last or [], "reveal_last")
     impossible = {*lm.never_predicted, *(config.forbidden_tokens or ())}
     if config.allowed_tokens and impossible.issuperset(config.allowed_tokens):
-        raise GenerationError("all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden")
+        raise GenerationError(
+            "all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden"
+        )
     if len(impossible) >= lm.config.vocab_size:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
     return attention_block
 
 
 def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
-    """Raise GenerationError unless the second model can verify the drafts of the first: a causal one, with the same tokens."""
+    """Raise GenerationError unless the second model can verify the drafts of the first: a causal one, with
+    the same tokens."""
     if not verifier.autoregressive:
         remedy = "Give a causal model, or the causal reading (`.as_causal()`) of one with a causal context"
-        raise GenerationError(f"is a model of {verifier.attention} attention", where="verifier", remedy=remedy)
+        raise GenerationError(
+            f"is a model of {verifier.attention} attention", where="verifier", remedy=remedy
+        )
     words, others = lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
     sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, verifier))
     if words != others or sizes != other_sizes:
-        what = f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's tokenizer"
+        what = (
+            f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's "
+            "tokenizer"
+        )
         if words == others:
-            what = f"has {other_sizes[0]} token ids and mask token {other_sizes[1]}, the drafting model {sizes[0]} and {sizes[1]}"
-        raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer and mask token")
+            what = (
+                f"has {other_sizes[0]} token ids and mask token {other_sizes[1]}, the drafting model "
+                f"{sizes[0]} and {sizes[1]}"
+            )
+        raise GenerationError(
+            what, where="verifier", remedy="Give a model with the same tokenizer and mask token"
+        )
     if verifier.device != lm.device:
         what = f"is on {verifier.device}, and the drafting model on {lm.device}"
         raise GenerationError(what, where="verifier", remedy="Load both on one device")
 
 
 def check_verified(context_length: int | None, length: int, config: SamplerConfig) -> None:
-    """Raise GenerationError for a request that is not to be verified, or whose tokens exceed the context of the verifying model."""
+    """Raise GenerationError for a request that is not to be verified, or whose tokens exceed the context of
+    the verifying model."""
     if not config.self_speculative:
-        raise GenerationError(f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'")
+        raise GenerationError(
+            f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'"
+        )
     if context_length is not None and length > context_length:
         what = f"{length} tokens exceed its context of {context_length}"
         raise GenerationError(what, where="verifier", remedy="Shorten the prompt or lower max_new_tokens")
@@ -191,7 +284,11 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
     size = lm.config.vocab_size
     for token in ids:
         if not 0 <= token < size:
-            raise GenerationError(f"token id {token} is outside the vocabulary of {size}", where=where, remedy="Use this model's tokenizer")
+            raise GenerationError(
+                f"token id {token} is outside the vocabulary of {size}",
+                where=where,
+                remedy="Use this model's tokenizer",
+            )
 
 
 def _check_blocks(number: int, config: SamplerConfig, where: str) -> None:
@@ -201,7 +298,9 @@ def _check_blocks(number: int, config: SamplerConfig, where: str) -> None:
         raise GenerationError(f"{config.steps} for {number} blocks", where=where, remedy=remedy)
 
 
-def _steps(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> tuple[list[list[int]] | None, tuple[list[int], ...]]:
+def _steps(
+    sizes: Sequence[int], config: SamplerConfig, key: int = 0
+) -> tuple[list[list[int]] | None, tuple[list[int], ...]]:
     """The counts and the revisions of a request. Arguments as for `step_counts`."""
     counts = step_counts(sizes, config, key)
     if config.revise is None or counts is None:
@@ -215,8 +314,9 @@ def _in_loop(config: SamplerConfig) -> bool:
 
 
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
-    """Tokens to reveal at each step of each block: at least one step per block, and one token per step (none in some, with `revise` and its
-    schedule loop). `sizes`: hidden tokens of each block; `key`: of the sequence's random numbers, for the schedule `ancestral`."""
+    """Tokens to reveal at each step of each block: at least one step per block, and one token per step (none
+    in some, with `revise` and its schedule loop). `sizes`: hidden tokens of each block; `key`: of the
+    sequence's random numbers, for the schedule `ancestral`."""
     if config.parallel:
         return None
     counts, first = [], 0
@@ -234,7 +334,9 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
                 reveals = _dream_counts(size, steps)
             case "ancestral":
                 number_N = torch.arange(first, first + size)
-                uniform_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
+                uniform_N = uniform(
+                    config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP
+                )
                 reveals = _ancestral_counts(uniform_N, steps)
         counts.append([count for count in reveals if count])  # steps that reveal nothing are left out
         first += size
@@ -242,9 +344,11 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
 
 
 def _dream_counts(size: int, steps: int) -> list[int]:
-    """The number of tokens that each step reveals, possibly 0, by Dream's rule (Ye et al. 2025): a step from time t to s reveals the
-    fraction 1 - s / t of the hidden tokens, rounded down, and the last step the rest. In float32, as published."""
-    time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float32)  # whatever other threads make the default
+    """The number of tokens that each step reveals, possibly 0, by Dream's rule (Ye et al. 2025): a step from
+    time t to s reveals the fraction 1 - s / t of the hidden tokens, rounded down, and the last step the rest.
+    In float32, as published."""
+    # whatever other threads make the default
+    time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float32)
     counts: list[int] = []
     for fraction in (1 - time_S[1:] / time_S[:-1])[:-1]:
         counts.append(int((size - sum(counts)) * fraction))
@@ -252,13 +356,16 @@ def _dream_counts(size: int, steps: int) -> list[int]:
 
 
 def _ancestral_counts(uniform_N: Tensor, steps: int) -> list[int]:
-    """The number of tokens that each step reveals, possibly 0, if a hidden token stays hidden with probability s / t, independently of the
-    others (Sahoo et al. 2024): it is revealed at the first time below its uniform number in [0, 1)."""
+    """The number of tokens that each step reveals, possibly 0, if a hidden token stays hidden with
+    probability s / t, independently of the others (Sahoo et al. 2024): it is revealed at the first time below
+    its uniform number in [0, 1)."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float64)[1:-1]
     return torch.bincount((uniform_N[:, None] < time_S).sum(-1), minlength=steps).tolist()
 
 
-def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str, keep: Collection[str | None] = ()) -> list[list[int]]:
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str, keep: Collection[str | None] = ()
+) -> list[list[int]]:
     """Token ids of strings, chat messages or lists of ids; `keep` as in `encode_prompt`.
 
     Raises:
@@ -271,14 +378,21 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: 
 
 
 def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
-    """The user's keys, or hashes of the prompts. Raises GenerationError if their number is wrong, or one is not a 64-bit integer."""
+    """The user's keys, or hashes of the prompts. Raises GenerationError if their number is wrong, or one is
+    not a 64-bit integer."""
     if keys is None:
         return sequence_keys(encoded)
     if len(keys) != len(encoded):
-        raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
+        raise GenerationError(
+            f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt"
+        )
     for key in keys:
         if not isinstance(key, int) or not -(2**63) <= key < 2**63:
-            raise GenerationError(f"{key!r} is not a 64-bit integer", where="keys", remedy="Use integers from -2**63 to 2**63 - 1")
+            raise GenerationError(
+                f"{key!r} is not a 64-bit integer",
+                where="keys",
+                remedy="Use integers from -2**63 to 2**63 - 1",
+            )
     return keys
 
 
@@ -287,9 +401,16 @@ def block_start(position: int, block_size: int | None) -> int:
     return position - position % (block_size or 1)
 
 
-def _blocks(lm: DiffusionLM, start: int, stop: int, attention_block: int | None, config: SamplerConfig) -> list[tuple[int, int]]:
-    """The decoding blocks of the positions from start to stop: aligned to the attention blocks if there are any, else to the start."""
+def _blocks(
+    lm: DiffusionLM, start: int, stop: int, attention_block: int | None, config: SamplerConfig
+) -> list[tuple[int, int]]:
+    """The decoding blocks of the positions from start to stop: aligned to the attention blocks if there are
+    any, else to the start."""
     first, size = block_start(start, attention_block), attention_block or config.block_size or stop - start
-    inside = {0} if config.sub_block_size is None else {*range(0, size, config.sub_block_size), int(lm.logit_shift)}
+    inside = (
+        {0}
+        if config.sub_block_size is None
+        else {*range(0, size, config.sub_block_size), int(lm.logit_shift)}
+    )
     edges = {block + offset for block in range(first, stop, size) for offset in inside}
     return list(pairwise(sorted({start, stop, *(edge for edge in edges if start < edge < stop)})))

@@ -1,8 +1,10 @@
-"""Repair: how many revealed tokens each step hides again, and which (ReMDM, Wang et al. 2025, arXiv 2503.00307).
+"""Repair: how many revealed tokens each step hides again, and which (ReMDM, Wang et al. 2025, arXiv
+2503.00307).
 
-On the way from time t to s, ReMDM hides each visible token with probability sigma_t: at most sigma_max = min(1, (1 - alpha_s) / alpha_t),
-where alpha is the fraction of visible tokens, so that alpha_s can still be reached. Here a step hides the expected number, alpha_t sigma_t
-times the block's tokens, and reveals as many more: the number of steps stays fixed.
+On the way from time t to s, ReMDM hides each visible token with probability sigma_t: at most sigma_max =
+min(1, (1 - alpha_s) / alpha_t), where alpha is the fraction of visible tokens, so that alpha_s can still be
+reached. Here a step hides the expected number, alpha_t sigma_t times the block's tokens, and reveals as many
+more: the number of steps stays fixed.
 
 Shapes: N visible positions, V vocabulary.
 """
@@ -20,8 +22,8 @@ from unmask.generation.policies import normaliser
 
 
 def plan_revisions(counts: list[int], revise: ReviseConfig) -> tuple[list[int], list[int]]:
-    """The number of tokens that each step of a block reveals, and how many of those visible before it are hidden again at most. Steps that
-    do neither are left out."""
+    """The number of tokens that each step of a block reveals, and how many of those visible before it are
+    hidden again at most. Steps that do neither are left out."""
     hide, carried, visible = [], 0.0, 0
     total, in_loop = sum(counts), revise.schedule == "loop"
     for count in counts:
@@ -37,7 +39,8 @@ def plan_revisions(counts: list[int], revise: ReviseConfig) -> tuple[list[int], 
 
 
 def loop_counts(size: int, steps: int, revise: ReviseConfig) -> list[int]:
-    """The number of tokens that each step reveals beyond those that it hides, for schedule loop: 0 in the steps between t_on and t_off."""
+    """The number of tokens that each step reveals beyond those that it hides, for schedule loop: 0 in the
+    steps between t_on and t_off."""
     last = max(1, round(steps * revise.t_off))
     first = max(1, round(steps * (1 - revise.t_on)))
     if size < 2 or first + last > steps:
@@ -52,7 +55,9 @@ def present_log_probs(logits_NV: Tensor, token_N: Tensor) -> Tensor:
     return logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser(logits_NV)
 
 
-def doubts(log_prob_N: Tensor, revise: ReviseConfig, seed: int, key_N: Tensor, step_N: Tensor, position_N: Tensor) -> Tensor:
+def doubts(
+    log_prob_N: Tensor, revise: ReviseConfig, seed: int, key_N: Tensor, step_N: Tensor, position_N: Tensor
+) -> Tensor:
     """The priority [N] with which visible tokens are hidden again, in float32; -inf: not at all.
 
     Args:
@@ -61,10 +66,15 @@ def doubts(log_prob_N: Tensor, revise: ReviseConfig, seed: int, key_N: Tensor, s
     """
     priority_N = -log_prob_N
     if revise.temperature > 0:
-        noise_N = uniform(seed, key_N, step=step_N, position=position_N, stream=Stream.REVISION) + 2.0**-54  # never 0
+        # never 0
+        noise_N = uniform(seed, key_N, step=step_N, position=position_N, stream=Stream.REVISION) + 2.0**-54
         priority_N = -log_prob_N.exp() / revise.temperature - (-noise_N.log()).log()
     priority_N = priority_N.float().clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
-    return priority_N if revise.below is None else priority_N.masked_fill(log_prob_N.exp() >= revise.below, -torch.inf)
+    return (
+        priority_N
+        if revise.below is None
+        else priority_N.masked_fill(log_prob_N.exp() >= revise.below, -torch.inf)
+    )
 
 
 def _expected(visible: int, left: int, revise: ReviseConfig) -> float:

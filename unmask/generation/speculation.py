@@ -1,10 +1,12 @@
-"""Pure functions of mode self-speculative: draft tokens from the denoising reading of a model, verify them by its causal reading.
+"""Pure functions of mode self-speculative: draft tokens from the denoising reading of a model, verify them by
+its causal reading.
 
-A verified token has the distribution p of the causal reading, whatever the drafts are. A draft x, drawn from q, is kept with probability
-min(1, p(x) / q(x)); else p becomes (p - q)+, normalised (Leviathan et al. 2023), and the position's next candidate is tried, which is drawn
-without those before it (Jeon et al. 2024). If none is kept, the token is drawn from what p has become. At temperature 0 all are one-hot, so
-the tokens are those of greedy decoding. The noise is keyed by (seed, key, position, candidate) alone: of a position's drafts only those
-count that follow kept ones, and these are of one pass.
+A verified token has the distribution p of the causal reading, whatever the drafts are. A draft x, drawn from
+q, is kept with probability min(1, p(x) / q(x)); else p becomes (p - q)+, normalised (Leviathan et al. 2023),
+and the position's next candidate is tried, which is drawn without those before it (Jeon et al. 2024). If none
+is kept, the token is drawn from what p has become. At temperature 0 all are one-hot, so the tokens are those
+of greedy decoding. The noise is keyed by (seed, key, position, candidate) alone: of a position's drafts only
+those count that follow kept ones, and these are of one pass.
 
 Shapes: N positions, M some of them, K candidates of a position, J nodes of a tree, V vocabulary, T tokens.
 """
@@ -23,16 +25,28 @@ from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
-from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, penalise_and_ban, refuse_nan, weights
+from unmask.generation.policies import (
+    Decision,
+    Given,
+    best,
+    decide,
+    draw,
+    keep_likely,
+    penalise_and_ban,
+    refuse_nan,
+    weights,
+)
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
-MOST_DRAFTS = 7  # unless `drafts` says otherwise: with one candidate a pass has about (drafts + 1)(drafts + 2) queries
+# unless `drafts` says otherwise: with one candidate a pass has about (drafts + 1)(drafts + 2) queries
+MOST_DRAFTS = 7
 
 
 class Tree(NamedTuple):
-    """The drafts that a pass verifies (Miao et al. 2024, "SpecInfer"). Node 0 is the text before them, each other node a candidate for the
-    token after its parent's. Nodes are sorted by depth: a sequence near its end has the first ones."""
+    """The drafts that a pass verifies (Miao et al. 2024, "SpecInfer"). Node 0 is the text before them, each
+    other node a candidate for the token after its parent's. Nodes are sorted by depth: a sequence near its
+    end has the first ones."""
 
     depth_J: Tensor
     rank_J: Tensor  # of the candidate that was drawn first: 0
@@ -55,12 +69,14 @@ class Tree(NamedTuple):
 
 
 def num_drafts(lm: DiffusionLM, config: SamplerConfig) -> int:
-    """The number of tokens drafted ahead. A block of one mask more predicts them: its first position is the causal reading's."""
+    """The number of tokens drafted ahead. A block of one mask more predicts them: its first position is the
+    causal reading's."""
     return config.drafts or min((lm.block_size or 1) - 1, MOST_DRAFTS)
 
 
 def num_columns(lm: DiffusionLM, config: SamplerConfig) -> int:
-    """The most cache columns of a pass beyond those of the sequence: of drafts, and of masks after each node."""
+    """The most cache columns of a pass beyond those of the sequence: of drafts, and of masks after each
+    node."""
     drafts = num_drafts(lm, config)
     tree = draft_tree(drafts, config.candidates)
     counts = [(tree.num_drafts(depth), depth) for depth in range(drafts + 1)]  # at this distance from the end
@@ -69,14 +85,17 @@ def num_columns(lm: DiffusionLM, config: SamplerConfig) -> int:
 
 @cache
 def draft_tree(drafts: int, candidates: int) -> Tree:
-    """The `drafts * candidates` likeliest nodes, where the r-th candidate of a position is kept with a chance of 1 / (3r): roughly what was
-    measured (docs/results.md). A position has at most 2 * candidates - 1, so that with one candidate the tree is a chain."""
+    """The `drafts * candidates` likeliest nodes, where the r-th candidate of a position is kept with a chance
+    of 1 / (3r): roughly what was measured (docs/results.md). A position has at most 2 * candidates - 1, so
+    that with one candidate the tree is a chain."""
     paths: list[tuple[int, ...]] = []
     heap: list[tuple[int, tuple[int, ...]]] = [(3, (1,))]
     while len(paths) < drafts * candidates:
         path = heapq.heappop(heap)[1]
         paths.append(path)
-        following = [(*path[:-1], path[-1] + 1)] * (path[-1] < 2 * candidates - 1) + [(*path, 1)] * (len(path) < drafts)
+        following = [(*path[:-1], path[-1] + 1)] * (path[-1] < 2 * candidates - 1) + [(*path, 1)] * (
+            len(path) < drafts
+        )
         for other in following:
             heapq.heappush(heap, (prod(3 * number for number in other), other))
     paths = [(), *sorted(paths, key=lambda path: (len(path), path))]
@@ -93,8 +112,8 @@ def draft_tree(drafts: int, candidates: int) -> Tree:
 
 
 def probabilities(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None) -> Tensor:
-    """The distribution [N, V] that tokens are drawn from: after penalty, bans, temperature and filters; at temperature 0 one-hot. If no
-    token is left, zero. Raises GenerationError for NaN."""
+    """The distribution [N, V] that tokens are drawn from: after penalty, bans, temperature and filters; at
+    temperature 0 one-hot. If no token is left, zero. Raises GenerationError for NaN."""
     refuse_nan(logits_NV.amax(-1))
     logits_NV = penalise_and_ban(logits_NV, config, present_NV)
     if config.temperature == 0:
@@ -105,12 +124,19 @@ def probabilities(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor |
 
 
 def draw_drafts(
-    logits_NV: Tensor, count: int, config: SamplerConfig, key_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
+    logits_NV: Tensor,
+    count: int,
+    config: SamplerConfig,
+    key_N: Tensor,
+    position_N: Tensor,
+    present_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`count` different candidates [N, K] for each position, in the order in which they were drawn, and the distribution [N, K, V] of
-    each."""
+    """`count` different candidates [N, K] for each position, in the order in which they were drawn, and the
+    distribution [N, K, V] of each."""
     view_K = torch.arange(count, device=key_N.device)
-    uniform_NK = uniform(config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.DRAFT, view=view_K)
+    uniform_NK = uniform(
+        config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.DRAFT, view=view_K
+    )
     drafts, drafted = [], []
     for uniform_N in uniform_NK.unbind(1):
         drafted.append(probabilities(logits_NV, config, present_NV))
@@ -127,42 +153,53 @@ def verify(
     position_N: Tensor,
     present_NV: Tensor | None = None,
 ) -> tuple[Decision, Tensor]:
-    """The token of the causal reading at each position, if those before it are the drafts, and the rank of the candidate that it is; -1:
-    of none.
+    """The token of the causal reading at each position, if those before it are the drafts, and the rank of
+    the candidate that it is; -1: of none.
 
-    Args:
-        logits_NV: of the causal reading.
-        candidates: by rank, the positions [M] that have one, the tokens [M], and the distribution [M, V] of each; zero where there is none.
+    Args: logits_NV: of the causal reading. candidates: by rank, the positions [M] that have one, the tokens
+        [M], and the distribution [M, V] of each; zero where there is none.
     """
     rest_NV = probabilities(logits_NV, config, present_NV)
     token_N, rank_N = torch.zeros_like(position_N), torch.full_like(position_N, -1)
     view_K = torch.arange(len(candidates), device=key_N.device)
-    accept_NK = uniform(config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.ACCEPT, view=view_K)
+    accept_NK = uniform(
+        config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.ACCEPT, view=view_K
+    )
     for rank, (index_M, draft_M, drafted_MV) in enumerate(candidates):
         prob_MV = rest_NV[index_M]
         if rank:
             prob_MV = prob_MV / prob_MV.sum(-1, keepdim=True)
-        chance_M, drafted_M = (each_MV.gather(1, draft_M[:, None]).squeeze(1).double() for each_MV in (prob_MV, drafted_MV))
-        accepted_M = (accept_NK[index_M, rank] * drafted_M < chance_M) & (drafted_M > 0) & (rank_N[index_M] < 0)
+        chance_M, drafted_M = (
+            each_MV.gather(1, draft_M[:, None]).squeeze(1).double() for each_MV in (prob_MV, drafted_MV)
+        )
+        accepted_M = (
+            (accept_NK[index_M, rank] * drafted_M < chance_M) & (drafted_M > 0) & (rank_N[index_M] < 0)
+        )
         rank_N[index_M] = torch.where(accepted_M, rank, rank_N[index_M])
         token_N[index_M] = torch.where(accepted_M, draft_M, token_N[index_M])
         left_MV = (prob_MV - drafted_MV).clamp_min(0)
-        rest_NV[index_M] = torch.where(left_MV.sum(-1, keepdim=True) > 0, left_MV, prob_MV)  # equal but for their last bits
+        # equal but for their last bits
+        rest_NV[index_M] = torch.where(left_MV.sum(-1, keepdim=True) > 0, left_MV, prob_MV)
     other_N = draw(rest_NV, uniform(config.seed, key_N, position=position_N, stream=Stream.TOKEN))
     token_N = torch.where(rank_N < 0, other_N, token_N)
     drawn_from_NV = penalise_and_ban(logits_NV, config, present_NV) if config.trace else None
     given = Given(token_N, None, None, drawn_from_NV)
-    return decide(logits_NV, config, key_N, torch.zeros_like(position_N), position_N, present_NV, given), rank_N
+    return decide(
+        logits_NV, config, key_N, torch.zeros_like(position_N), position_N, present_NV, given
+    ), rank_N
 
 
 def draft_inputs(lm: DiffusionLM, ids: list[int], num_masks: int) -> ForwardInputs:
-    """The inputs of a pass over a clean text, read from left to right, and a block of masks after it. Such a block may begin anywhere, and
-    is all hidden: in training, blocks begin at multiples of their size, but attention and rotary positions do not see that."""
+    """The inputs of a pass over a clean text, read from left to right, and a block of masks after it. Such a
+    block may begin anywhere, and is all hidden: in training, blocks begin at multiples of their size, but
+    attention and rotary positions do not see that."""
     ids_1T = torch.tensor([[*ids, *[lm.mask_token_id] * num_masks]], device=lm.device)
     layout, index_T = Layout.full(ids_1T.shape[1], lm.device), torch.arange(ids_1T.shape[1], device=lm.device)
     hidden_1T = (index_T >= len(ids))[None]
     layout = Layout(layout.document_BT, layout.position_BT, hidden_1T.long())
     allowed_1TT = (index_T <= index_T[:, None])[None] | hidden_1T[:, :, None]
     mask = AttentionMask(allowed_1TT[:, None], (layout.position_BT, layout.position_BT))
-    fraction_1T = hidden_fraction(hidden_1T, layout, lm.attention, lm.block_size) if lm.has_time_embedding else None
+    fraction_1T = (
+        hidden_fraction(hidden_1T, layout, lm.attention, lm.block_size) if lm.has_time_embedding else None
+    )
     return ForwardInputs(ids_1T, layout, mask, fraction_BT=fraction_1T)

@@ -1,17 +1,21 @@
 """Filling gaps whose length a trained model finds while it fills them (`unmask.models.length_tokens`).
 
-The positions of a gap after its last revealed token are open; at first all are. An open position may be deleted, which ends the gap before
-it, and the last one may become two. As the model was trained (`unmask.supervised.variable_length`), p(delete at i) is the probability that
-the gap has fewer than i tokens, and p(expand) that it has more tokens than positions.
+The positions of a gap after its last revealed token are open; at first all are. An open position may be
+deleted, which ends the gap before it, and the last one may become two. As the model was trained
+(`unmask.supervised.variable_length`), p(delete at i) is the probability that the gap has fewer than i tokens,
+and p(expand) that it has more tokens than positions.
 
-A gap that has expanded is not deleted from, and one that was deleted from does not expand: it was decided that it has at least, or at most,
-so many tokens. From left to right, drawn gaps of up to `FIRST_POSITIONS` tokens then have exactly the model's distribution; in other cases
-the tokens before are drawn without this knowledge.
+A gap that has expanded is not deleted from, and one that was deleted from does not expand: it was decided
+that it has at least, or at most, so many tokens. From left to right, drawn gaps of up to `FIRST_POSITIONS`
+tokens then have exactly the model's distribution; in other cases the tokens before are drawn without this
+knowledge.
 
-At temperature 0 an event is taken if it is more probable than not, thus at first the median length. A length with a probability of
-`SETTLED` is settled before any token is revealed: the gap then shows mask tokens, of which the model is surer than of open positions.
+At temperature 0 an event is taken if it is more probable than not, thus at first the median length. A length
+with a probability of `SETTLED` is settled before any token is revealed: the gap then shows mask tokens, of
+which the model is surer than of open positions.
 
-`naive.fill_gaps` defines the tokens. Shapes: N hidden positions of the running texts, B texts, T positions, V vocabulary.
+`naive.fill_gaps` defines the tokens. Shapes: N hidden positions of the running texts, B texts, T positions, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -33,17 +37,36 @@ from unmask.generation.engine.host import moved
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.gap_lengths import DEFAULT_MAX_GAP, checked_segments
 from unmask.generation.output import FoundGap, Generation, Trace, make_generation
-from unmask.generation.policies import Decision, Given, decide, first_by_priority, num_accepted, penalise_and_ban
+from unmask.generation.policies import (
+    Decision,
+    Given,
+    decide,
+    first_by_priority,
+    num_accepted,
+    penalise_and_ban,
+)
 from unmask.generation.requests import Request, checked_keys
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import predicting_lengths
 from unmask.models.model_state import evaluating
 
 FIRST_POSITIONS = 16
-"""Of a gap, if it may be so long. More cost wider passes; a longer gap costs a pass for each further position."""
+"""Of a gap, if it may be so long. More cost wider passes; a longer gap costs a pass for each further
+position."""
 SETTLED = 0.9
 UNSUPPORTED = (
-    *("steps", "schedule", "block_size", "remask", "revise", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
+    *(
+        "steps",
+        "schedule",
+        "block_size",
+        "remask",
+        "revise",
+        "guidance",
+        "constraint",
+        "cache",
+        "refresh_interval",
+        "early_commit",
+    ),
     *("drafts", "mode", "sub_block_size", "top_log_probs", "top_forbidden"),
 )
 """Settings that plan for a number of tokens, or for positions that stay where they are."""
@@ -76,7 +99,8 @@ class OpenText:
         return is_gap and all(self.hidden[position : self.span(position)[1]])
 
     def may(self, position: int, max_gap: int) -> tuple[bool, bool]:
-        """Whether a position may expand, and whether it may be deleted. A gap has 1 to `max_gap` positions."""
+        """Whether a position may expand, and whether it may be deleted. A gap has 1 to `max_gap`
+        positions."""
         if not self.is_open(position):
             return False, False
         (start, stop), number = self.span(position), self.gap[position]
@@ -108,8 +132,8 @@ class OpenText:
             del values[start:stop]
 
     def settle(self, events: dict[int, tuple[float, float]]) -> bool:
-        """Give gaps the length that is all but certain, by the probabilities of expand and delete at each position. Returns whether any
-        was."""
+        """Give gaps the length that is all but certain, by the probabilities of expand and delete at each
+        position. Returns whether any was."""
         cuts = list[tuple[int, int, int]]()
         for gap in {self.gap[position] for position in events if self.is_open(position)}:
             opened = [position for position in events if self.gap[position] == gap and self.is_open(position)]
@@ -124,9 +148,15 @@ class OpenText:
 
 
 def fill_gaps(
-    lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None, max_gap: int, gap_mark: str
+    lm: DiffusionLM,
+    texts: Sequence[Any],
+    config: SamplerConfig,
+    keys: Sequence[int] | None,
+    max_gap: int,
+    gap_mark: str,
 ) -> Generation:
-    """Texts with their gaps filled, and the lengths that were found. Arguments and errors are those of `unmask.infill`."""
+    """Texts with their gaps filled, and the lengths that were found. Arguments and errors are those of
+    `unmask.infill`."""
     opened, config = open_texts(lm, texts, config, keys, max_gap, gap_mark)
     with evaluating(lm):
         while running := _running(opened, config):
@@ -135,25 +165,35 @@ def fill_gaps(
 
 
 def trained_max_gap(lm: DiffusionLM, max_gap: int | None) -> int:
-    """The longest gap to fill: that of the model's training if none is given. Raises GenerationError for a longer one, for which the model
-    would say nothing that it has learnt."""
+    """The longest gap to fill: that of the model's training if none is given. Raises GenerationError for a
+    longer one, for which the model would say nothing that it has learnt."""
     if max_gap is None:
         return lm.max_gap or DEFAULT_MAX_GAP
     if lm.max_gap is not None and max_gap > lm.max_gap:
         what = f"{max_gap} tokens, but the model was trained on gaps of up to {lm.max_gap}"
-        remedy = f"Lower it, train with training.max_gap={max_gap}, or search for the lengths (length='search', --search)"
+        remedy = (
+            f"Lower it, train with training.max_gap={max_gap}, or search for the lengths (length='search', "
+            "--search)"
+        )
         raise GenerationError(what, where="max_gap", remedy=remedy)
     return max_gap
 
 
 def open_texts(
-    lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None, max_gap: int, gap_mark: str
+    lm: DiffusionLM,
+    texts: Sequence[Any],
+    config: SamplerConfig,
+    keys: Sequence[int] | None,
+    max_gap: int,
+    gap_mark: str,
 ) -> tuple[list[OpenText], SamplerConfig]:
     """The texts before the first pass, and the settings with which they are filled."""
     for name in UNSUPPORTED:
         if getattr(config, name) != SamplerConfig.model_fields[name].default:
             remedy = "Leave it out, or search for the lengths (length='search', --search)"
-            raise GenerationError("has no meaning while the lengths of gaps are open", where=name, remedy=remedy)
+            raise GenerationError(
+                "has no meaning while the lengths of gaps are open", where=name, remedy=remedy
+            )
     both = [token for token in (lm.expand_token_id, lm.delete_token_id) if token is not None]
     first, opened = min(max_gap, FIRST_POSITIONS), []
     for index, segments in enumerate(checked_segments(lm, texts, config, max_gap, gap_mark)):
@@ -161,13 +201,24 @@ def open_texts(
         for number, segment in enumerate(segments[1:]):
             ids += [lm.mask_token_id] * first + segment
             gap += [number] * first + [-1] * len(segment)
-        opened.append(OpenText(0, ids, [token == lm.mask_token_id for token in ids], gap, [-1] * len(ids), [(0.0,) * 3] * len(ids)))
+        opened.append(
+            OpenText(
+                0,
+                ids,
+                [token == lm.mask_token_id for token in ids],
+                gap,
+                [-1] * len(ids),
+                [(0.0,) * 3] * len(ids),
+            )
+        )
         longest = len(ids) + (len(segments) - 1) * (max_gap - first)
         if config.max_batch_tokens is not None and longest > config.max_batch_tokens:
             what = f"text {index} may have {longest} tokens, which exceed {config.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or lower max_gap")
     for text, key in zip(
-        opened, checked_keys(texts, keys) if keys is not None else sequence_keys([text.ids for text in opened]), strict=True
+        opened,
+        checked_keys(texts, keys) if keys is not None else sequence_keys([text.ids for text in opened]),
+        strict=True,
     ):
         text.key = key
     allowed = [*config.allowed_tokens, *both] if config.allowed_tokens else None
@@ -175,7 +226,8 @@ def open_texts(
 
 
 def _running(texts: Sequence[OpenText], config: SamplerConfig) -> list[OpenText]:
-    """The texts of the next pass: the first ones that are not finished, as many as batch_size and max_batch_tokens allow."""
+    """The texts of the next pass: the first ones that are not finished, as many as batch_size and
+    max_batch_tokens allow."""
     running = [text for text in texts if any(text.hidden)][: config.batch_size]
     bound, count = config.max_batch_tokens or math.inf, len(running)
     while count > 1 and count * max(len(text.ids) for text in running[:count]) > bound:
@@ -190,16 +242,32 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     slots = Slots(lm.device, lm.mask_token_id)
     slots.reserve(len(texts), max(len(text.ids) for text in texts))
     added = slots.add_all([(text.shown(lm.mask_token_id, lm.expand_token_id), text.hidden) for text in texts])
-    entries = [BatchEntry(slot, len(text.ids), 0, len(text.ids), sum(text.hidden)) for slot, text in zip(added, texts, strict=True)]
+    entries = [
+        BatchEntry(slot, len(text.ids), 0, len(text.ids), sum(text.hidden))
+        for slot, text in zip(added, texts, strict=True)
+    ]
     seen = predict(predicting_lengths(lm), slots, entries, alone=config.deterministic)
-    places = [(member, position) for member, text in enumerate(texts) for position, hidden in enumerate(text.hidden) if hidden]
+    places = [
+        (member, position)
+        for member, text in enumerate(texts)
+        for position, hidden in enumerate(text.hidden)
+        if hidden
+    ]
     member_N = moved(seen.member_N, lm.device)
-    may_N2 = torch.tensor([texts[member].may(position, max_gap) for member, position in places], device=lm.device)
-    key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[member_N].unbind(1)
+    may_N2 = torch.tensor(
+        [texts[member].may(position, max_gap) for member, position in places], device=lm.device
+    )
+    key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[
+        member_N
+    ].unbind(1)
     present_NV = None
     if config.repetition_penalty != 1:
-        present_NV = slots.present(torch.arange(len(texts), device=lm.device), seen.logits_NV.shape[1])[member_N]
-    decision, event_N2 = decide_open(lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV)
+        present_NV = slots.present(torch.arange(len(texts), device=lm.device), seen.logits_NV.shape[1])[
+            member_N
+        ]
+    decision, event_N2 = decide_open(
+        lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV
+    )
     settled = set() if event_N2 is None else _settle(texts, places, event_N2)
     priority_BT = torch.full(slots.ids_SC.shape, -torch.inf, device=lm.device)
     priority_BT[member_N, seen.position_N] = decision.priority_N
@@ -220,7 +288,8 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
 
 
 def _settle(texts: Sequence[OpenText], places: Sequence[tuple[int, int]], event_N2: Tensor) -> set[int]:
-    """Settle the lengths that are all but certain. Returns the texts with any: they reveal nothing in this step."""
+    """Settle the lengths that are all but certain. Returns the texts with any: they reveal nothing in this
+    step."""
     events: list[dict[int, tuple[float, float]]] = [{} for _ in texts]
     for (member, position), (expand, delete) in zip(places, event_N2.tolist(), strict=True):
         events[member][position] = expand, delete
@@ -228,10 +297,13 @@ def _settle(texts: Sequence[OpenText], places: Sequence[tuple[int, int]], event_
 
 
 def settled_length(delete_K: Sequence[float], expand: float) -> int | None:
-    """How many tokens are missing, if a number has a probability of `SETTLED`, by the probabilities of delete at each of K open positions,
-    p(fewer than i are missing), and of expand at the last one, p(more than K are)."""
+    """How many tokens are missing, if a number has a probability of `SETTLED`, by the probabilities of delete
+    at each of K open positions, p(fewer than i are missing), and of expand at the last one, p(more than K
+    are)."""
     below = [0.0, *delete_K, 1 - expand]
-    return next((number for number, (less, more) in enumerate(pairwise(below)) if more - less >= SETTLED), None)
+    return next(
+        (number for number, (less, more) in enumerate(pairwise(below)) if more - less >= SETTLED), None
+    )
 
 
 def decide_open(
@@ -244,8 +316,9 @@ def decide_open(
     position_N: Tensor,
     present_NV: Tensor | None,
 ) -> tuple[Decision, Tensor | None]:
-    """The token that would be revealed at each position: expand or delete only where `may_N2` says so, and at temperature 0 only if more
-    probable than all else together. Then the probabilities [N, 2] of the two among all that is allowed are returned too, else None."""
+    """The token that would be revealed at each position: expand or delete only where `may_N2` says so, and at
+    temperature 0 only if more probable than all else together. Then the probabilities [N, 2] of the two among
+    all that is allowed are returned too, else None."""
     both, where = [lm.expand_token_id, lm.delete_token_id], (key_N, step_N, position_N, present_NV)
     possible_NV = logits_NV.clone()
     possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
@@ -267,8 +340,9 @@ def _reveal(
     config: SamplerConfig,
     max_gap: int,
 ) -> None:
-    """Reveal what was decided at the chosen positions, from right to left. What an edit further right excludes stays hidden, such as a
-    deletion before a token. At temperature 0 a deletion also makes those right before it that were decided: the gap ends at the first."""
+    """Reveal what was decided at the chosen positions, from right to left. What an edit further right
+    excludes stays hidden, such as a deletion before a token. At temperature 0 a deletion also makes those
+    right before it that were decided: the gap ends at the first."""
     gone = len(text.ids)  # chosen positions from here on were removed, or are done
     for position in sorted(chosen, reverse=True):
         if position >= gone:
@@ -280,12 +354,21 @@ def _reveal(
         elif token == lm.delete_token_id:
             if deletes:
                 first = text.span(position)[0] + 1  # a gap keeps a position
-                while config.temperature == 0 and position > first and decided.get(position - 1, (None,))[0] == token:
+                while (
+                    config.temperature == 0
+                    and position > first
+                    and decided.get(position - 1, (None,))[0] == token
+                ):
                     position -= 1
                 gone = max(position, first)
                 text.delete(gone)
         else:
-            text.ids[position], text.hidden[position], text.steps[position], text.records[position] = token, False, text.passes, record
+            text.ids[position], text.hidden[position], text.steps[position], text.records[position] = (
+                token,
+                False,
+                text.passes,
+                record,
+            )
 
 
 def _column(decision: Decision, name: str) -> list[float]:

@@ -1,1 +1,2 @@
-"""Conversion of other trainers' configurations into Unmask's: tables of old keys, and the code that reads them."""
+"""Conversion of other trainers' configurations into Unmask's: tables of old keys, and the code that reads
+them."""

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, drop_keys, lora_if, same, switch, to, truth, words
+from unmask.migration.rules import (
+    DroppedError,
+    Old,
+    Rule,
+    Settings,
+    Table,
+    drop,
+    drop_keys,
+    lora_if,
+    same,
+    switch,
+    to,
+    truth,
+    words,
+)
 from unmask.migration.rules import precision as mixed
 
 CONVERTER_STAGES: tuple[dict[str, Any], ...] = (
@@ -12,7 +26,8 @@ CONVERTER_STAGES: tuple[dict[str, Any], ...] = (
     {"rate": 1.0},
     {"rate": 0.3, "lm_loss": 0.1},
 )
-"""The stages of that converter: attention at half the rate, then all weights, then all at a low rate with a next-token loss."""
+"""The stages of that converter: attention at half the rate, then all weights, then all at a low rate with a
+next-token loss."""
 HEADROOM_GB = 3.0
 EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(CONVERTER_STAGES) + 1))
 
@@ -20,7 +35,11 @@ EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(CONVERTER_STAG
 def stages(value: Any, old: Old) -> Settings:
     """Epochs of the stages: their sum, and each stage's fraction."""
     counts = [old.get(name) or 0 for name in EPOCHS]
-    parts = [{"share": float(epochs), **stage} for epochs, stage in zip(counts, CONVERTER_STAGES, strict=True) if epochs]
+    parts = [
+        {"share": float(epochs), **stage}
+        for epochs, stage in zip(counts, CONVERTER_STAGES, strict=True)
+        if epochs
+    ]
     if not parts:
         raise DroppedError("no stage has an epoch")
     return {"training.num_train_epochs": sum(counts), "training.stages": parts}
@@ -49,10 +68,13 @@ def timesteps(value: Any, old: Old) -> Settings:
 
 
 def hardware(value: Any, old: Old) -> Settings:
-    """The machine to plan for: the device, its usable memory, and the headroom of the converter's configurations."""
+    """The machine to plan for: the device, its usable memory, and the headroom of the converter's
+    configurations."""
     device = old.get("device")
     if not device:
-        raise DroppedError("there is no device that it limits: give --recipe a6000-48gb, or a section `hardware`")
+        raise DroppedError(
+            "there is no device that it limits: give --recipe a6000-48gb, or a section `hardware`"
+        )
     devices = [{"name": str(device), "memory_gb": float(value) + HEADROOM_GB}]
     return {"hardware.name": str(device), "hardware.devices": devices, "hardware.max_memory_gb": float(value)}
 
@@ -69,21 +91,44 @@ def output(value: Any, old: Old) -> Settings:
 
 EIGHT_BIT = Rule(optimizer, "the optimizer is one setting; paged ones move their state to host memory")
 STAGE_EPOCHS = Rule(stages, "stages are data: fractions of the steps, rates, trained weights")
-BATCHES = {"batch_size": to("training.per_device_train_batch_size"), "eval_batch_size": to("training.per_device_eval_batch_size")}
+BATCHES = {
+    "batch_size": to("training.per_device_train_batch_size"),
+    "eval_batch_size": to("training.per_device_eval_batch_size"),
+}
 CONVERTER: Table = {
     # model
     "model_name": to("model.path", str),
     "model_name_or_path": to("model.path", str),
     **drop_keys(
-        "model_type", "hidden_size", "num_layers", "num_attention_heads", "vocab_size", "intermediate_size", why="read from the model"
+        "model_type",
+        "hidden_size",
+        "num_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "intermediate_size",
+        why="read from the model",
     ),
     **drop_keys("mask_token_id", why="found in the tokenizer, or added to it"),
-    "num_timesteps": Rule(timesteps, "the model has a time embedding, as there; not with adapters, which cannot train it"),
+    "num_timesteps": Rule(
+        timesteps, "the model has a time embedding, as there; not with adapters, which cannot train it"
+    ),
     "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
-    "use_bidirectional_attention": to("training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"),
+    "use_bidirectional_attention": to(
+        "training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"
+    ),
     **dict.fromkeys(EPOCHS, STAGE_EPOCHS),
-    **dict.fromkeys(("use_gradient_checkpointing", "gradient_checkpointing"), switch("training.activation_checkpointing")),
-    **lora_if("use_lora", {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules"}),
+    **dict.fromkeys(
+        ("use_gradient_checkpointing", "gradient_checkpointing"), switch("training.activation_checkpointing")
+    ),
+    **lora_if(
+        "use_lora",
+        {
+            "r": "lora_r",
+            "alpha": "lora_alpha",
+            "dropout": "lora_dropout",
+            "target_modules": "lora_target_modules",
+        },
+    ),
     # training
     **BATCHES,
     **same("weight_decay", "max_grad_norm"),
@@ -108,7 +153,10 @@ CONVERTER: Table = {
     "compile_model": switch("training.torch_compile"),
     "use_flash_attention": switch("training.flash_attention"),
     "cpu_offload": EIGHT_BIT,
-    **dict.fromkeys(("use_deepspeed", "deepspeed_config"), Rule(deepspeed, "zero1, zero2, zero3 or a file; start it with a launcher")),
+    **dict.fromkeys(
+        ("use_deepspeed", "deepspeed_config"),
+        Rule(deepspeed, "zero1, zero2, zero3 or a file; start it with a launcher"),
+    ),
     "pin_memory": switch("training.dataloader_pin_memory"),
     "non_blocking": drop("copies do not block if memory is pinned"),
     "num_workers": to("training.dataloader_num_workers"),

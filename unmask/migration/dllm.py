@@ -35,11 +35,18 @@ def data(value: str, old: Old) -> Settings:
             raise ValueError
         parts = dict(part.strip().split(":", 1) for part in (found["parts"] or "").split(",") if part.strip())
         sources.append(found["name"] + (f":{parts['name']}" if "name" in parts else ""))
-        rows.append({split: int(parts[split].replace("_", "")) for split in ("train", "test") if split in parts})
+        rows.append(
+            {split: int(parts[split].replace("_", "")) for split in ("train", "test") if split in parts}
+        )
         if unknown := parts.keys() - {"name", "train", "test"}:
-            raise DroppedError(f"{', '.join(sorted(unknown))} of {spec!r} has no counterpart: write the rows to a file")
+            raise DroppedError(
+                f"{', '.join(sorted(unknown))} of {spec!r} has no counterpart: write the rows to a file"
+            )
     if len(sources) > 1:
-        shares = [{"weight": float(counts["train"])} if all("train" in each for each in rows) else {} for counts in rows]
+        shares = [
+            {"weight": float(counts["train"])} if all("train" in each for each in rows) else {}
+            for counts in rows
+        ]
         total = sum(counts["train"] for counts in rows) if all(shares) else 0
         mixture = [{"path": source, **share} for source, share in zip(sources, shares, strict=True)]
         return {"data.train": mixture} | ({"data.max_rows": total} if total else {})
@@ -63,7 +70,10 @@ def weighting(value: Any, old: Old) -> Settings:
 
 SHARED: Table = {
     **SETTINGS_OF_MODEL,
-    **lora_if("lora", {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}),
+    **lora_if(
+        "lora",
+        {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"},
+    ),
     **LORA_LEFT,
     "dataset_args": Rule(data, "rows and splits are settings of data; mixtures are lists"),
     "max_length": to("training.max_length"),
@@ -72,18 +82,28 @@ SHARED: Table = {
     "loss_norm_type": drop("losses are divided by the learnt tokens"),
     "evaluation": drop("set data.eval and training.eval_strategy"),
     "eval_strategy": Rule(
-        lambda value, old: {"training.eval_strategy": value if value == "no" or "test" in str(old.get("dataset_args")) else "no"},
+        lambda value, old: {
+            "training.eval_strategy": value
+            if value == "no" or "test" in str(old.get("dataset_args"))
+            else "no"
+        },
         "only with held-out rows",
     ),
     **drop_keys("num_proc", "disable_caching", why="rows are read in one process"),
-    **drop_keys("load_preprocessed_data", why="rows are made at the start of a run; training.token_cache caches those of text"),
+    **drop_keys(
+        "load_preprocessed_data",
+        why="rows are made at the start of a run; training.token_cache caches those of text",
+    ),
 }
 SFT: Table = {
     **SHARED,
     "loss_norm_type": to("training.aggregation", words(token="token", sequence="sequence")),
     "truncation": Rule(too_long, "rows that are too long are cut, or skipped and counted"),
     "right_shift_logits": switch("model.logit_shift"),
-    "block_size": Rule(lambda value, old: {"model.attention": "block_causal", "model.block_size": value}, "the block of the attention"),
+    "block_size": Rule(
+        lambda value, old: {"model.attention": "block_causal", "model.block_size": value},
+        "the block of the attention",
+    ),
     "mask_prompt_loss": Rule(lambda value, old: prompt_kept(value), "the prompt is never hidden"),
 }
 TEXT: Table = {
@@ -91,7 +111,9 @@ TEXT: Table = {
     "text_field": to("data.text_column"),
     "streaming": switch("data.streaming"),
     "right_shift_logits": switch("training.logit_shift"),
-    "block_size": Rule(lambda value, old: {"training.attention": "block_causal", "training.block_size": value}),
+    "block_size": Rule(
+        lambda value, old: {"training.attention": "block_causal", "training.block_size": value}
+    ),
     **drop_keys("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are concatenated"),
     "random_length_ratio": drop("rows keep their length"),
 }
@@ -108,15 +130,25 @@ GRPO_FLAGS: Table = {
 
 def prompt_kept(value: Any) -> Settings:
     if not truth(value):
-        raise DroppedError("prompts are not learnt in sft; give them as part of the completion, or use convert")
+        raise DroppedError(
+            "prompts are not learnt in sft; give them as part of the completion, or use convert"
+        )
     return {}
 
 
 SCRIPTS: dict[str, Settings] = {
     r"llada/\w+\.py$": {"model.path": "GSAI-ML/LLaDA-8B-Base"},
     r"llada/sft\.py$": {"training.num_train_epochs": 5, "training.max_length": 1024},
-    r"llada/pt\.py$": {"training.learning_rate": 1e-4, "training.gradient_accumulation_steps": 4, "training.max_length": 1024},
-    r"a2d/\w+/\w+\.py$": {"training.learning_rate": 1e-4, "training.per_device_train_batch_size": 16, "training.num_train_epochs": 20},
+    r"llada/pt\.py$": {
+        "training.learning_rate": 1e-4,
+        "training.gradient_accumulation_steps": 4,
+        "training.max_length": 1024,
+    },
+    r"a2d/\w+/\w+\.py$": {
+        "training.learning_rate": 1e-4,
+        "training.per_device_train_batch_size": 16,
+        "training.num_train_epochs": 20,
+    },
     r"a2d/\w+/sft\.py$": {"training.max_length": 512},
     r"a2d/\w+/pt\.py$": {"training.max_length": 128},
     r"a2d/bd3lm/sft\.py$": {"model.attention": "block_causal", "model.block_size": 32},
@@ -127,8 +159,17 @@ SCRIPTS: dict[str, Settings] = {
 
 def defaults(old: Old, program: str | None) -> Settings:
     """Defaults of dLLM's training arguments that differ from Unmask's."""
-    settings: Settings = {"training.learning_rate": 2e-5, "training.lr_scheduler_type": "cosine", "training.warmup_steps": 0.1}
-    settings |= {"training.per_device_train_batch_size": 4, "training.bf16": True, "training.report_to": "wandb", "training.seed": 42}
+    settings: Settings = {
+        "training.learning_rate": 2e-5,
+        "training.lr_scheduler_type": "cosine",
+        "training.warmup_steps": 0.1,
+    }
+    settings |= {
+        "training.per_device_train_batch_size": 4,
+        "training.bf16": True,
+        "training.report_to": "wandb",
+        "training.seed": 42,
+    }
     settings |= {"model.dtype": "bfloat16", "training.max_length": 1024}
     settings |= {} if "max_steps" in old else {"training.num_train_epochs": 10}
     for pattern, values in SCRIPTS.items():
@@ -145,13 +186,19 @@ def sft_defaults(old: Old, program: str | None) -> Settings:
 
 def text_defaults(old: Old, program: str | None) -> Settings:
     """One stage that trains all weights, with bidirectional or block-causal attention."""
-    return {"training.attention": "bidirectional", "training.stages": [{"share": 1.0}]} | defaults(old, program)
+    return {"training.attention": "bidirectional", "training.stages": [{"share": 1.0}]} | defaults(
+        old, program
+    )
 
 
 def grpo_defaults(old: Old, program: str | None) -> Settings:
     """Defaults of dLLM's DiffuGRPOConfig, which extends TRL's."""
     settings = trl_defaults(old, program) | {
-        **{"training.advantage": "r-mean", "training.prompt_mask_rate": 0.3, "training.score_temperature": 1.0}
+        **{
+            "training.advantage": "r-mean",
+            "training.prompt_mask_rate": 0.3,
+            "training.score_temperature": 1.0,
+        }
     }
     adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
     return settings | adapters | {"training.steps": 64, "training.block_size": 64, "model.dtype": "bfloat16"}

@@ -18,7 +18,9 @@ VARIABLE = re.compile(r"(DIFFU|GRPO|VLLM|LORA)_\w+")
 """Names of variables that are settings; others are only substituted."""
 ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<text>.*)", re.DOTALL)
 USED = re.compile(r"\$(?:(?P<plain>\w+)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
-NO_TRAINING = re.compile(r"(chat|sample|eval|generate|convert|download|merge|preprocess|test|plot|api_server)\w*\.(py|sh)$")
+NO_TRAINING = re.compile(
+    r"(chat|sample|eval|generate|convert|download|merge|preprocess|test|plot|api_server)\w*\.(py|sh)$"
+)
 CONFIG_FLAGS = ("config", "config_file", "model_config", "training_config", "hardware_config")
 """Flags of a training script that name a configuration."""
 END = {"|", "&", "&&", "||", ";"}
@@ -61,7 +63,9 @@ def read_old(path: Path) -> OldFile:
         return _from_script(text, path)
     values = _parse_json(text, path) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError("has no keys and values", where=str(path), remedy="Give a configuration, or a shell script")
+        raise ConfigError(
+            "has no keys and values", where=str(path), remedy="Give a configuration, or a shell script"
+        )
     return OldFile(values)
 
 
@@ -69,14 +73,20 @@ def _parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"this is not JSON: {error}", where=str(path), remedy="Fix the JSON there") from error
+        raise ConfigError(
+            f"this is not JSON: {error}", where=str(path), remedy="Fix the JSON there"
+        ) from error
 
 
 def _from_script(text: str, path: Path) -> OldFile:
     variables, commands, notes = _read_script(text)
     if len(commands) > 1:
         names = ", ".join(command.program for command in commands)
-        raise ConfigError(f"starts {len(commands)} trainings ({names})", where=str(path), remedy="Put each into a separate file")
+        raise ConfigError(
+            f"starts {len(commands)} trainings ({names})",
+            where=str(path),
+            remedy="Put each into a separate file",
+        )
     values: dict[str, Any] = {name: text for name, text in variables.items() if VARIABLE.fullmatch(name)}
     if not commands:
         return OldFile(values, None, tuple(notes))
@@ -85,7 +95,10 @@ def _from_script(text: str, path: Path) -> OldFile:
     program = str(flags.pop("script_path", command.program))
     if "accelerate_config" in flags:
         command.launcher["accelerate_config"] = flags.pop("accelerate_config")
-    notes += [(f"--{name}", value, "belongs to the launcher: see `accelerate launch --help`") for name, value in command.launcher.items()]
+    notes += [
+        (f"--{name}", value, "belongs to the launcher: see `accelerate launch --help`")
+        for name, value in command.launcher.items()
+    ]
     for name in CONFIG_FLAGS:
         if name in flags:
             named = flags.pop(name)
@@ -121,7 +134,10 @@ def _read_script(text: str) -> tuple[dict[str, str], list[Command], list[tuple[s
             variables[assigned["name"]] = assigned["text"]
             words = words[1:]
         if words and words[0].startswith("--"):
-            notes += [(f"--{name}", value, "a line break separates it from its command") for name, value in _flags(words)[0].items()]
+            notes += [
+                (f"--{name}", value, "a line break separates it from its command")
+                for name, value in _flags(words)[0].items()
+            ]
         elif command := _command(words):
             commands.append(command)
     return variables, commands, notes
@@ -151,7 +167,10 @@ def _command(words: Sequence[str]) -> Command | None:
     flags, others = _flags(words[place + 1 :])
     if not flags and not re.search(r"run\.sh$", program):
         return None
-    launcher = {name: value[0] if isinstance(value, list) else value for name, value in _flags(words[:place])[0].items()}
+    launcher = {
+        name: value[0] if isinstance(value, list) else value
+        for name, value in _flags(words[:place])[0].items()
+    }
     return Command(program, others, flags, launcher)  # a launcher's flag has one value; the program follows
 
 
@@ -167,7 +186,8 @@ def _until_end(words: Sequence[str]) -> Iterator[str]:
 
 
 def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Flags by name without dashes, each with its value, list of values, or True; and the words before the first flag."""
+    """Flags by name without dashes, each with its value, list of values, or True; and the words before the
+    first flag."""
     flags: dict[str, list[Any]] = {}
     others: list[str] = []
     name = None
@@ -184,7 +204,8 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             flags[name].append(_scalar(word))
     values: dict[str, Any] = {}
     for name, found in flags.items():
-        if name.startswith("no_") and name != "no_cuda" and found in ([], [True]):  # no_cuda is a field itself
+        # no_cuda is a field itself
+        if name.startswith("no_") and name != "no_cuda" and found in ([], [True]):
             values[name.removeprefix("no_")] = False
         else:
             values[name] = found[0] if len(found) == 1 else found or True

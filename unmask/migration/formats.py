@@ -37,15 +37,35 @@ class Format(NamedTuple):
 
 def d1_sft_defaults(old: Old, program: str | None) -> Settings:
     """Values fixed in d1's sft_train.py, as in the recipe sft-s1k."""
-    adapters: Settings = {"lora.r": 128, "lora.alpha": 256, "lora.dropout": 0.05, "lora.target_modules": ["q_proj", "k_proj", "v_proj"]}
-    rows: Settings = {"data.train": "simplescaling/s1K", "training.max_length": 4096, "training.truncate_completion": True}
+    adapters: Settings = {
+        "lora.r": 128,
+        "lora.alpha": 256,
+        "lora.dropout": 0.05,
+        "lora.target_modules": ["q_proj", "k_proj", "v_proj"],
+    }
+    rows: Settings = {
+        "data.train": "simplescaling/s1K",
+        "training.max_length": 4096,
+        "training.truncate_completion": True,
+    }
     steps: Settings = {
         "training.num_train_epochs": 20,
         "training.gradient_accumulation_steps": 4,
         "training.per_device_train_batch_size": 1,
     }
-    rest: Settings = {"training.learning_rate": 1e-5, "training.weight_decay": 0.1, "training.bf16": True, "training.seed": 42}
-    return adapters | rows | steps | rest | {"model.path": "GSAI-ML/LLaDA-8B-Instruct", "model.dtype": "bfloat16"}
+    rest: Settings = {
+        "training.learning_rate": 1e-5,
+        "training.weight_decay": 0.1,
+        "training.bf16": True,
+        "training.seed": 42,
+    }
+    return (
+        adapters
+        | rows
+        | steps
+        | rest
+        | {"model.path": "GSAI-ML/LLaDA-8B-Instruct", "model.dtype": "bfloat16"}
+    )
 
 
 D1_SFT: Table = {
@@ -67,8 +87,24 @@ GRPO_MARKS = {
     "loss_type=dapo",
     "loss_type=grpo",
 }
-GRPO_MARKS |= {"loss_type=dr_grpo", "loss_type=bnpo", "mask_truncated_completions", "vllm_mode", "use_vllm", "steps_per_generation", "beta"}
-DPO_MARKS = {"loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "rpo_alpha", "precompute_ref_log_probs", "f_divergence_type", "beta"}
+GRPO_MARKS |= {
+    "loss_type=dr_grpo",
+    "loss_type=bnpo",
+    "mask_truncated_completions",
+    "vllm_mode",
+    "use_vllm",
+    "steps_per_generation",
+    "beta",
+}
+DPO_MARKS = {
+    "loss_type=sigmoid",
+    "loss_type=ipo",
+    "loss_type=hinge",
+    "rpo_alpha",
+    "precompute_ref_log_probs",
+    "f_divergence_type",
+    "beta",
+}
 CONVERTER_MARKS = {
     "num_timesteps",
     "noise_schedule",
@@ -79,7 +115,14 @@ CONVERTER_MARKS = {
     "compile_model",
     "text_column",
 }
-CONVERTER_MARKS |= {"cpu_offload", "use_flash_attention", "use_deepspeed", "max_train_samples", "use_wandb", "use_gradient_checkpointing"}
+CONVERTER_MARKS |= {
+    "cpu_offload",
+    "use_flash_attention",
+    "use_deepspeed",
+    "max_train_samples",
+    "use_wandb",
+    "use_gradient_checkpointing",
+}
 DLLM_MARKS = {"dataset_args", "load_preprocessed_data", "loss_weight_type", "loss_norm_type", "time_epsilon"}
 ACCELERATE_MARKS = {"compute_environment", "distributed_type", "main_training_function"}
 VARIABLE_MARKS = {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))}
@@ -98,11 +141,23 @@ D1_MARKS = {
 FORMATS = {
     "diffu-grpo": Format(
         "diffu-GRPO (d1's train.yaml and scripts, ImprovedDiffuGRPOConfig, DIFFU_* variables)",
-        *("grpo", D1, frozenset(D1_MARKS - {"log_memory_usage", "mode"}), d1_defaults, r"diffu_grpo_train\.py$|run\.sh$"),
+        *(
+            "grpo",
+            D1,
+            frozenset(D1_MARKS - {"log_memory_usage", "mode"}),
+            d1_defaults,
+            r"diffu_grpo_train\.py$|run\.sh$",
+        ),
     ),
     "d1-sft": Format(
         "d1's sft_train.py",
-        *("sft", D1_SFT, frozenset({"grad_accum_steps", "train_data", "debugging"}), d1_sft_defaults, r"sft_train\.py$"),
+        *(
+            "sft",
+            D1_SFT,
+            frozenset({"grad_accum_steps", "train_data", "debugging"}),
+            d1_sft_defaults,
+            r"sft_train\.py$",
+        ),
     ),
     "diffusion-dpo": Format(
         "the config.yaml of Diffusion-DPO",
@@ -111,13 +166,32 @@ FORMATS = {
     ),
     "converter": Format(
         "the Diffusion LLM Converter (model, training and hardware configurations)",
-        *("convert", CONVERTER, frozenset(CONVERTER_MARKS), converter_defaults, r"train_diffusion\.py$|run_conversion\.sh$"),
+        *(
+            "convert",
+            CONVERTER,
+            frozenset(CONVERTER_MARKS),
+            converter_defaults,
+            r"train_diffusion\.py$|run_conversion\.sh$",
+        ),
     ),
-    "grpo-variables": Format("GRPO_* and VLLM_* variables", "grpo", ROLLOUT_VARIABLES, frozenset(VARIABLE_MARKS), variables_defaults),
-    "dllm-sft": Format("dLLM's sft.py", *("sft", dllm.SFT, frozenset({*DLLM_MARKS, "mask_prompt_loss"}), dllm.sft_defaults, r"/sft\.py$")),
+    "grpo-variables": Format(
+        "GRPO_* and VLLM_* variables",
+        "grpo",
+        ROLLOUT_VARIABLES,
+        frozenset(VARIABLE_MARKS),
+        variables_defaults,
+    ),
+    "dllm-sft": Format(
+        "dLLM's sft.py",
+        *("sft", dllm.SFT, frozenset({*DLLM_MARKS, "mask_prompt_loss"}), dllm.sft_defaults, r"/sft\.py$"),
+    ),
     "dllm-text": Format(
         "dLLM's pt.py",
-        *("convert", dllm.TEXT, frozenset({*DLLM_MARKS, "text_field", "insert_eos", "drop_tail", "random_length_ratio"})),
+        *(
+            "convert",
+            dllm.TEXT,
+            frozenset({*DLLM_MARKS, "text_field", "insert_eos", "drop_tail", "random_length_ratio"}),
+        ),
         *(dllm.text_defaults, r"/pt\.py$"),
     ),
     "dllm-grpo": Format(
@@ -125,15 +199,37 @@ FORMATS = {
         *(
             "grpo",
             dllm.GRPO_FLAGS,
-            frozenset({"p_mask_prompt", "remasking", "cfg_scale", "dataset", "steps", "block_size", "verbose_reward"}),
+            frozenset(
+                {
+                    "p_mask_prompt",
+                    "remasking",
+                    "cfg_scale",
+                    "dataset",
+                    "steps",
+                    "block_size",
+                    "verbose_reward",
+                }
+            ),
             dllm.grpo_defaults,
         ),
         r"/rl/grpo/.*train\.py$|llada/grpo\.py$",
     ),
     "trl-grpo": Format(
-        "TRL's GRPOConfig", "grpo", TRL_GRPO, frozenset(GRPO_MARKS), trl_defaults, r"^trl grpo$|^(trl/)?(scripts/)?grpo\.py$"
+        "TRL's GRPOConfig",
+        "grpo",
+        TRL_GRPO,
+        frozenset(GRPO_MARKS),
+        trl_defaults,
+        r"^trl grpo$|^(trl/)?(scripts/)?grpo\.py$",
     ),
-    "trl-dpo": Format("TRL's DPOConfig", "dpo", TRL_DPO, frozenset(DPO_MARKS), trl_dpo_defaults, r"^trl dpo$|^(trl/)?(scripts/)?dpo\.py$"),
+    "trl-dpo": Format(
+        "TRL's DPOConfig",
+        "dpo",
+        TRL_DPO,
+        frozenset(DPO_MARKS),
+        trl_dpo_defaults,
+        r"^trl dpo$|^(trl/)?(scripts/)?dpo\.py$",
+    ),
     "accelerate": Format("accelerate", None, ACCELERATE, frozenset(ACCELERATE_MARKS), no_defaults),
 }
 
@@ -143,7 +239,11 @@ def flat(values: Old) -> dict[str, Any]:
     sections = {key.partition(".")[0] for form in FORMATS.values() for key in form.table if "." in key}
     found: dict[str, Any] = {}
     for key, value in values.items():
-        parts = {f"{key}.{name}": part for name, part in value.items()} if key in sections and isinstance(value, dict) else {key: value}
+        parts = (
+            {f"{key}.{name}": part for name, part in value.items()}
+            if key in sections and isinstance(value, dict)
+            else {key: value}
+        )
         found |= {name: part for name, part in parts.items() if part is not None}
     return found
 
@@ -157,11 +257,15 @@ def is_ours(values: Old) -> bool:
 
 
 def candidates(values: Old, program: str | None) -> list[str]:
-    """The names of the formats that a configuration may have: among those with a mark in it, the ones that know most of its keys."""
+    """The names of the formats that a configuration may have: among those with a mark in it, the ones that
+    know most of its keys."""
     by_program = [name for name, form in FORMATS.items() if program and re.search(form.program, program)]
     keys = set(values) | {f"{key}={value}" for key, value in values.items() if isinstance(value, str)}
     marked = [name for name in by_program or FORMATS if by_program or keys & FORMATS[name].marks]
-    known = {name: len(values.keys() & FORMATS[name].table.keys()) + len(keys & FORMATS[name].marks) for name in marked}
+    known = {
+        name: len(values.keys() & FORMATS[name].table.keys()) + len(keys & FORMATS[name].marks)
+        for name in marked
+    }
     return [name for name in marked if known[name] == max(known.values())]
 
 
@@ -173,7 +277,9 @@ def recognise(values: Old, program: str | None, where: str) -> str:
     """
     found = candidates(values, program)
     if not found and is_ours(values):
-        raise ConfigError("is a config of Unmask already", where=where, remedy="Use it as it is: unmask VERB --config FILE")
+        raise ConfigError(
+            "is a config of Unmask already", where=where, remedy="Use it as it is: unmask VERB --config FILE"
+        )
     if not found:
         titles = "; ".join(form.title for form in FORMATS.values())
         raise ConfigError("is of no known format", where=where, remedy=f"Known: {titles}")
@@ -186,7 +292,9 @@ def recognise(values: Old, program: str | None, where: str) -> str:
 def format_named(name: str) -> Format:
     """A format by its name. Raises ConfigError if there is none."""
     if name not in FORMATS:
-        raise ConfigError(f"there is no format {name!r}", where="--format", remedy=did_you_mean(name, FORMATS))
+        raise ConfigError(
+            f"there is no format {name!r}", where="--format", remedy=did_you_mean(name, FORMATS)
+        )
     return FORMATS[name]
 
 
@@ -199,15 +307,20 @@ def merged(files: Iterable[OldFile]) -> dict[str, Any]:
 
 
 def refuse_old(paths: Sequence[Path]) -> None:
-    """Refuse old configurations where Unmask's are expected, with a ConfigError that names the command to convert them."""
+    """Refuse old configurations where Unmask's are expected, with a ConfigError that names the command to
+    convert them."""
     for path in paths:
         try:
             old = read_old(path)
         except ConfigError:  # reading it as a config of Unmask will say what is wrong
             continue
         values = flat(old.values)
-        found = candidates(values, old.program) if path.suffix not in MAPPINGS or not is_ours(old.values) else []
+        found = (
+            candidates(values, old.program) if path.suffix not in MAPPINGS or not is_ours(old.values) else []
+        )
         if found:
             titles = " or ".join(FORMATS[name].title.split(" (")[0] for name in found)
             remedy = f"Convert it first: unmask migrate {path} --output NEW.yaml"
-            raise ConfigError(f"is a configuration of {titles}, not of Unmask", where=str(path), remedy=remedy)
+            raise ConfigError(
+                f"is a configuration of {titles}, not of Unmask", where=str(path), remedy=remedy
+            )

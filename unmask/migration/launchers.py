@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, drop_keys, precision, switch
+from unmask.migration.rules import (
+    DroppedError,
+    Old,
+    Rule,
+    Settings,
+    Table,
+    drop,
+    drop_keys,
+    precision,
+    switch,
+)
 
 
 def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
@@ -22,12 +32,23 @@ def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
         return {"training.deepspeed": f"zero{stage}"}
     zero: dict[str, Any] = {"stage": stage}
     zero |= {
-        f"offload_{name}": {"device": device} for name, device in devices.items() if device != "none" and (name != "param" or stage == 3)
+        f"offload_{name}": {"device": device}
+        for name, device in devices.items()
+        if device != "none" and (name != "param" or stage == 3)
     }
     zero |= {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
-    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    auto = dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+    )
     types = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
-    return {"training.deepspeed": {**auto, **types, "zero_optimization": zero, "zero_allow_untested_optimizer": True}}
+    return {
+        "training.deepspeed": {
+            **auto,
+            **types,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+        }
+    }
 
 
 def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
@@ -35,8 +56,13 @@ def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
     if old.get("distributed_type") != "FSDP":
         raise DroppedError("distributed_type is not FSDP")
     sharding = value.get("fsdp_reshard_after_forward", value.get("fsdp_sharding_strategy", "FULL_SHARD"))
-    settings: dict[str, Any] = {"reshard_after_forward": str(sharding) in ("True", "true", "FULL_SHARD", "HYBRID_SHARD", "1")}
-    for ours, theirs in (("activation_checkpointing", "fsdp_activation_checkpointing"), ("cpu_offload", "fsdp_offload_params")):
+    settings: dict[str, Any] = {
+        "reshard_after_forward": str(sharding) in ("True", "true", "FULL_SHARD", "HYBRID_SHARD", "1")
+    }
+    for ours, theirs in (
+        ("activation_checkpointing", "fsdp_activation_checkpointing"),
+        ("cpu_offload", "fsdp_offload_params"),
+    ):
         if value.get(theirs) is not None:
             settings[ours] = value[theirs]
     if layers := value.get("fsdp_transformer_layer_cls_to_wrap"):
@@ -62,8 +88,25 @@ ACCELERATE: Table = {
             "same_network",
             "rdzv_backend",
         ],
-        *["main_training_function", "compute_environment", "debug", "enable_cpu_affinity", "downcast_bf16", "command_file", "commands"],
-        *["tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "mpirun_config", "ipex_config", "parallelism_config"],
+        *[
+            "main_training_function",
+            "compute_environment",
+            "debug",
+            "enable_cpu_affinity",
+            "downcast_bf16",
+            "command_file",
+            "commands",
+        ],
+        *[
+            "tpu_env",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tpu_name",
+            "tpu_zone",
+            "mpirun_config",
+            "ipex_config",
+            "parallelism_config",
+        ],
         why="belongs to the launcher: accelerate launch --num_processes N -m unmask ...",
     ),
 }

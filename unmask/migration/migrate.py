@@ -48,9 +48,15 @@ class Migration(NamedTuple):
         return dump_yaml(self.config)
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Rows of key, outcome, settings and reason; unchanged ones are left out unless they have a reason."""
+        """Rows of key, outcome, settings and reason; unchanged ones are left out unless they have a
+        reason."""
         return [
-            (f"{change.old} = {masked(change.value, change.old)}" if change.old else "", change.what, change.new, change.why)
+            (
+                f"{change.old} = {masked(change.value, change.old)}" if change.old else "",
+                change.what,
+                change.new,
+                change.why,
+            )
             for change in self.changes
             if change.what != "kept" or change.why
         ]
@@ -59,9 +65,8 @@ class Migration(NamedTuple):
 def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     """Read the old configurations of one run, and convert them into one of Unmask's.
 
-    Args:
-        paths: files; later ones override earlier ones.
-        form: the name of their format; None: it is recognised by its keys. A file of accelerate may accompany any format.
+    Args: paths: files; later ones override earlier ones. form: the name of their format; None: it is
+        recognised by its keys. A file of accelerate may accompany any format.
 
     Raises:
         ConfigError: a file cannot be read, its format is unknown or ambiguous, or a value is invalid.
@@ -71,7 +76,9 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     others = [file for file in files if file not in launchers]
     program = next((file.program for file in reversed(others) if file.program), None)
     where = " and ".join(map(str, paths))
-    parts: list[tuple[Format, Mapping[str, Any]]] = [(FORMATS["accelerate"], merged(launchers))] if launchers else []
+    parts: list[tuple[Format, Mapping[str, Any]]] = (
+        [(FORMATS["accelerate"], merged(launchers))] if launchers else []
+    )
     if others:
         old = merged(others)
         parts.append((format_named(form or recognise(old, program, where)), old))
@@ -90,7 +97,11 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
         for key, value in each.defaults(values, program).items():
             if not _is_set(key, settings):
                 settings[key] = value
-                changes.append(Change("", value, "added", f"{key} = {value}", f"the default of {each.title.split(' (')[0]}"))
+                changes.append(
+                    Change(
+                        "", value, "added", f"{key} = {value}", f"the default of {each.title.split(' (')[0]}"
+                    )
+                )
     for file in files:
         changes += [Change(name, value, "dropped", "", why) for name, value, why in file.notes]
     config = _checked(verb, settings, where)
@@ -143,7 +154,9 @@ def _is_set(key: str, settings: Settings) -> bool:
 def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]:
     """The nested config, with its keys and types checked."""
     config = nested_settings(settings)
-    layers = Layers([Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"}), Layer(where, config)])
+    layers = Layers(
+        [Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"}), Layer(where, config)]
+    )
     with layers.naming_sources():
         run = RunConfig(**layers.merged())
         check_training(verb or "sft", run.training)

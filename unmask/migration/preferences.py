@@ -30,7 +30,9 @@ MOST_SAMPLES = 64
 def samples(value: Any, old: Old) -> Settings:
     """Noise levels at which a response is scored."""
     if value > MOST_SAMPLES:
-        raise DroppedError(f"times are continuous; training.samples is the number of passes per response (8, not {value})")
+        raise DroppedError(
+            f"times are continuous; training.samples is the number of passes per response (8, not {value})"
+        )
     return {"training.samples": value}
 
 
@@ -79,20 +81,42 @@ TRL_DPO: Table = {
     "label_smoothing": Rule(smoothing),
     "ref_model_name_or_path": to("training.reference_model"),
     "precompute_ref_log_probs": Rule(
-        lambda value, old: {"training.reference": "stored" if value else "frozen"}, "how the reference is kept"
+        lambda value, old: {"training.reference": "stored" if value else "frozen"},
+        "how the reference is kept",
     ),
     "max_prompt_length": DIFFUSION_DPO["max_prompt_length"],
     **drop_keys("precompute_ref_batch_size", why="training.per_device_eval_batch_size sets it"),
-    **drop_keys("truncation_mode", "max_completion_length", "padding_free", "pad_to_multiple_of", "pad_token", why="rows are packed"),
-    **drop_keys("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", why="the reference of dpo is fixed"),
-    **drop_keys("f_divergence_type", "f_alpha_divergence_coef", why="the divergence is the reverse KL, TRL's default"),
+    **drop_keys(
+        "truncation_mode",
+        "max_completion_length",
+        "padding_free",
+        "pad_to_multiple_of",
+        "pad_token",
+        why="rows are packed",
+    ),
+    **drop_keys(
+        "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", why="the reference of dpo is fixed"
+    ),
+    **drop_keys(
+        "f_divergence_type", "f_alpha_divergence_coef", why="the divergence is the reverse KL, TRL's default"
+    ),
     **drop_keys("ld_alpha", "loss_weights", "use_weighting", "discopop_tau", why="has no counterpart"),
     **drop_keys("activation_offloading", why="training.activation_checkpointing saves the same memory"),
-    **drop_keys("reference_free", "force_use_ref_model", "model_adapter_name", "ref_adapter_name", why="set training.reference"),
+    **drop_keys(
+        "reference_free",
+        "force_use_ref_model",
+        "model_adapter_name",
+        "ref_adapter_name",
+        why="set training.reference",
+    ),
 }
 
 
 def trl_dpo_defaults(old: Old, program: str | None) -> Settings:
     """Defaults of TRL's DPOConfig that differ from Unmask's."""
     settings: Settings = {"training.beta": 0.1, "training.learning_rate": 1e-6, "training.max_length": 1024}
-    return settings | {"training.activation_checkpointing": True} | ({} if old.get("fp16") else {"training.bf16": True})
+    return (
+        settings
+        | {"training.activation_checkpointing": True}
+        | ({} if old.get("fp16") else {"training.bf16": True})
+    )

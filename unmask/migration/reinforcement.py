@@ -23,7 +23,13 @@ from unmask.migration.rules import (
     words,
 )
 
-TASKS = {"gsm8k": "gsm8k", "countdown": "countdown", "sudoku": "sudoku", "math": "math500", "math500": "math500"}
+TASKS = {
+    "gsm8k": "gsm8k",
+    "countdown": "countdown",
+    "sudoku": "sudoku",
+    "math": "math500",
+    "math500": "math500",
+}
 """Names of datasets in d1 and its successors, and the recipes with their problems and rewards."""
 
 
@@ -110,7 +116,11 @@ def number(key: str) -> Rule:
 def performance(old: Old) -> Settings:
     """How often performance is logged, from two keys."""
     interval = old.get("performance_log_interval", 100)
-    return {"training.performance_log_interval": interval if truth(old.get("enable_performance_logging", True)) else 0}
+    return {
+        "training.performance_log_interval": interval
+        if truth(old.get("enable_performance_logging", True))
+        else 0
+    }
 
 
 def log_completions(value: Any, old: Old) -> Settings:
@@ -122,7 +132,11 @@ def log_completions(value: Any, old: Old) -> Settings:
 WHOLE_DISTRIBUTION = "rollouts draw from the whole distribution, whose log-probabilities are trained"
 MASKING = Rule(strategy, "diffusion is the method's own")
 ADAPTIVE_LOSS = Rule(
-    lambda value, old: {"training.adaptive_loss": True} if truth(value) and masking_of(old) in ("adaptive", "optimized") else {},
+    lambda value, old: (
+        {"training.adaptive_loss": True}
+        if truth(value) and masking_of(old) in ("adaptive", "optimized")
+        else {}
+    ),
     "only with adaptive or optimized masking",
 )
 GRPO: Table = {
@@ -131,8 +145,19 @@ GRPO: Table = {
     **same("num_generations", "num_iterations", "epsilon", "beta", "max_completion_length", "reward_weights"),
     "temperature": Rule(temperature),
     "log_completions": Rule(log_completions, "how often, in steps"),
-    **drop_keys("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation", why=WHOLE_DISTRIBUTION),
-    **drop_keys("max_prompt_length", why="prompts are not cut; training.max_length bounds a prompt with its completion"),
+    **drop_keys(
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "generation_kwargs",
+        "cache_implementation",
+        why=WHOLE_DISTRIBUTION,
+    ),
+    **drop_keys(
+        "max_prompt_length",
+        why="prompts are not cut; training.max_length bounds a prompt with its completion",
+    ),
     **drop_keys("ds3_gather_for_generation", why="shards are gathered when needed"),
     **drop_keys("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
 }
@@ -153,13 +178,23 @@ IMPROVED: Table = {
     "optimization.per_device_train_batch_size": to("training.per_device_train_batch_size"),
     **drop_keys("optimization.enable_profiling", "enable_profiling", why="use `unmask profile grpo`"),
     "optimization.memory_efficient_attention": drop("the fastest exact kernel is used"),
-    **drop_keys("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
+    **drop_keys(
+        "optimization.cache_size",
+        "masking.cache_size",
+        "generation.enable_caching",
+        why="caches bound themselves",
+    ),
     "optimization.tensor_batch_size": drop("training.score_chunk sets the rows of a pass"),
     "masking.strategy_type": MASKING,
     "masking.p_mask_prompt": Rule(prompts_masked),
     "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
     "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
-    **drop_keys("masking.num_precomputed", "masking.total_steps", "loss.total_steps", why="follows from the steps of the run"),
+    **drop_keys(
+        "masking.num_precomputed",
+        "masking.total_steps",
+        "loss.total_steps",
+        why="follows from the steps of the run",
+    ),
     "generation.steps": to("training.steps"),
     "generation.gen_length": to("training.max_completion_length"),
     "generation.block_length": to("training.block_size"),
@@ -170,13 +205,29 @@ IMPROVED: Table = {
     "loss.epsilon": to("training.epsilon"),
     "loss.beta": to("training.beta"),
     "loss.adaptive_loss": ADAPTIVE_LOSS,
-    **drop_keys("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta are constant"),
+    **drop_keys(
+        "loss.initial_epsilon",
+        "loss.final_epsilon",
+        "loss.initial_beta",
+        "loss.final_beta",
+        why="epsilon and beta are constant",
+    ),
     "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
     "reward.reward_weights": to("training.reward_weights"),
-    **drop_keys("reward.use_new_rewards", "reward.correct_reward", "reward.format_reward", why="rewards are those published for the task"),
-    **drop_keys("reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"),
+    **drop_keys(
+        "reward.use_new_rewards",
+        "reward.correct_reward",
+        "reward.format_reward",
+        why="rewards are those published for the task",
+    ),
+    **drop_keys(
+        "reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"
+    ),
     "log_memory_usage": switch("training.log_memory_usage"),
-    **dict.fromkeys(("performance_log_interval", "enable_performance_logging"), Rule(lambda value, old: performance(old), "0 is never")),
+    **dict.fromkeys(
+        ("performance_log_interval", "enable_performance_logging"),
+        Rule(lambda value, old: performance(old), "0 is never"),
+    ),
     "save_performance_stats": drop("they are in the logs"),
     "_metadata": drop("a manifest is written with every run"),
 }
@@ -184,7 +235,9 @@ IMPROVED: Table = {
 
 DIFFU_VARIABLES: Table = {
     **{name: variable(known) for name, known in OLDER.items()},
-    "DIFFU_DATASET": Rule(lambda value, old: task(value, old) if value in TASKS else OLDER["DIFFU_DATASET"].read(value)),
+    "DIFFU_DATASET": Rule(
+        lambda value, old: task(value, old) if value in TASKS else OLDER["DIFFU_DATASET"].read(value)
+    ),
     "DIFFU_BATCH_SIZE": Rule(batch_size, "the batch of generation if DIFFU_TRAIN_BATCH_SIZE is set"),
     "DIFFU_TRAIN_BATCH_SIZE": number("training.per_device_train_batch_size"),
     "DIFFU_NUM_ITERATIONS": number("training.num_iterations"),
@@ -198,7 +251,12 @@ DIFFU_VARIABLES: Table = {
     "mode": drop("give --mode on the command line: it depends on the machine"),
 }
 
-LORA_OF_TRL = {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules"}
+LORA_OF_TRL = {
+    "r": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+}
 LORA_LEFT = drop_keys(
     *[
         "lora_task_type",
@@ -228,7 +286,14 @@ D1: Table = {
     "generation_batch_size": to("training.rollout_batch_size"),
     "random_masking": drop("every update draws new masks"),
     **drop_keys(
-        *["use_vllm", "vllm_device", "vllm_gpu_memory_utilization", "vllm_dtype", "vllm_max_model_len", "vllm_enable_prefix_caching"],
+        *[
+            "use_vllm",
+            "vllm_device",
+            "vllm_gpu_memory_utilization",
+            "vllm_dtype",
+            "vllm_max_model_len",
+            "vllm_enable_prefix_caching",
+        ],
         *["vllm_guided_decoding_regex"],
         why="a diffusion model samples in process, or from `unmask serve`",
     ),

@@ -21,8 +21,8 @@ class Rule(NamedTuple):
     """How an old key is converted."""
 
     read: Callable[[Any, Old], Settings]
-    """Returns the settings for a value, given all old values. Raises DroppedError if there is no counterpart, ValueError or KeyError for an
-    invalid value."""
+    """Returns the settings for a value, given all old values. Raises DroppedError if there is no counterpart,
+    ValueError or KeyError for an invalid value."""
     why: str = ""
     """The reason for the change, for the report."""
 
@@ -55,7 +55,8 @@ def drop_keys(*keys: str, why: str) -> Table:
 
 
 def truth(value: Any) -> bool:
-    """The value of a switch: true, false, or an equivalent word or number. Raises KeyError for any other value."""
+    """The value of a switch: true, false, or an equivalent word or number. Raises KeyError for any other
+    value."""
     return SWITCH[str(value).lower()]
 
 
@@ -92,7 +93,8 @@ def first_of(value: Any) -> Any:
 
 
 def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
-    """Adapters: `names` maps r, alpha, dropout and target_modules to their old keys, which apply if the switch is on (None: always)."""
+    """Adapters: `names` maps r, alpha, dropout and target_modules to their old keys, which apply if the
+    switch is on (None: always)."""
 
     def on(old: Old) -> bool:
         return switch_key is None or truth(old.get(switch_key, False))
@@ -111,14 +113,19 @@ def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
         def turn(value: Any, old: Old) -> Settings:
             if not truth(value):
                 return {"lora": None}
-            return {} if any(old.get(key) is not None for key in names.values()) else {"lora.r": 16, "lora.alpha": 32}
+            return (
+                {}
+                if any(old.get(key) is not None for key in names.values())
+                else {"lora.r": 16, "lora.alpha": 32}
+            )
 
         table[switch_key] = Rule(turn, "adapters have a separate section")
     return table
 
 
 def modules(value: Any) -> Any:
-    """Names of layers as a list, from words separated by commas or spaces; a single word such as all-linear stays a string."""
+    """Names of layers as a list, from words separated by commas or spaces; a single word such as all-linear
+    stays a string."""
     if isinstance(value, str) and ("," in value or " " in value.strip()):
         return [name for name in value.replace(",", " ").split() if name]
     return value
@@ -131,23 +138,49 @@ TRANSFORMERS: Table = {
     "gradient_checkpointing": switch("training.activation_checkpointing"),
     "gradient_checkpointing_kwargs": to("training.activation_checkpointing_kwargs"),
     "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
-    "group_by_length": to("training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"),
+    "group_by_length": to(
+        "training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"
+    ),
     "no_cuda": switch("training.use_cpu"),
     **same("learning_rate", "seed"),
     **drop_keys("resume_from_checkpoint", why="give --resume PATH on the command line"),
     "logging_dir": Rule(lambda value, old: logs_at(value, old)),
     **drop_keys("remove_unused_columns", "label_names", why="the verb selects its columns"),
-    **drop_keys("label_smoothing_factor", "neftune_noise_alpha", why="the likelihood bound has neither smoothing nor noise"),
+    **drop_keys(
+        "label_smoothing_factor", "neftune_noise_alpha", why="the bound has neither smoothing nor noise"
+    ),
     **drop_keys("save_safetensors", why="weights are always saved as safetensors"),
     **drop_keys("local_rank", "ddp_backend", "local_process_index", why="set by the launcher"),
-    **drop_keys("hub_token", "push_to_hub_token", why="secrets do not belong in a config: use `hf auth login`"),
-    **drop_keys("_n_gpu", "fp16_opt_level", "half_precision_backend", "fp16_backend", "use_mps_device", "jit_mode_eval",
-              "use_ipex", "torchdynamo", "tpu_num_cores", "tpu_metrics_debug", "past_index", "fp16_full_eval_backend",
-              "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "include_tokens_per_second", "dispatch_batches",
-              "split_batches", "mp_parameters", "ray_scope", "eval_use_gather_object", "use_legacy_prediction_loop",
-              why="removed from transformers, or not used in training"),
-}  # fmt: skip
-"""Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep their names."""
+    **drop_keys(
+        "hub_token", "push_to_hub_token", why="secrets do not belong in a config: use `hf auth login`"
+    ),
+    **drop_keys(
+        "_n_gpu",
+        "fp16_opt_level",
+        "half_precision_backend",
+        "fp16_backend",
+        "use_mps_device",
+        "jit_mode_eval",
+        "use_ipex",
+        "torchdynamo",
+        "tpu_num_cores",
+        "tpu_metrics_debug",
+        "past_index",
+        "fp16_full_eval_backend",
+        "fsdp_min_num_params",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "include_tokens_per_second",
+        "dispatch_batches",
+        "split_batches",
+        "mp_parameters",
+        "ray_scope",
+        "eval_use_gather_object",
+        "use_legacy_prediction_loop",
+        why="removed from transformers, or not used in training",
+    ),
+}
+"""Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep
+their names."""
 
 
 def logs_at(value: Any, old: Old) -> Settings:
@@ -162,14 +195,28 @@ SETTINGS_OF_MODEL: Table = {
     "model_revision": to("model.revision", str),
     "trust_remote_code": Rule(lambda value, old: remote_code(value)),
     "attn_implementation": Rule(
-        lambda value, old: attention(value), "FlashAttention 2 is a switch; otherwise the fastest exact kernel is used"
+        lambda value, old: attention(value),
+        "FlashAttention 2 is a switch; otherwise the fastest exact kernel is used",
     ),
-    "load_in_4bit": Rule(lambda value, old: {"model.quantization": "4bit"} if truth(value) else {}, "one setting for both widths"),
-    "load_in_8bit": Rule(lambda value, old: {"model.quantization": "8bit"} if truth(value) else {}, "one setting for both widths"),
-    "model_init_kwargs": Rule(lambda value, old: loading(value), "arguments of from_pretrained are settings of model"),
+    "load_in_4bit": Rule(
+        lambda value, old: {"model.quantization": "4bit"} if truth(value) else {},
+        "one setting for both widths",
+    ),
+    "load_in_8bit": Rule(
+        lambda value, old: {"model.quantization": "8bit"} if truth(value) else {},
+        "one setting for both widths",
+    ),
+    "model_init_kwargs": Rule(
+        lambda value, old: loading(value), "arguments of from_pretrained are settings of model"
+    ),
     "torch_dtype": Rule(lambda value, old: weights_in(value)),
     "dtype": Rule(lambda value, old: weights_in(value)),
-    **drop_keys("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", why="4 bits are NF4 with double quantisation"),
+    **drop_keys(
+        "bnb_4bit_quant_type",
+        "use_bnb_nested_quant",
+        "bnb_4bit_quant_storage",
+        why="4 bits are NF4 with double quantisation",
+    ),
     **drop_keys("ignore_bias_buffers", "router_aux_loss_coef", "disable_dropout", why="not needed here"),
 }
 """The settings of the model under their names in other trainers."""

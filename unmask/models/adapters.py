@@ -37,9 +37,8 @@ def quantised(lm: DiffusionLM) -> bool:
 def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with PEFT adapters; only these are trained.
 
-    Raises:
-        ConfigError: PEFT finds no module for them, they train nothing, the model fails with them, they cannot be merged into the weights,
-            or PEFT does not tie what `ensure_weight_tying` asks it to tie.
+    Raises: ConfigError: PEFT finds no module for them, they train nothing, the model fails with them, they
+        cannot be merged into the weights, or PEFT does not tie what `ensure_weight_tying` asks it to tie.
     """
     from peft import prepare_model_for_kbit_training
 
@@ -49,7 +48,9 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     adapted = add_adapters(lm, peft_config)
     if reason := _unmergeable(adapted, peft_config):
         remedy = "Use adapters that can be, such as plain LoRA"
-        raise ConfigError(f"they cannot be merged into the weights ({reason})", where="lora (peft_config)", remedy=remedy)
+        raise ConfigError(
+            f"they cannot be merged into the weights ({reason})", where="lora (peft_config)", remedy=remedy
+        )
     if not any(weight.requires_grad for weight in adapted.model.parameters()):
         raise ConfigError("they train nothing", where=WHERE, remedy="Name modules of this model")
     if tied and getattr(peft_config, "ensure_weight_tying", False) and not _stays_tied(adapted):
@@ -57,7 +58,10 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         remedy = "Leave it out: the two are then trained and saved apart"
         raise ConfigError(what, where="lora (peft_config), ensure_weight_tying", remedy=remedy)
     if _loses_bias(adapted.model.get_output_embeddings()):
-        what, remedy = "PEFT leaves out the bias of a head with trained rows", "Train the whole module with modules_to_save"
+        what, remedy = (
+            "PEFT leaves out the bias of a head with trained rows",
+            "Train the whole module with modules_to_save",
+        )
         raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
     if error := _first_error(adapted):
         remedy = "Name other modules, such as those of attention alone"
@@ -66,7 +70,8 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
 
 
 def _stays_tied(lm: DiffusionLM) -> bool:
-    """Whether the table and the head share all their trained weights. Rows that the head never reads may be the table's alone."""
+    """Whether the table and the head share all their trained weights. Rows that the head never reads may be
+    the table's alone."""
     parts, shared = (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()), _shared(lm.model)
     trained = {id(weight) for part in parts for weight in part.parameters() if weight.requires_grad}
     return trained <= shared or _trains_unread_rows(lm, lm.model.active_peft_config)
@@ -82,12 +87,17 @@ def _loses_bias(head: nn.Module) -> bool:
     """Whether PEFT trains rows of a head with a bias, which it then does not add."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
-    return any(isinstance(part, TrainableTokensLayer) and part.get_base_layer().bias is not None for part in head.modules())
+    return any(
+        isinstance(part, TrainableTokensLayer) and part.get_base_layer().bias is not None
+        for part in head.modules()
+    )
 
 
 def _first_error(lm: DiffusionLM) -> str | None:
-    """What the model raises in a pass over two tokens: a layer with adapters need not return what the layer did; None: nothing."""
-    if any(weight.is_meta or hasattr(weight, "ds_id") for weight in lm.model.parameters()):  # they are elsewhere
+    """What the model raises in a pass over two tokens: a layer with adapters need not return what the layer
+    did; None: nothing."""
+    # they are elsewhere
+    if any(weight.is_meta or hasattr(weight, "ds_id") for weight in lm.model.parameters()):
         return None
     try:
         with torch.no_grad(), evaluating(lm):
@@ -128,7 +138,9 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             adapted = lm.bind(_wrapped(lm.model, peft_config))
     except Exception as error:  # PEFT's kinds raise anything
-        raise ConfigError(first_line(error).rstrip("."), where=WHERE, remedy="Name modules of this model") from error
+        raise ConfigError(
+            first_line(error).rstrip("."), where=WHERE, remedy="Name modules of this model"
+        ) from error
     head = adapted.model.get_output_embeddings()
     if not isinstance(head, ModulesToSaveWrapper):
         adapted.select_rows_of(head)
@@ -144,37 +156,48 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21 reads it
-        warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`")  # `merged` takes care of that
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # which it writes for stacked experts
+        # PEFT 0.21 reads it
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # `merged` takes care of that
+        warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`")
+        # which it writes for stacked experts
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         return get_peft_model(model, peft_config)
 
 
 def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
     """The config of adapters, with the full embedding row of the mask token.
 
-    Raises:
-        ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding table.
+    Raises: ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding
+        table.
     """
     if not hasattr(peft_config, "trainable_token_indices"):
         what = f"{type(peft_config).__name__} cannot train the embedding row of the mask token"
         raise ConfigError(what, where="lora (peft_config)", remedy="Use LoRA")
-    table = "." + next(name for name, module in lm.model.named_modules() if module is lm.model.get_input_embeddings())
+    table = "." + next(
+        name for name, module in lm.model.named_modules() if module is lm.model.get_input_embeddings()
+    )
     for setting in ("target_modules", "modules_to_save"):
         named = getattr(peft_config, setting, None) or ()
         if not isinstance(named, str) and any(table.endswith(f".{name}") for name in named):
             remedy = "Leave it out: the row of the mask token is trained anyway"
-            raise ConfigError("names the embedding table", where=f"lora (peft_config), {setting}", remedy=remedy)
+            raise ConfigError(
+                "names the embedding table", where=f"lora (peft_config), {setting}", remedy=remedy
+            )
     tokens = peft_config.trainable_token_indices or []
     if isinstance(tokens, dict):
-        what, remedy = "rows of the embedding table are named by module", "Give trainable_token_indices as a list of tokens"
+        what, remedy = (
+            "rows of the embedding table are named by module",
+            "Give trainable_token_indices as a list of tokens",
+        )
         raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
     return replace(peft_config, trainable_token_indices=sorted({*tokens, lm.mask_token_id}))
 
 
 @contextmanager
 def _untied(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, PEFT treats the head as untied from the embedding table: it would compute the whole head anew in each pass."""
+    """Inside, PEFT treats the head as untied from the embedding table: it would compute the whole head anew
+    in each pass."""
     tied, lm.model.config.tie_word_embeddings = lm.model.config.tie_word_embeddings, False
     try:
         yield
@@ -183,19 +206,24 @@ def _untied(lm: DiffusionLM) -> Iterator[None]:
 
 
 def starts_at_base(lm: DiffusionLM) -> bool:
-    """Whether the base model under the adapters is still the model before training: LoRA that starts at zero, no other trained weights."""
+    """Whether the base model under the adapters is still the model before training: LoRA that starts at zero,
+    no other trained weights."""
     if any(getattr(config, "bias", "none") != "none" for config in lm.model.peft_config.values()):
         return False
     weights = dict(lm.model.named_parameters())
-    names = [(name, name.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A.", ".lora_embedding_B.")) for name in weights]
+    names = [
+        (name, name.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A.", ".lora_embedding_B."))
+        for name in weights
+    ]
     pairs = [(weights[a], weights[b]) for a, b in names if a != b]
     return bool(pairs) and not any(a.any() and b.any() for a, b in pairs)
 
 
 @torch.no_grad()
 def merged(lm: DiffusionLM) -> DiffusionLM:
-    """A copy of the model with its adapters merged into the weights. Quantised weights are dequantised, since rounding would lose most of
-    the update. An embedding table and a head that were tied stay so only if the adapters change both alike."""
+    """A copy of the model with its adapters merged into the weights. Quantised weights are dequantised, since
+    rounding would lose most of the update. An embedding table and a head that were tied stay so only if the
+    adapters change both alike."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model = lm.frozen_copy().model
@@ -221,14 +249,23 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
 
 def _shared(model: Any) -> set[int]:
     """The identities of the weights that the embedding table and the head have in common."""
-    table, head = ({id(weight) for weight in part.parameters()} for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    table, head = (
+        {id(weight) for weight in part.parameters()}
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
     return table & head
 
 
 def _untie(model: Any) -> bool:
-    """Give the head weights of its own, so that merging can change the table alone. Whether they were the table's."""
+    """Give the head weights of its own, so that merging can change the table alone. Whether they were the
+    table's."""
     shared = _shared(model)
-    holders = [(part, name) for part in model.get_output_embeddings().modules() for name, w in part._parameters.items() if id(w) in shared]
+    holders = [
+        (part, name)
+        for part in model.get_output_embeddings().modules()
+        for name, w in part._parameters.items()
+        if id(w) in shared
+    ]
     for part, name in holders:
         part._parameters[name] = nn.Parameter(part._parameters[name].clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
@@ -236,7 +273,8 @@ def _untie(model: Any) -> bool:
 
 
 def _separate(model: Any) -> None:
-    """Copy weights that the model holds twice: where the config ties none, transformers loads each by its name (BERT ties a bias too)."""
+    """Copy weights that the model holds twice: where the config ties none, transformers loads each by its
+    name (BERT ties a bias too)."""
     seen: set[int] = set()
     for part in model.modules():
         for name, weight in part._parameters.items():
@@ -247,6 +285,9 @@ def _separate(model: Any) -> None:
 
 
 def without_tables(lm: DiffusionLM) -> None:
-    """Make PEFT save only adapters: it would also save embedding tables that have some, or rows that the base model lacks."""
+    """Make PEFT save only adapters: it would also save embedding tables that have some, or rows that the base
+    model lacks."""
     if has_adapters(lm):
-        lm.model.save_pretrained = partial(type(lm.model).save_pretrained, lm.model, save_embedding_layers=False)
+        lm.model.save_pretrained = partial(
+            type(lm.model).save_pretrained, lm.model, save_embedding_layers=False
+        )

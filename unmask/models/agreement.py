@@ -1,4 +1,5 @@
-"""Whether a model computes under Unmask's attention what it computes under its own, tried on a small copy of its architecture.
+"""Whether a model computes under Unmask's attention what it computes under its own, tried on a small copy of
+its architecture.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -24,7 +25,8 @@ from unmask.models.compiled import description
 LENGTH, WINDOW, VOCABULARY, WIDTH, EXPERTS = 9, 4, 32, 16, 4
 """Of the row, and of the small copy: its sliding windows, tokens, MLPs, and experts."""
 TOLERANCE = 1e-2
-"""Of logits in float32, in their standard deviation. Another mask or position changes them by tens of this, rounding by a thousandth."""
+"""Of logits in float32, in their standard deviation. Another mask or position changes them by tens of this,
+rounding by a thousandth."""
 REMEDY = "Use a model of a type that docs/models.md lists"
 INNER = re.compile(r".*intermediate_size|.*ffn_dim|ffn_hidden_size|n_inner|mlp_hidden_size")
 MANY = re.compile(r"num_.*experts|n_routed_experts|moe_num_experts")
@@ -34,30 +36,50 @@ _found: dict[tuple[type, str], str | int] = {}
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """The number that this model gives to the first position of a text: 0, or that after the padding token's (RoBERTa).
+    """The number that this model gives to the first position of a text: 0, or that after the padding token's
+    (RoBERTa).
 
-    Raises:
-        ModelError: with either it would compute something else than transformers. What was found is kept for its configuration.
+    Raises: ModelError: with either it would compute something else than transformers. What was found is kept
+        for its configuration.
     """
     key = (type(model), description(model.config))
     if key not in _found:
-        with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            unset_fake_temporarily(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):
             _found[key] = _try(type(model), model.config)
     if isinstance(found := _found[key], str):
-        raise ModelError(f"transformers computes something else: {found}", where=type(model).__name__, remedy=REMEDY)
+        raise ModelError(
+            f"transformers computes something else: {found}", where=type(model).__name__, remedy=REMEDY
+        )
     return found
 
 
 def _try(kind: type[PreTrainedModel], config: PretrainedConfig) -> str | int:
-    """The first position, or what differs. Small sizes may not fit one another; what the last copy raises is taken for the model's."""
+    """The first position, or what differs. Small sizes may not fit one another; what the last copy raises is
+    taken for the model's."""
     error = ""
     for change in small_configs(config):
         try:
             model = small_model(kind, change())
-            found, (padding, there) = _differs(model, 0), (each.get_text_config().pad_token_id for each in (model.config, config))
-            return there + 1 if found and padding is not None and _differs(model, padding + 1) is None else found or 0
+            found, (padding, there) = (
+                _differs(model, 0),
+                (each.get_text_config().pad_token_id for each in (model.config, config)),
+            )
+            return (
+                there + 1
+                if found and padding is not None and _differs(model, padding + 1) is None
+                else found or 0
+            )
         except Exception as raised:  # user code: modelling code raises anything
-            what = raised.what if isinstance(raised, UnmaskError) else f"{type(raised).__name__}: {first_line(raised)}"
+            what = (
+                raised.what
+                if isinstance(raised, UnmaskError)
+                else f"{type(raised).__name__}: {first_line(raised)}"
+            )
             error = f"it fails under Unmask's attention mask ({what})"
     return error
 
@@ -74,7 +96,8 @@ def small_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTra
 
 
 def _differs(model: PreTrainedModel, first: int) -> str | None:
-    """What such a model does otherwise under Unmask's attention, on a row that is longer than its windows; None: nothing."""
+    """What such a model does otherwise under Unmask's attention, on a row that is longer than its windows;
+    None: nothing."""
     ids_BT = torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")
     expected_BTV = model(input_ids=ids_BT, use_cache=False).logits
@@ -87,7 +110,9 @@ def _differs(model: PreTrainedModel, first: int) -> str | None:
     def logits(ids_BT: Tensor, documents_BT: Tensor, pattern: AttentionName = "causal") -> Tensor:
         layout = Layout.of(documents_BT)
         mask = make_mask(pattern, None, layout, layout)
-        return model(input_ids=ids_BT, position_ids=layout.position_BT + first, use_cache=False, unmask_mask=mask).logits
+        return model(
+            input_ids=ids_BT, position_ids=layout.position_BT + first, use_cache=False, unmask_mask=mask
+        ).logits
 
     alone_BT = torch.ones_like(ids_BT)
     if not close(ids_BT, alone_BT):
@@ -95,18 +120,24 @@ def _differs(model: PreTrainedModel, first: int) -> str | None:
     if not close(torch.cat([ids_BT[:, :3], ids_BT], 1), torch.cat([alone_BT[:, :3], alone_BT + 1], 1)):
         return "the logits of a document depend on the one that is packed before it"
     other_BT = torch.cat([ids_BT[:, :-1], ids_BT[:, :1]], 1)
-    if ids_BT[0, 0] != ids_BT[0, -1] and torch.equal(*(logits(each, alone_BT, "bidirectional")[:, :1] for each in (ids_BT, other_BT))):
+    if ids_BT[0, 0] != ids_BT[0, -1] and torch.equal(
+        *(logits(each, alone_BT, "bidirectional")[:, :1] for each in (ids_BT, other_BT))
+    ):
         return "its layers read from left to right under any mask"
     return None
 
 
 def small_configs(config: PretrainedConfig) -> list[Callable[[], Any]]:
     """Makers of copies with a small vocabulary and small windows, the smallest copy first."""
-    return [partial(_small, config, few=few, narrow=narrow) for few, narrow in ((True, True), (False, True), (True, False))]
+    return [
+        partial(_small, config, few=few, narrow=narrow)
+        for few, narrow in ((True, True), (False, True), (True, False))
+    ]
 
 
 def _small(config: PretrainedConfig, *, few: bool, narrow: bool) -> PretrainedConfig:
-    """`few`: with the first layers, as many as show all kinds. `narrow`: with fewer heads of the same width, and narrow MLPs."""
+    """`few`: with the first layers, as many as show all kinds. `narrow`: with fewer heads of the same width,
+    and narrow MLPs."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config()
     layers, kinds = text.num_hidden_layers, getattr(text, "layer_types", None)
@@ -138,7 +169,8 @@ def _small(config: PretrainedConfig, *, few: bool, narrow: bool) -> PretrainedCo
             setattr(text, name, value)
     text.num_hidden_layers = kept
     for part in vars(config).values():
-        if isinstance(part, PretrainedConfig) and part is not text and "num_hidden_layers" in vars(part):  # it reads images
+        # it reads images
+        if isinstance(part, PretrainedConfig) and part is not text and "num_hidden_layers" in vars(part):
             setattr(part, "num_hidden_layers", 1)  # noqa: B010 (not of every config)
     return config
 

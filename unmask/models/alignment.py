@@ -31,10 +31,13 @@ def align_weights(model: nn.Module) -> None:
 
 
 def _align_quantized(holder: Any, mapped: Tensor | None = None, aligned: Tensor | None = None) -> None:
-    """Align what bitsandbytes keeps beside a weight: scales, code books, and in 8 bits the weight itself a second time (`CB`)."""
+    """Align what bitsandbytes keeps beside a weight: scales, code books, and in 8 bits the weight itself a
+    second time (`CB`)."""
     for name, value in list(vars(holder).items()):
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.data_ptr() % ALIGNMENT:
-            same = mapped is not None and value.data_ptr() == mapped.data_ptr() and value.shape == mapped.shape
+            same = (
+                mapped is not None and value.data_ptr() == mapped.data_ptr() and value.shape == mapped.shape
+            )
             setattr(holder, name, aligned if same else value.clone())
         elif name in ("quant_state", "state2") and value is not None:
             _align_quantized(value)

@@ -1,7 +1,9 @@
-"""Attention patterns: causal, block-causal and bidirectional, with padding and packing, over stock Hugging Face models.
+"""Attention patterns: causal, block-causal and bidirectional, with padding and packing, over stock Hugging
+Face models.
 
-One attention function is registered with transformers under the name "unmask". The mask reaches it as an extra forward keyword
-(`unmask_mask`); without the keyword it raises, so that no model can silently use its own mask.
+One attention function is registered with transformers under the name "unmask". The mask reaches it as an
+extra forward keyword (`unmask_mask`); without the keyword it raises, so that no model can silently use its
+own mask.
 
 Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 """
@@ -38,12 +40,16 @@ class Layout:
     """The documents, positions and noised copies of tokens, on which masks and position embeddings depend."""
 
     document_BT: Tensor  # number of a token's document; 0 is padding
-    position_BT: Tensor  # within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
-    copy_BT: Tensor  # 0: clean. 1, 2, ...: a noised copy in `[x_t ; ... ; x_0]`, or the current block and its drafts
+    # within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes
+    # nothing.
+    position_BT: Tensor
+    # 0: clean. 1, 2, ...: a noised copy in `[x_t ; ... ; x_0]`, or the current block and its drafts
+    copy_BT: Tensor
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Layout:
-        """The layout of rows whose documents are numbered from 1, 0 for padding (an attention mask has one document)."""
+        """The layout of rows whose documents are numbered from 1, 0 for padding (an attention mask has one
+        document)."""
         document_BT = document_BT.long()
         index_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
@@ -57,9 +63,12 @@ class Layout:
         return cls.of(torch.ones(1, length, dtype=torch.long, device=device))
 
     def with_noised_copies(self, count: int = 1) -> Layout:
-        """The layout `[x_t ; ... ; x_0]`: noised copies before the clean tokens, all at the same positions."""
+        """The layout `[x_t ; ... ; x_0]`: noised copies before the clean tokens, all at the same
+        positions."""
         copies = [torch.full_like(self.copy_BT, number) for number in range(1, count + 1)]
-        document_BT, position_BT = (numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT))
+        document_BT, position_BT = (
+            numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT)
+        )
         return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1))
 
 
@@ -68,9 +77,11 @@ class AttentionMask:
     """The keys that each query attends to."""
 
     allowed_B1QK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
-    positions: tuple[Tensor, Tensor] | None  # of queries and keys, if the model's sliding windows apply (causal pattern only)
+    # of queries and keys, if the model's sliding windows apply (causal pattern only)
+    positions: tuple[Tensor, Tensor] | None
     full: bool = False  # everything is known to be visible
-    documents: Documents | None = None  # for FlashAttention: those within which all tokens, or all earlier ones, are visible
+    # for FlashAttention: those within which all tokens, or all earlier ones, are visible
+    documents: Documents | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
@@ -86,7 +97,8 @@ class AttentionMask:
         return self._windowed[window]
 
     def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
-        """The mask on another device, copied once. Accelerate calls it between layers of a model split over devices."""
+        """The mask on another device, copied once. Accelerate calls it between layers of a model split over
+        devices."""
         device = torch.device(device)
         if device == self.allowed_B1QK.device:
             return self
@@ -96,18 +108,25 @@ class AttentionMask:
         return self._moved[device]
 
     def annealed(self, visible_fraction: float, key: int) -> AttentionMask:
-        """The mask in which each key after a query is also visible with this probability. `key` selects them, whatever the width."""
+        """The mask in which each key after a query is also visible with this probability. `key` selects them,
+        whatever the width."""
         keys = self.allowed_B1QK.shape[3]
         later, earlier = torch.tril_indices(keys, keys, -1)  # key by key, so that wider rows only add numbers
         visible_QK = torch.ones(keys, keys, dtype=torch.bool)
-        visible_QK[earlier, later] = torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < visible_fraction
+        visible_QK[earlier, later] = (
+            torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < visible_fraction
+        )
         return AttentionMask(self.allowed_B1QK & visible_QK.to(self.allowed_B1QK.device), None)
 
-    @torch.inference_mode(False)  # masks are cached, and a later training step saves these numbers for its gradient
+    # masks are cached, and a later training step saves these numbers for its gradient
+    @torch.inference_mode(False)
     def additive(self, dtype: torch.dtype) -> Tensor:
-        """The mask as numbers to add to the attention logits. All layers share it; SDPA would otherwise convert a boolean mask in each."""
+        """The mask as numbers to add to the attention logits. All layers share it; SDPA would otherwise
+        convert a boolean mask in each."""
         if dtype not in self._additive:
-            self._additive[dtype] = torch.full_like(self.allowed_B1QK, -torch.inf, dtype=dtype).masked_fill_(self.allowed_B1QK, 0.0)
+            self._additive[dtype] = torch.full_like(self.allowed_B1QK, -torch.inf, dtype=dtype).masked_fill_(
+                self.allowed_B1QK, 0.0
+            )
         return self._additive[dtype]
 
     @cached_property
@@ -117,7 +136,8 @@ class AttentionMask:
 
     @cached_property
     def coarse_tiles(self) -> Tiles | None:
-        """The tiles of the mask that SDPA on a CPU computes, if some can be skipped: later blocks, other documents."""
+        """The tiles of the mask that SDPA on a CPU computes, if some can be skipped: later blocks, other
+        documents."""
         return cpu_tiles.visible(self.allowed_B1QK, cpu_tiles.COARSE)
 
     @cached_property
@@ -134,15 +154,18 @@ def blocks(layout: Layout, pattern: AttentionName, block_size: int | None) -> Te
 
 
 def segments(layout: Layout, pattern: AttentionName, block_size: int | None) -> Tensor:
-    """The number [B, T] of each token's segment, from 0: consecutive tokens of one document, copy and block."""
+    """The number [B, T] of each token's segment, from 0: consecutive tokens of one document, copy and
+    block."""
     keys = (layout.document_BT, layout.copy_BT, blocks(layout, pattern, block_size))
     changed_BT = torch.stack([key_BT[:, 1:] != key_BT[:, :-1] for key_BT in keys]).any(0)
     return F.pad(changed_BT.long().cumsum(1), (1, 0))
 
 
-def stacked_rows(target_N: Tensor, layout: Layout, copies: int, block_size: int | None, *, logit_shift: bool) -> Tensor:
-    """The rows [N] of `[x_t ; ... ; x_0]`, as flat indices, that predict targets of its noised copies, flat indices into [B, M, T]. With a
-    logit shift the last clean row before a block predicts its first token."""
+def stacked_rows(
+    target_N: Tensor, layout: Layout, copies: int, block_size: int | None, *, logit_shift: bool
+) -> Tensor:
+    """The rows [N] of `[x_t ; ... ; x_0]`, as flat indices, that predict targets of its noised copies, flat
+    indices into [B, M, T]. With a logit shift the last clean row before a block predicts its first token."""
     length = layout.position_BT.shape[1] // (copies + 1)
     batch_N, column_N = target_N // (copies * length), target_N % (copies * length)
     first_row_N = batch_N * (copies + 1) * length
@@ -150,36 +173,56 @@ def stacked_rows(target_N: Tensor, layout: Layout, copies: int, block_size: int 
         return first_row_N + column_N
     position_N = layout.position_BT[batch_N % len(layout.position_BT), column_N]
     before_N = (column_N % length - 1).clamp_min(0) + copies * length
-    return first_row_N + torch.where(position_N % (block_size or 1) == 0, before_N, (column_N - 1).clamp_min(0))
+    return first_row_N + torch.where(
+        position_N % (block_size or 1) == 0, before_N, (column_N - 1).clamp_min(0)
+    )
 
 
 def make_mask(
-    pattern: AttentionName, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False
+    pattern: AttentionName,
+    block_size: int | None,
+    queries: Layout,
+    keys: Layout,
+    *,
+    causal_context: bool = False,
 ) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
-    Clean tokens attend to the clean tokens of the same and earlier blocks (with `causal_context` only to earlier tokens); noised tokens to
-    the noised tokens of the same copy and block and the clean ones of earlier blocks. No token attends to another document or to padding.
-    Padding attends only to itself, so that no row is empty.
+    Clean tokens attend to the clean tokens of the same and earlier blocks (with `causal_context` only to
+    earlier tokens); noised tokens to the noised tokens of the same copy and block and the clean ones of
+    earlier blocks. No token attends to another document or to padding. Padding attends only to itself, so
+    that no row is empty.
     """
-    query_BQ1, key_B1K = blocks(queries, pattern, block_size)[:, :, None], blocks(keys, pattern, block_size)[:, None, :]
+    query_BQ1, key_B1K = (
+        blocks(queries, pattern, block_size)[:, :, None],
+        blocks(keys, pattern, block_size)[:, None, :],
+    )
     copy_BQ1, copy_B1K = queries.copy_BT[:, :, None], keys.copy_BT[:, None, :]
     together_BQK = (copy_BQ1 == copy_B1K) & (key_B1K == query_BQ1)
     if causal_context:
         together_BQK &= (copy_BQ1 > 0) | (keys.position_BT[:, None, :] <= queries.position_BT[:, :, None])
     earlier_clean_BQK = (copy_B1K == 0) & (key_B1K < query_BQ1)
-    real_BQK = (queries.document_BT[:, :, None] == keys.document_BT[:, None, :]) & (keys.document_BT[:, None, :] > 0)
+    real_BQK = (queries.document_BT[:, :, None] == keys.document_BT[:, None, :]) & (
+        keys.document_BT[:, None, :] > 0
+    )
     count, total = queries.document_BT.shape[1], keys.document_BT.shape[1]
     itself_QK = torch.eye(total, dtype=torch.bool, device=real_BQK.device)[total - count :]
     allowed_BQK = real_BQK & (earlier_clean_BQK | together_BQK) | itself_QK
-    return AttentionMask(allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None)
+    return AttentionMask(
+        allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None
+    )
 
 
 _unpadded: MaskCache[AttentionMask] = MaskCache(MASKS_KEPT, CELLS_KEPT)
 
 
 def unpadded_mask(
-    pattern: AttentionName, block_size: int | None, length: int, copies: int, device: torch.device, causal_context: bool = False
+    pattern: AttentionName,
+    block_size: int | None,
+    length: int,
+    copies: int,
+    device: torch.device,
+    causal_context: bool = False,
 ) -> AttentionMask:
     """The mask of rows of one document without padding; cached, since it depends only on the arguments."""
 
@@ -189,7 +232,9 @@ def unpadded_mask(
         mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
         return replace(mask, full=pattern == "bidirectional" and copies == 0)
 
-    return _unpadded.get((pattern, block_size, length, copies, device, causal_context), make, (length * (copies + 1)) ** 2)
+    return _unpadded.get(
+        (pattern, block_size, length, copies, device, causal_context), make, (length * (copies + 1)) ** 2
+    )
 
 
 def mask_cache_stats() -> dict[str, float]:
@@ -204,21 +249,29 @@ def clear_mask_cache() -> None:
 
 
 def check_pattern(pattern: str, block_size: int | None, causal_context: bool = False) -> None:
-    """Raise ConfigError for an unknown pattern, or for a block size or causal context that the pattern does not have."""
+    """Raise ConfigError for an unknown pattern, or for a block size or causal context that the pattern does
+    not have."""
     if pattern not in PATTERNS:
-        raise ConfigError(f"unknown attention pattern {pattern!r}", where="attention", remedy=f"Use one of {', '.join(PATTERNS)}")
+        raise ConfigError(
+            f"unknown attention pattern {pattern!r}",
+            where="attention",
+            remedy=f"Use one of {', '.join(PATTERNS)}",
+        )
     if pattern == "block_causal" and (block_size is None or block_size < 1):
         what = f"block_causal attention with block_size {block_size!r}"
         raise ConfigError(what, where="block_size", remedy="Give a block size of at least 1")
     remedy = "Leave it out, or use attention='block_causal'"
     if pattern != "block_causal" and block_size is not None:
-        raise ConfigError(f"block_size {block_size} with {pattern} attention", where="block_size", remedy=remedy)
+        raise ConfigError(
+            f"block_size {block_size} with {pattern} attention", where="block_size", remedy=remedy
+        )
     if causal_context and pattern != "block_causal":
         raise ConfigError(f"a causal context with {pattern} attention", where="causal_context", remedy=remedy)
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention module of every layer, found by its class name; of nested ones (BERT) the outer, which has the output projection."""
+    """The attention module of every layer, found by its class name; of nested ones (BERT) the outer, which
+    has the output projection."""
     named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
     return [module for module in named if module not in inner]
@@ -252,44 +305,69 @@ def unmask_attention(
         what = "the model was called without a mask, and would attend to tokens that it must not see"
         raise ModelError(what, where=type(module).__name__, remedy="Call it through unmask.DiffusionLM")
     if s_aux is not None or position_bias is not None:
-        raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
+        raise ModelError(
+            "attention sinks and position biases are not supported",
+            where=type(module).__name__,
+            remedy="Use another model",
+        )
     mask = unmask_mask.within(sliding_window)
-    groups = getattr(module, "num_key_value_groups", None)  # to a compiler the length of a cache is not constant
+    # to a compiler the length of a cache is not constant
+    groups = getattr(module, "num_key_value_groups", None)
     groups = query_BHQD.shape[1] // key_BHKD.shape[1] if groups is None else groups
     if mask.documents is not None and flash.usable(query_BHQD) and dropout == 0 and softcap is None:
         return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
-    if flex.usable(query_BHQD) and dropout == 0 and not (mask.full and softcap is None):  # without a mask SDPA has faster kernels
-        out_BHQD = flex.attend(query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap)
+    # without a mask SDPA has faster kernels
+    if flex.usable(query_BHQD) and dropout == 0 and not (mask.full and softcap is None):
+        out_BHQD = flex.attend(
+            query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap
+        )
     elif softcap is None:
-        out_BHQD = _sdpa(query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1)
+        out_BHQD = _sdpa(
+            query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1
+        )
     else:
         key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
         scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
         logits_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
-        weight_BHQK = logits_BHQK.masked_fill(~mask.allowed_B1QK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
+        weight_BHQK = (
+            logits_BHQK.masked_fill(~mask.allowed_B1QK, -torch.inf)
+            .softmax(-1, dtype=torch.float32)
+            .to(query_BHQD.dtype)
+        )
         out_BHQD = F.dropout(weight_BHQK, dropout) @ value_BHKD
     return out_BHQD.transpose(1, 2).contiguous(), None
 
 
-def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
+def _sdpa(
+    query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any
+) -> Tensor:
     """SDPA, by tiles where that saves work; a compiled graph must not depend on where it does."""
     if mask.full:
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
     if torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_B1QK, **options)
+        return F.scaled_dot_product_attention(
+            query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_B1QK, **options
+        )
     tiles = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
     if tiles is None:
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.additive(query_BHQD.dtype), **options)
+        return F.scaled_dot_product_attention(
+            query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.additive(query_BHQD.dtype), **options
+        )
     return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, tiles, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)
 
 
-def hidden_fraction(hidden_BT: Tensor, layout: Layout, attention: AttentionName, block_size: int | None) -> Tensor:
+def hidden_fraction(
+    hidden_BT: Tensor, layout: Layout, attention: AttentionName, block_size: int | None
+) -> Tensor:
     """The fraction [B, T] of hidden tokens in each token's block or document; 0 at padding."""
     segment_BT = segments(layout, attention, block_size).expand_as(hidden_BT)
     real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
-    counts = [torch.zeros_like(real_BT).scatter_add_(1, segment_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
+    counts = [
+        torch.zeros_like(real_BT).scatter_add_(1, segment_BT, kind_BT)
+        for kind_BT in (hidden_BT * real_BT, real_BT)
+    ]
     hidden_count_BT, count_BT = (count_BS.gather(1, segment_BT) for count_BS in counts)
     return hidden_count_BT / count_BT.clamp_min(1)

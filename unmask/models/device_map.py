@@ -13,7 +13,8 @@ from unmask.errors import ModelError, first_line
 
 
 def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
-    """The device of each part of a model, by the part's name: consecutive layers, divided in proportion to the memory of each device.
+    """The device of each part of a model, by the part's name: consecutive layers, divided in proportion to
+    the memory of each device.
 
     Raises:
         ModelError: there are fewer than two devices.
@@ -37,10 +38,13 @@ def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The parts that stay whole on a device, in the order of a forward pass: layers, and the modules around them."""
+    """The parts that stay whole on a device, in the order of a forward pass: layers, and the modules around
+    them."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     for name, part in module.named_children():
-        divided = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
+        divided = isinstance(part, nn.ModuleList) or (
+            prefix.count(".") < 2 and any(other in lists for other in part.modules())
+        )
         if divided and not isinstance(module, nn.ModuleList):
             yield from _parts(part, f"{prefix}{name}.")
         else:
@@ -48,11 +52,14 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def resolve_device(device: str) -> str:
-    """A torch device; "auto" is the GPU if there is one. Raises ModelError if this machine lacks the device."""
+    """A torch device; "auto" is the GPU if there is one. Raises ModelError if this machine lacks the
+    device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
-        raise ModelError(f"no device {device!r} ({first_line(error)})", where="device", remedy="Use cpu, or auto") from error
+        raise ModelError(
+            f"no device {device!r} ({first_line(error)})", where="device", remedy="Use cpu, or auto"
+        ) from error
     return device

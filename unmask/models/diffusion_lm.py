@@ -1,6 +1,7 @@
 """DiffusionLM: a causal language model of transformers, read as a diffusion language model.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean, J targets of a row, S segments.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean, J targets of a row,
+S segments.
 """
 
 from __future__ import annotations
@@ -52,33 +53,31 @@ class ForwardInputs:
     layout: Layout
     mask: AttentionMask
     index_N: Tensor | None = None  # flat indices into [B * T] of the rows to compute; None: all
-    fraction_BT: Tensor | None = None  # of hidden tokens in each document or block; None: nothing is hidden, or no time embedding
-    # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training the ratio of
-    # a policy to itself must be 1.
+    # of hidden tokens in each document or block; None: nothing is hidden, or no time embedding
+    fraction_BT: Tensor | None = None
+    # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits,
+    # and in training the ratio of a policy to itself must be 1.
     pruned: bool = False
 
 
 class DiffusionLM:
     """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift.
 
-    Attributes:
-        model: the model (`bind` replaces it by a PEFT or distributed wrapper).
-        tokenizer: its tokenizer, which has the mask token.
-        attention: "causal", "block_causal" or "bidirectional".
-        block_size: the attention block of a block-causal model, else None.
-        mask_token_id: the input id at hidden positions.
-        expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown length, of up to max_gap tokens; else None. The
-            two and the mask token are `never_predicted`: their logits are -inf.
-        eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS is first; it fills canvases.
-        logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
-        causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
-            block in both directions (NBDiff, Tian et al. 2025).
-        first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
-        config: of the unwrapped model.
-        quality_head: estimates whether visible tokens are right; None: the model has none.
-        padding_idx: the token whose embedding is never trained, in released models that have one (docs/models.md); else None.
-        flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
-        cuda_graphs: whether the sampler records its passes as CUDA graphs (docs/generation.md).
+    Attributes: model: the model (`bind` replaces it by a PEFT or distributed wrapper). tokenizer: its
+        tokenizer, which has the mask token. attention: "causal", "block_causal" or "bidirectional".
+        block_size: the attention block of a block-causal model, else None. mask_token_id: the input id at
+        hidden positions. expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown
+        length, of up to max_gap tokens; else None. The two and the mask token are `never_predicted`: their
+        logits are -inf. eos_token_ids: all tokens that end a text: a completion is cut at the first. The
+        tokenizer's EOS is first; it fills canvases. logit_shift: whether the output at row i predicts token i
+        + 1 (as in causal models) rather than token i. causal_context: whether a block-causal model reads
+        finished blocks from left to right, as a causal model does, and only the current block in both
+        directions (NBDiff, Tian et al. 2025). first_position: the model's number of the first token of a
+        text: 0, except for RoBERTa's kind. config: of the unwrapped model. quality_head: estimates whether
+        visible tokens are right; None: the model has none. padding_idx: the token whose embedding is never
+        trained, in released models that have one (docs/models.md); else None. flash_attention: whether rows
+        without blocks use FlashAttention 2, on a GPU in 16 bits. cuda_graphs: whether the sampler records its
+        passes as CUDA graphs (docs/generation.md).
     """
 
     flash_attention = cuda_graphs = False
@@ -109,7 +108,9 @@ class DiffusionLM:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.expand_token_id, self.delete_token_id, self.max_gap = expand_token_id, delete_token_id, max_gap
-        self.never_predicted = tuple(token for token in (mask_token_id, expand_token_id, delete_token_id) if token is not None)
+        self.never_predicted = tuple(
+            token for token in (mask_token_id, expand_token_id, delete_token_id) if token is not None
+        )
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
         self.causal_context = causal_context
@@ -128,7 +129,8 @@ class DiffusionLM:
 
     @property
     def model(self) -> Any:
-        """The model, or a wrapper of it: PEFT, DDP, FSDP. One that torch.compile returned is compiled in place when it is assigned."""
+        """The model, or a wrapper of it: PEFT, DDP, FSDP. One that torch.compile returned is compiled in
+        place when it is assigned."""
         return self._model
 
     @model.setter
@@ -139,7 +141,10 @@ class DiffusionLM:
 
     def __repr__(self) -> str:
         block = f", block_size={self.block_size}" if self.block_size else ""
-        return f"DiffusionLM({type(self.model).__name__}, {self.attention}{block}, logit_shift={self.logit_shift})"
+        return (
+            f"DiffusionLM({type(self.model).__name__}, {self.attention}{block}, "
+            f"logit_shift={self.logit_shift})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +152,8 @@ class DiffusionLM:
 
     @property
     def autoregressive(self) -> bool:
-        """Whether every row predicts the next token from the clean ones before it: one pass gives the likelihood of a sequence."""
+        """Whether every row predicts the next token from the clean ones before it: one pass gives the
+        likelihood of a sequence."""
         return self.attention == "causal" and self.logit_shift
 
     @property
@@ -185,7 +191,11 @@ class DiffusionLM:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that `unmask.load` reads from the model's config."""
-        own = {"eos_token_ids": list(self.eos_token_ids), "padding_idx": self.padding_idx, "max_gap": self.max_gap}
+        own = {
+            "eos_token_ids": list(self.eos_token_ids),
+            "padding_idx": self.padding_idx,
+            "max_gap": self.max_gap,
+        }
         return self.pattern | own | {"quality_head": self.quality_head is not None}
 
     @property
@@ -203,25 +213,33 @@ class DiffusionLM:
         }
 
     def set_chat_template(self, template: str, *, ends: bool = True) -> None:
-        """Set the chat template: a text, or Unmask's `simple`. Unless `ends` is False, the token that ends turns becomes an end token."""
+        """Set the chat template: a text, or Unmask's `simple`. Unless `ends` is False, the token that ends
+        turns becomes an end token."""
         self.tokenizer.chat_template = TEMPLATES.get(template, template)
         if ends:
-            self.eos_token_ids = eos_first(self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))})
+            self.eos_token_ids = eos_first(
+                self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))}
+            )
             set_end_tokens(self.model, self.eos_token_ids)
 
     def bind(self, model: nn.Module) -> DiffusionLM:
         """The same settings with a wrapper or a deep copy of the model."""
         bound = copy.copy(self)
-        bound.model, bound.quality_head = model, quality_head_of(model) if self.quality_head is not None else None
+        bound.model, bound.quality_head = (
+            model,
+            quality_head_of(model) if self.quality_head is not None else None,
+        )
         return bound
 
     def select_rows_of(self, *heads: nn.Module) -> None:
-        """Make these the heads that compute the selected rows only: adapters can be around, or in the place of, the first one."""
+        """Make these the heads that compute the selected rows only: adapters can be around, or in the place
+        of, the first one."""
         for each in heads:
             self._head.follow(each)
 
     def compile(self, **options: Any) -> None:
-        """Compile the model as it is now, with these options of torch.compile: one graph for all lengths and numbers of rows."""
+        """Compile the model as it is now, with these options of torch.compile: one graph for all lengths and
+        numbers of rows."""
         compile_model(self.model, options)
         self.compile_options = options
 
@@ -235,12 +253,17 @@ class DiffusionLM:
         """The same weights as a causal model."""
         causal = copy.copy(self)
         causal.attention, causal.block_size, causal.logit_shift = "causal", None, True
-        causal.causal_context, causal._time, causal._fraction, causal._annealing = False, None, HiddenFraction(), None
+        causal.causal_context, causal._time, causal._fraction, causal._annealing = (
+            False,
+            None,
+            HiddenFraction(),
+            None,
+        )
         return causal
 
     def annealed(self, visible_fraction: float, key: int) -> DiffusionLM:
-        """The same model in which each key after a query is also visible with this probability (DiffuLLaMA, Gong et al. 2025). `key`
-        selects them."""
+        """The same model in which each key after a query is also visible with this probability (DiffuLLaMA,
+        Gong et al. 2025). `key` selects them."""
         annealed = copy.copy(self)
         annealed._annealing = (visible_fraction, key)
         return annealed
@@ -258,24 +281,33 @@ class DiffusionLM:
     ) -> Tensor:
         """Logits aligned so that row i predicts token i.
 
-        Args:
-            input_ids_BT: token ids, with `mask_token_id` at the hidden positions.
-            attention_mask_BT: 1 is real, 0 padding; packed rows number their documents 1, 2, ...
-            rows_BT: boolean; the rows to compute, in row-major order. None: all.
-            hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding. None: nowhere.
+        Args: input_ids_BT: token ids, with `mask_token_id` at the hidden positions. attention_mask_BT: 1 is
+            real, 0 padding; packed rows number their documents 1, 2, ... rows_BT: boolean; the rows to
+            compute, in row-major order. None: all. hidden_BT: boolean; the hidden positions, for a model with
+            a causal context or a time embedding. None: nowhere.
 
         Raises:
             ModelError: a row is too long, or hidden_BT is missing for a model that needs it.
 
-        Returns:
-            [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has -inf. Row 0 of a shifted
-            model has no predecessor and is undefined.
+        Returns: [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask
+            token has -inf. Row 0 of a shifted model has no predecessor and is undefined.
         """
-        if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
+        if (
+            hidden_BT is None
+            and (self.causal_context or self.has_time_embedding)
+            and (input_ids_BT == self.mask_token_id).any()
+        ):
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
-            raise ModelError("the model reads the current block differently from the others", where="hidden_BT", remedy=remedy)
-        inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, None if rows_BT is None else rows_BT.bool(), hidden_BT)
-        logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
+            raise ModelError(
+                "the model reads the current block differently from the others",
+                where="hidden_BT",
+                remedy=remedy,
+            )
+        inputs = self.noised_inputs(
+            input_ids_BT, attention_mask_BT, None if rows_BT is None else rows_BT.bool(), hidden_BT
+        )
+        # a backward pass may run the layer again
+        logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)
         return logits
@@ -288,8 +320,9 @@ class DiffusionLM:
         hidden_BT: Tensor | None = None,
         known: tuple[Layout, AttentionMask] | None = None,
     ) -> ForwardInputs:
-        """The inputs of one pass over rows that mix hidden and visible tokens. Arguments as for `logits`; `target_BT` is `rows_BT`, or the
-        flat indices of its tokens. `known`: the `layout_and_mask` of these rows, if they are."""
+        """The inputs of one pass over rows that mix hidden and visible tokens. Arguments as for `logits`;
+        `target_BT` is `rows_BT`, or the flat indices of its tokens. `known`: the `layout_and_mask` of these
+        rows, if they are."""
         layout, mask = known or self.layout_and_mask(ids_BT, attention_mask_BT)
         fraction_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
@@ -311,51 +344,60 @@ class DiffusionLM:
         causal_target_BT: Tensor | None = None,
         known: tuple[Layout, AttentionMask] | None = None,
     ) -> ForwardInputs:
-        """The inputs of one pass over `[x_t ; ... ; x_0]`: M noised copies of each row, then its clean tokens. One pass predicts all blocks
-        of a block-causal model.
+        """The inputs of one pass over `[x_t ; ... ; x_0]`: M noised copies of each row, then its clean
+        tokens. One pass predicts all blocks of a block-causal model.
 
-        Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation. With a logit shift the last
-        CLEAN row before a block predicts its first token.
+        Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation.
+        With a logit shift the last CLEAN row before a block predicts its first token.
 
-        Args:
-            clean_BT: the clean tokens; `attention_mask_BT` as for `logits`.
-            hidden_BMT: True at the hidden positions of each copy.
-            target_BMT: the tokens of the copies to predict, in row-major order; boolean, or their flat indices.
-            causal_target_BT: with a causal context, tokens that the causal model predicts from earlier clean ones; their rows come last.
-            known: the `layout_and_mask` of these copies, if they are.
+        Args: clean_BT: the clean tokens; `attention_mask_BT` as for `logits`. hidden_BMT: True at the hidden
+            positions of each copy. target_BMT: the tokens of the copies to predict, in row-major order;
+            boolean, or their flat indices. causal_target_BT: with a causal context, tokens that the causal
+            model predicts from earlier clean ones; their rows come last. known: the `layout_and_mask` of
+            these copies, if they are.
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
         layout, mask = known or self.layout_and_mask(clean_BT, attention_mask_BT, copies)
-        index_N = stacked_rows(flat_indices(target_BMT), layout, copies, self.block_size, logit_shift=self.logit_shift)
+        index_N = stacked_rows(
+            flat_indices(target_BMT), layout, copies, self.block_size, logit_shift=self.logit_shift
+        )
         if causal_target_BT is not None:
             assert self.causal_context, "in other models a clean row attends to the tokens after it"
             target_C, width = flat_indices(causal_target_BT), (copies + 1) * length
-            index_N = torch.cat([index_N, target_C // length * width + copies * length + (target_C % length - 1).clamp_min(0)])
+            index_N = torch.cat(
+                [index_N, target_C // length * width + copies * length + (target_C % length - 1).clamp_min(0)]
+            )
         fraction_BT = None
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BMT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
             fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
-        return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, fraction_BT)
+        return ForwardInputs(
+            torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, fraction_BT
+        )
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
-        """The logits of one forward pass, before the logit shift is undone: [B, T, V], or [N, V] at the selected rows. Keys and values are
-        written to the cache, if there is one."""
+        """The logits of one forward pass, before the logit shift is undone: [B, T, V], or [N, V] at the
+        selected rows. Keys and values are written to the cache, if there is one."""
         with self._passing(inputs):
             out = self._run(inputs, cache)
         count = None if inputs.index_N is None else len(inputs.index_N)
-        assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
+        assert count is None or out.shape[:2] == (1, count), (
+            "another output head than the expected one was called"
+        )
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
         for token in self.never_predicted:  # one at a time: a GPU waits for a list
             logits.select(-1, token).fill_(-torch.inf)
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row)."""
+        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J
+        targets per row)."""
         return self.reduced(inputs, Reduction(log_probs_at, (target_N,), temperature))[0]
 
     def reduced(self, inputs: ForwardInputs, reduction: Reduction) -> tuple[Tensor, ...]:
-        """What is computed from the logits of each selected row, in chunks of rows, so that memory does not grow with the vocabulary."""
+        """What is computed from the logits of each selected row, in chunks of rows, so that memory does not
+        grow with the vocabulary."""
         assert inputs.index_N is not None
         if len(inputs.index_N) * self.config.vocab_size <= head.logits_at_once(inputs.index_N.device):
             return reduction.of(self.forward(inputs))
@@ -369,7 +411,8 @@ class DiffusionLM:
         return seen[0]
 
     def capturing(self) -> AbstractContextManager[list[Tensor]]:
-        """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
+        """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor
+        per pass."""
         return self._head.capturing()
 
     @contextmanager
@@ -382,10 +425,17 @@ class DiffusionLM:
             self._fraction.in_every_pass = False
 
     @contextmanager
-    def _passing(self, inputs: ForwardInputs, reduction: Reduction | None = None, *, first_only: bool = False) -> Iterator[RowSelector]:
+    def _passing(
+        self, inputs: ForwardInputs, reduction: Reduction | None = None, *, first_only: bool = False
+    ) -> Iterator[RowSelector]:
         """Set the hooks of the model for the pass."""
         rows = self._head
-        rows.index_N, rows.reduction, rows.first_only, rows.forbidden = inputs.index_N, reduction, first_only, self.never_predicted
+        rows.index_N, rows.reduction, rows.first_only, rows.forbidden = (
+            inputs.index_N,
+            reduction,
+            first_only,
+            self.never_predicted,
+        )
         if inputs.pruned and inputs.index_N is not None:
             self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
         self._fraction.value_BT = inputs.fraction_BT
@@ -405,8 +455,8 @@ class DiffusionLM:
         ).logits
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model bit for bit. Merge adapters
-        first, as the trainers do: otherwise only these are written."""
+        """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model
+        bit for bit. Merge adapters first, as the trainers do: otherwise only these are written."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)
@@ -418,8 +468,11 @@ class DiffusionLM:
         """Empty the cache of attention masks, which all models share (`unmask.clear_mask_cache`)."""
         clear_mask_cache()
 
-    def layout_and_mask(self, like_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
-        """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""
+    def layout_and_mask(
+        self, like_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0
+    ) -> tuple[Layout, AttentionMask]:
+        """The layout of rows of this shape, after noised copies of them, and their attention mask: the same
+        for all passes over them."""
         length, device = like_BT.shape[1], like_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
         context = self.context_length or length
@@ -430,7 +483,14 @@ class DiffusionLM:
         if attention_mask_BT is None:
             mask = unpadded_mask(self.attention, self.block_size, length, copies, device, self.causal_context)
         else:
-            mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=self.causal_context)
+            mask = make_mask(
+                self.attention, self.block_size, layout, layout, causal_context=self.causal_context
+            )
         if self.flash_attention and self.attention != "block_causal":
-            mask = replace(mask, documents=flash.documents(layout.document_BT.expand(len(like_BT), -1), causal=self.attention == "causal"))
+            mask = replace(
+                mask,
+                documents=flash.documents(
+                    layout.document_BT.expand(len(like_BT), -1), causal=self.attention == "causal"
+                ),
+            )
         return layout, mask if self._annealing is None else mask.annealed(*self._annealing)

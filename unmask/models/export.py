@@ -1,4 +1,5 @@
-"""Export models in the formats of released families, or as stock causal models for transformers and servers without Unmask."""
+"""Export models in the formats of released families, or as stock causal models for transformers and servers
+without Unmask."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ STOCK_FORMAT = "hf"
 
 
 def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
-    """Write a model in the format of a released family, or a causal model as transformers saves it: config.json, weights, tokenizer, card.
+    """Write a model in the format of a released family, or a causal model as transformers saves it:
+    config.json, weights, tokenizer, card.
 
-    Args:
-        lm: the model, with adapters merged.
-        path: the folder; it is created.
-        layout: the format: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
-            "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal
-            GLM-4-MoE) or "hf" (a causal model of any architecture, as transformers saves it).
+    Args: lm: the model, with adapters merged. path: the folder; it is created. layout: the format: "llada"
+        (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
+        "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE),
+        "llada2" (block-causal GLM-4-MoE) or "hf" (a causal model of any architecture, as transformers saves
+        it).
 
     Raises:
         ConfigError: an unknown format.
@@ -39,7 +40,11 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     """
     folder = pathlib.Path(path)
     if layout not in (STOCK_FORMAT, *FAMILIES):
-        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}")
+        raise ConfigError(
+            f"unknown layout {layout!r}",
+            where="layout",
+            remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}",
+        )
     if lm.expand_token_id is not None:
         remedy = "Export the model that it was before that training, or serve it with `unmask serve`"
         raise ModelError("engines would write its expand and delete tokens", where="layout", remedy=remedy)
@@ -64,20 +69,26 @@ def _export_released(lm: DiffusionLM, folder: pathlib.Path, layout: str) -> None
     family = FAMILIES[layout]
     family.check(lm)
     if lm.mask_token_id != family.mask_token_id:
-        message = f"the mask token is {lm.mask_token_id}, but engines may assume {family.mask_token_id} for {layout} models: set it there"
+        message = (
+            f"the mask token is {lm.mask_token_id}, but engines may assume {family.mask_token_id} for "
+            f"{layout} models: set it there"
+        )
         warnings.warn(message, UnmaskWarning, stacklevel=3)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(family.published_weights(lm.model), folder)
     share(folder)
     accept_generation_config(lm.model.generation_config)
     lm.model.generation_config.save_pretrained(folder)
-    for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():
+    for name, text in {
+        **family.code,
+        "config.json": json.dumps(family.write_config(lm), indent=2) + "\n",
+    }.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def _export_stock(lm: DiffusionLM, folder: pathlib.Path) -> None:
-    """Without Unmask's keys in config.json. The mask token stays in the vocabulary, for rollouts from a vLLM server; generation_config.json
-    suppresses it."""
+    """Without Unmask's keys in config.json. The mask token stays in the vocabulary, for rollouts from a vLLM
+    server; generation_config.json suppresses it."""
     _check_stock(lm)
     config = lm.model.config
     removed = {name: vars(config).pop(name) for name in (SETTINGS_KEY, HISTORY_KEY) if name in vars(config)}
@@ -111,17 +122,22 @@ def _check_stock(lm: DiffusionLM) -> None:
     if not lm.autoregressive or lm.causal_context or lm.has_time_embedding:
         shift = "" if lm.logit_shift else " without logit shift"
         remedy = "Use the --layout of a released family, or serve it with `unmask serve`"
-        raise ModelError(f"a stock model is causal, and this one is {lm.attention}{shift}", where="layout", remedy=remedy)
+        raise ModelError(
+            f"a stock model is causal, and this one is {lm.attention}{shift}", where="layout", remedy=remedy
+        )
     kind = type(lm.model)
     if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
         remedy = "Merge its adapters before, or use an architecture that comes with transformers"
         raise ModelError(f"{kind.__name__} is not a class of transformers", where="layout", remedy=remedy)
     if getattr(lm.model, "is_quantized", False):
-        raise ModelError("its weights are quantised", where="layout", remedy="Load it without model.quantization")
+        raise ModelError(
+            "its weights are quantised", where="layout", remedy="Load it without model.quantization"
+        )
 
 
 def _name_rotary_base(file: pathlib.Path) -> None:
-    """Add the rotary embedding's base by its name in transformers 4, which would use the default otherwise."""
+    """Add the rotary embedding's base by its name in transformers 4, which would use the default
+    otherwise."""
     settings = json.loads(read_file(file))
     rotary = settings.get("rope_parameters") or {}
     if "rope_theta" in rotary and "rope_theta" not in settings:

@@ -1,7 +1,7 @@
 """The format of a released model: reading and writing its config and weights.
 
-A family maps the fields of its config.json and the names of its weights to those of a model of transformers. Reading and writing both
-follow from it; no code of a released model is run or shipped.
+A family maps the fields of its config.json and the names of its weights to those of a model of transformers.
+Reading and writing both follow from it; no code of a released model is run or shipped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,20 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 FIELDS_OUTSIDE_FORMATS = {
-    *("architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *(
+        "architectures",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ),
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 }
-"""Fields of a stock config that a format may lack: its origin, the tokenizer's ids, and sliding windows, which only causal models use."""
+"""Fields of a stock config that a format may lack: its origin, the tokenizer's ids, and sliding windows,
+which only causal models use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,37 +51,51 @@ class Family:
     config_class: type[PretrainedConfig]  # the config class of transformers that computes the same
     attention: AttentionName  # of the released models, as is the logit shift
     logit_shift: bool
-    block_size: int | None = None  # of the attention, if config.json lacks it; None for a family without blocks
+    # of the attention, if config.json lacks it; None for a family without blocks
+    block_size: int | None = None
     block_field: str = "block_size"  # its name in config.json
     mask_token_id: int  # if config.json lacks it; released code and engines assume it
-    frozen_padding: bool = False  # the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`)
+    # the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`)
+    frozen_padding: bool = False
     fields: Mapping[str, str]  # config.json name: field of the stock config
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of the stock config's fields that config.json lacks
-    sparse_layers: str | None = None  # the name in config.json of the list of layers with experts (1) or without (0); None: there is none
+    # values of the stock config's fields that config.json lacks
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # the name in config.json of the list of layers with experts (1) or without (0); None: there is none
+    sparse_layers: str | None = None
     constants: Mapping[str, Any]  # further fields of config.json; another value is another architecture
-    refused: Mapping[str, Any] = field(default_factory=dict)  # values that the stock class computes differently
-    # name in the file: name in the stock model, where they differ; `*` is a layer's number; a tuple: the file holds these weights in one
-    # tensor
+    # values that the stock class computes differently
+    refused: Mapping[str, Any] = field(default_factory=dict)
+    # name in the file: name in the stock model, where they differ; `*` is a layer's number; a tuple: the file
+    # holds these weights in one tensor
     weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    auto_map: Mapping[str, str] = field(default_factory=dict)  # in config.json, to Python code, which runs only with trust_remote_code
+    # in config.json, to Python code, which runs only with trust_remote_code
+    auto_map: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)  # Python files beside config.json
 
     @property
     def key_mapping(self) -> dict[str, str]:
         """Patterns of published weight names and their replacements, for `from_pretrained`."""
-        return {_pattern(published): _replacement(stock) for published, stock in self.weights.items() if isinstance(stock, str)}
+        return {
+            _pattern(published): _replacement(stock)
+            for published, stock in self.weights.items()
+            if isinstance(stock, str)
+        }
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """Inside, transformers splits tensors that hold several weights: `from_pretrained` can only rename, and a permanent converter
-        would also fuse the weights of a stock model when it is saved."""
+        """Inside, transformers splits tensors that hold several weights: `from_pretrained` can only rename,
+        and a permanent converter would also fuse the weights of a stock model when it is saved."""
         fused = {published: stock for published, stock in self.weights.items() if not isinstance(stock, str)}
         if not fused:
             yield
             return
         name = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class].__name__
         converters = [
-            WeightConverter(f"{_within_layer(published)}.weight", [f"{_within_layer(part)}.weight" for part in stock], [Split(dim=0)])
+            WeightConverter(
+                f"{_within_layer(published)}.weight",
+                [f"{_within_layer(part)}.weight" for part in stock],
+                [Split(dim=0)],
+            )
             for published, stock in fused.items()
         ]
         register_checkpoint_conversion_mapping(name, converters, overwrite=True)
@@ -91,17 +115,22 @@ class Family:
             new, part = self._published_name(name)
             if part is None:
                 whole = weight.nbytes == weight.untyped_storage().nbytes()
-                published[new] = weight if whole else weight.clone()  # those that share a storage are saved under one name
+                # those that share a storage are saved under one name
+                published[new] = weight if whole else weight.clone()
             else:
                 fused.setdefault(new, {})[part] = weight
-        return published | {name: torch.cat([parts[number] for number in sorted(parts)]) for name, parts in fused.items()}
+        return published | {
+            name: torch.cat([parts[number] for number in sorted(parts)]) for name, parts in fused.items()
+        }
 
     def _published_name(self, stock: str) -> tuple[str, int | None]:
         """The published name of a stock weight, and which part of that tensor it is (None: the whole)."""
         for published, names in self.weights.items():
             for part, name in enumerate([names] if isinstance(names, str) else names):
                 if re.match(_pattern(name), stock):
-                    return re.sub(_pattern(name), _replacement(published), stock), None if isinstance(names, str) else part
+                    return re.sub(_pattern(name), _replacement(published), stock), None if isinstance(
+                        names, str
+                    ) else part
         return stock, None
 
     def read_config(self, published: Mapping[str, Any], where: str) -> PretrainedConfig:
@@ -113,19 +142,32 @@ class Family:
         remedy = f"Unmask reads {self.architecture} models"
         architecture = (published.get("architectures") or [self.architecture])[0]
         if architecture != self.architecture:
-            raise ModelError(f"a {self.model_type} config of another architecture, {architecture}", where=where, remedy=remedy)
+            raise ModelError(
+                f"a {self.model_type} config of another architecture, {architecture}",
+                where=where,
+                remedy=remedy,
+            )
         for name, value in self.constants.items():
             if published.get(name) not in (None, value):
-                raise ModelError(f"{name} is {published[name]!r}, and only {value!r} is supported", where=where, remedy=remedy)
+                raise ModelError(
+                    f"{name} is {published[name]!r}, and only {value!r} is supported",
+                    where=where,
+                    remedy=remedy,
+                )
         for name, value in self.refused.items():
             if published.get(name) == value:
                 raise ModelError(f"{name} is {value!r}, which is not supported", where=where, remedy=remedy)
-        values = dict(self.defaults) | {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
+        values = dict(self.defaults) | {
+            stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None
+        }
         if lacking := [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]:
             raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)
         if self.sparse_layers and (kinds := published.get(self.sparse_layers)):
             if not isinstance(kinds, list) or len(kinds) != values["num_hidden_layers"]:
-                what = f"{self.sparse_layers} is {kinds!r}, and not a number for each of {values['num_hidden_layers']} layers"
+                what = (
+                    f"{self.sparse_layers} is {kinds!r}, and not a number for each of "
+                    f"{values['num_hidden_layers']} layers"
+                )
                 raise ModelError(what, where=where, remedy=remedy)
             values["mlp_only_layers"] = [layer for layer, sparse in enumerate(kinds) if not sparse]
         config = self.config_class(**values)
@@ -147,7 +189,11 @@ class Family:
             **({"auto_map": dict(self.auto_map)} if self.auto_map else {}),
             "model_type": self.model_type,
             **{name: _stock_value(lm.config, stock) for name, stock in self.fields.items()},
-            **({self.sparse_layers: [int(layer not in lm.config.mlp_only_layers) for layer in layers]} if self.sparse_layers else {}),
+            **(
+                {self.sparse_layers: [int(layer not in lm.config.mlp_only_layers) for layer in layers]}
+                if self.sparse_layers
+                else {}
+            ),
             **self.constants,
             "mask_token_id": lm.mask_token_id,
             **({self.block_field: lm.block_size} if self.block_size else {}),
@@ -158,7 +204,9 @@ class Family:
         """Raise ModelError unless this format can express the model."""
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
         if type(lm.model) is not model_class:
-            raise self._refusal(f"a {type(lm.model).__name__}", f"Merge the adapters, and use a {model_class.__name__}")
+            raise self._refusal(
+                f"a {type(lm.model).__name__}", f"Merge the adapters, and use a {model_class.__name__}"
+            )
         if lm.attention != self.attention:
             raise self._refusal(f"{lm.attention} attention", f"Convert it to {self.attention} attention")
         if lm.logit_shift != self.logit_shift:
@@ -167,12 +215,21 @@ class Family:
         if lm.causal_context:
             raise self._refusal("a causal context", "Convert with causal_context=false")
         before, after = lm.config.to_dict(), self.read_config(self.write_config(lm), self.name).to_dict()
-        lost = [name for name in self.config_class().to_dict() if name not in FIELDS_OUTSIDE_FORMATS and before.get(name) != after[name]]
+        lost = [
+            name
+            for name in self.config_class().to_dict()
+            if name not in FIELDS_OUTSIDE_FORMATS and before.get(name) != after[name]
+        ]
         if lost:
             raise self._refusal(f"{lost[0]}={before.get(lost[0])!r}", "Save it as it is, with lm.save")
         with torch.device("meta"):
-            shapes = {name: weight.shape for name, weight in model_class(self.config_class.from_dict(after)).state_dict().items()}
-        if extra := sorted({name for name, weight in lm.model.state_dict().items() if shapes.get(name) != weight.shape}):
+            shapes = {
+                name: weight.shape
+                for name, weight in model_class(self.config_class.from_dict(after)).state_dict().items()
+            }
+        if extra := sorted(
+            {name for name, weight in lm.model.state_dict().items() if shapes.get(name) != weight.shape}
+        ):
             raise self._refusal(f"the weight {extra[0]}", "Save it as it is, with lm.save")
 
     def _refusal(self, what: str, remedy: str) -> ModelError:
@@ -192,7 +249,8 @@ def _within_layer(name: str) -> str:
 
 
 def _stock_value(config: PretrainedConfig, name: str) -> Any:
-    """A field of a stock config; rotary settings by their names in transformers 4, which published configs use."""
+    """A field of a stock config; rotary settings by their names in transformers 4, which published configs
+    use."""
     if name == "rope_theta":
         return config.rope_parameters["rope_theta"]
     if name == "partial_rotary_factor":
@@ -200,6 +258,10 @@ def _stock_value(config: PretrainedConfig, name: str) -> Any:
     if name == "head_dim":
         return getattr(config, name, None) or config.hidden_size // config.num_attention_heads
     if name == "rope_scaling":
-        scaling = {key: value for key, value in config.rope_parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        scaling = {
+            key: value
+            for key, value in config.rope_parameters.items()
+            if key not in ("rope_theta", "partial_rotary_factor")
+        }
         return None if scaling == {"rope_type": "default"} else scaling
     return getattr(config, name)

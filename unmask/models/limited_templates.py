@@ -1,8 +1,8 @@
 """Limits of chat templates, which come with models: the steps and the output of a rendering.
 
-transformers compiles templates in jinja2's sandbox, which keeps them from files and from Python, but not from looping or growing without
-end. `LimitedEnvironment` takes the place of that sandbox in transformers, for all templates of this process. Loops, calls, filters and
-operators count as steps, and large values as many steps.
+transformers compiles templates in jinja2's sandbox, which keeps them from files and from Python, but not from
+looping or growing without end. `LimitedEnvironment` takes the place of that sandbox in transformers, for all
+templates of this process. Loops, calls, filters and operators count as steps, and large values as many steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def measured(value: Any) -> Any:
         if len(value) > MAX_SIZE:
             raise LimitError(f"it makes a value of more than {MAX_SIZE:,} characters or items")
         spend(len(value) // PER_STEP)
-        for item in () if isinstance(value, (str, bytes)) else value.values() if isinstance(value, dict) else value:
+        for item in (
+            () if isinstance(value, (str, bytes)) else value.values() if isinstance(value, dict) else value
+        ):
             if not isinstance(item, str) or len(item) >= PER_STEP:
                 spend(1)
                 measured(item)
@@ -71,7 +73,11 @@ def check_numbers(values: Iterable[Any]) -> None:
 def check_format(fields: list[str], values: Iterable[Any]) -> None:
     """Raise LimitError if a format could make a text too large. `fields` has width and precision of each."""
     widths = sum(int(number[:9]) for field in fields for number in re.findall(r"[1-9]\d*", field))
-    _limit(widths + len(fields) * max((len(value if isinstance(value, str) else str(measured(value))) for value in values), default=0))
+    _limit(
+        widths
+        + len(fields)
+        * max((len(value if isinstance(value, str) else str(measured(value))) for value in values), default=0)
+    )
 
 
 def percent_fields(text: str) -> list[str]:
@@ -97,7 +103,11 @@ def check_text(method: str, text: Any, *args: Any) -> None:
     if method == "join" and isinstance(text, str | bytes):
         for values in args:
             measured(values)
-            _limit(sum(len(str(value)) + len(text) for value in values) if isinstance(values, (str, list, tuple, dict)) else 0)
+            _limit(
+                sum(len(str(value)) + len(text) for value in values)
+                if isinstance(values, (str, list, tuple, dict))
+                else 0
+            )
     if method == "translate":
         raise LimitError("it asks for a translation of a text")
 
@@ -117,7 +127,8 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             check_text("join", str(rest[0]) if rest else "", args[1])
         if function.__name__ == "do_format":
             check_format(percent_fields(str(args[0])), (*args[1:], *kwargs.values()))
-        texts = [value for value in args if isinstance(value, str | bytes)]  # without the context that jinja2 adds
+        # without the context that jinja2 adds
+        texts = [value for value in args if isinstance(value, str | bytes)]
         if texts:
             check_text(function.__name__.removeprefix("do_"), *texts)
         return measured(function(*args, **kwargs))
@@ -144,7 +155,15 @@ class _Counting(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes, lineno=node.lineno), "unmask_joined", [], [], None, None, lineno=node.lineno)
+        return nodes.Filter(
+            nodes.List(node.nodes, lineno=node.lineno),
+            "unmask_joined",
+            [],
+            [],
+            None,
+            None,
+            lineno=node.lineno,
+        )
 
 
 class LimitedTemplate(Template):

@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import deepspeed as zero
 from transformers.utils import cached_file
 
@@ -29,7 +35,14 @@ from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
-from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
+from unmask.models.model_files import (
+    read_config,
+    read_tokenizer,
+    reading,
+    refuse_missing,
+    refuse_pickled,
+    weight_files,
+)
 from unmask.models.model_paths import check_model, model_folder
 
 MASK_TOKEN = "<|mask|>"
@@ -47,7 +60,12 @@ STOCK_SETTINGS: dict[str, Any] = {
     "padding_idx": None,
 }
 Quantization = Literal["4bit", "8bit"]
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def load(
@@ -66,30 +84,26 @@ def load(
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
 
-    Args:
-        path_or_id: a local folder, of a model or of a training run, or a hub id.
-        attention: the pattern; None: as saved or released, and causal for a stock model.
-        block_size: the attention block of a block-causal model; None: as saved.
-        logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False otherwise.
-        dtype: float32, bfloat16, float16 or float64.
-        device: a torch device, or "auto": the GPU if there is one.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run modelling code of the model's repository.
-        quantization: "4bit" (NF4, with quantised scales) or "8bit" weights of the linear layers, by bitsandbytes; embeddings and
-            head stay in `dtype`. Such a model is trained with adapters only.
-        device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
-        eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and for other models those of
-            generation_config.json, config.json and the chat template's end of turn.
-        parse_special_tokens: read special tokens that texts spell, such as `</s>`, as tokens; otherwise they stay text.
+    Args: path_or_id: a local folder, of a model or of a training run, or a hub id. attention: the pattern;
+        None: as saved or released, and causal for a stock model. block_size: the attention block of a
+        block-causal model; None: as saved. logit_shift: whether row i predicts token i + 1; None: as saved,
+        or True for causal and False otherwise. dtype: float32, bfloat16, float16 or float64. device: a torch
+        device, or "auto": the GPU if there is one. revision: branch, tag or commit of a hub id.
+        trust_remote_code: run modelling code of the model's repository. quantization: "4bit" (NF4, with
+        quantised scales) or "8bit" weights of the linear layers, by bitsandbytes; embeddings and head stay in
+        `dtype`. Such a model is trained with adapters only. device_map: "balanced" spreads the layers over
+        all GPUs of this process, by their memory. eos_token_ids: the tokens that end a text, besides the
+        tokenizer's EOS; None: as saved, and for other models those of generation_config.json, config.json and
+        the chat template's end of turn. parse_special_tokens: read special tokens that texts spell, such as
+        `</s>`, as tokens; otherwise they stay text.
 
     Returns:
         The model in eval mode. Its mask token is the tokenizer's, or a new one.
 
-    Raises:
-        ModelError: no model, tokenizer or safetensors weights there, or not all weights, an architecture without attention masks, a
-            tokenizer with tokens that the embeddings lack, an end token outside the vocabulary, an unknown dtype, a missing
-            device, or quantization without bitsandbytes.
-        ConfigError: an unknown pattern, or a block size that does not fit it.
+    Raises: ModelError: no model, tokenizer or safetensors weights there, or not all weights, an architecture
+        without attention masks, a tokenizer with tokens that the embeddings lack, an end token outside the
+        vocabulary, an unknown dtype, a missing device, or quantization without bitsandbytes. ConfigError: an
+        unknown pattern, or a block size that does not fit it.
     """
     check_model(path_or_id)
     where = model_folder(path_or_id)
@@ -101,7 +115,9 @@ def load(
     refuse_pickled(where, revision)
     model = _load_model(where, config, weight_dtype, hub_options | placement, family)
     model = model if placement else model.to(device)
-    with reading("cannot use the model", where, "Check config.json, generation_config.json and the tokenizer's files"):
+    with reading(
+        "cannot use the model", where, "Check config.json, generation_config.json and the tokenizer's files"
+    ):
         align_weights(model)
         settings = pattern_settings(config, attention, block_size, logit_shift)
         if eos_token_ids is not None:
@@ -114,29 +130,52 @@ def load(
 
 
 def _placement(
-    config: PretrainedConfig, dtype: torch.dtype, device: str, quantization: Quantization | None, device_map: str | None
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: str,
+    quantization: Quantization | None,
+    device_map: str | None,
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for weights that are spread over devices or quantised while loading; empty for others."""
+    """Arguments of `from_pretrained` for weights that are spread over devices or quantised while loading;
+    empty for others."""
     if device_map is None:
-        return {"quantization_config": _quantization(quantization, dtype), "device_map": {"": device}} if quantization else {}
+        return (
+            {"quantization_config": _quantization(quantization, dtype), "device_map": {"": device}}
+            if quantization
+            else {}
+        )
     if quantization is not None:
         what, remedy = "quantised weights are not spread over devices", "Leave one of the two out"
         raise ModelError(what, where="device_map, quantization", remedy=remedy)
-    memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    memory = [
+        torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())
+    ]
     return {"device_map": split_layers(config, dtype, memory)}
 
 
 def pattern_settings(
-    config: PretrainedConfig, attention: AttentionName | None, block_size: int | None, logit_shift: bool | None
+    config: PretrainedConfig,
+    attention: AttentionName | None,
+    block_size: int | None,
+    logit_shift: bool | None,
 ) -> dict[str, Any]:
-    """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock model."""
+    """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock
+    model."""
     saved = STOCK_SETTINGS | (getattr(config, SETTINGS_KEY, None) or {})
     same_pattern = attention is None or attention == saved["attention"]
     if same_pattern:
         block_size = saved["block_size"] if block_size is None else block_size
         logit_shift = saved["logit_shift"] if logit_shift is None else logit_shift
-    chosen = {"attention": attention or saved["attention"], "block_size": block_size, "logit_shift": logit_shift}
-    return {name: saved[name] for name in STOCK_SETTINGS} | chosen | {"causal_context": saved["causal_context"] and same_pattern}
+    chosen = {
+        "attention": attention or saved["attention"],
+        "block_size": block_size,
+        "logit_shift": logit_shift,
+    }
+    return (
+        {name: saved[name] for name in STOCK_SETTINGS}
+        | chosen
+        | {"causal_context": saved["causal_context"] and same_pattern}
+    )
 
 
 def initialise(
@@ -150,19 +189,26 @@ def initialise(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **hub_options: Any,
 ) -> DiffusionLM:
-    """A causal model with new random weights, and the architecture and tokenizer found at `path`, or another `tokenizer`.
+    """A causal model with new random weights, and the architecture and tokenizer found at `path`, or another
+    `tokenizer`.
 
-    Arguments as in `load`; `hub_options`: `revision` and `trust_remote_code`. generation_config.json is not read. Raises ModelError if
-    there is no config or no tokenizer.
+    Arguments as in `load`; `hub_options`: `revision` and `trust_remote_code`. generation_config.json is not
+    read. Raises ModelError if there is no config or no tokenizer.
     """
     config, family = read_config(str(path), hub_options)
     if tokenizer is None:
-        tokenizer = read_tokenizer(str(path), hub_options, config, family, parse_special_tokens=parse_special_tokens)
+        tokenizer = read_tokenizer(
+            str(path), hub_options, config, family, parse_special_tokens=parse_special_tokens
+        )
     else:
         tokenizer.parse_special_tokens = parse_special_tokens
         text = config.get_text_config()
         text.vocab_size = len(tokenizer)
-        text.bos_token_id, text.eos_token_id, text.pad_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        text.bos_token_id, text.eos_token_id, text.pad_token_id = (
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        )
     torch.manual_seed(seed)
     with reading("cannot build the model", str(path), "Check config.json"):
         model = random_model(config, _dtype(dtype)).to(resolve_device(device))
@@ -170,7 +216,8 @@ def initialise(
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model with new random weights in every row: transformers would zero the padding token's, which may be the EOS."""
+    """A model with new random weights in every row: transformers would zero the padding token's, which may be
+    the EOS."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     padding, text.pad_token_id = text.pad_token_id, None
@@ -195,21 +242,30 @@ def make_diffusion(
     max_gap: int | None = None,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
-    """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in place.
+    """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in
+    place.
 
-    `padding_idx` is the token whose embedding gets no gradient; None: all do, also where the architecture has one by default. Padding is
-    never read, but its token is often the EOS, which is.
+    `padding_idx` is the token whose embedding gets no gradient; None: all do, also where the architecture has
+    one by default. Padding is never read, but its token is often the EOS, which is.
 
-    Raises:
-        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or computes something else
-            under Unmask's attention (`unmask.models.agreement`), or an end token is outside the vocabulary.
+    Raises: ModelError: the architecture mixes tokens other than by the attention interface of transformers,
+        or computes something else under Unmask's attention (`unmask.models.agreement`), or an end token is
+        outside the vocabulary.
     """
     name = type(model).__name__
     model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
     if model.config._attn_implementation != ATTENTION_NAME:
-        raise ModelError("attention is built into the modelling code", where=name, remedy="Use an architecture with pluggable attention")
+        raise ModelError(
+            "attention is built into the modelling code",
+            where=name,
+            remedy="Use an architecture with pluggable attention",
+        )
     if model._is_stateful:
-        raise ModelError("its recurrent layers read from left to right under any mask", where=name, remedy="Use a transformer")
+        raise ModelError(
+            "its recurrent layers read from left to right under any mask",
+            where=name,
+            remedy="Use a transformer",
+        )
     _check_layers(model)
     with _loading_unsharded():
         first = first_position(model)
@@ -237,30 +293,49 @@ def make_diffusion(
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Raise ModelError if a layer mixes tokens other than by the attention mask: convolutions, linear attention, chunks."""
+    """Raise ModelError if a layer mixes tokens other than by the attention mask: convolutions, linear
+    attention, chunks."""
     text = model.config.get_text_config()
     masked = {"full_attention", "sliding_attention"}
-    if (getattr(text, "attention_chunk_size", None) or 0) >= (getattr(text, "max_position_embeddings", None) or math.inf):
+    if (getattr(text, "attention_chunk_size", None) or 0) >= (
+        getattr(text, "max_position_embeddings", None) or math.inf
+    ):
         masked.add("chunked_attention")  # one chunk
     if unmasked := set(getattr(text, "layer_types", None) or ()) - masked:
         what = f"its layers of type {', '.join(map(repr, sorted(unmasked)))} ignore the attention mask"
-        raise ModelError(what, where=type(model).__name__, remedy="Use a transformer whose layers are all full or sliding attention")
+        raise ModelError(
+            what,
+            where=type(model).__name__,
+            remedy="Use a transformer whose layers are all full or sliding attention",
+        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> None:
     """Raise ModelError if a token other than the mask token has no row in the embeddings."""
     if len(tokenizer) <= rows:
         return
-    if without := [token for token, number in tokenizer.get_vocab().items() if number >= rows and number != tokenizer.mask_token_id]:
-        what = f"the tokenizer has {len(tokenizer):,} tokens, but the embedding table only {rows:,} rows (none for {without[0]!r})"
-        raise ModelError(what, where=where, remedy="Use the tokenizer that belongs to the model, or resize its embeddings and train them")
+    if without := [
+        token
+        for token, number in tokenizer.get_vocab().items()
+        if number >= rows and number != tokenizer.mask_token_id
+    ]:
+        what = (
+            f"the tokenizer has {len(tokenizer):,} tokens, but the embedding table only {rows:,} rows "
+            f"(none for {without[0]!r})"
+        )
+        raise ModelError(
+            what,
+            where=where,
+            remedy="Use the tokenizer that belongs to the model, or resize its embeddings and train them",
+        )
 
 
 def as_diffusion_lm(
-    model: DiffusionLM | PreTrainedModel | str | pathlib.Path, tokenizer: PreTrainedTokenizerBase | None = None
+    model: DiffusionLM | PreTrainedModel | str | pathlib.Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DiffusionLM:
-    """The DiffusionLM of a DiffusionLM, a path or hub id, or a causal model of transformers with its tokenizer. Raises ModelError for
-    anything else."""
+    """The DiffusionLM of a DiffusionLM, a path or hub id, or a causal model of transformers with its
+    tokenizer. Raises ModelError for anything else."""
     if isinstance(model, DiffusionLM):
         return model
     if isinstance(model, str | pathlib.Path):
@@ -283,8 +358,8 @@ def with_pattern(
     expand_token_id: int | None = None,
     delete_token_id: int | None = None,
 ) -> DiffusionLM:
-    """The same weights with another pattern, to convert them, or with tokens that say the lengths of gaps. `logit_shift` defaults as in
-    `load`; a time embedding, a quality head and such tokens stay."""
+    """The same weights with another pattern, to convert them, or with tokens that say the lengths of gaps.
+    `logit_shift` defaults as in `load`; a time embedding, a quality head and such tokens stay."""
     return make_diffusion(
         lm.model,
         lm.tokenizer,
@@ -312,19 +387,33 @@ def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
     if name not in ("4bit", "8bit"):
         raise ModelError(f"unknown quantization {name!r}", where="quantization", remedy="Use 4bit or 8bit")
     if dtype == torch.float64:
-        raise ModelError(f"{name} weights do not compute in float64", where="dtype", remedy="Use float32 or bfloat16")
+        raise ModelError(
+            f"{name} weights do not compute in float64", where="dtype", remedy="Use float32 or bfloat16"
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{name} weights need bitsandbytes", where="quantization", remedy="Install it with pip install 'unmask[cuda]'")
+        raise ModelError(
+            f"{name} weights need bitsandbytes",
+            where="quantization",
+            remedy="Install it with pip install 'unmask[cuda]'",
+        )
     if name == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     # NF4 and double quantization: Dettmers et al. 2023, QLoRA.
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
-def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, options: dict, family: Family | None) -> PreTrainedModel:
+def _load_model(
+    where: str, config: PretrainedConfig, dtype: torch.dtype, options: dict, family: Family | None
+) -> PreTrainedModel:
     remedy = "Give a causal language model with safetensors weights"
     key_mapping = family.key_mapping if family else None
-    options |= {"use_safetensors": True, "attn_implementation": "eager"}  # the config's could be a kernel on a hub; ours replaces it
+    # the config's could be a kernel on a hub; ours replaces it
+    options |= {"use_safetensors": True, "attn_implementation": "eager"}
     splitting = family.splitting() if family else contextlib.nullcontext()
     with reading("cannot load the weights", where, remedy), _loading_unsharded(), splitting:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -332,21 +421,26 @@ def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, option
         )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales.
+            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with
+            # rounded scales.
             module.support_avx512bf16_for_cpu = False
     refuse_missing(info, where, remedy)
     if family:
         if info["unexpected_keys"]:
             unknown = ", ".join(sorted(info["unexpected_keys"]))
-            raise ModelError(f"no {family.name} model has the weights {unknown}", where=where, remedy=f"Give a {family.architecture}")
+            raise ModelError(
+                f"no {family.name} model has the weights {unknown}",
+                where=where,
+                remedy=f"Give a {family.architecture}",
+            )
         model._weight_conversions = None  # else transformers would save it under the published names
     return model
 
 
 @contextlib.contextmanager
 def _loading_unsharded() -> Iterator[None]:
-    """Inside, transformers loads whole weights. With ZeRO 3 it would partition them before a mask token could be added; the trainer
-    partitions them later."""
+    """Inside, transformers loads whole weights. With ZeRO 3 it would partition them before a mask token could
+    be added; the trainer partitions them later."""
     reference = zero._hf_deepspeed_config_weak_ref
     zero.unset_hf_deepspeed_config()
     try:
@@ -357,7 +451,8 @@ def _loading_unsharded() -> Iterator[None]:
 
 @torch.no_grad()
 def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add a mask token to the tokenizer if it has none. The embedding of a new one starts as the mean of the others."""
+    """Add a mask token to the tokenizer if it has none. The embedding of a new one starts as the mean of the
+    others."""
     new, rows = tokenizer.mask_token_id is None, model.get_input_embeddings().weight.shape[0]
     if new:
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
@@ -370,8 +465,11 @@ def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         table.weight[mask_id] = table.weight[: min(rows, mask_id)].mean(0)
 
 
-def _load_module(module: torch.nn.Module, name: str, what: str, path_or_id: str, revision: str | None = None) -> None:
-    """Load the weights of a module that was saved with a model; stock classes do not. Raises ModelError if they are missing."""
+def _load_module(
+    module: torch.nn.Module, name: str, what: str, path_or_id: str, revision: str | None = None
+) -> None:
+    """Load the weights of a module that was saved with a model; stock classes do not. Raises ModelError if
+    they are missing."""
     prefix = f"{name}."
     found: dict[str, torch.Tensor] = {}
     for shard in weight_files(path_or_id, revision):
@@ -379,5 +477,7 @@ def _load_module(module: torch.nn.Module, name: str, what: str, path_or_id: str,
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if found.keys() != module.state_dict().keys():
-        raise ModelError(f"the weights lack the {what}", where=path_or_id, remedy="Save the model again with lm.save")
+        raise ModelError(
+            f"the weights lack the {what}", where=path_or_id, remedy="Save the model again with lm.save"
+        )
     module.load_state_dict(found)

@@ -11,7 +11,8 @@ Mask = TypeVar("Mask")
 
 
 class MaskCache(Generic[Mask]):
-    """At most `max_masks` masks of at most `max_cells` elements together, by key: the most recently used. The newest is always kept.
+    """At most `max_masks` masks of at most `max_cells` elements together, by key: the most recently used. The
+    newest is always kept.
 
     `hits` counts the look-ups of a cached mask, `misses` those that had to compute it.
     """
@@ -30,7 +31,8 @@ class MaskCache(Generic[Mask]):
         return sum(cells for _, cells in self._kept.values())
 
     def get(self, key: Hashable, compute: Callable[[], Mask], cells: int) -> Mask:
-        """The mask of a key, which says everything that it depends on; of `cells` elements, and computed if it is not cached."""
+        """The mask of a key, which says everything that it depends on; of `cells` elements, and computed if
+        it is not cached."""
         with self._lock:
             if key in self._kept:
                 self.hits += 1
@@ -38,7 +40,8 @@ class MaskCache(Generic[Mask]):
                 return self._kept[key][0]
             self.misses += 1
             while self._kept and (len(self._kept) >= self.max_masks or self.cells + cells > self.max_cells):
-                self._kept.popitem(last=False)  # before the new one is computed, so that they are not in memory together
+                # before the new one is computed, so that they are not in memory together
+                self._kept.popitem(last=False)
             mask = compute()
             self._kept[key] = mask, cells
             return mask

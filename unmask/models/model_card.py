@@ -1,6 +1,8 @@
-"""The model card: a README.md in every saved folder that says what the model is, how to load it and how it was trained.
+"""The model card: a README.md in every saved folder that says what the model is, how to load it and how it
+was trained.
 
-The config has the history of a model, one entry per training run (`HISTORY_KEY`), so that it passes from one run to the next.
+The config has the history of a model, one entry per training run (`HISTORY_KEY`), so that it passes from one
+run to the next.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ MARKER = "<!-- Written by Unmask at every save. Remove this line to keep what yo
 FILE = "README.md"
 Entry = Mapping[str, Any]
 
-NAMES = {"causal": "causal (autoregressive)", "block_causal": "block-causal, in blocks of {} tokens", "bidirectional": "bidirectional"}
+NAMES = {
+    "causal": "causal (autoregressive)",
+    "block_causal": "block-causal, in blocks of {} tokens",
+    "bidirectional": "bidirectional",
+}
 
 
 RETAINED = "`{}` and the model after {}, on the same items, with the 95% interval of the difference (paired)."
@@ -79,13 +85,29 @@ def render_card(lm: DescribedModel) -> str:
     if runs:
         names = _run_names(runs)
         losses = [run["metrics"] for run in runs]
-        columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in run for run in runs)]
-        sections += ["## How it was made", _run_table(names, columns, runs), "\n".join(map(_settings, names, runs))]
+        columns = [
+            column
+            for column in ("data", "rows", "steps", "tokens", "seed")
+            if any(column in run for run in runs)
+        ]
+        sections += [
+            "## How it was made",
+            _run_table(names, columns, runs),
+            "\n".join(map(_settings, names, runs)),
+        ]
         for name, run in zip(names, runs, strict=True):
             if run.get("retention"):
                 kept = run["retention"]
-                sections += ["## What it kept", RETAINED.format(kept["of"], name), _retention(kept["differences"])]
-        sections += ["## Losses", "The last values that each run logged.", _run_table(names, dict.fromkeys(chain(*losses)), losses)]
+                sections += [
+                    "## What it kept",
+                    RETAINED.format(kept["of"], name),
+                    _retention(kept["differences"]),
+                ]
+        sections += [
+            "## Losses",
+            "The last values that each run logged.",
+            _run_table(names, dict.fromkeys(chain(*losses)), losses),
+        ]
     return "\n\n".join(sections) + "\n"
 
 
@@ -116,12 +138,20 @@ def _source_metadata(source: str) -> dict[str, Any]:
 
 def _on_hub(name: str) -> bool:
     """Whether this may be the id of a model or data set on the hub: owner/name, and no local path."""
-    return name.count("/") == 1 and name[0] not in "./~" and "" not in name.split("/") and not pathlib.Path(name).exists()
+    return (
+        name.count("/") == 1
+        and name[0] not in "./~"
+        and "" not in name.split("/")
+        and not pathlib.Path(name).exists()
+    )
 
 
 def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
     longest = f"of up to {lm.max_gap} tokens, " if lm.max_gap else ""
-    mask, *ends = (f"`{lm.tokenizer.convert_ids_to_tokens(token)}` ({token})" for token in (lm.mask_token_id, *lm.eos_token_ids))
+    mask, *ends = (
+        f"`{lm.tokenizer.convert_ids_to_tokens(token)}` ({token})"
+        for token in (lm.mask_token_id, *lm.eos_token_ids)
+    )
     return [
         ("architecture", type(lm.model).__name__),
         ("parameters", f"{sum(weight.numel() for weight in lm.model.parameters()):,}"),
@@ -130,11 +160,20 @@ def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
         ("logit shift", "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"),
         *([("time embedding", "of the fraction of hidden tokens")] if lm.has_time_embedding else []),
         *(
-            [("gaps of unknown length", f"{longest}filled with tokens that expand and delete hidden positions")]
+            [
+                (
+                    "gaps of unknown length",
+                    f"{longest}filled with tokens that expand and delete hidden positions",
+                )
+            ]
             if lm.expand_token_id is not None
             else []
         ),
-        *([("quality head", "estimates whether visible tokens are right")] if lm.quality_head is not None else []),
+        *(
+            [("quality head", "estimates whether visible tokens are right")]
+            if lm.quality_head is not None
+            else []
+        ),
         ("mask token", mask),
         *([("end tokens", ", ".join(ends))] if ends else []),
         *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),
@@ -145,10 +184,11 @@ def _snippet(lm: DescribedModel) -> str:
     """Python that runs in the model's folder."""
     dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
     length = min(64, (lm.context_length or 128) // 2)
+    given = "" if dtype == "float32" else f', dtype="{dtype}"'
     return f"""```python
 import unmask
 
-lm = unmask.load("."{"" if dtype == "float32" else f', dtype="{dtype}"'})  # this folder, or the name of the model on the Hugging Face hub
+lm = unmask.load("."{given})  # this folder, or its name on the Hugging Face hub
 out = unmask.generate(lm, ["Once"], unmask.SamplerConfig(max_new_tokens={length}))
 print(out.texts[0])
 ```"""
@@ -157,18 +197,29 @@ print(out.texts[0])
 def _run_names(runs: Sequence[Entry]) -> list[str]:
     """Verbs that occur more than once are numbered."""
     verbs = [run["verb"] for run in runs]
-    return [f"{verb} {verbs[: i + 1].count(verb)}" if verbs.count(verb) > 1 else verb for i, verb in enumerate(verbs)]
+    return [
+        f"{verb} {verbs[: i + 1].count(verb)}" if verbs.count(verb) > 1 else verb
+        for i, verb in enumerate(verbs)
+    ]
 
 
 def _run_table(names: Sequence[str], columns: Iterable[str], values: Sequence[Mapping[str, Any]]) -> str:
     head = ("run", *columns)
-    return _table(head, [[name, *(_cell(row.get(column)) for column in head[1:])] for name, row in zip(names, values, strict=True)])
+    return _table(
+        head,
+        [
+            [name, *(_cell(row.get(column)) for column in head[1:])]
+            for name, row in zip(names, values, strict=True)
+        ],
+    )
 
 
 def _settings(name: str, run: Entry) -> str:
     settings = ", ".join(f"`{key}={value}`" for key, value in run["settings"].items())
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
-    earlier = "".join(f"; `{each['setting']}={each['old']}` until step {each['step']}" for each in run.get("changes", ()))
+    earlier = "".join(
+        f"; `{each['setting']}={each['old']}` until step {each['step']}" for each in run.get("changes", ())
+    )
     return f"- {name}: {settings}{earlier}" + (f" ({versions})" if versions else "")
 
 

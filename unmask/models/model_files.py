@@ -1,5 +1,5 @@
-"""The files of a model folder or hub repository, which may be anybody's: weights are read from safetensors only, and whatever a library
-raises on them is a ModelError."""
+"""The files of a model folder or hub repository, which may be anybody's: weights are read from safetensors
+only, and whatever a library raises on them is a ModelError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_COUNT = 10_000
-"""Layers or labels of a model at most: transformers makes something for each, which would take hours with more."""
+"""Layers or labels of a model at most: transformers makes something for each, which would take hours with
+more."""
 COUNTS = re.compile(r"\w*layers|n_layer|_?num_labels")
 
 
@@ -43,7 +44,8 @@ def reading(what: str, where: str, remedy: str) -> Iterator[None]:
 
 
 def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedConfig, Family | None]:
-    """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
+    """The stock config of a folder or hub id, and the family of its published format; `hub_options`:
+    `revision` and `trust_remote_code`."""
     check_model(where, weights=False)
     where = model_folder(where)
     folder = pathlib.Path(where)
@@ -55,7 +57,11 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
             raise ValueError("config.json is not a JSON object")
         _refuse_counts(published)
         family = family_of(published)
-        config = AutoConfig.from_pretrained(where, **hub_options) if family is None else family.read_config(published, where)
+        config = (
+            AutoConfig.from_pretrained(where, **hub_options)
+            if family is None
+            else family.read_config(published, where)
+        )
         settings = getattr(config, SETTINGS_KEY, None)
         if not isinstance(settings, dict | None):
             raise ValueError(f"{SETTINGS_KEY!r} is not an object")
@@ -70,20 +76,26 @@ def read_tokenizer(
     *,
     parse_special_tokens: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it returned. `parse_special_tokens`:
-    whether special tokens that texts spell are tokens."""
+    """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it
+    returned. `parse_special_tokens`: whether special tokens that texts spell are tokens."""
     where = model_folder(where)
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     with reading("no usable tokenizer", where, remedy):
         refuse_irregular(pathlib.Path(where))
         if config is None:
-            with suppress(OSError):  # a tokenizer may be without a config, which transformers reads for its class
+            # a tokenizer may be without a config, which transformers reads for its class
+            with suppress(OSError):
                 _refuse_counts(PretrainedConfig.get_config_dict(where, **hub_options)[0])
-        tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, **(tokenizer_choice(where, hub_options) if family else hub_options)
+        )
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")
         templates = tokenizer.chat_template
-        if not all(isinstance(each, str) for each in (templates.values() if isinstance(templates, dict) else [templates or ""])):
+        if not all(
+            isinstance(each, str)
+            for each in (templates.values() if isinstance(templates, dict) else [templates or ""])
+        ):
             raise ValueError("its chat template is no text")
         if family:
             name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
@@ -92,7 +104,8 @@ def read_tokenizer(
 
 
 def _refuse_counts(published: Any) -> None:
-    """Raise ValueError for a config with too many of something, also in the configs of its parts: building it would not end."""
+    """Raise ValueError for a config with too many of something, also in the configs of its parts: building it
+    would not end."""
     for name, value in published.items() if isinstance(published, dict) else enumerate(published):
         if isinstance(value, dict | list):
             _refuse_counts(value)
@@ -101,7 +114,8 @@ def _refuse_counts(published: Any) -> None:
 
 
 def refuse_irregular(folder: pathlib.Path) -> None:
-    """Raise ValueError for a FIFO or a device in a folder, which to read would hang, and for a text without end."""
+    """Raise ValueError for a FIFO or a device in a folder, which to read would hang, and for a text without
+    end."""
     if not folder.is_dir():
         return
     if name := irregular_file(folder):
@@ -111,20 +125,31 @@ def refuse_irregular(folder: pathlib.Path) -> None:
 
 
 def refuse_pickled(where: str, revision: str | None = None) -> None:
-    """Raise ModelError if the weights are not in safetensors files, or if the index names other files or other folders."""
-    remedy = "Give safetensors weights: model.save_pretrained of transformers writes them, on a machine where these files are trusted"
+    """Raise ModelError if the weights are not in safetensors files, or if the index names other files or
+    other folders."""
+    remedy = (
+        "Give safetensors weights: model.save_pretrained of transformers writes them, on a machine where "
+        "these files are trusted"
+    )
     folder = pathlib.Path(where)
     stored = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     pickled = sorted(name for name in stored if name.endswith(PICKLED))
     if pickled and not any(name.endswith((".safetensors", SAFE_WEIGHTS_INDEX_NAME)) for name in stored):
-        raise ModelError(f"its weights are pickled ({pickled[0]}): loading them could run code", where=where, remedy=remedy)
+        raise ModelError(
+            f"its weights are pickled ({pickled[0]}): loading them could run code", where=where, remedy=remedy
+        )
     for shard in weight_files(where, revision):
         if not shard.endswith(".safetensors") or "/" in shard or "\\" in shard:
-            raise ModelError(f"{SAFE_WEIGHTS_INDEX_NAME} names {shard!r}, no safetensors file beside it", where=where, remedy=remedy)
+            raise ModelError(
+                f"{SAFE_WEIGHTS_INDEX_NAME} names {shard!r}, no safetensors file beside it",
+                where=where,
+                remedy=remedy,
+            )
 
 
 def refuse_missing(loading_info: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Raise ModelError if weights were missing: transformers initialises them with random numbers. `loading_info` is from_pretrained's."""
+    """Raise ModelError if weights were missing: transformers initialises them with random numbers.
+    `loading_info` is from_pretrained's."""
     if missing := loading_info["missing_keys"]:
         raise ModelError(f"the weights lack {', '.join(sorted(missing))}", where=where, remedy=remedy)
 
@@ -132,7 +157,9 @@ def refuse_missing(loading_info: Mapping[str, Any], where: str, remedy: str) -> 
 def weight_files(where: str, revision: str | None = None) -> list[str]:
     """The names of the weight files: those of the index if there is one."""
     with reading("cannot load the weights", where, "Give a causal language model with safetensors weights"):
-        index = cached_file(where, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+        index = cached_file(
+            where, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
         if index is None:
             return [SAFE_WEIGHTS_NAME]
         return sorted({str(name) for name in json.loads(read_file(index))["weight_map"].values()})

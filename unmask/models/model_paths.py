@@ -1,4 +1,5 @@
-"""Where a model is, and whether its files are whole. Nothing here imports torch, so that a wrong path is an error at once."""
+"""Where a model is, and whether its files are whole. Nothing here imports torch, so that a wrong path is an
+error at once."""
 
 from __future__ import annotations
 
@@ -24,21 +25,25 @@ AGAIN = "Download the folder again; `hf download NAME --local-dir FOLDER` resume
 
 
 def model_folder(path_or_id: str | os.PathLike[str]) -> str:
-    """Where a model is: for the folder of a training run, which has no config.json itself, the trained model in it. Warns if the run has
-    not finished, as the model may then be that of an earlier one."""
+    """Where a model is: for the folder of a training run, which has no config.json itself, the trained model
+    in it. Warns if the run has not finished, as the model may then be that of an earlier one."""
     folder = Path(path_or_id)
     trained = folder / TRAINED_MODEL
     if (folder / CONFIG).exists() or not (trained / CONFIG).is_file():
         return str(path_or_id)
     with suppress(OSError, ValueError, AttributeError):  # no manifest of ours
         if (state := json.loads(read_file(folder / RUN_MANIFEST)).get("state", "finished")) != "finished":
-            what = f"{folder}: the run has not finished ({state}), so {trained} may be the model of an earlier one"
+            what = (
+                f"{folder}: the run has not finished ({state}), so {trained} may be the model of an "
+                "earlier one"
+            )
             warnings.warn(UnmaskWarning(what), stacklevel=1)  # once, whoever asks
     return str(trained)
 
 
 def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> None:
-    """Raise ModelError for a path that leads to no model, or to a part of one. A name on the hub is not looked up.
+    """Raise ModelError for a path that leads to no model, or to a part of one. A name on the hub is not
+    looked up.
 
     Args:
         weights: whether they are needed, besides config and tokenizer.
@@ -47,13 +52,23 @@ def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> 
     folder = Path(where)
     if not folder.exists():
         # A name on the hub has at most one slash, and no folder of runs is an owner there.
-        if len(folder.parts) > 2 or where.startswith(("/", ".", "~")) or any(folder.parent.glob(f"*/{RUN_MANIFEST}")):
+        if (
+            len(folder.parts) > 2
+            or where.startswith(("/", ".", "~"))
+            or any(folder.parent.glob(f"*/{RUN_MANIFEST}"))
+        ):
             raise ModelError("no such folder", where=where, remedy=near_path(folder))
         return
     if not folder.is_dir():
-        raise ModelError("is a file, not the folder of a model", where=where, remedy=f"Name the folder: {folder.parent}")
-    if (folder / ADAPTER_CONFIG).is_file() or [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
-        remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
+        raise ModelError(
+            "is a file, not the folder of a model", where=where, remedy=f"Name the folder: {folder.parent}"
+        )
+    if (folder / ADAPTER_CONFIG).is_file() or [path.name for path in folder.glob("*.safetensors")] == [
+        "adapter_model.safetensors"
+    ]:
+        remedy = (
+            "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
+        )
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     if not (folder / CONFIG).exists():
         _refuse_without_config(folder)
@@ -67,13 +82,22 @@ def refuse_other_model(folder: Path) -> None:
     """Raise ModelError for a folder with a config.json that Unmask has not written: its cards say who has."""
     card = folder / "README.md"
     if (folder / CONFIG).exists() and not (card.is_file() and "unmask" in read_file(card)):
-        raise ModelError(f"holds a {CONFIG} that Unmask has not written", where=str(folder), remedy="Choose another output folder")
+        raise ModelError(
+            f"holds a {CONFIG} that Unmask has not written",
+            where=str(folder),
+            remedy="Choose another output folder",
+        )
 
 
 def near_path(path: Path) -> str:
-    """A remedy for a path that leads nowhere: the path with the first part that is missing replaced by the most similar name there."""
+    """A remedy for a path that leads nowhere: the path with the first part that is missing replaced by the
+    most similar name there."""
     missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
-    names = [each.name for each in missing.parent.iterdir()] if os.access(missing.parent, os.R_OK | os.X_OK) else []
+    names = (
+        [each.name for each in missing.parent.iterdir()]
+        if os.access(missing.parent, os.R_OK | os.X_OK)
+        else []
+    )
     for name in difflib.get_close_matches(missing.name, names):
         found = missing.parent / name / path.relative_to(missing)
         if found.exists():
@@ -85,7 +109,9 @@ def _refuse_without_config(folder: Path) -> None:
     """Raise ModelError for a folder without config.json, with the model that is meant."""
     if (folder / RUN_MANIFEST).is_file():
         remedy = "Finish it with --resume, or name another model"
-        raise ModelError("is the folder of a run that has not saved its model", where=str(folder), remedy=remedy)
+        raise ModelError(
+            "is the folder of a run that has not saved its model", where=str(folder), remedy=remedy
+        )
     run = folder
     while OF_STAGE.fullmatch(run.name):
         run = run.parent
@@ -93,7 +119,9 @@ def _refuse_without_config(folder: Path) -> None:
         found = [run / TRAINED_MODEL]
     else:  # the folders of models and of runs in it
         places = (f"*/{CONFIG}", f"*/{TRAINED_MODEL}/{CONFIG}")
-        found = sorted({folder / each.relative_to(folder).parts[0] for place in places for each in folder.glob(place)})
+        found = sorted(
+            {folder / each.relative_to(folder).parts[0] for place in places for each in folder.glob(place)}
+        )
     what = f"is {'a folder' if run == folder else 'a part of a run'}, and has no {CONFIG}"
     remedy = f"Name {' or '.join(map(str, found[:3]))}" if found else "Name the folder of a model or of a run"
     raise ModelError(what, where=str(folder), remedy=remedy)
@@ -110,12 +138,20 @@ def _refuse_cut_json(path: Path) -> None:
 
 
 def _refuse_cut_weights(folder: Path) -> None:
-    """Raise ModelError for a safetensors file that is missing, shorter than its header says, or a pointer of Git LFS."""
+    """Raise ModelError for a safetensors file that is missing, shorter than its header says, or a pointer of
+    Git LFS."""
     named: set[str] = set()
-    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # an index that cannot be read is refused where it is used
+    # an index that cannot be read is refused where it is used
+    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         named = {str(name) for name in json.loads(read_file(folder / INDEX))["weight_map"].values()}
-    if missing := sorted(name for name in named if name.endswith(".safetensors") and "/" not in name and not (folder / name).exists()):
-        raise ModelError(f"lacks {', '.join(missing[:3])}, which its index names", where=str(folder), remedy=AGAIN)
+    if missing := sorted(
+        name
+        for name in named
+        if name.endswith(".safetensors") and "/" not in name and not (folder / name).exists()
+    ):
+        raise ModelError(
+            f"lacks {', '.join(missing[:3])}, which its index names", where=str(folder), remedy=AGAIN
+        )
     for path in sorted(folder.glob("*.safetensors")):
         if path.is_file() and (fault := _fault_of(path)):
             raise ModelError(f"{path.name} {fault}", where=str(folder), remedy=AGAIN)
@@ -131,9 +167,13 @@ def _fault_of(path: Path) -> str | None:
         if len(start) < 8 or 8 + length > size:
             return "is incomplete, or no safetensors file"
         file.seek(8)
-        with suppress(ValueError, AttributeError, KeyError, TypeError, RecursionError):  # safetensors says what is wrong with the header
+        # safetensors says what is wrong with the header
+        with suppress(ValueError, AttributeError, KeyError, TypeError, RecursionError):
             header: dict[str, Any] = json.loads(file.read(length))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            end = max(
+                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                default=0,
+            )
             if 8 + length + end > size:
                 return f"is incomplete: {size:,} of {8 + length + end:,} bytes"
     return None

@@ -13,13 +13,14 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout of a model to 0: policy, old policy and reference must be the same function of their weights. Unlike in eval mode,
-    gradient checkpointing stays on."""
+    """Set every dropout of a model to 0: policy, old policy and reference must be the same function of their
+    weights. Unlike in eval mode, gradient checkpointing stays on."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (to mypy every attribute of a module is a tensor)
+            # to mypy every attribute of a module is a tensor
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
 
 
 def fingerprint(model: nn.Module) -> str:

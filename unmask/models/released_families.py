@@ -1,8 +1,9 @@
-"""The formats in which released models are published: tables of the names of their settings and weights, which `family.py` applies
-(`Family.key_mapping` when reading, `Family.published_weights` when writing).
+"""The formats in which released models are published: tables of the names of their settings and weights,
+which `family.py` applies (`Family.key_mapping` when reading, `Family.published_weights` when writing).
 
-Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al. 2025), Fast-dLLM
-v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).
+Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR
+(Cheng et al. 2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025),
+and the engines that serve SDAR (SGLang, LMDeploy).
 """
 
 from __future__ import annotations
@@ -20,13 +21,27 @@ def _same(*names: str) -> dict[str, str]:
 
 
 SHARED = (
-    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_theta"),
-    *("rope_scaling", "tie_word_embeddings", "attention_dropout", "use_cache", "bos_token_id", "eos_token_id"),
+    *(
+        "num_key_value_heads",
+        "hidden_act",
+        "max_position_embeddings",
+        "initializer_range",
+        "rms_norm_eps",
+        "rope_theta",
+    ),
+    *(
+        "rope_scaling",
+        "tie_word_embeddings",
+        "attention_dropout",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+    ),
 )
 QWEN_FIELDS = _same(*SIZES, *SHARED, "max_window_layers")
 NO_WINDOWS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
 
-SDAR_CONFIG_CODE = '''"""Lets AutoConfig read config.json (with trust_remote_code=True), as serving engines do."""
+SDAR_CONFIG_CODE = '''"""Lets AutoConfig read config.json (trust_remote_code=True), as serving engines do."""
 
 from transformers import PretrainedConfig
 
@@ -83,7 +98,10 @@ LLADA = Family(
         "model.transformer.ln_f": "model.norm",
         "model.transformer.ff_out": "lm_head",
         "model.transformer.blocks.*.attn_norm": "model.layers.*.input_layernorm",
-        **{f"model.transformer.blocks.*.{part}_proj": f"model.layers.*.self_attn.{part}_proj" for part in "qkv"},
+        **{
+            f"model.transformer.blocks.*.{part}_proj": f"model.layers.*.self_attn.{part}_proj"
+            for part in "qkv"
+        },
         "model.transformer.blocks.*.attn_out": "model.layers.*.self_attn.o_proj",
         "model.transformer.blocks.*.ff_norm": "model.layers.*.post_attention_layernorm",
         "model.transformer.blocks.*.ff_proj": "model.layers.*.mlp.gate_proj",  # the activation is on this one
@@ -145,7 +163,15 @@ LLADA_MOE = Family(
     logit_shift=False,
     mask_token_id=156895,
     frozen_padding=True,
-    fields=_same("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "attention_bias", "pad_token_id", *SHARED)
+    fields=_same(
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "attention_bias",
+        "pad_token_id",
+        *SHARED,
+    )
     | _same("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
     | {"dense_intermediate_size": "intermediate_size", "expert_intermediate_size": "moe_intermediate_size"},
     defaults={"norm_topk_prob": False},
@@ -175,10 +201,24 @@ LLADA2 = Family(
     block_size=32,
     mask_token_id=156895,
     frozen_padding=True,
-    fields=_same(*SIZES, *SHARED, "pad_token_id", "head_dim", "partial_rotary_factor", "first_k_dense_replace", "moe_intermediate_size")
+    fields=_same(
+        *SIZES,
+        *SHARED,
+        "pad_token_id",
+        "head_dim",
+        "partial_rotary_factor",
+        "first_k_dense_replace",
+        "moe_intermediate_size",
+    )
     | _same("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "output_router_logits")
     | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-    defaults={"use_qk_norm": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0}
+    defaults={
+        "use_qk_norm": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 0,
+    }
     | {"n_shared_experts": 0},
     constants={
         "moe_router_enable_expert_bias": True,
@@ -196,7 +236,9 @@ LLADA2 = Family(
     refused={"num_experts_per_tok": 1},  # whose weight the published code does not normalise
     weights={
         "model.word_embeddings": "model.embed_tokens",
-        "model.layers.*.attention.query_key_value": tuple(f"model.layers.*.self_attn.{part}_proj" for part in "qkv"),
+        "model.layers.*.attention.query_key_value": tuple(
+            f"model.layers.*.self_attn.{part}_proj" for part in "qkv"
+        ),
         "model.layers.*.attention.query_layernorm": "model.layers.*.self_attn.q_norm",
         "model.layers.*.attention.key_layernorm": "model.layers.*.self_attn.k_norm",
         "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
@@ -211,7 +253,13 @@ FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2,
 
 
 def family_of(published: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json, by its architecture where families share a model type; None: it is of none."""
+    """The family of a config.json, by its architecture where families share a model type; None: it is of
+    none."""
     model_type, architectures = published.get("model_type"), published.get("architectures") or ()
-    candidates = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
-    return next((family for family in candidates if family.architecture in architectures), candidates[0] if candidates else None)
+    candidates = [
+        family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)
+    ]
+    return next(
+        (family for family in candidates if family.architecture in architectures),
+        candidates[0] if candidates else None,
+    )

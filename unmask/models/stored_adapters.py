@@ -1,4 +1,5 @@
-"""LoRA adapters that were stored in a folder, on a model in memory whose weights they share with it and with one another."""
+"""LoRA adapters that were stored in a folder, on a model in memory whose weights they share with it and with
+one another."""
 
 from __future__ import annotations
 
@@ -21,22 +22,51 @@ from unmask.models.model_files import reading, refuse_irregular, refuse_pickled
 if TYPE_CHECKING:
     import peft
 
-READ = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
-READ |= {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "init_lora_weights"}
-READ |= {"target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+READ = {
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+}
+READ |= {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "use_dora",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+}
+READ |= {
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+}
 READ |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
-"""Settings of LoRA with which the weights under the adapters stay as they are. Others change them, or read more than the adapters."""
+"""Settings of LoRA with which the weights under the adapters stay as they are. Others change them, or read
+more than the adapters."""
 COMPARED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 """Settings with which the same weights compute something else."""
-REMEDY = "Give a folder with LoRA adapters for this model, which save_pretrained of PEFT or a run with lora wrote (a checkpoint)"
+REMEDY = (
+    "Give a folder with LoRA adapters for this model, which save_pretrained of PEFT or a run with lora "
+    "wrote (a checkpoint)"
+)
 
 
 def load_adapters(lm: DiffusionLM, path: str | Path) -> DiffusionLM:
-    """A model with the adapters of a folder, unmerged, and the weights of `lm` in the same memory. `lm` computes as before, and may get any
-    number of such models beside it; its weights are no longer trained.
+    """A model with the adapters of a folder, unmerged, and the weights of `lm` in the same memory. `lm`
+    computes as before, and may get any number of such models beside it; its weights are no longer trained.
 
-    Raises:
-        ModelError: the folder holds no LoRA adapters for this model in safetensors, or their settings would change the model's own weights.
+    Raises: ModelError: the folder holds no LoRA adapters for this model in safetensors, or their settings
+        would change the model's own weights.
     """
     where = str(path)
     if getattr(lm.model, "is_loaded_in_8bit", False):
@@ -56,13 +86,15 @@ def load_adapters(lm: DiffusionLM, path: str | Path) -> DiffusionLM:
 
 
 def read_adapters(lm: DiffusionLM, path: str | Path) -> dict[str, torch.Tensor]:
-    """The weights of a folder for the adapters of a model from `load_adapters`, off the memory of its files. ModelError as there, and for
-    adapters with other settings."""
+    """The weights of a folder for the adapters of a model from `load_adapters`, off the memory of its files.
+    ModelError as there, and for adapters with other settings."""
     where = str(path)
     config, weights = _read(lm, where)
     present = lm.model.active_peft_config
     if other := [name for name in COMPARED if getattr(config, name) != getattr(present, name)]:
-        raise ModelError(f"their {', '.join(other)} differs from that of the present adapters", where=where, remedy=REMEDY)
+        raise ModelError(
+            f"their {', '.join(other)} differs from that of the present adapters", where=where, remedy=REMEDY
+        )
     _check_shapes(lm, weights, where)
     return weights
 
@@ -88,29 +120,46 @@ def _read(lm: DiffusionLM, where: str) -> tuple[peft.LoraConfig, dict[str, torch
         refuse_irregular(folder)
         config = PeftConfig.from_pretrained(where)
         if not isinstance(config, LoraConfig):
-            raise ValueError(f"they are of the kind {getattr(config.peft_type, 'value', config.peft_type)}, not LORA")
+            raise ValueError(
+                f"they are of the kind {getattr(config.peft_type, 'value', config.peft_type)}, not LORA"
+            )
         if foreign := _foreign_settings(config, LoraConfig()):
-            raise ValueError(f"LoRA with {', '.join(foreign)} does not leave the model's own weights as they are")
+            raise ValueError(
+                f"LoRA with {', '.join(foreign)} does not leave the model's own weights as they are"
+            )
         _check_pattern(lm, folder)
         # copied, else a file that is written now would be what is loaded
-        weights = {name: weight.clone() for name, weight in load_file(folder / SAFETENSORS_WEIGHTS_NAME).items()}
+        weights = {
+            name: weight.clone() for name, weight in load_file(folder / SAFETENSORS_WEIGHTS_NAME).items()
+        }
     config.base_model_name_or_path = None  # as it was where they were trained
     config.inference_mode = True
     return config, weights
 
 
 def _foreign_settings(config: peft.LoraConfig, default: peft.LoraConfig) -> list[str]:
-    foreign = [name for name, value in vars(default).items() if name not in READ and getattr(config, name) != value]
+    foreign = [
+        name for name, value in vars(default).items() if name not in READ and getattr(config, name) != value
+    ]
     starts = config.init_lora_weights
-    return foreign if isinstance(starts, bool) or starts in ("gaussian", "orthogonal") else [*foreign, f"init_lora_weights {starts}"]
+    return (
+        foreign
+        if isinstance(starts, bool) or starts in ("gaussian", "orthogonal")
+        else [*foreign, f"init_lora_weights {starts}"]
+    )
 
 
 def _check_pattern(lm: DiffusionLM, folder: Path) -> None:
-    """Raise ValueError for adapters that were trained with another attention pattern; those that other tools wrote do not say."""
+    """Raise ValueError for adapters that were trained with another attention pattern; those that other tools
+    wrote do not say."""
     if not (folder / "config.json").is_file():
         return
     trained = json.loads(read_file(folder / "config.json")).get(SETTINGS_KEY) or {}
-    if differ := [f"{name} {trained[name]}, not {value}" for name, value in lm.pattern.items() if trained.get(name, value) != value]:
+    if differ := [
+        f"{name} {trained[name]}, not {value}"
+        for name, value in lm.pattern.items()
+        if trained.get(name, value) != value
+    ]:
         raise ValueError(f"they were trained with {', '.join(differ)}")
 
 
@@ -120,12 +169,17 @@ def _sharing(model: Any) -> Any:
 
 
 def _check_shapes(lm: DiffusionLM, weights: dict[str, torch.Tensor], where: str) -> None:
-    """Raise ModelError for weights of adapters that are not exactly those that the model has: PEFT would leave out what it does not find,
-    and write to the weights below the adapters what is not of adapters."""
+    """Raise ModelError for weights of adapters that are not exactly those that the model has: PEFT would
+    leave out what it does not find, and write to the weights below the adapters what is not of adapters."""
     from peft import get_peft_model_state_dict
 
     there = {name: tuple(weight.shape) for name, weight in weights.items()}
-    here = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(lm.model, save_embedding_layers=False).items()}
+    here = {
+        name: tuple(weight.shape)
+        for name, weight in get_peft_model_state_dict(lm.model, save_embedding_layers=False).items()
+    }
     if unlike := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
         shapes = f"is {there.get(unlike[0], 'absent')}, and has to be {here.get(unlike[0], 'absent')}"
-        raise ModelError(f"the adapters are of another model: {unlike[0]} {shapes}", where=where, remedy=REMEDY)
+        raise ModelError(
+            f"the adapters are of another model: {unlike[0]} {shapes}", where=where, remedy=REMEDY
+        )

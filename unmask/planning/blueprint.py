@@ -1,9 +1,10 @@
 """A model without its weights, described by its config and tokenizer alone.
 
-The architecture is built of fake tensors, which have shapes and types but no memory, so that a laptop can analyse an 8B model.
+The architecture is built of fake tensors, which have shapes and types but no memory, so that a laptop can
+analyse an 8B model.
 
-Shapes: B batch, T tokens, N tokens of all rows, K experts chosen per token, C = N * K token-expert pairs, D hidden width, I inner width of
-an expert.
+Shapes: B batch, T tokens, N tokens of all rows, K experts chosen per token, C = N * K token-expert pairs, D
+hidden width, I inner width of an expert.
 """
 
 from __future__ import annotations
@@ -51,13 +52,19 @@ class Blueprint:
 
     @classmethod
     def read(cls, model: ModelConfig) -> Blueprint:
-        """Read config and tokenizer. Raises ModelError if one is missing, or the tokenizer has tokens without an embedding."""
+        """Read config and tokenizer. Raises ModelError if one is missing, or the tokenizer has tokens without
+        an embedding."""
         source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         config, family = read_config(model.path, source)
         tokenizer = read_tokenizer(model.path, source, config, family)
         with reading("cannot use the model", model.path, "Check config.json and the tokenizer's files"):
             check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.path)
-            return cls(model.path, config, tokenizer, pattern_settings(config, model.attention, model.block_size, model.logit_shift))
+            return cls(
+                model.path,
+                config,
+                tokenizer,
+                pattern_settings(config, model.attention, model.block_size, model.logit_shift),
+            )
 
     @property
     def stock(self) -> bool:
@@ -82,7 +89,8 @@ class Blueprint:
             "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
             "attention": lm.attention,
             "attention block": str(lm.block_size or "-"),
-            "mask token": f"{mask} ({lm.mask_token_id})" + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
+            "mask token": f"{mask} ({lm.mask_token_id})"
+            + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
             "logit shift": "yes: the output at position i - 1 predicts token i" if lm.logit_shift else "no",
         }
 
@@ -92,9 +100,15 @@ class Blueprint:
         table = lm.model.get_input_embeddings().weight.shape[0]
         new = self.tokenizer.mask_token_id is None
         window = getattr(self.config.get_text_config(), "sliding_window", None)  # of layers that name none
-        windows = sum(getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model))
+        windows = sum(
+            getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model)
+        )
         tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
-        grows = f"full: they grow from {vocabulary:,} to {table:,} rows" if table > vocabulary else f"no: {vocabulary:,} rows have room"
+        grows = (
+            f"full: they grow from {vocabulary:,} to {table:,} rows"
+            if table > vocabulary
+            else f"no: {vocabulary:,} rows have room"
+        )
         return {
             "mask token": f"added, with an embedding row{tied}" if new else "already there",
             "embeddings": grows,
@@ -112,7 +126,8 @@ class Blueprint:
         *,
         quantization: Quantization | None = None,
     ) -> Workload:
-        """The workload to estimate. `attention` None: as saved; for a stock model, a conversion to bidirectional attention.
+        """The workload to estimate. `attention` None: as saved; for a stock model, a conversion to
+        bidirectional attention.
 
         Raises:
             ConfigError: rows longer than the model's context, or quantised weights without adapters.
@@ -125,13 +140,24 @@ class Blueprint:
             what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
             raise ConfigError(what, where="sequence_length", remedy=f"Use at most {self.context}")
         chosen: AttentionName = attention or ("bidirectional" if self.stock else self.settings["attention"])
-        return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
+        return Workload(
+            sequence_length=sequence_length,
+            attention=chosen,
+            copies=copies,
+            lora_rank=lora_rank,
+            quantization=quantization,
+        )
 
     def settings_for(self, attention: AttentionName) -> dict[str, Any]:
-        """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to `attention`."""
+        """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to
+        `attention`."""
         if attention == self.settings["attention"]:
             return self.settings
-        return {"attention": attention, "block_size": DEFAULT_BLOCK if attention == "block_causal" else None, "logit_shift": None}
+        return {
+            "attention": attention,
+            "block_size": DEFAULT_BLOCK if attention == "block_causal" else None,
+            "logit_shift": None,
+        }
 
     def network(self, work: Workload) -> Network:
         """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
@@ -157,13 +183,19 @@ class Blueprint:
         )
 
     def pass_costs(self, work: Workload) -> PassCosts:
-        """Launches and traffic, counted with few layers and one or two rows: the differences are those of a layer and of a row."""
+        """Launches and traffic, counted with few layers and one or two rows: the differences are those of a
+        layer and of a row."""
         pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
-        shallow, deeper = (count_passes(with_layers(self.config, depth), pattern, work) for depth in (SHALLOW, DEEPER))
+        shallow, deeper = (
+            count_passes(with_layers(self.config, depth), pattern, work) for depth in (SHALLOW, DEEPER)
+        )
         more = (layers - SHALLOW) / (DEEPER - SHALLOW)
 
         def of_all_layers(direction: int, rows: int) -> list[float]:
-            return [few + more * (many - few) for few, many in zip(shallow[rows][direction], deeper[rows][direction], strict=True)]
+            return [
+                few + more * (many - few)
+                for few, many in zip(shallow[rows][direction], deeper[rows][direction], strict=True)
+            ]
 
         def cost(direction: int) -> PassCost:
             (launches, one_row), (_, two_rows) = of_all_layers(direction, 1), of_all_layers(direction, 2)
@@ -174,14 +206,18 @@ class Blueprint:
     @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
         """The model as `unmask.load` would build it, and the number of embedding rows before that."""
-        with reading("cannot use the model", self.path, "Check config.json and the tokenizer's files"), FakeTensorMode():
+        with (
+            reading("cannot use the model", self.path, "Check config.json and the tokenizer's files"),
+            FakeTensorMode(),
+        ):
             model = architecture(self.config, torch.float32)
             vocabulary = model.get_input_embeddings().weight.shape[0]
             return make_diffusion(model, copy.deepcopy(self.tokenizer), **self.settings), vocabulary
 
 
 def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
-    """Build the architecture of a config; inside a FakeTensorMode it takes no memory. Raises ModelError unless it is a causal model."""
+    """Build the architecture of a config; inside a FakeTensorMode it takes no memory. Raises ModelError
+    unless it is a causal model."""
     with reading("cannot build the model", config.model_type, "Give a causal language model"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
 
@@ -200,13 +236,23 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def expert_modules(model: Any) -> list[nn.Module]:
-    """The expert modules of all layers; their weights are stacked along a first dimension, as in transformers."""
-    return [module for module in model.modules() if any(weight.dim() == 3 for weight in module.parameters(recurse=False))]
+    """The expert modules of all layers; their weights are stacked along a first dimension, as in
+    transformers."""
+    return [
+        module
+        for module in model.modules()
+        if any(weight.dim() == 3 for weight in module.parameters(recurse=False))
+    ]
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
     """Input and output width of every matrix of every expert."""
-    stacks = [weight for module in expert_modules(model) for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    stacks = [
+        weight
+        for module in expert_modules(model)
+        for weight in module.parameters(recurse=False)
+        if weight.dim() == 3
+    ]
     return [(stack.shape[2], stack.shape[1]) for stack in stacks for _ in range(len(stack))]
 
 
@@ -219,17 +265,23 @@ def expert_fraction(model: Any) -> float:
 def describe_size(model: Any) -> str:
     """The number of parameters and, for a mixture of experts, how many are active for a token."""
     total = sum(weight.numel() for weight in model.parameters())
-    idle = (1 - expert_fraction(model)) * sum(width_in * width_out for width_in, width_out in expert_shapes(model))
+    idle = (1 - expert_fraction(model)) * sum(
+        width_in * width_out for width_in, width_out in expert_shapes(model)
+    )
     return f"{total:,}" + (f", {round(total - idle):,} active" if idle else "")
 
 
 def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Stand-in for the grouped products of all experts: one expert processes all pairs, since fake tensors cannot be routed. It saves the
-    same number of bytes for the backward pass."""
-    first, last = (stack[0].T if module.is_transposed else stack[0] for stack in module.parameters(recurse=False))
+    """Stand-in for the grouped products of all experts: one expert processes all pairs, since fake tensors
+    cannot be routed. It saves the same number of bytes for the backward pass."""
+    first, last = (
+        stack[0].T if module.is_transposed else stack[0] for stack in module.parameters(recurse=False)
+    )
     with torch.autocast("cpu", enabled=False):  # grouped products ignore autocast
         chosen_CD = hidden_ND.repeat_interleave(index_NK.shape[1], 0).to(first.dtype)
-        gated_CI = module._apply_gate(chosen_CD @ first.T) if module.has_gate else module.act_fn(chosen_CD @ first.T)
+        gated_CI = (
+            module._apply_gate(chosen_CD @ first.T) if module.has_gate else module.act_fn(chosen_CD @ first.T)
+        )
         out_CD = (gated_CI @ last.T) * weight_NK.reshape(-1, 1)
     return out_CD.view(*index_NK.shape, -1).sum(1).to(hidden_ND.dtype)
 
@@ -249,7 +301,8 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload) -> list[int]:
-    """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one row, and of two."""
+    """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one
+    row, and of two."""
     with FakeTensorMode():
         model = fake_model(config, work)
         return [_saved_bytes(model, pattern, work, rows) for rows in (1, 2)]
@@ -263,7 +316,9 @@ def _saved_bytes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: i
         kept[storage._cdata] = storage
         return tensor
 
-    hidden_states(model, pattern, work, rows, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+    hidden_states(
+        model, pattern, work, rows, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    )
     for weight in model.parameters():
         kept.pop(weight.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in kept.values())
@@ -275,7 +330,9 @@ def fake_model(config: PretrainedConfig, work: Workload) -> Any:
     return architecture(config, WEIGHTS[work.precision], **options).train()
 
 
-def hidden_states(model: Any, pattern: Mapping[str, Any], work: Workload, batch: int, watch: AbstractContextManager[Any]) -> Tensor:
+def hidden_states(
+    model: Any, pattern: Mapping[str, Any], work: Workload, batch: int, watch: AbstractContextManager[Any]
+) -> Tensor:
     """The hidden states before the output head, [B, T, D], of a pass of `batch` rows that is watched."""
     compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
     layout = Layout.full(work.sequence_length, torch.device("cpu"))
@@ -285,23 +342,30 @@ def hidden_states(model: Any, pattern: Mapping[str, Any], work: Workload, batch:
     position_BT = layout.position_BT.expand(batch, -1)
     ids_BT = torch.zeros_like(position_BT)
     with watch, compute:
-        return model.base_model(input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask)[0]
+        return model.base_model(
+            input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask
+        )[0]
 
 
-def count_passes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload) -> dict[int, list[tuple[int, int]]]:
-    """Launches and traffic of a forward pass and of its backward pass, by their number of rows: one and two."""
+def count_passes(
+    config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload
+) -> dict[int, list[tuple[int, int]]]:
+    """Launches and traffic of a forward pass and of its backward pass, by their number of rows: one and
+    two."""
     with FakeTensorMode():
         model = fake_model(config, work)
         if work.lora_rank:
             model.requires_grad_(False)
-            model.get_input_embeddings().requires_grad_(True)  # gradients flow through all layers, to the adapters
+            # gradients flow through all layers, to the adapters
+            model.get_input_embeddings().requires_grad_(True)
         return {rows: _count_passes(model, pattern, work, rows) for rows in (1, 2)}
 
 
 def _count_passes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: int) -> list[tuple[int, int]]:
     out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
     gradient_BTD = torch.ones_like(out_BTD)
-    with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):  # the checks of `--debug` read values
+    # the checks of `--debug` read values
+    with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):
         out_BTD.backward(gradient_BTD)
     model.zero_grad()  # else gradients would be added
     return [(ahead.launches, ahead.traffic), (back.launches, back.traffic)]

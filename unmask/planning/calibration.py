@@ -37,7 +37,8 @@ CALIBRATION_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Measured:
-    """The median time of a step, and the peak memory of all its tensors, including parameters and optimizer states."""
+    """The median time of a step, and the peak memory of all its tensors, including parameters and optimizer
+    states."""
 
     seconds: float
     peak_bytes: float
@@ -52,11 +53,17 @@ class Step:
         if work.checkpointing:
             lm.model.activation_checkpointing_enable()
         self.parameters = [weight for weight in lm.model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)  # as transformers.Trainer's default
+        # as transformers.Trainer's default
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         vocabulary = lm.config.vocab_size
         generator = torch.Generator().manual_seed(0)
-        self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(lm.device)
-        document_T = torch.arange(work.sequence_length, device=lm.device) // -(-work.sequence_length // work.documents) + 1
+        self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(
+            lm.device
+        )
+        document_T = (
+            torch.arange(work.sequence_length, device=lm.device) // -(-work.sequence_length // work.documents)
+            + 1
+        )
         self.documents_BT = None if work.documents == 1 else document_T.expand_as(self.ids_BT)
         self.views = self._views(generator)
 
@@ -92,7 +99,8 @@ class Step:
         return time.perf_counter()
 
     def peak_bytes(self) -> float:
-        """Peak memory of all tensors during a step. Call it after the first step, which creates the optimizer states."""
+        """Peak memory of all tensors during a step. Call it after the first step, which creates the optimizer
+        states."""
         if self.lm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self()
@@ -101,23 +109,37 @@ class Step:
             self()
         events: Any = record.profiler
         changes = [event.nbytes() for event in events.kineto_results.events() if event.name() == "[memory]"]
-        states = [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        states = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
         persistent = sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
         return persistent + max(itertools.accumulate(changes), default=0)
 
 
 def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, device: str = "cpu") -> Measured:
-    """Time steps of the whole model, with random weights, for about `seconds` (at least five steps), and measure its peak memory."""
+    """Time steps of the whole model, with random weights, for about `seconds` (at least five steps), and
+    measure its peak memory."""
     step = Step(build_model(blueprint, work, device), work)
     times = median_times([step], seconds, at_least=5)[0]
     return Measured(sum(times), step.peak_bytes())
 
 
 def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
-    """Seconds per step of a network on this CPU, extrapolated from models with fewer layers and, if necessary, a smaller batch."""
-    linears, experts = (parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts))
+    """Seconds per step of a network on this CPU, extrapolated from models with fewer layers and, if
+    necessary, a smaller batch."""
+    linears, experts = (
+        parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts)
+    )
     few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
-    if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
+    if (
+        network.vocabulary * network.hidden * (1 if network.tied else 2)
+        + few.linear_weights
+        + few.expert_weights
+        > CALIBRATION_PARAMETERS
+    ):
         return flops(network, work) / matmul_rate(network)
     small = dataclasses.replace(work, passes=1, forward_only_passes=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
@@ -125,7 +147,8 @@ def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
     steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]
     shallow, deeper = median_times(steps, CALIBRATION_SECONDS, at_least=3)
     passes, update = (
-        low + (high - low) * (network.layers - SHALLOW) / (DEEPER - SHALLOW) for low, high in zip(shallow, deeper, strict=True)
+        low + (high - low) * (network.layers - SHALLOW) / (DEEPER - SHALLOW)
+        for low, high in zip(shallow, deeper, strict=True)
     )
     return passes * flops(network, work) / flops(network, small) + update
 
@@ -138,7 +161,10 @@ def flops(network: Network, work: Workload) -> float:
 def matmul_rate(network: Network) -> float:
     """FLOPs per second of the network's largest matrix product on this CPU, forward and backward."""
     width_in, width_out = max(network.linears, key=lambda shape: shape[0] * shape[1])
-    linear, tokens = torch.nn.Linear(width_in, width_out, bias=False), torch.randn(256, width_in, requires_grad=True)
+    linear, tokens = (
+        torch.nn.Linear(width_in, width_out, bias=False),
+        torch.randn(256, width_in, requires_grad=True),
+    )
 
     def once() -> float:
         started = time.perf_counter()
@@ -149,7 +175,8 @@ def matmul_rate(network: Network) -> float:
 
 
 def median_times(steps: list[Step], seconds: float, *, at_least: int) -> list[tuple[float, float]]:
-    """The median seconds of pass and update of each step. Steps take turns, so that other load on the machine affects all alike."""
+    """The median seconds of pass and update of each step. Steps take turns, so that other load on the machine
+    affects all alike."""
     for step in steps:
         step()
     times: list[list[tuple[float, float]]] = [[] for _ in steps]
@@ -157,10 +184,15 @@ def median_times(steps: list[Step], seconds: float, *, at_least: int) -> list[tu
     while len(times[0]) < at_least or time.perf_counter() - started < seconds * len(steps):
         for taken, step in zip(times, steps, strict=True):
             taken.append(step())
-    return [(statistics.median(passes), statistics.median(updates)) for passes, updates in (zip(*taken, strict=True) for taken in times)]
+    return [
+        (statistics.median(passes), statistics.median(updates))
+        for passes, updates in (zip(*taken, strict=True) for taken in times)
+    ]
 
 
-def build_model(blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None) -> DiffusionLM:
+def build_model(
+    blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None
+) -> DiffusionLM:
     """Build the model with random weights; `layers` reduces its depth."""
     config = blueprint.config if layers is None else with_layers(blueprint.config, layers)
     model = architecture(config, WEIGHTS[work.precision]).to(device)

@@ -1,6 +1,7 @@
 """Memory and FLOPs of a training step, by formula, as printed by `unmask inspect`. Its time: `step_time.py`.
 
-docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1 GB is 1e9 bytes.
+docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1
+GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ Optimizer = Literal["adamw", "adamw_8bit"]
 
 # Constants of the implementation. Measure them again when the attention function or the output head changes.
 HIDDEN_FRACTION = 0.5  # fraction of the tokens predicted in a noised row; a causal row predicts all
-LOGIT_COPIES = 2  # float32 copies of a chunk of logits in the backward pass of its softmax; half as many in that of the head
-LAYER_WORKSPACE = 0.2  # activation gradients within a layer's backward pass, as a fraction of the bytes the layer saved
-BACKWARD_OF_ATTENTION = 2.5  # FLOPs relative to the forward pass: a fused kernel recomputes the attention logits
+# float32 copies of a chunk of logits in the backward pass of its softmax; half as many in that of the head
+LOGIT_COPIES = 2
+# activation gradients within a layer's backward pass, as a fraction of the bytes the layer saved
+LAYER_WORKSPACE = 0.2
+# FLOPs relative to the forward pass: a fused kernel recomputes the attention logits
+BACKWARD_OF_ATTENTION = 2.5
 
 # Constants of the libraries.
 WEIGHT_BYTES = {"float32": 4, "mixed": 4, "bfloat16": 2}
@@ -30,18 +34,22 @@ QUANTISED_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
 
 # Constants of machines, used where nothing is measured.
 MARGIN = 0.92  # usable fraction of the memory; the rest is lost to fragmentation
-RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU, the context and the workspace of libraries
+# interpreter and libraries; on a GPU, the context and the workspace of libraries
+RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}
 HOST_LINK = 20e9  # bytes a second between a GPU and the host, one way: PCIe 4.0 of 16 lanes
-HOST_BANDWIDTH = 40e9  # bytes a second of host memory in an update: a desktop's two channels; a server has more
+# bytes a second of host memory in an update: a desktop's two channels; a server has more
+HOST_BANDWIDTH = 40e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The properties of an architecture that the formula needs, at one sequence length, attention pattern and precision."""
+    """The properties of an architecture that the formula needs, at one sequence length, attention pattern and
+    precision."""
 
     parameters: int  # all of them, tied ones counted once
     tensors: int  # that hold them
-    linears: tuple[tuple[int, int], ...]  # input and output width of every matrix except the output head and experts
+    # input and output width of every matrix except the output head and experts
+    linears: tuple[tuple[int, int], ...]
     layers: int
     hidden: int  # hidden width
     vocabulary: int  # rows of the embedding table
@@ -67,7 +75,8 @@ class Network:
         return self.linear_weights + self.expert_fraction * self.expert_weights
 
     def adapter_parameters(self, rank: int) -> int:
-        """Number of parameters of low-rank adapters on every linear layer except the head, and on every expert."""
+        """Number of parameters of low-rank adapters on every linear layer except the head, and on every
+        expert."""
         return rank * sum(width_in + width_out for width_in, width_out in (*self.linears, *self.experts))
 
 
@@ -77,20 +86,25 @@ class Workload:
 
     sequence_length: int  # clean tokens in a sequence
     batch: int = 1  # sequences per device and step
-    attention: AttentionName = "bidirectional"  # block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`
+    # block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`
+    attention: AttentionName = "bidirectional"
     copies: int = 1  # noised copies of a sequence: 2 for complementary masks
-    precision: Precision = "float32"  # mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too
+    # mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too
+    precision: Precision = "float32"
     checkpointing: bool = False  # save only each layer's input, and recompute the rest
     optimizer: Optimizer = "adamw"
     lora_rank: int | None = None  # train adapters of this rank; None: train the weights
     quantization: Quantization | None = None  # of the frozen weights of linear layers (QLoRA)
     shards: int = 1  # devices over which parameters, gradients and states are spread (ZeRO-3, FSDP)
-    split: int = 1  # devices over which the layers of one model are spread (device_map); they work one after another
+    # devices over which the layers of one model are spread (device_map); they work one after another
+    split: int = 1
     offload: bool = False  # keep gradients and optimizer states in host memory
-    host_optimizer: bool = False  # keep optimizer states, float32 weights and gradients in host memory, and update them there
+    # keep optimizer states, float32 weights and gradients in host memory, and update them there
+    host_optimizer: bool = False
     accumulate: bool = False  # gradients of earlier micro-batches occupy memory during the forward pass
     teacher: bool = False  # every device also holds a frozen copy of the model, which reads the clean tokens
-    reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
+    # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
+    reference: bool = False
     stored_reference: bool = False  # its log-probabilities are looked up in a table on the host
     plans: int = 1  # batches of a step whose views are drawn
     documents: int = 1  # equal parts of a sequence that do not see one another
@@ -100,8 +114,15 @@ class Workload:
 
     def describe(self) -> str:
         """The workload in words."""
-        words = [f"{self.sequence_length} tokens", self.attention, f"{self.copies} noised copies" if self.copies > 1 else ""]
-        words += [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "", f"{self.quantization} weights" if self.quantization else ""]
+        words = [
+            f"{self.sequence_length} tokens",
+            self.attention,
+            f"{self.copies} noised copies" if self.copies > 1 else "",
+        ]
+        words += [
+            f"LoRA of rank {self.lora_rank}" if self.lora_rank else "",
+            f"{self.quantization} weights" if self.quantization else "",
+        ]
         return ", ".join(filter(None, words))
 
     @property
@@ -125,14 +146,19 @@ class Workload:
 
     @property
     def flops_per_weight(self) -> int:
-        """FLOPs of a forward and backward pass per token and matrix weight: 2 forward, 2 for the gradient of the input, 2 for that of a
-        trained weight, 2 to recompute the forward pass."""
+        """FLOPs of a forward and backward pass per token and matrix weight: 2 forward, 2 for the gradient of
+        the input, 2 for that of a trained weight, 2 to recompute the forward pass."""
         return (4 if self.lora_rank else 6) + (2 if self.checkpointing else 0)
 
     @property
     def predicted(self) -> float:
         """Number of predicted tokens, that is rows of logits."""
-        return self.batch * self.copies * self.sequence_length * (1 if self.attention == "causal" else HIDDEN_FRACTION)
+        return (
+            self.batch
+            * self.copies
+            * self.sequence_length
+            * (1 if self.attention == "causal" else HIDDEN_FRACTION)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +178,9 @@ class Memory:
 
 
 def peak_memory(network: Network, work: Workload) -> Memory:
-    """The memory at the largest of four moments of the backward pass: at the logits, the output head, the last layer (all activations
-    exist) and the first layer (all gradients exist). Between the last two, memory changes linearly, so the peak is at one of them."""
+    """The memory at the largest of four moments of the backward pass: at the logits, the output head, the
+    last layer (all activations exist) and the first layer (all gradients exist). Between the last two, memory
+    changes linearly, so the peak is at one of them."""
     parameters, trained, state = weight_bytes(network, work)
     gradients = 0.0 if work.offload else trained
     activations, layer = _activations(network, work)
@@ -162,7 +189,12 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
     gathered = 0.0
     if work.shards > 1:  # the weights of the current layer and the next one
-        gathered = 2 * (network.linear_weights + network.expert_weights) / network.layers * WEIGHT_BYTES[work.precision]
+        gathered = (
+            2
+            * (network.linear_weights + network.expert_weights)
+            / network.layers
+            * WEIGHT_BYTES[work.precision]
+        )
     held = gradients if work.accumulate or work.passes > 1 else 0.0
     moments = [  # gradients, activations, logits, workspace
         (held, activations, LOGIT_COPIES * chunk, 0.0),
@@ -172,9 +204,18 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     ]
     gradients, activations, logits, workspace = max(moments, key=sum)
     if work.split > 1:  # each device has its own workspace, and may end half a layer early
-        workspace += (work.split - 1) * (logits + workspace + (parameters + gradients + state + activations) / network.layers)
+        workspace += (work.split - 1) * (
+            logits + workspace + (parameters + gradients + state + activations) / network.layers
+        )
     workspace += gathered
-    return Memory(parameters=parameters, gradients=gradients, optimizer=state, activations=activations, logits=logits, workspace=workspace)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        activations=activations,
+        logits=logits,
+        workspace=workspace,
+    )
 
 
 def weight_bytes(network: Network, work: Workload) -> tuple[float, float, float]:
@@ -183,7 +224,8 @@ def weight_bytes(network: Network, work: Workload) -> tuple[float, float, float]
     stored = float(network.parameters * width)
     trained, trained_width = network.parameters, width
     if work.lora_rank:
-        trained, trained_width = network.adapter_parameters(work.lora_rank), 4  # PEFT keeps adapters in float32
+        # PEFT keeps adapters in float32
+        trained, trained_width = network.adapter_parameters(work.lora_rank), 4
         stored += trained * trained_width
         if work.quantization:
             stored -= network.linear_weights * (width - QUANTISED_WEIGHT[work.quantization])
@@ -195,14 +237,20 @@ def weight_bytes(network: Network, work: Workload) -> tuple[float, float, float]
 
 
 def host_bytes(network: Network, work: Workload) -> float:
-    """Bytes in host memory with a host optimizer: float32 weights, gradients and two states of every trained parameter."""
+    """Bytes in host memory with a host optimizer: float32 weights, gradients and two states of every trained
+    parameter."""
     return 16.0 * trained_parameters(network, work) if work.host_optimizer else 0.0
 
 
 def host_seconds(network: Network, work: Workload) -> float:
-    """Seconds of an update in host memory: gradients and weights cross the link; weights and states are read and written there."""
+    """Seconds of an update in host memory: gradients and weights cross the link; weights and states are read
+    and written there."""
     _, gradients, _ = weight_bytes(network, work)
-    return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimizer else 0.0
+    return (
+        2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH
+        if work.host_optimizer
+        else 0.0
+    )
 
 
 def trained_parameters(network: Network, work: Workload) -> int:
@@ -215,21 +263,35 @@ def _activations(network: Network, work: Workload) -> tuple[float, float]:
     layer = network.saved_per_row * work.rows / network.layers
     if not work.checkpointing:
         return network.saved_fixed + network.saved_per_row * work.rows, layer
-    residual = work.tokens * network.hidden * WEIGHT_BYTES[work.precision]  # it has the type of the embeddings
+    # it has the type of the embeddings
+    residual = work.tokens * network.hidden * WEIGHT_BYTES[work.precision]
     return network.saved_fixed + residual * network.layers, layer
 
 
 def matmul_flops(network: Network, work: Workload) -> float:
-    """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with checkpointing, 2 fewer if frozen."""
+    """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with
+    checkpointing, 2 fewer if frozen."""
     chunked = work.predicted * network.vocabulary > work.logits_at_once
-    head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
-    adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
+    head = (
+        work.predicted
+        * network.hidden
+        * network.vocabulary
+        * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
+    )
+    adapters = (
+        network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
+    )
     weights = network.multiplied_weights
-    teacher = 2 * work.batch * work.sequence_length * (weights + network.hidden * network.vocabulary) if work.teacher else 0
+    teacher = (
+        2 * work.batch * work.sequence_length * (weights + network.hidden * network.vocabulary)
+        if work.teacher
+        else 0
+    )
     return work.tokens * (weights * work.flops_per_weight + adapters) + head + teacher
 
 
 def attention_flops(network: Network, work: Workload) -> float:
-    """FLOPs of the attention of a forward and backward pass: two products over the full square of the row length, even under a mask."""
+    """FLOPs of the attention of a forward and backward pass: two products over the full square of the row
+    length, even under a mask."""
     forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))

@@ -1,4 +1,5 @@
-"""Estimates of a training step on a machine: the batch that fits, the time of the step, and what to change if nothing fits."""
+"""Estimates of a training step on a machine: the batch that fits, the time of the step, and what to change if
+nothing fits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from unmask.config.run import DeviceConfig, HardwareConfig
-from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Memory, Network, Precision, Workload, host_bytes, peak_memory
+from unmask.planning.cost_model import (
+    MARGIN,
+    RUNTIME_BYTES,
+    Memory,
+    Network,
+    Precision,
+    Workload,
+    host_bytes,
+    peak_memory,
+)
 from unmask.planning.launches import PassCosts
 from unmask.planning.step_time import Bound, step_launches, step_reads, step_time
 
@@ -23,7 +33,8 @@ class StepEstimate:
     memory: Memory  # of each device at the peak, in bytes
     runtime: float  # bytes that the libraries use in addition
     limit: float  # bytes that may be used on each device
-    seconds: float | None  # of a step for the batches of all devices; None if the throughput of a device is unknown
+    # of a step for the batches of all devices; None if the throughput of a device is unknown
+    seconds: float | None
     bound: Bound | None  # what takes most of that time; None if it is unknown
     launches: float  # of kernels, in a step
     reads: float  # of values by the host, in a step
@@ -42,7 +53,11 @@ class StepEstimate:
     @property
     def tokens_per_second(self) -> float | None:
         """Clean tokens per second, of all devices."""
-        return None if self.seconds is None else self.workload.batch * self.workload.sequence_length * self.devices / self.seconds
+        return (
+            None
+            if self.seconds is None
+            else self.workload.batch * self.workload.sequence_length * self.devices / self.seconds
+        )
 
     def describe(self, name: str) -> dict[str, str]:
         """One line of a table, by column."""
@@ -70,7 +85,9 @@ class StepEstimate:
         """All values, in JSON types. The keys keep the spelling `optimiser`."""
         values = dataclasses.asdict(self)
         for part in ("workload", "memory"):
-            values[part] = {name.replace("optimizer", "optimiser"): value for name, value in values[part].items()}
+            values[part] = {
+                name.replace("optimizer", "optimiser"): value for name, value in values[part].items()
+            }
         return values | {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
 
 
@@ -81,9 +98,12 @@ def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
 
 
 def largest_batch(network: Network, work: Workload, limit: float) -> int:
-    """The largest batch whose peak, which grows with the batch, is at most `limit` bytes; 0: not even one row fits."""
+    """The largest batch whose peak, which grows with the batch, is at most `limit` bytes; 0: not even one row
+    fits."""
     batches = range(1, 2**20)
-    return bisect_right(batches, limit, key=lambda batch: peak_memory(network, dataclasses.replace(work, batch=batch)).total)
+    return bisect_right(
+        batches, limit, key=lambda batch: peak_memory(network, dataclasses.replace(work, batch=batch)).total
+    )
 
 
 def estimate_step(
@@ -96,9 +116,9 @@ def estimate_step(
 ) -> StepEstimate:
     """Estimate a workload on a machine, with `batch` sequences per device; None: the largest batch that fits.
 
-    The smallest device sets the batch of all devices, the slowest one the time. A model that is split over devices has the memory of all
-    of them, and takes their mean time, weighted by the memory of each. `networks` and `costs` return the network and the costs
-    of its passes at a precision.
+    The smallest device sets the batch of all devices, the slowest one the time. A model that is split over
+    devices has the memory of all of them, and takes their mean time, weighted by the memory of each.
+    `networks` and `costs` return the network and the costs of its passes at a precision.
     """
     split = work.split > 1
     limits = [device_limit(device, hardware.max_memory_gb) for device in hardware.devices]
@@ -138,14 +158,19 @@ def estimate_step(
 def first_change_that_fits(
     networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float
 ) -> tuple[str, Workload] | None:
-    """The name of the least change after which the workload fits into `limit` bytes, and the changed workload; None if there is none."""
-    fitting = (change for change in _changes(work, hardware) if peak_memory(networks(change[1].precision), change[1]).total <= limit)
+    """The name of the least change after which the workload fits into `limit` bytes, and the changed
+    workload; None if there is none."""
+    fitting = (
+        change
+        for change in _changes(work, hardware)
+        if peak_memory(networks(change[1].precision), change[1]).total <= limit
+    )
     return next(fitting, None)
 
 
 def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
-    """Changes in the order of their cost in speed or quality. Checkpointing and 8-bit AdamW stay on for the changes after them. Sharded
-    weights allow neither adapters nor another optimizer than torch's."""
+    """Changes in the order of their cost in speed or quality. Checkpointing and 8-bit AdamW stay on for the
+    changes after them. Sharded weights allow neither adapters nor another optimizer than torch's."""
     rank, switches, whole = work.lora_rank or 16, [], work.shards == 1
     if not work.checkpointing:
         work = dataclasses.replace(work, checkpointing=True)
@@ -161,13 +186,22 @@ def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wo
         yield "the recipe offload", dataclasses.replace(work, precision="bfloat16", host_optimizer=True)
     if work.lora_rank is None and whole:
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
-        yield f"LoRA of rank {rank} and model.dtype bfloat16", dataclasses.replace(work, lora_rank=rank, precision="bfloat16")
+        yield (
+            f"LoRA of rank {rank} and model.dtype bfloat16",
+            dataclasses.replace(work, lora_rank=rank, precision="bfloat16"),
+        )
     if not hardware.is_cpu:
         if work.quantization != "4bit" and whole:
-            yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16")
+            yield (
+                f"QLoRA of rank {rank}",
+                dataclasses.replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16"),
+            )
         if work.lora_rank is None and work.split == 1:
             work = dataclasses.replace(work, optimizer="adamw")
             for shards in (2, 4, 8, 16, 32, 64):
                 if shards > work.shards:
-                    yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)
+                    yield (
+                        f"ZeRO-3 or FSDP over {shards} such devices",
+                        dataclasses.replace(work, shards=shards),
+                    )
             yield "ZeRO-3 with offload", dataclasses.replace(work, offload=True)

@@ -29,9 +29,12 @@ LIKELY = (CPU, "rtx4080-16gb", "rtx3090-24gb", "a6000-48gb", "h100-80gb")
 
 
 def recipes_to_show(named: Sequence[str], **settings: Any) -> list[HardwareRecipe]:
-    """The named hardware recipes; `all`: all of them; none named: likely ones, and those of this machine. `settings`: of `read`."""
+    """The named hardware recipes; `all`: all of them; none named: likely ones, and those of this machine.
+    `settings`: of `read`."""
     everything = named in ([], ["all"])
-    recipes = [HardwareRecipe.read(name, **settings) for name in (hardware_recipe_names() if everything else named)]
+    recipes = [
+        HardwareRecipe.read(name, **settings) for name in (hardware_recipe_names() if everything else named)
+    ]
     return recipes if named else [recipe for recipe in recipes if recipe.name in LIKELY or recipe.device]
 
 
@@ -43,12 +46,19 @@ class HardwareRecipe:
     hardware: HardwareConfig  # its devices, with the memory of each
     training: Mapping[str, Any]  # the recipe's training section
     dtype: str  # of the weights
-    device_map: str | None = None  # how the layers of one model are spread over the devices; None: each device has all layers
+    # how the layers of one model are spread over the devices; None: each device has all layers
+    device_map: str | None = None
 
     @classmethod
-    def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> HardwareRecipe:
-        """Read a hardware recipe; `max_memory_gb` and `dtype` override the recipe's, and `device_map` splits one model over its devices.
-        Raises ConfigError if there is no such recipe."""
+    def read(
+        cls,
+        name: str,
+        max_memory_gb: float | None = None,
+        dtype: str | None = None,
+        device_map: str | None = None,
+    ) -> HardwareRecipe:
+        """Read a hardware recipe; `max_memory_gb` and `dtype` override the recipe's, and `device_map` splits
+        one model over its devices. Raises ConfigError if there is no such recipe."""
         check_hardware(name)
         values = read_layers(recipes=[name]).merged()
         hardware = HardwareConfig(**values["hardware"])
@@ -61,30 +71,55 @@ class HardwareRecipe:
         hardware = config.hardware or cls.read(CPU).hardware
         training = dict(config.training)
         if training.get("bf16") is None:
-            training["bf16"] = not hardware.is_cpu and not training.get("fp16") and config.model.dtype == "float32"
+            training["bf16"] = (
+                not hardware.is_cpu and not training.get("fp16") and config.model.dtype == "float32"
+            )
         return cls._of(hardware.name, hardware, training, config.model.dtype, config.model.device_map)
 
     @classmethod
-    def _of(cls, name: str, hardware: HardwareConfig, training: Mapping[str, Any], dtype: str, device_map: str | None) -> HardwareRecipe:
+    def _of(
+        cls,
+        name: str,
+        hardware: HardwareConfig,
+        training: Mapping[str, Any],
+        dtype: str,
+        device_map: str | None,
+    ) -> HardwareRecipe:
         if dtype == "float64":
             remedy = "Use float32, bfloat16 or float16"
-            raise ConfigError("float64 weights cannot be estimated", where="--dtype, model.dtype", remedy=remedy)
-        devices = [device.model_copy(update={"memory_gb": device.memory_gb or host_memory_gb()}) for device in hardware.devices]
+            raise ConfigError(
+                "float64 weights cannot be estimated", where="--dtype, model.dtype", remedy=remedy
+            )
+        devices = [
+            device.model_copy(update={"memory_gb": device.memory_gb or host_memory_gb()})
+            for device in hardware.devices
+        ]
         return cls(name, hardware.model_copy(update={"devices": devices}), training, dtype, device_map)
 
     def workload(self, work: Workload) -> Workload:
-        """The same workload with the recipe's switches. Raises ConfigError for quantised weights split over devices, as training does."""
+        """The same workload with the recipe's switches. Raises ConfigError for quantised weights split over
+        devices, as training does."""
         if work.quantization and self.device_map:
             what = "quantised weights are not spread over devices"
-            raise ConfigError(what, where="--device-map and --quantization", remedy="Leave one of the two out")
+            raise ConfigError(
+                what, where="--device-map and --quantization", remedy="Leave one of the two out"
+            )
         fsdp = self.training.get("fsdp_config") or {}
         whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
-        precision: Precision = "bfloat16" if self.dtype in ("bfloat16", "float16") else "mixed" if self.training["bf16"] else "float32"
+        precision: Precision = (
+            "bfloat16"
+            if self.dtype in ("bfloat16", "float16")
+            else "mixed"
+            if self.training["bf16"]
+            else "float32"
+        )
         return dataclasses.replace(
             work,
             precision=precision,
             logits_at_once=logits_at_once(torch.device("cpu" if self.hardware.is_cpu else "cuda")),
-            checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
+            checkpointing=self.training.get(
+                "activation_checkpointing", fsdp.get("activation_checkpointing", False)
+            ),
             optimizer="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,
             split=self.hardware.count if self.device_map and whole and not self.hardware.is_cpu else 1,
@@ -110,7 +145,8 @@ def host_memory_gb() -> float:
 
 
 class StepEstimator:
-    """Estimates the training step of one model on several machines, whose recipes set precision, checkpointing, optimizer and shards."""
+    """Estimates the training step of one model on several machines, whose recipes set precision,
+    checkpointing, optimizer and shards."""
 
     def __init__(self, blueprint: Blueprint, work: Workload):
         self.blueprint, self.work = blueprint, work
@@ -126,8 +162,11 @@ class StepEstimator:
         self.network, self.costs = network, costs
 
     def estimate(self, recipe: HardwareRecipe, batch: int | None = None) -> StepEstimate:
-        """The estimate for a hardware recipe; `batch` None: the largest that fits. On the CPU this times steps for some seconds."""
-        estimate = estimate_step(self.network, self.costs, recipe.workload(self.work), recipe.hardware, batch=batch)
+        """The estimate for a hardware recipe; `batch` None: the largest that fits. On the CPU this times
+        steps for some seconds."""
+        estimate = estimate_step(
+            self.network, self.costs, recipe.workload(self.work), recipe.hardware, batch=batch
+        )
         if not recipe.hardware.is_cpu or not estimate.fits:
             return estimate
         work = estimate.workload
@@ -136,10 +175,13 @@ class StepEstimator:
         return dataclasses.replace(estimate, seconds=seconds, bound=bound)
 
     def generation(self, recipe: HardwareRecipe) -> dict[int, StepTime]:
-        """The time of a pass of generation at temperature 0, by the number of sequences, on the first device of a recipe. A sequence is as
-        long as a row of training. Empty without figures of the device (a CPU)."""
+        """The time of a pass of generation at temperature 0, by the number of sequences, on the first device
+        of a recipe. A sequence is as long as a row of training. Empty without figures of the device (a
+        CPU)."""
         context, attention = self.work.sequence_length, self.work.attention
-        one = DenoisingPass(context=context, attention=attention, block=self.blueprint.settings_for(attention)["block_size"])
+        one = DenoisingPass(
+            context=context, attention=attention, block=self.blueprint.settings_for(attention)["block_size"]
+        )
         passes = {batch: dataclasses.replace(one, batch=batch) for batch in GENERATION_BATCHES}
         device = recipe.hardware.devices[0]
         network, cost = self.network(recipe.workload(self.work).precision), self.costs("bfloat16").forward
@@ -153,11 +195,14 @@ class StepEstimator:
             raise ConfigError(what, where="--measure, --quantization", remedy="Leave one of the two out")
         if (device := recipe.device) is None:
             remedy = "Leave out --measure, or run it there"
-            raise ConfigError("this machine has no such device", where=f"--hardware {recipe.name}", remedy=remedy)
+            raise ConfigError(
+                "this machine has no such device", where=f"--hardware {recipe.name}", remedy=remedy
+            )
         return device
 
     def compare(self, recipe: HardwareRecipe, batch: int) -> dict[str, float]:
-        """Predict a step of this batch, then run such steps here (with AdamW in the precision of the weights).
+        """Predict a step of this batch, then run such steps here (with AdamW in the precision of the
+        weights).
 
         Raises:
             ConfigError: the step does not fit, or cannot be measured (`device_to_measure`).

@@ -1,7 +1,9 @@
-"""Launches and memory traffic of a step: how they are counted, and those that do not follow from the architecture.
+"""Launches and memory traffic of a step: how they are counted, and those that do not follow from the
+architecture.
 
-A launch is an operation that PyTorch dispatches and that starts a kernel: all but views, allocations and questions about a tensor. Traffic
-is what operations read and write, without products of matrices and attention, whose time is that of their arithmetic.
+A launch is an operation that PyTorch dispatches and that starts a kernel: all but views, allocations and
+questions about a tensor. Traffic is what operations read and write, without products of matrices and
+attention, whose time is that of their arithmetic.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ class PassCosts:
     backward: PassCost
 
 
-# Launches, counted on real steps and passes. `tests/planning/test_launches.py` counts them again: change them here when it fails.
+# Launches, counted on real steps and passes. `tests/planning/test_launches.py` counts them again: change them
+# here when it fails.
 LAUNCHES_OF_STEP = 75
-"""Of a training step: metrics, clipping and the update, which a fused optimizer launches for all parameters together."""
+"""Of a training step: metrics, clipping and the update, which a fused optimizer launches for all parameters
+together."""
 LAUNCHES_OF_NOISE = 225
 """Of drawing the views of a batch of noised rows."""
 LAUNCHES_OF_HEAD = 47
@@ -55,7 +59,8 @@ LAUNCHES_OF_DRAW = 25
 """Of a pass of generation above temperature 0."""
 
 TRAFFIC_OF_ADAPTER = {"float32": (12, 32), "mixed": (12, 24), "bfloat16": (18, 38)}
-"""Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and backward."""
+"""Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and
+backward."""
 
 WITHOUT_KERNEL = {
     *("aten::_unsafe_view", "aten::lift_fresh", "aten::empty", "aten::empty_like", "aten::empty_strided"),
@@ -73,10 +78,14 @@ class LaunchCounter(TorchDispatchMode):
         super().__init__()
         self.launches = self.traffic = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         name, out = func._schema.name, func(*args, **(kwargs or {}))
         if not func.is_view and name not in WITHOUT_KERNEL:
             self.launches += 1
             if name not in WITHOUT_TRAFFIC and "attention" not in name:
-                self.traffic += sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+                self.traffic += sum(
+                    leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)
+                )
         return out

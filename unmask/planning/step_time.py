@@ -1,6 +1,7 @@
 """Time of a training step and of a pass of generation on a GPU, by formula, and what bounds it.
 
-docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1 GB is 1e9 bytes.
+docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1
+GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ Bound = Literal["arithmetic", "memory", "launches", "reads", "link"]
 
 BOUNDS: dict[Bound, str] = {
     "arithmetic": "products of matrices",
-    "memory": "memory bandwidth: fuse kernels (`use_liger_kernel` in training), or larger batches in generation",
-    "launches": "launches of operations, which take the host longer than the operations themselves: compile, or larger batches",
+    "memory": (
+        "memory bandwidth: fuse kernels (`use_liger_kernel` in training), or larger batches in generation"
+    ),
+    "launches": (
+        "launches of operations, which take the host longer than the operations themselves: compile, or "
+        "larger batches"
+    ),
     "reads": "the host, for whose reads of values the GPU waits: larger batches",
     "link": "the link between devices, or to the host: accumulate gradients over more batches",
 }
@@ -51,7 +57,8 @@ ATTENTION_EFFICIENCY = 0.25  # the same for fused attention with a mask
 BANDWIDTH_EFFICIENCY = 0.8  # fraction of the vendor's figure that traffic reaches; 0.9 in a copy on an H100
 PASSES_OVER_LOGITS = 8  # their float32 is written and read that often for a loss and its gradient
 CPU_LAUNCH_SECONDS = 25e-6  # of an operation on almost no data: one core of the test machine
-LAUNCH_SECONDS = 22e-6  # the same on a GPU, whose host runs Python and PyTorch: passes of one sequence on an H100 and an H200
+# the same on a GPU, whose host runs Python and PyTorch: passes of one sequence on an H100 and an H200
+LAUNCH_SECONDS = 22e-6
 READ_SECONDS = 50e-6  # a GPU without work while the host reads a value and launches again: an assumption
 
 
@@ -60,7 +67,8 @@ class DenoisingPass:
     """A forward pass of generation, and the tokens that it reveals."""
 
     context: int  # tokens of a sequence: prompt and completion
-    block: int | None = None  # tokens of an attention block; None: bidirectional attention reads the whole sequence in every pass
+    # tokens of an attention block; None: bidirectional attention reads the whole sequence in every pass
+    block: int | None = None
     attention: AttentionName = "bidirectional"
     batch: int = 1  # sequences
     drawn: bool = False  # whether tokens are drawn at random: temperature above 0
@@ -90,7 +98,8 @@ class DenoisingPass:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The parts of the time of a step on a GPU, in seconds. The host launches kernels while the GPU computes; the rest is in sum."""
+    """The parts of the time of a step on a GPU, in seconds. The host launches kernels while the GPU computes;
+    the rest is in sum."""
 
     arithmetic: float  # products of matrices
     memory: float  # traffic to and from the GPU's memory that does not overlap with the products
@@ -105,7 +114,12 @@ class StepTime:
     @property
     def bound(self) -> Bound:
         """The part that takes most of the time; launches only if they take longer than the GPU."""
-        parts: dict[Bound, float] = {"arithmetic": self.arithmetic, "memory": self.memory, "reads": self.reads, "link": self.link}
+        parts: dict[Bound, float] = {
+            "arithmetic": self.arithmetic,
+            "memory": self.memory,
+            "reads": self.reads,
+            "link": self.link,
+        }
         if self.launches > self.arithmetic + self.memory:
             parts["launches"] = self.launches
         return max(parts, key=parts.__getitem__)
@@ -127,8 +141,16 @@ def step_launches(network: Network, costs: PassCosts, work: Workload) -> float:
         backward += LAUNCHES_OF_ADAPTER[work.precision] * len(network.linears)
     both = forward * (2 if work.checkpointing else 1) + backward + LAUNCHES_OF_HEAD
     update = LAUNCHES_PER_PARAMETER[work.optimizer] * network.tensors
-    teacher = forward + 2 * LAUNCHES_OF_HEAD if work.teacher else 0  # the second time to compare its predictions
-    return LAUNCHES_OF_STEP + noise + work.passes * both + work.forward_only_passes * (forward + LAUNCHES_OF_HEAD) + teacher + update
+    # the second time to compare its predictions
+    teacher = forward + 2 * LAUNCHES_OF_HEAD if work.teacher else 0
+    return (
+        LAUNCHES_OF_STEP
+        + noise
+        + work.passes * both
+        + work.forward_only_passes * (forward + LAUNCHES_OF_HEAD)
+        + teacher
+        + update
+    )
 
 
 def step_traffic(network: Network, costs: PassCosts, work: Workload) -> float:
@@ -136,25 +158,36 @@ def step_traffic(network: Network, costs: PassCosts, work: Workload) -> float:
     forward, backward = costs.forward.traffic(work.tokens), costs.backward.traffic(work.tokens)
     if work.lora_rank:
         of_input, of_output = TRAFFIC_OF_ADAPTER[work.precision]
-        backward += work.tokens * sum(of_input * width_in + of_output * width_out for width_in, width_out in network.linears)
-    both = forward * (2 if work.checkpointing else 1) + backward + 4 * PASSES_OVER_LOGITS * work.predicted * network.vocabulary
+        backward += work.tokens * sum(
+            of_input * width_in + of_output * width_out for width_in, width_out in network.linears
+        )
+    both = (
+        forward * (2 if work.checkpointing else 1)
+        + backward
+        + 4 * PASSES_OVER_LOGITS * work.predicted * network.vocabulary
+    )
     return work.passes * both + work.forward_only_passes * forward + 2 * sum(weight_bytes(network, work))
 
 
 def step_reads(work: Workload) -> int:
-    """Host reads of a training step: its numbers, and the targets of every plan of views. A reference in a table is looked up by ids of
-    rows, tokens and documents; a teacher is compared at tokens that masks choose. Copies to the host count too: a GPU waits for them,
-    although a CPU does not dispatch them."""
+    """Host reads of a training step: its numbers, and the targets of every plan of views. A reference in a
+    table is looked up by ids of rows, tokens and documents; a teacher is compared at tokens that masks
+    choose. Copies to the host count too: a GPU waits for them, although a CPU does not dispatch them."""
     of_plan = 4 if work.stored_reference else 1
     return 1 + work.plans * of_plan + (6 if work.teacher else 0)
 
 
-def step_time(network: Network, costs: PassCosts, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> StepTime | None:
-    """The time of a step on every device in parallel. None if the device has no figures, and for float32, which they do not cover."""
+def step_time(
+    network: Network, costs: PassCosts, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None
+) -> StepTime | None:
+    """The time of a step on every device in parallel. None if the device has no figures, and for float32,
+    which they do not cover."""
     if device.tflops is None or device.bandwidth_gb_s is None or work.precision == "float32":
         return None
     peak = device.tflops * 1e12
-    products = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
+    products = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (
+        peak * ATTENTION_EFFICIENCY
+    )
     link = host_seconds(network, work)
     if interconnect_gb_s:
         parameters, gradients, _ = weight_bytes(network, work)
@@ -178,14 +211,16 @@ def pass_launches(network: Network, cost: PassCost, work: DenoisingPass) -> floa
 
 
 def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: DeviceConfig) -> StepTime | None:
-    """The time of a pass of generation on one device; None if it has no figures. `cost`: with bfloat16 weights. Products
-    read weights while they compute, so that the longer of the two counts."""
+    """The time of a pass of generation on one device; None if it has no figures. `cost`: with bfloat16
+    weights. Products read weights while they compute, so that the longer of the two counts."""
     if device.tflops is None or device.bandwidth_gb_s is None:
         return None
     tokens, predicted = work.batch * work.tokens, work.batch * work.predicted
     peak, head = device.tflops * 1e12, network.hidden * network.vocabulary
     products = 2 * (tokens * network.multiplied_weights + predicted * head) / (peak * MATMUL_EFFICIENCY)
-    products += 4 * tokens * work.context * network.attention_width * network.layers / (peak * ATTENTION_EFFICIENCY)
+    products += (
+        4 * tokens * work.context * network.attention_width * network.layers / (peak * ATTENTION_EFFICIENCY)
+    )
     experts = network.expert_weights * min(1.0, network.expert_fraction * tokens)
     keys = 2 * work.batch * work.context * network.key_width * network.layers if work.cached else 0
     bandwidth = device.bandwidth_gb_s * 1e9 * BANDWIDTH_EFFICIENCY

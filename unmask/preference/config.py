@@ -24,9 +24,11 @@ from unmask.training.sharding import weight_sharding_setting
 Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
 MAX_EXACT_BLOCK = 4
-"""Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further token doubles them."""
+"""Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further
+token doubles them."""
 TOKENS_TOGETHER = 1024
-"""Views whose rows have at most this many tokens together share a forward pass. Smaller passes do not fill a GPU."""
+"""Views whose rows have at most this many tokens together share a forward pass. Smaller passes do not fill a
+GPU."""
 OF_MASKS = ("samples", "complementary", "log_variance_steps", "plan_reused")
 """Settings without effect on an exact likelihood."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
@@ -45,39 +47,69 @@ class AttentionFacts(Protocol):
 
 @dataclass(kw_only=True)
 class DPOConfig(PairConfig):
-    """Settings of `DPOTrainer`. `per_device_train_batch_size` counts pairs; with `loss_type: kto` responses."""
+    """Settings of `DPOTrainer`. `per_device_train_batch_size` counts pairs; with `loss_type: kto`
+    responses."""
 
     learning_rate: float = setting(5e-6, "The peak learning rate of AdamW")
-    loss_type: LossType = setting("sigmoid", "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)", choices=get_args(LossType))
-    beta: float = setting(0.2, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6)
-    label_smoothing: float = setting(0.0, "Assumed fraction of wrong labels (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"])
-    rpo_alpha: float = setting(0.0, "Weight of an SFT term on the chosen response, per token (RPO)", low=0, needs=[PAIRED])
-    length_normalization: bool = setting(False, "Whether log-ratios are per token (for simpo they always are)", needs=[COMPARED])
+    loss_type: LossType = setting(
+        "sigmoid", "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)", choices=get_args(LossType)
+    )
+    beta: float = setting(
+        0.2, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6
+    )
+    label_smoothing: float = setting(
+        0.0, "Assumed fraction of wrong labels (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"]
+    )
+    rpo_alpha: float = setting(
+        0.0, "Weight of an SFT term on the chosen response, per token (RPO)", low=0, needs=[PAIRED]
+    )
+    length_normalization: bool = setting(
+        False, "Whether log-ratios are per token (for simpo they always are)", needs=[COMPARED]
+    )
     simpo_gamma: float = setting(0.5, "The target margin, times beta", low=0, needs=["loss_type=simpo"])
-    desirable_weight: float = setting(1.0, "Weight of the loss of desirable responses", low=0, needs=["loss_type=kto"])
-    undesirable_weight: float = setting(1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"])
+    desirable_weight: float = setting(
+        1.0, "Weight of the loss of desirable responses", low=0, needs=["loss_type=kto"]
+    )
+    undesirable_weight: float = setting(
+        1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"]
+    )
 
     bound: Bound | None = setting(
         None,
-        "Log-likelihood of a response: elbo (a lower bound) or exact; unset: exact for causal models and blocks of at most 4 tokens",
+        (
+            "Log-likelihood of a response: elbo (a lower bound) or exact; unset: exact for causal models "
+            "and blocks of at most 4 tokens"
+        ),
         choices=get_args(Bound),
     )
     samples: int = setting(8, "elbo: views of each response, each with one mask", low=1)
     complementary: bool = setting(False, "elbo: complementary pairs of masks, and one that hides all")
     log_variance_steps: int = setting(
-        0, "Steps between logs of the margin's variance over redrawn masks; 0: never", low=0, needs=[PAIRED], on_resume=OnResume.ACTS
+        0,
+        "Steps between logs of the margin's variance over redrawn masks; 0: never",
+        low=0,
+        needs=[PAIRED],
+        on_resume=OnResume.ACTS,
     )
 
     reference: ReferenceMode = setting(
         "stored",
-        "stored: computed before training and kept on disk; frozen: a second model; adapter: the base under the adapters",
+        (
+            "stored: computed before training and kept on disk; frozen: a second model; adapter: the base "
+            "under the adapters"
+        ),
         choices=get_args(ReferenceMode),
         needs=[COMPARED],
     )
-    reference_model: str | None = setting(None, "The reference (folder or hub name); unset: the policy before training", needs=[COMPARED])
+    reference_model: str | None = setting(
+        None, "The reference (folder or hub name); unset: the policy before training", needs=[COMPARED]
+    )
     stale_reference: str = setting(
         "error",
-        "If the output folder holds log-probabilities of another model, tokenizer, data or settings: error, or replace",
+        (
+            "If the output folder holds log-probabilities of another model, tokenizer, data or settings: "
+            "error, or replace"
+        ),
         choices=("error", "replace"),
         needs=[COMPARED, "reference=stored"],
         on_resume=OnResume.NEUTRAL,
@@ -86,7 +118,10 @@ class DPOConfig(PairConfig):
 
     judge: str | None = setting(
         None,
-        "Evaluation: path.py:function of (prompts, completions, chosen) that returns which completions win (docs)",
+        (
+            "Evaluation: path.py:function of (prompts, completions, chosen) that returns which completions "
+            "win (docs)"
+        ),
         needs=[PAIRED],
         on_resume=OnResume.ACTS,
     )
@@ -94,13 +129,23 @@ class DPOConfig(PairConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.complementary and self.samples < 2:
-            raise ConfigError("a complementary pair is two views", where="samples", remedy="Use 2 or more, or leave out complementary")
+            raise ConfigError(
+                "a complementary pair is two views",
+                where="samples",
+                remedy="Use 2 or more, or leave out complementary",
+            )
         if self.loss_type == "kto" and self.train_sampling_strategy == "group_by_length":
             remedy = "Leave it out, or use another loss_type"
-            raise ConfigError("a row of kto has two responses, of two lengths", where="train_sampling_strategy", remedy=remedy)
+            raise ConfigError(
+                "a row of kto has two responses, of two lengths",
+                where="train_sampling_strategy",
+                remedy=remedy,
+            )
         if self.reference == "adapter" and self.reference_model is not None:
             remedy = "Leave it out, or use reference stored or frozen"
-            raise ConfigError("the reference is the base under the adapters", where="reference_model", remedy=remedy)
+            raise ConfigError(
+                "the reference is the base under the adapters", where="reference_model", remedy=remedy
+            )
 
     @classmethod
     def kinds_on_resume(cls) -> dict[str, OnResume]:
@@ -112,7 +157,11 @@ class DPOConfig(PairConfig):
             self.stale_reference = "replace"  # the file of the overwritten run
 
     def shortened(self, steps: int) -> dict[str, Any]:
-        return super().shortened(steps) | {"judge": None} | ({"log_variance_steps": 0} if self.log_variance_steps else {})
+        return (
+            super().shortened(steps)
+            | {"judge": None}
+            | ({"log_variance_steps": 0} if self.log_variance_steps else {})
+        )
 
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
         return {"first_rows": steps * rows_per_step(self)}
@@ -133,16 +182,25 @@ class DPOConfig(PairConfig):
         model = read_attention()
         autoregressive = model["attention"] == "causal" and model["logit_shift"] is not False
         with naming_setting_too("model.path"):
-            self.exact(SimpleNamespace(attention=model["attention"], block_size=model["block_size"], autoregressive=autoregressive))
+            self.exact(
+                SimpleNamespace(
+                    attention=model["attention"],
+                    block_size=model["block_size"],
+                    autoregressive=autoregressive,
+                )
+            )
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
-        """The largest forward pass of a step, and the number of passes. A chosen and a rejected response share a row. With more than one
-        pass, every pass is computed twice: once for the loss, once with gradients. A reference that is not stored adds one pass each. KTO
-        also passes the mismatched responses through the policy and such a reference."""
+        """The largest forward pass of a step, and the number of passes. A chosen and a rejected response
+        share a row. With more than one pass, every pass is computed twice: once for the loss, once with
+        gradients. A reference that is not stored adds one pass each. KTO also passes the mismatched responses
+        through the policy and such a reference."""
         work = super().workload(blueprint, run)
         assert work is not None
         model: Any = work  # `passes` reads only `attention`, which a workload has too
-        block = blueprint.settings_for("block_causal")["block_size"] if work.attention == "block_causal" else None
+        block = (
+            blueprint.settings_for("block_causal")["block_size"] if work.attention == "block_causal" else None
+        )
         if work.attention == "causal":
             views = 1
         elif block and self._wants_exact(block):
@@ -151,7 +209,9 @@ class DPOConfig(PairConfig):
             views = self.samples
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
         length = work.sequence_length * (2 if paired else 1)
-        all_passes = list(passes(model, work.batch, views, self.score_chunk or max(work.batch, TOKENS_TOGETHER // length)))
+        all_passes = list(
+            passes(model, work.batch, views, self.score_chunk or max(work.batch, TOKENS_TOGETHER // length))
+        )
         rows, copies = all_passes[0]
         count = len(all_passes)
         forward_only_passes = (count if count > 1 else 0) + (count if compared else 0)
@@ -189,13 +249,19 @@ class DPOConfig(PairConfig):
         width = exact_block_size(lm)
         exact = self._wants_exact(width)
         if exact and width > MAX_EXACT_BLOCK:
-            what = f"{lm.attention} attention{f' with blocks of {width} tokens' if lm.block_size else ''} would need 2**tokens passes"
+            what = (
+                f"{lm.attention} attention{f' with blocks of {width} tokens' if lm.block_size else ''} "
+                "would need 2**tokens passes"
+            )
             remedy = f"Use elbo; exact is for causal models and blocks of at most {MAX_EXACT_BLOCK} tokens"
             raise ConfigError(what, where="bound", remedy=remedy)
         if self.bound == "elbo" and lm.autoregressive:
-            raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
+            raise ConfigError(
+                "the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out"
+            )
         chosen = [name for name in OF_MASKS if name in self.given]
-        if {*OF_MASKS} <= self.given | self.unread():  # a record of a run names all with their defaults, as it knows no model
+        # a record of a run names all with their defaults, as it knows no model
+        if {*OF_MASKS} <= self.given | self.unread():
             chosen = [name for name in chosen if getattr(self, name) != getattr(DPOConfig, name)]
         if exact and chosen:
             remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
@@ -203,10 +269,12 @@ class DPOConfig(PairConfig):
         return exact
 
     def _wants_exact(self, block: float) -> bool:
-        """Whether the likelihood with attention blocks of this size is exact: if `bound` says so, or by default if they are small."""
+        """Whether the likelihood with attention blocks of this size is exact: if `bound` says so, or by
+        default if they are small."""
         return self.bound == "exact" or (self.bound is None and block <= MAX_EXACT_BLOCK)
 
 
 def exact_block_size(lm: AttentionFacts) -> float:
-    """The block size in tokens; the exact likelihood takes 2**size - 1 passes. 1 for a causal model, infinite for a bidirectional one."""
+    """The block size in tokens; the exact likelihood takes 2**size - 1 passes. 1 for a causal model, infinite
+    for a bidirectional one."""
     return 1 if lm.attention == "causal" else lm.block_size or math.inf

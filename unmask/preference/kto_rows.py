@@ -1,4 +1,5 @@
-"""Rows for losses of single responses (KTO): a labelled response, and its prompt with a mismatched response, taken from another prompt."""
+"""Rows for losses of single responses (KTO): a labelled response, and its prompt with a mismatched response,
+taken from another prompt."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def labelled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
 
 
 def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
-    """Each labelled response with its mismatched one: the same prompt, followed by the response of the nearest earlier row that has another
-    prompt (the last row precedes the first), cut to `max_length` tokens. KTO's baseline is estimated on these, as in TRL (within batches).
+    """Each labelled response with its mismatched one: the same prompt, followed by the response of the
+    nearest earlier row that has another prompt (the last row precedes the first), cut to `max_length` tokens.
+    KTO's baseline is estimated on these, as in TRL (within batches).
 
     Raises:
         DataError: all rows of the dataset, called `where`, have the same prompt.
@@ -37,16 +39,20 @@ def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[di
     others = [index for index, prompt in enumerate(prompts) if prompt != prompts[0]]
     if not others:
         remedy = "Give responses to at least two prompts, or use another loss_type"
-        raise DataError("all rows have the same prompt, but kto compares responses to different ones", where=where, remedy=remedy)
+        raise DataError(
+            "all rows have the same prompt, but kto compares responses to different ones",
+            where=where,
+            remedy=remedy,
+        )
     names = ("input_ids", "documents", "maskable")
     examples, nearest = [], others[-1]
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if prompts[index - 1] != prompts[index]:
             nearest = index - 1
         other, other_start = rows[nearest], starts[nearest]
-        mismatched = {name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names} | {
-            "sample_id": len(rows) + index
-        }
+        mismatched = {
+            name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names
+        } | {"sample_id": len(rows) + index}
         response = {name: row[name] for name in names} | {"sample_id": index}
         examples.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
     return examples

@@ -1,7 +1,8 @@
 """Preference losses, computed from log-likelihoods (or bounds on them) of whole responses.
 
-The log-ratio of a response is log pi(response) - log pi_ref(response); for a loss without a reference it is log pi(response). The margin of
-a pair is the log-ratio of the chosen response minus that of the rejected one. Both are in nats, or in nats per token if normalised.
+The log-ratio of a response is log pi(response) - log pi_ref(response); for a loss without a reference it is
+log pi(response). The margin of a pair is the log-ratio of the chosen response minus that of the rejected one.
+Both are in nats, or in nats per token if normalised.
 
 Shapes: P pairs, N responses.
 """
@@ -47,10 +48,11 @@ def margins(log_ratio_N: Tensor) -> Tensor:
 
 
 def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7). With label smoothing: its expectation if labels are wrong with this
-    probability (cDPO, Mitchell 2023).
+    """-log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7). With label smoothing: its expectation if
+    labels are wrong with this probability (cDPO, Mitchell 2023).
 
-    With ELBO estimates on the same masks for policy and reference this is VRPO (Zhu et al. 2025, LLaDA 1.5, eq. 5).
+    With ELBO estimates on the same masks for policy and reference this is VRPO (Zhu et al. 2025, LLaDA 1.5,
+    eq. 5).
     """
     check_tensors(margin_P=margin_P)
     return _smoothed(beta * margin_P, label_smoothing)
@@ -69,7 +71,8 @@ def hinge(margin_P: Tensor, *, beta: float) -> Tensor:
 
 
 def simpo(margin_P: Tensor, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid(beta * margin - gamma), with margins per token and no reference (Meng et al. 2024, eq. 6)."""
+    """-log sigmoid(beta * margin - gamma), with margins per token and no reference (Meng et al. 2024, eq.
+    6)."""
     check_tensors(margin_P=margin_P)
     return _smoothed(beta * margin_P - gamma, label_smoothing)
 
@@ -83,18 +86,18 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """1 - sigmoid(beta * (log-ratio - baseline)) for desirable responses, 1 - sigmoid(beta * (baseline - log-ratio)) for undesirable ones
-    (Ethayarajh et al. 2024, eq. 7 and 8), each with its weight.
+    """1 - sigmoid(beta * (log-ratio - baseline)) for desirable responses, 1 - sigmoid(beta * (baseline -
+    log-ratio)) for undesirable ones (Ethayarajh et al. 2024, eq. 7 and 8), each with its weight.
 
-    Args:
-        log_ratio_N: the log-ratio of each response.
-        desirable_N: whether each response is desirable.
-        baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the reference, the mean log-ratio
-            of mismatched responses.
+    Args: log_ratio_N: the log-ratio of each response. desirable_N: whether each response is desirable.
+        baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the
+        reference, the mean log-ratio of mismatched responses.
     """
     check_tensors(log_ratio_N=log_ratio_N, desirable_N=desirable_N, baseline=baseline)
     ahead_N = torch.where(desirable_N, log_ratio_N - baseline, baseline - log_ratio_N)
-    weight_N = torch.where(desirable_N, log_ratio_N.new_tensor(desirable_weight), log_ratio_N.new_tensor(undesirable_weight))
+    weight_N = torch.where(
+        desirable_N, log_ratio_N.new_tensor(desirable_weight), log_ratio_N.new_tensor(undesirable_weight)
+    )
     return weight_N * (1 - torch.sigmoid(beta * ahead_N))
 
 

@@ -1,7 +1,8 @@
-"""The reference's log-probabilities of the responses that a run visits, computed once before training and stored on disk.
+"""The reference's log-probabilities of the responses that a run visits, computed once before training and
+stored on disk.
 
-Shapes: E view plans, I sample ids, B rows, S responses of a row, N responses (the first of every row, then the second of every row),
-M views, T tokens.
+Shapes: E view plans, I sample ids, B rows, S responses of a row, N responses (the first of every row, then
+the second of every row), M views, T tokens.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ PART = 64
 SAVE_SECONDS = 60.0
 """Time between two writes of the file."""
 LogProbsOfRows = Callable[[Sequence[Row], int], tuple[Tensor, Tensor]]
-"""Called with rows and the number of a view plan; returns the log-probabilities [N] of the responses and the digests [B] of the rows."""
+"""Called with rows and the number of a view plan; returns the log-probabilities [N] of the responses and the
+digests [B] of the rows."""
 
 
 @dataclass(frozen=True)
 class ReferenceTable:
     """Log-probabilities of responses by view plan and sample id.
 
-    Attributes:
-        log_prob_EIS: the log-probabilities, in nats.
-        digest_EI: the `digests` of the rows and masks; 0: not computed, because the run does not visit the row.
+    Attributes: log_prob_EIS: the log-probabilities, in nats. digest_EI: the `digests` of the rows and masks;
+        0: not computed, because the run does not visit the row.
     """
 
     log_prob_EIS: Tensor
@@ -63,7 +64,10 @@ class ReferenceTable:
         index_B, (num_plans, count) = sample_id_B.cpu().numpy(), self.digest_EI.shape
         known = plan < num_plans and index_B.max() < count
         if not known or not np.array_equal(self.digest_EI.numpy()[plan, index_B], digest_B.numpy()):
-            what = f"the stored log-probabilities are of other responses, or of other masks than those of view plan {plan}"
+            what = (
+                "the stored log-probabilities are of other responses, or of other masks than those of "
+                f"view plan {plan}"
+            )
             remedy = "Evaluate on the rows given as eval_dataset, or use reference frozen or adapter"
             raise TrainingError(what, where="reference", remedy=remedy)
         log_prob_N = torch.from_numpy(self.log_prob_EIS.numpy()[plan, index_B].T.flatten())
@@ -71,7 +75,8 @@ class ReferenceTable:
 
     @classmethod
     def read(cls, path: Path, hashes: Mapping[str, str], *, replace: bool) -> ReferenceTable | None:
-        """The table in a file, or None if there is none to be used: the file is missing, or is stale and `replace` is set.
+        """The table in a file, or None if there is none to be used: the file is missing, or is stale and
+        `replace` is set.
 
         Raises:
             TrainingError: the file has other hashes, is damaged or cannot be read, and `replace` is not set.
@@ -80,24 +85,35 @@ class ReferenceTable:
             return None
         try:
             with safe_open(path, "pt") as file:
-                stored, table = file.metadata() or {}, cls(file.get_tensor("scores"), file.get_tensor("digests"))
+                stored, table = (
+                    file.metadata() or {},
+                    cls(file.get_tensor("scores"), file.get_tensor("digests")),
+                )
             stale = [name for name in hashes if stored.get(name) != hashes[name]]
             damaged = stored.get(CONTENT) not in (None, table.content_hash())  # earlier versions stored none
             if not stale and not damaged:
                 return table
-            what = f"holds log-probabilities of another {' and another '.join(stale)}" if stale else "is damaged"
+            what = (
+                f"holds log-probabilities of another {' and another '.join(stale)}" if stale else "is damaged"
+            )
         except SafetensorError as error:
             what = f"cannot be read ({error})"
         if not replace:
-            remedy = "Use the inputs that it was computed from, move the file, or set stale_reference to replace"
+            remedy = (
+                "Use the inputs that it was computed from, move the file, or set stale_reference to replace"
+            )
             raise TrainingError(what, where=str(path), remedy=remedy)
-        warnings.warn(f"{path} {what}: the reference's log-probabilities are recomputed", UnmaskWarning, stacklevel=2)
+        warnings.warn(
+            f"{path} {what}: the reference's log-probabilities are recomputed", UnmaskWarning, stacklevel=2
+        )
         return None
 
     def extended(self, num_plans: int) -> ReferenceTable:
         """The table with at least this many view plans; the new ones hold nothing."""
         more = max(0, num_plans - len(self.digest_EI))
-        return ReferenceTable(pad(self.log_prob_EIS, (0, 0, 0, 0, 0, more)), pad(self.digest_EI, (0, 0, 0, more)))
+        return ReferenceTable(
+            pad(self.log_prob_EIS, (0, 0, 0, 0, 0, more)), pad(self.digest_EI, (0, 0, 0, more))
+        )
 
     def completed(
         self,
@@ -108,12 +124,11 @@ class ReferenceTable:
         report: Callable[[float], None],
         save: Callable[[ReferenceTable], None],
     ) -> ReferenceTable:
-        """The table with the log-probabilities of these rows of each view plan, as far as it lacks them. The processes divide the rows; a
-        batch has rows of similar length.
+        """The table with the log-probabilities of these rows of each view plan, as far as it lacks them. The
+        processes divide the rows; a batch has rows of similar length.
 
-        Args:
-            report: called with the finished fraction.
-            save: called with the table every `SAVE_SECONDS` and at the end, so that little is lost if the run is killed.
+        Args: report: called with the finished fraction. save: called with the table every `SAVE_SECONDS` and
+            at the end, so that little is lost if the run is killed.
         """
         table, all_rows, finished = self.extended(len(rows_by_plan)), sum(map(len, rows_by_plan)), 0
         saved, unsaved = time.monotonic(), False
@@ -145,8 +160,16 @@ class ReferenceTable:
             save(table)
         return table
 
-    def _complete(self, plan: int, rows: Sequence[Row], log_probs_of: LogProbsOfRows, accelerator: Accelerator, batch_size: int) -> None:
-        """Put the log-probabilities of rows under a view plan into the table; each process computes some. A collective."""
+    def _complete(
+        self,
+        plan: int,
+        rows: Sequence[Row],
+        log_probs_of: LogProbsOfRows,
+        accelerator: Accelerator,
+        batch_size: int,
+    ) -> None:
+        """Put the log-probabilities of rows under a view plan into the table; each process computes some. A
+        collective."""
         log_prob_BS = self.log_prob_EIS.new_zeros(len(rows), self.log_prob_EIS.shape[2])
         digest_B = self.digest_EI.new_zeros(len(rows))
         mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
@@ -169,7 +192,9 @@ class ReferenceTable:
     @classmethod
     def empty(cls, count: int, num_responses: int, dtype: torch.dtype) -> ReferenceTable:
         """A table of `count` sample ids that holds nothing: no view plan."""
-        return cls(torch.zeros(0, count, num_responses, dtype=dtype), torch.zeros(0, count, dtype=torch.int64))
+        return cls(
+            torch.zeros(0, count, num_responses, dtype=dtype), torch.zeros(0, count, dtype=torch.int64)
+        )
 
     def write(self, path: Path, hashes: Mapping[str, str]) -> None:
         """Write the file atomically."""
@@ -195,8 +220,11 @@ def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
 
 
 def model_hashes(lm: DiffusionLM) -> dict[str, str]:
-    """A hash of the model and one of its tokenizer. Those of a model without length tokens are as before there were any."""
-    pattern = {name: value for name, value in lm.pattern.items() if value is not None or name not in LENGTH_TOKENS}
+    """A hash of the model and one of its tokenizer. Those of a model without length tokens are as before
+    there were any."""
+    pattern = {
+        name: value for name, value in lm.pattern.items() if value is not None or name not in LENGTH_TOKENS
+    }
     model = f"{fingerprint(lm.model)} {json.dumps(pattern)}"
     tokenizer = json.dumps([sorted(lm.tokenizer.get_vocab().items()), lm.mask_token_id])
     return {"model": _hash(model), "tokenizer": _hash(tokenizer)}

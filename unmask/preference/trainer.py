@@ -1,7 +1,8 @@
-"""Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025, LLaDA 1.5).
+"""Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025,
+LLaDA 1.5).
 
-Shapes: B rows (pairs, whose chosen and rejected response are two documents; for KTO single responses), N responses (for pairs: P chosen,
-then P rejected), M views, T tokens, R redraws.
+Shapes: B rows (pairs, whose chosen and rejected response are two documents; for KTO single responses), N
+responses (for pairs: P chosen, then P rejected), M views, T tokens, R redraws.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from unmask.preference.batch import PreferenceBatch
 from unmask.preference.config import TOKENS_TOGETHER, DPOConfig
 from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
 from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
-from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
+from unmask.preference.reference_log_probs import (
+    EMPTY_TABLE,
+    REFERENCE_FILE,
+    ReferenceTable,
+    data_hashes,
+    digests,
+    model_hashes,
+)
 from unmask.preference.visited_rows import visited_rows
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
 from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, total_steps
@@ -50,12 +58,13 @@ FIRST_REDRAW = 1 << 30
 
 
 class DPOTrainer(DiffusionTrainer):
-    """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit). With `loss_type: kto` also on
-    `prompt`, `completion`, `label`.
+    """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit). With
+    `loss_type: kto` also on `prompt`, `completion`, `label`.
 
-    Policy and reference see the same masks of a response. By default the reference is the model before training: its log-probabilities are
-    computed before the first step, for the masks of every epoch, and stored in the output directory, so that training holds one model. The
-    reference can also run during training, as a frozen copy or with the adapters off. Dropout is off. Gradients are computed view by view;
+    Policy and reference see the same masks of a response. By default the reference is the model before
+    training: its log-probabilities are computed before the first step, for the masks of every epoch, and
+    stored in the output directory, so that training holds one model. The reference can also run during
+    training, as a frozen copy or with the adapters off. Dropout is off. Gradients are computed view by view;
     views of few tokens share a pass.
 
     Args:
@@ -79,16 +88,26 @@ class DPOTrainer(DiffusionTrainer):
         first_rows: int | None = None,
         **rest: Any,
     ):
-        self.judge = load_judge(judge or args.judge)  # first, so that a failed import is reported before the model is loaded
+        # first, so that a failed import is reported before the model is loaded
+        self.judge = load_judge(judge or args.judge)
         unpaired = args.loss_type == "kto"
         if self.judge is not None and unpaired:
-            raise ConfigError("kto has no chosen responses to compare with", where="judge", remedy="Use a loss of pairs, or leave it out")
+            raise ConfigError(
+                "kto has no chosen responses to compare with",
+                where="judge",
+                remedy="Use a loss of pairs, or leave it out",
+            )
         self.responses_per_row = 1 if unpaired else 2
-        self.eval_baseline = torch.zeros(())  # KTO's, over all held-out rows, so that it does not depend on the batch size
+        # KTO's, over all held-out rows, so that it does not depend on the batch size
+        self.eval_baseline = torch.zeros(())
         collator = (UnpairedCollator if unpaired else Collator)(0, marking=not args.dispatched)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
-            raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
+            raise ConfigError(
+                "there are no held-out pairs to judge on",
+                where="judge",
+                remedy="Give them (data.eval), or leave it out",
+            )
         self.num_given_rows = len(self.train_dataset or ())
         if first_rows is not None:
             self.train_dataset = self.train_dataset[:first_rows]
@@ -101,21 +120,30 @@ class DPOTrainer(DiffusionTrainer):
             check_prompts(self.lm, self.eval_dataset, self.sampler)
         self.per_view = PerViewBackward(self, tokens_together=TOKENS_TOGETHER)
         self.exact = args.exact(self.lm)
-        self.reference = self._make_reference() if args.needs_reference and args.reference != "stored" else None
+        self.reference = (
+            self._make_reference() if args.needs_reference and args.reference != "stored" else None
+        )
         self.stored: dict[str, ReferenceTable] = {}
-        self.table_seconds, self.table_rows = 0.0, 0  # time to compute the table of the training rows, and their number in all plans
+        # time to compute the table of the training rows, and their number in all plans
+        self.table_seconds, self.table_rows = 0.0, 0
         if args.needs_reference and args.reference == "stored":
             with alone_in(args.output_folder):
                 self._make_tables(rest.get("progress"))
 
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
+    def make_rows(
+        cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str
+    ) -> Rows[dict[str, Any]]:
         fits, report = limits(lm, args), args.data_report(where)
         if args.loss_type != "kto":
             pairs = preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids)
-            return report.attach([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
+            return report.attach(
+                [joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)]
+            )
         if any("label" in row for row in islice(dataset, 100) if isinstance(row, Mapping)):
-            rows: Sequence[Row] = pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, formats=UNPAIRED)
+            rows: Sequence[Row] = pair_rows(
+                lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, formats=UNPAIRED
+            )
         else:
             rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
         return report.attach(with_mismatched(rows, fits.max_length, where))
@@ -126,7 +154,9 @@ class DPOTrainer(DiffusionTrainer):
     def setup_seconds(self, args: DPOConfig) -> float:
         """The time to compute the reference table of the rows that the run visits."""
         rows = range(self.num_given_rows)
-        scored = min(total_steps(args, rows) * rows_per_step(args), len(rows) * args.num_plans(rows, exact=self.exact))
+        scored = min(
+            total_steps(args, rows) * rows_per_step(args), len(rows) * args.num_plans(rows, exact=self.exact)
+        )
         return self.table_seconds / max(self.table_rows, 1) * scored
 
     # Views and log-probabilities.
@@ -137,7 +167,9 @@ class DPOTrainer(DiffusionTrainer):
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         if self.exact:
             return exact_views(group_BT, self.lm.block_size or 1)
-        return (elbo_views if self.args.complementary else exact_count_views)(group_BT, draw, num_views=self.args.samples)
+        return (elbo_views if self.args.complementary else exact_count_views)(
+            group_BT, draw, num_views=self.args.samples
+        )
 
     def draw(self, batch: Batch) -> Draw:
         draw = super().draw(batch)
@@ -162,7 +194,12 @@ class DPOTrainer(DiffusionTrainer):
         if not self.exact or self.lm.autoregressive:
             return self.sum_by_response(batch.rows, sum_over_views(log_prob_BMT, batch.views))
         group_BT = noise_groups(self.lm, batch.rows["maskable"], batch.rows["documents"])
-        return torch.cat([any_order(group_BT.where(mask_BT, -1), log_prob_BMT) for mask_BT in self._response_masks(batch.rows)])
+        return torch.cat(
+            [
+                any_order(group_BT.where(mask_BT, -1), log_prob_BMT)
+                for mask_BT in self._response_masks(batch.rows)
+            ]
+        )
 
     @torch.no_grad()
     def response_log_probs(self, lm: DiffusionLM, batch: PreferenceBatch) -> Tensor:
@@ -180,7 +217,8 @@ class DPOTrainer(DiffusionTrainer):
             self.record("margin_variance", self.margin_variance())
         with self.lockstep():
             prepared = [self.with_reference(batch) for batch in batches]
-        if self.args.loss_type == "kto":  # one baseline for all micro-batches, so that accumulating gradients changes nothing
+        # one baseline for all micro-batches, so that accumulating gradients changes nothing
+        if self.args.loss_type == "kto":
             baseline = self.baseline(batches)
             prepared = [replace(batch, baseline=baseline) for batch in prepared]
         return prepared
@@ -188,7 +226,8 @@ class DPOTrainer(DiffusionTrainer):
     def _prepare_inputs(self, inputs: Any) -> PreferenceBatch:
         if isinstance(inputs, PreferenceBatch):
             return inputs
-        return replace(self.with_reference(self._on_device(inputs)), baseline=self.eval_baseline)  # in an evaluation
+        # in an evaluation
+        return replace(self.with_reference(self._on_device(inputs)), baseline=self.eval_baseline)
 
     def _on_device(self, rows: Batch) -> Batch:
         return super()._prepare_inputs(rows)
@@ -206,11 +245,14 @@ class DPOTrainer(DiffusionTrainer):
         if self.args.rpo_alpha:
             length_N = self.sum_by_response(batch.rows, batch.rows["maskable"])
             loss_P = loss_P - self.args.rpo_alpha * log_prob_N.chunk(2)[0] / length_N.chunk(2)[0]
-        self._record_metrics(margin_P, log_prob_N, torch.arange(len(log_prob_N), device=log_prob_N.device) < len(margin_P))
+        self._record_metrics(
+            margin_P, log_prob_N, torch.arange(len(log_prob_N), device=log_prob_N.device) < len(margin_P)
+        )
         return loss_P.sum()
 
     def log_ratios(self, batch: PreferenceBatch, log_prob_N: Tensor) -> Tensor:
-        """The log-probability of each response [N] relative to the reference, in nats, or in nats per token."""
+        """The log-probability of each response [N] relative to the reference, in nats, or in nats per
+        token."""
         assert batch.reference_N is not None
         per_token = self.args.length_normalization or self.args.loss_type == "simpo"
         length_N = self.sum_by_response(batch.rows, batch.rows["maskable"]) if per_token else None
@@ -219,24 +261,30 @@ class DPOTrainer(DiffusionTrainer):
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
         args = self.args
         if args.loss_type == "simpo":
-            return simpo(margin_P, beta=args.beta, gamma=args.simpo_gamma, label_smoothing=args.label_smoothing)
+            return simpo(
+                margin_P, beta=args.beta, gamma=args.simpo_gamma, label_smoothing=args.label_smoothing
+            )
         if args.loss_type == "sigmoid":
             return dpo(margin_P, beta=args.beta, label_smoothing=args.label_smoothing)
         return (ipo if args.loss_type == "ipo" else hinge)(margin_P, beta=args.beta)
 
     def _unpaired_loss(self, batch: PreferenceBatch, log_prob_N: Tensor, log_ratio_N: Tensor) -> Tensor:
-        """KTO. The logged margin is the distance of a log-ratio from the baseline, positive on the side of its label."""
+        """KTO. The logged margin is the distance of a log-ratio from the baseline, positive on the side of
+        its label."""
         desirable_N, baseline, args = batch.rows["desirable"], batch.baseline, self.args
         assert baseline is not None
         weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
         loss_N = kto(log_ratio_N, desirable_N, baseline, beta=args.beta, **weights)
         self.record("kl", baseline, len(loss_N))
-        self._record_metrics(torch.where(desirable_N, log_ratio_N - baseline, baseline - log_ratio_N), log_prob_N, desirable_N)
+        self._record_metrics(
+            torch.where(desirable_N, log_ratio_N - baseline, baseline - log_ratio_N), log_prob_N, desirable_N
+        )
         return loss_N.sum()
 
     @torch.no_grad()
     def baseline(self, batches: Iterable[Batch]) -> Tensor:
-        """KTO's estimate of the KL divergence from the reference: the mean log-ratio of the mismatched responses of all processes, at least
+        """KTO's estimate of the KL divergence from the reference: the mean log-ratio of the mismatched
+        responses of all processes, at least
         0. For a diffusion model likelihoods are bounds, on the same masks for both."""
         total: Any = torch.zeros(2, dtype=self.lm.log_prob_dtype, device=self.accelerator.device)
         with self.lockstep():
@@ -273,7 +321,8 @@ class DPOTrainer(DiffusionTrainer):
         return self._with_reference(rows, draw, "eval" if self.evaluating else "train", draw.iteration)
 
     def _with_reference(self, rows: Batch, draw: Draw, table_name: str, number: int) -> PreferenceBatch:
-        """Rows with their views, and the reference's log-probabilities on them (0 for a loss without a reference).
+        """Rows with their views, and the reference's log-probabilities on them (0 for a loss without a
+        reference).
 
         Args:
             table_name: the table that holds them, if the reference is `stored`.
@@ -285,7 +334,11 @@ class DPOTrainer(DiffusionTrainer):
                 return replace(batch, reference_N=self.response_log_probs(lm, batch))
         sample_id_B = rows["sample_id"]
         if not self.args.needs_reference:
-            zero_N = torch.zeros(self.responses_per_row * len(sample_id_B), dtype=self.lm.log_prob_dtype, device=sample_id_B.device)
+            zero_N = torch.zeros(
+                self.responses_per_row * len(sample_id_B),
+                dtype=self.lm.log_prob_dtype,
+                device=sample_id_B.device,
+            )
             return replace(batch, reference_N=zero_N)
         stored = self.stored.get(table_name, EMPTY_TABLE)
         return replace(batch, reference_N=stored.look_up(number, sample_id_B, digests(rows, batch.views)))
@@ -297,32 +350,47 @@ class DPOTrainer(DiffusionTrainer):
             raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
         if args.reference == "adapter" and not starts_at_base(self.lm):
             remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
-            raise ConfigError("the adapters already change the policy, so that its base is another model", where="reference", remedy=remedy)
+            raise ConfigError(
+                "the adapters already change the policy, so that its base is another model",
+                where="reference",
+                remedy=remedy,
+            )
         # `frozen` copies the model even if it has adapters.
-        return make_reference(self.lm, self.accelerator, copy=args.reference == "frozen", path=args.reference_model)
+        return make_reference(
+            self.lm, self.accelerator, copy=args.reference == "frozen", path=args.reference_model
+        )
 
     def _make_tables(self, progress: Any) -> None:
         args = self.args
         with self._reference_before_training() as lm:
             hashes = model_hashes(lm)
             if self.train_dataset is not None:
-                started, plans = time.perf_counter(), range(args.num_plans(self.train_dataset, exact=self.exact))
+                started, plans = (
+                    time.perf_counter(),
+                    range(args.num_plans(self.train_dataset, exact=self.exact)),
+                )
                 visited = visited_rows(self)[: len(plans)]
-                self.stored["train"] = self._table("train", lm, hashes, self.train_dataset, plans, progress, visited)
+                self.stored["train"] = self._table(
+                    "train", lm, hashes, self.train_dataset, plans, progress, visited
+                )
                 self.table_seconds, self.table_rows = time.perf_counter() - started, sum(map(len, visited))
             if self.eval_dataset is not None:
                 self.stored["eval"] = self._table("eval", lm, hashes, self.eval_dataset, range(1), progress)
             if args.log_variance_steps:
                 redraws = range(FIRST_REDRAW, FIRST_REDRAW + LOGGED_REDRAWS)
-                self.stored["redrawn"] = self._table("redrawn", lm, hashes, self.train_dataset[:MEASURED_PAIRS], redraws, progress)
+                self.stored["redrawn"] = self._table(
+                    "redrawn", lm, hashes, self.train_dataset[:MEASURED_PAIRS], redraws, progress
+                )
 
     def _reference_before_training(self) -> contextlib.AbstractContextManager[DiffusionLM]:
-        """The reference while the tables are computed: the policy before training, or another model that is released afterwards. A policy
-        that will be sharded is not on the device yet; it is copied there."""
+        """The reference while the tables are computed: the policy before training, or another model that is
+        released afterwards. A policy that will be sharded is not on the device yet; it is copied there."""
         path = self.args.reference_model
         if path is None and not self.uses_fsdp_or_deepspeed:
             return contextlib.nullcontext(self.lm)
-        return make_reference(self.lm, self.accelerator, copy=self.uses_fsdp_or_deepspeed, path=path).model_in_use()
+        return make_reference(
+            self.lm, self.accelerator, copy=self.uses_fsdp_or_deepspeed, path=path
+        ).model_in_use()
 
     def _table(
         self,
@@ -334,20 +402,34 @@ class DPOTrainer(DiffusionTrainer):
         progress: Any,
         visited: Sequence[Sequence[int]] | None = None,
     ) -> ReferenceTable:
-        """The table of responses under the view plans with these numbers: read from disk, or computed and written there.
+        """The table of responses under the view plans with these numbers: read from disk, or computed and
+        written there.
 
         Args:
             visited: the indices of the items by view plan; None: all.
         """
         args = self.args
-        rows, rows_by_plan = self._responses(items), [self._responses([items[i] for i in plan]) for plan in visited or ()]
-        settings = {"samples": args.samples, "complementary": args.complementary, "exact": self.exact, "seed": args.seed}
+        rows, rows_by_plan = (
+            self._responses(items),
+            [self._responses([items[i] for i in plan]) for plan in visited or ()],
+        )
+        settings = {
+            "samples": args.samples,
+            "complementary": args.complementary,
+            "exact": self.exact,
+            "seed": args.seed,
+        }
         settings |= {"first_plan": draws.start, "bf16": args.bf16, "fp16": args.fp16}
-        path, hashes = args.output_folder / f"{name}_{REFERENCE_FILE}", {**hashes, **data_hashes(rows, settings)}
+        path, hashes = (
+            args.output_folder / f"{name}_{REFERENCE_FILE}",
+            {**hashes, **data_hashes(rows, settings)},
+        )
 
         def log_probs_of(rows: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
             collated = self._on_device(Collator(0)(rows))
-            batch = PreferenceBatch(collated, self.plan(collated, Draw(args.seed, collated["sample_id"], draws[plan])))
+            batch = PreferenceBatch(
+                collated, self.plan(collated, Draw(args.seed, collated["sample_id"], draws[plan]))
+            )
             return self.response_log_probs(lm, batch), digests(collated, batch.views)
 
         def report(fraction: float) -> None:
@@ -360,22 +442,31 @@ class DPOTrainer(DiffusionTrainer):
 
         table = ReferenceTable.read(path, hashes, replace=args.stale_reference == "replace")
         if table is None:
-            table = ReferenceTable.empty(1 + max(row["sample_id"] for row in rows), self.responses_per_row, self.lm.log_prob_dtype)
+            table = ReferenceTable.empty(
+                1 + max(row["sample_id"] for row in rows), self.responses_per_row, self.lm.log_prob_dtype
+            )
         by_plan = [rows] * len(draws) if visited is None else rows_by_plan
         return table.completed(by_plan, log_probs_of, self.accelerator, args.train_batch_size, report, save)
 
     def _responses(self, items: Sequence[Row]) -> Sequence[Row]:
-        return [item[key] for item in items for key in ("response", "mismatched")] if self.args.loss_type == "kto" else items
+        return (
+            [item[key] for item in items for key in ("response", "mismatched")]
+            if self.args.loss_type == "kto"
+            else items
+        )
 
     # The variance of the margin, and evaluation.
 
     @torch.no_grad()
     def margin_variance(self) -> Tensor:
-        """The variance of the margin over redraws of the masks, in nats squared, averaged over the first pairs of the training data. The
-        pairs are the same at every step, so that steps can be compared."""
+        """The variance of the margin over redraws of the masks, in nats squared, averaged over the first
+        pairs of the training data. The pairs are the same at every step, so that steps can be compared."""
         batches = list(self.in_batches(self.train_dataset[:MEASURED_PAIRS], self.args.train_batch_size))
         margin_RP = torch.stack(
-            [torch.cat([self._redrawn_margins(batch, redraw) for batch in batches]) for redraw in range(LOGGED_REDRAWS)]
+            [
+                torch.cat([self._redrawn_margins(batch, redraw) for batch in batches])
+                for redraw in range(LOGGED_REDRAWS)
+            ]
         )
         return margin_RP.var(0).mean()
 
@@ -385,7 +476,9 @@ class DPOTrainer(DiffusionTrainer):
             yield self._on_device(self.data_collator(rows[start : start + size]))
 
     def _redrawn_margins(self, rows: Batch, redraw: int) -> Tensor:
-        batch = self._with_reference(rows, Draw(self.args.seed, rows["sample_id"], FIRST_REDRAW + redraw), "redrawn", redraw)
+        batch = self._with_reference(
+            rows, Draw(self.args.seed, rows["sample_id"], FIRST_REDRAW + redraw), "redrawn", redraw
+        )
         return margins(self.log_ratios(batch, self.response_log_probs(self.lm, batch)))
 
     def measure(self, rows: Any) -> None:

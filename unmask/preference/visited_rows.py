@@ -13,8 +13,8 @@ from unmask.training.config import steps_per_epoch, total_steps
 
 
 def visited_rows(trainer: Any) -> list[list[int]]:
-    """The indices of the training rows of each epoch, of all processes, sorted. All rows of an epoch, unless the run ends within it and the
-    order of its rows is known in advance. A collective."""
+    """The indices of the training rows of each epoch, of all processes, sorted. All rows of an epoch, unless
+    the run ends within it and the order of its rows is known in advance. A collective."""
     args, rows = trainer.args, trainer.train_dataset
     steps, each = total_steps(args, rows), steps_per_epoch(args, rows)
     epochs = [[*range(len(rows))] for _ in range(-(-steps // each))]
@@ -22,7 +22,8 @@ def visited_rows(trainer: Any) -> list[list[int]]:
         return epochs
     loader = trainer.get_train_dataloader()
     batches: Any = getattr(loader, "batch_sampler", None)
-    sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # of one process's part of the batches
+    # of one process's part of the batches
+    sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
     if isinstance(sampler, (SeedableRandomSampler, SequentialSampler)):
         loader.set_epoch(len(epochs) - 1)
         mine = [row for batch in islice(batches, left * args.gradient_accumulation_steps) for row in batch]

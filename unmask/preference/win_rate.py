@@ -19,7 +19,8 @@ from unmask.models.model_state import evaluating
 from unmask.rewards.answers import describe_error
 
 Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
-"""Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5 for a draw, 0 if it loses."""
+"""Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5
+for a draw, 0 if it loses."""
 
 
 def load_judge(judge: Judge | str | None) -> Judge | None:
@@ -38,11 +39,14 @@ def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> 
             make_requests(lm, [split_row(pair)[0]], sampler)
         except GenerationError as error:
             where = (error.where or "").replace("prompt 0", f"eval_dataset, row {number}")
-            raise GenerationError(error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge") from error
+            raise GenerationError(
+                error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge"
+            ) from error
 
 
 def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> list[float]:
-    """The judge's values, from 0 to 1, of one completion per pair against the chosen response. Texts are without special tokens.
+    """The judge's values, from 0 to 1, of one completion per pair against the chosen response. Texts are
+    without special tokens.
 
     Raises:
         TrainingError: the judge raised, or did not return a number from 0 to 1 for each pair.
@@ -59,7 +63,9 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
         values: Any = judge(prompts, completions, chosen)
         values = [float(value) for value in values]
     except (Exception, SystemExit) as error:  # user code
-        raise TrainingError(f"raised {describe_error(error)}", where="judge", remedy="Fix it, or leave it out") from error
+        raise TrainingError(
+            f"raised {describe_error(error)}", where="judge", remedy="Fix it, or leave it out"
+        ) from error
     if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
         what = f"returned {values!r:.80} for {len(completions)} completions"
         raise TrainingError(what, where="judge", remedy="Return 1, 0.5 or 0 for each completion")

@@ -1,6 +1,7 @@
 """What passes between a run and its reward functions: copies of the arguments, and plain answers.
 
-The functions are users' code. What they return is converted where they run, so that no method of theirs is called in the training loop.
+The functions are users' code. What they return is converted where they run, so that no method of theirs is
+called in the training loop.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Answer = float | None | Verdict | NotANumber
 
 
 def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a reward function, with copies of the trainer's state and of each entry of their lists, so that it may edit them."""
+    """The arguments of a reward function, with copies of the trainer's state and of each entry of their
+    lists, so that it may edit them."""
 
     def copy_value(name: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -50,10 +52,15 @@ def copy_of(value: Any) -> Any:
 
 
 def answers_in(values: Any) -> list[Answer] | NotANumber:
-    """The answers in what a function returned: a sequence, array or tensor, or one of numbers, arrays and tensors."""
+    """The answers in what a function returned: a sequence, array or tensor, or one of numbers, arrays and
+    tensors."""
     try:
         values = values.tolist() if hasattr(values, "tolist") else values
-        return [answer_in(value) for value in values] if isinstance(values, Sequence) else NotANumber(shown(values))
+        return (
+            [answer_in(value) for value in values]
+            if isinstance(values, Sequence)
+            else NotANumber(shown(values))
+        )
     except BaseException as error:  # user code
         raise_interrupt(error)
         return NotANumber(shown(values))
@@ -101,14 +108,19 @@ def describe_error(error: BaseException) -> str:
 
 
 def raise_interrupt(error: BaseException) -> None:
-    """Raise Ctrl-C and other signals again, which only the main thread gets: anywhere else they are a function's own."""
-    if isinstance(error, KeyboardInterrupt | RunStopped) and threading.current_thread() is threading.main_thread():
+    """Raise Ctrl-C and other signals again, which only the main thread gets: anywhere else they are a
+    function's own."""
+    if (
+        isinstance(error, KeyboardInterrupt | RunStopped)
+        and threading.current_thread() is threading.main_thread()
+    ):
         raise error
 
 
 @contextmanager
 def only_this_process() -> Iterator[None]:
-    """End a process that the code within forks when it gets here, as it would continue the run, or answer a second time."""
+    """End a process that the code within forks when it gets here, as it would continue the run, or answer a
+    second time."""
     own = os.getpid()
     try:
         yield

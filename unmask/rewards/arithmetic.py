@@ -1,7 +1,8 @@
 """Exact arithmetic on text that a model wrote.
 
-The text is parsed, never evaluated: a syntax tree of `+ - * /` over integers, folded into fractions. Anything else that Python accepts
-(names, calls, powers, floats, signs, ...) is refused. Text of bounded length without powers has a bounded value, so nothing here can hang.
+The text is parsed, never evaluated: a syntax tree of `+ - * /` over integers, folded into fractions. Anything
+else that Python accepts (names, calls, powers, floats, signs, ...) is refused. Text of bounded length without
+powers has a bounded value, so nothing here can hang.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ArithmeticSyntaxError(UnmaskError):
 def evaluate(expression: str) -> Fraction:
     """The exact value of an expression of non-negative integers, `+ - * /`, parentheses and spaces.
 
-    Raises:
-        ArithmeticSyntaxError: any other text, more than `MAX_LENGTH` characters or `MAX_DEPTH` nested parentheses, or a division by zero.
+    Raises: ArithmeticSyntaxError: any other text, more than `MAX_LENGTH` characters or `MAX_DEPTH` nested
+        parentheses, or a division by zero.
     """
     try:
         return _fold(_parse(expression))
@@ -42,8 +43,13 @@ def evaluate(expression: str) -> Fraction:
 
 
 def numbers_used(expression: str) -> list[int]:
-    """The integers of an expression in ascending order, with repetitions. Raises like `evaluate`, except for a division by zero."""
-    return sorted(node.value for node in ast.walk(_parse(expression)) if isinstance(node, ast.Constant) and isinstance(node.value, int))
+    """The integers of an expression in ascending order, with repetitions. Raises like `evaluate`, except for
+    a division by zero."""
+    return sorted(
+        node.value
+        for node in ast.walk(_parse(expression))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int)
+    )
 
 
 def _parse(expression: str) -> ast.expr:
@@ -53,7 +59,8 @@ def _parse(expression: str) -> ast.expr:
     if not ALPHABET.issuperset(expression):
         raise _refusal(expression, "only digits, + - * / and parentheses may occur")
     depths = accumulate((character == "(") - (character == ")") for character in expression)
-    if max(depths, default=0) > MAX_DEPTH:  # checked first, because Python's parser runs out of memory on deep text
+    # checked first, because Python's parser runs out of memory on deep text
+    if max(depths, default=0) > MAX_DEPTH:
         raise _refusal(expression, f"its parentheses are nested more than {MAX_DEPTH} deep")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
@@ -75,4 +82,6 @@ def _fold(node: ast.expr) -> Fraction:
 
 def _refusal(expression: str, why: str) -> ArithmeticSyntaxError:
     shown = expression if len(expression) <= 40 else expression[:40] + "..."
-    return ArithmeticSyntaxError(f"{shown!r} is not an arithmetic expression: {why}", remedy="Use integers, + - * / and parentheses.")
+    return ArithmeticSyntaxError(
+        f"{shown!r} is not an arithmetic expression: {why}", remedy="Use integers, + - * / and parentheses."
+    )

@@ -12,13 +12,15 @@ Formula = Any
 """A formula of SymPy as math-verify reads it, not evaluated: a value, relation, set or matrix."""
 
 DIGITS = 600
-"""To how many digits the difference of equal numbers vanishes. An answer has fewer, so that no decimal equals a root."""
+"""To how many digits the difference of equal numbers vanishes. An answer has fewer, so that no decimal equals
+a root."""
 POINTS = 4
 """Values of the variables, for each of which equal formulas are equal; SymPy proves the rest."""
 
 
 def same(one: Formula, other: Formula) -> bool:
-    """Whether two formulas are equal: values exactly, relations up to a factor, sets and matrices if their members are."""
+    """Whether two formulas are equal: values exactly, relations up to a factor, sets and matrices if their
+    members are."""
     if isinstance(one, Relational) and isinstance(other, Relational):
         return _same_relation(one, other)
     if isinstance(one, sympy.And) and isinstance(other, sympy.And):
@@ -27,7 +29,9 @@ def same(one: Formula, other: Formula) -> bool:
         return _same_members(one.args, other.args)
     if isinstance(one, sympy.Set) or isinstance(other, sympy.Set):
         return bool(one == other)
-    if isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(other, sympy.MatrixBase | sympy.MatrixExpr):
+    if isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(
+        other, sympy.MatrixBase | sympy.MatrixExpr
+    ):
         one, other = one.doit(), other.doit()
         return one.shape == other.shape and all(map(same, one, other))
     return isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr) and _same_value(one, other)
@@ -44,12 +48,17 @@ def _same_members(ones: Sequence[Formula], others: Sequence[Formula]) -> bool:
 
 
 def _same_relation(one: Relational, other: Relational) -> bool:
-    """Whether both say that a formula is zero, below zero etc., and the formulas differ in a factor only, above zero for an inequality."""
+    """Whether both say that a formula is zero, below zero etc., and the formulas differ in a factor only,
+    above zero for an inequality."""
     (sign, zero), (other_sign, other_zero) = map(_against_zero, (one, other))
     if sign != other_sign:
         return False
     factor = sympy.simplify(zero / other_zero)
-    return not factor.free_symbols and bool(factor.is_finite) and bool(factor.is_positive or (sign in ("==", "!=") and factor.is_nonzero))
+    return (
+        not factor.free_symbols
+        and bool(factor.is_finite)
+        and bool(factor.is_positive or (sign in ("==", "!=") and factor.is_nonzero))
+    )
 
 
 def _against_zero(relation: Relational) -> tuple[str, Formula]:
@@ -68,7 +77,10 @@ def _same_value(one: Formula, other: Formula) -> bool:
     if not variables and (vanishes := _vanishes(difference)) is not None:
         return vanishes
     points = ({name: _coordinate(at, place) for place, name in enumerate(variables)} for at in range(POINTS))
-    return all(_vanishes(difference.subs(point)) is not False for point in points) and sympy.simplify(difference) == 0
+    return (
+        all(_vanishes(difference.subs(point)) is not False for point in points)
+        and sympy.simplify(difference) == 0
+    )
 
 
 def _evaluated(formula: Formula) -> Formula:
@@ -78,7 +90,9 @@ def _evaluated(formula: Formula) -> Formula:
 
 def _coordinate(at: int, place: int) -> Formula:
     """A fraction without a pattern, of either sign, that gets larger from point to point."""
-    return (-1) ** (at + at * place // 2) * sympy.Rational(sympy.prime(7 + 5 * place + at) * 9**at, sympy.prime(31 + place))
+    return (-1) ** (at + at * place // 2) * sympy.Rational(
+        sympy.prime(7 + 5 * place + at) * 9**at, sympy.prime(31 + place)
+    )
 
 
 def _vanishes(number: Formula) -> bool | None:

@@ -12,8 +12,11 @@ QUOTIENT = re.compile(r"\\frac\{([0-9.]+)\}\{([0-9.]+)\}|([0-9.]+) ?/ ?([0-9.]+)
 TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
 UNIT = re.compile(rf"{TEXT.pattern}(?:\^[0-9])?")
 UNIT_OR_SIGN = re.compile(rf"{UNIT.pattern}|\^\{{? ?\\circ ?\}}?|\\?[$%]")
-SCIENTIFIC = re.compile(r"([+-]?[1-9](?:\.[0-9]+)?) ?(?:\\times|\\cdot|\*) ?10\^(?:\{(-?[0-9]{1,3})\}|(-?[0-9])(?![0-9]))")
-"""A number in scientific notation. Its first factor is at least 1 and below 10: `60\\times10^4` is still to be computed."""
+SCIENTIFIC = re.compile(
+    r"([+-]?[1-9](?:\.[0-9]+)?) ?(?:\\times|\\cdot|\*) ?10\^(?:\{(-?[0-9]{1,3})\}|(-?[0-9])(?![0-9]))"
+)
+"""A number in scientific notation. Its first factor is at least 1 and below 10: `60\\times10^4` is still to
+be computed."""
 KINDS = {
     "integer": re.compile(r"[+-]?[1-9][0-9]{0,2}(?:[, ]?[0-9]{3})+|[+-]?[0-9]+"),
     "decimal": re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:[, ]?[0-9]{3})+|[0-9]*)\.[0-9]+"),
@@ -31,25 +34,36 @@ NO_OPS = [
     (re.compile(rf"{TEXT.pattern}|\\?[{{}}]|[\[\]]"), r"\1"),
     (re.compile(r"\(([^()+=<>,-]*)\)"), r"\1"),
     (re.compile(r"(?:^|\+) ?\( ?(-[^()+-]*)\)|(?<![0-9.])0+(?=[0-9])"), r"\1"),
-    (re.compile(rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] ?0(?![0-9.])|\^{ONE}"), ""),
+    (
+        re.compile(
+            rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] "
+            rf"?0(?![0-9.])|\^{ONE}"
+        ),
+        "",
+    ),
     (re.compile(rf"(?<![0-9.]){ONE} ?(?=[a-zA-Z\\(])"), ""),
     (re.compile(r"(?<![0-9]) ?(?:\\cdot|\\times|\*)(?![a-zA-Z])|(?:\\cdot|\\times|\*) ?(?![0-9a-zA-Z])"), ""),
 ]
-"""What changes the text of a formula, but not the formula: products and quotients with 1, sums with 0, and brackets around no sum."""
+"""What changes the text of a formula, but not the formula: products and quotients with 1, sums with 0, and
+brackets around no sum."""
 
 
 def is_final(answer: str, reference: str, question: str) -> bool:
     """Whether an answer may be the result of a problem. All three are in the spelling of `spelling.plain`.
 
-    Its fractions are in lowest terms; it calls only functions that the reference calls; for a reference that is a number it is a number;
-    and it does not occur in the question, unless it is a number in the reference's notation.
+    Its fractions are in lowest terms; it calls only functions that the reference calls; for a reference that
+    is a number it is a number; and it does not occur in the question, unless it is a number in the
+    reference's notation.
     """
     kind, wanted = number_kind(answer), number_kind(reference)
     return (
         lowest_terms(answer)
         and not set(FUNCTION.findall(answer)) - set(FUNCTION.findall(reference))
         and (wanted is None or kind is not None)
-        and ((kind is not None and kind == wanted) or not (occurs(answer, question) or occurs(unadorned(answer), unadorned(question))))
+        and (
+            (kind is not None and kind == wanted)
+            or not (occurs(answer, question) or occurs(unadorned(answer), unadorned(question)))
+        )
     )
 
 
@@ -61,9 +75,13 @@ def unadorned(text: str) -> str:
 
 
 def lowest_terms(text: str) -> bool:
-    """Whether all quotients of numbers in a text are of integers, in lowest terms, and none has the divisor 1."""
+    """Whether all quotients of numbers in a text are of integers, in lowest terms, and none has the divisor
+    1."""
     pairs = [list(filter(None, found.groups())) for found in QUOTIENT.finditer(text)]
-    return all(over.isdigit() and under.isdigit() and int(under) > 1 and math.gcd(int(over), int(under)) == 1 for over, under in pairs)
+    return all(
+        over.isdigit() and under.isdigit() and int(under) > 1 and math.gcd(int(over), int(under)) == 1
+        for over, under in pairs
+    )
 
 
 def number_kind(text: str) -> str | None:

@@ -1,4 +1,5 @@
-"""Published rewards for the format of a completion (d1, Zhao et al. 2025), without their regular expressions, which can be slow."""
+"""Published rewards for the format of a completion (d1, Zhao et al. 2025), without their regular expressions,
+which can be slow."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ REASONING, REASONED = "<reasoning>", "</reasoning>"
 
 
 def published_answer(text: str) -> str:
-    """The answer as the published functions find it: from the last opening tag (or the beginning) to the next closing one."""
+    """The answer as the published functions find it: from the last opening tag (or the beginning) to the next
+    closing one."""
     return text[-MAX_TEXT:].rpartition(OPEN)[2].partition(CLOSE)[0].strip()
 
 
@@ -21,7 +23,8 @@ def tagged_answers(text: str) -> list[str]:
 
 
 def xml_count(text: str) -> float:
-    """An eighth for each of the four tags that occurs once, on a line of its own, less a thousandth per character after the last."""
+    """An eighth for each of the four tags that occurs once, on a line of its own, less a thousandth per
+    character after the last."""
     count = 0.125 * (text.count(f"{REASONING}\n") == 1) + 0.125 * (text.count(f"\n{REASONED}\n") == 1)
     if text.count(f"\n{OPEN}\n") == 1:
         count += 0.125 - 0.001 * len(text.rpartition(f"\n{CLOSE}\n")[2])
@@ -31,7 +34,8 @@ def xml_count(text: str) -> float:
 
 
 def soft_format(text: str) -> float:
-    """A half for text that begins with `<reasoning>...</reasoning><answer>...</answer>`, with any white space between the two."""
+    """A half for text that begins with `<reasoning>...</reasoning><answer>...</answer>`, with any white space
+    between the two."""
     return 0.5 * _reasoned(text, REASONING, REASONED, OPEN, CLOSE, spaced=True)
 
 
@@ -39,11 +43,16 @@ def strict_format(text: str) -> float:
     """A half for the four tags, each on a line of its own, and nothing around them."""
     lines = (f"{REASONING}\n", f"\n{REASONED}\n", f"{OPEN}\n", f"\n{CLOSE}\n")
     # As published, one more newline may follow, and the last tag may occur again.
-    return 0.5 * (text.endswith(lines[-1]) or text.endswith(lines[-1] + "\n")) * _reasoned(text, *lines, spaced=False)
+    return (
+        0.5
+        * (text.endswith(lines[-1]) or text.endswith(lines[-1] + "\n"))
+        * _reasoned(text, *lines, spaced=False)
+    )
 
 
 def _reasoned(text: str, opening: str, closing: str, second: str, last: str, *, spaced: bool) -> bool:
-    """Whether a text begins with `opening`, has `second` right after `closing` (or after white space), and `last` later."""
+    """Whether a text begins with `opening`, has `second` right after `closing` (or after white space), and
+    `last` later."""
     if len(text) > MAX_TEXT or not text.startswith(opening):
         return False
     at = text.find(closing, len(opening))

@@ -26,27 +26,37 @@ NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 class HttpReward:
     """A reward function that queries a server. ConfigError if the address is invalid.
 
-    It sends a POST of `{"prompt": ..., "completion": ..., <dataset columns>}` for each completion, and expects `{"reward": number or
-    null}`, of at most 1 MiB, within `timeout` seconds. After three failed tries a completion has no reward (None).
+    It sends a POST of `{"prompt": ..., "completion": ..., <dataset columns>}` for each completion, and
+    expects `{"reward": number or null}`, of at most 1 MiB, within `timeout` seconds. After three failed tries
+    a completion has no reward (None).
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
         try:
             self.__name__ = httpx.URL(url).host
         except httpx.InvalidURL as error:
-            raise ConfigError(f"not an address: {error}", where=url, remedy="Give http://host:port/path") from error
+            raise ConfigError(
+                f"not an address: {error}", where=url, remedy="Give http://host:port/path"
+            ) from error
         if not self.__name__:
             raise ConfigError("an address without a host", where=url, remedy="Give http://host:port/path")
         self.url, self.timeout = url, timeout
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
         """The reward of each completion; None if the server gives none or does not answer."""
         found = self.ask({"prompts": prompts, "completions": completions, **columns}, CALL_SECONDS)
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
     def ask(self, arguments: Arguments, seconds: float) -> list[Any]:
-        """The answer for each completion, or the exception in its place: a LateError if none came within `seconds`."""
-        columns = {name: values for name, values in arguments.items() if name not in ("prompts", "completions", *NOT_SENT)}
+        """The answer for each completion, or the exception in its place: a LateError if none came within
+        `seconds`."""
+        columns = {
+            name: values
+            for name, values in arguments.items()
+            if name not in ("prompts", "completions", *NOT_SENT)
+        }
         columns = {"prompt": arguments["prompts"], "completion": arguments["completions"], **columns}
         bodies = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         found: list[Any] = [LATE] * len(bodies)
@@ -74,8 +84,11 @@ class HttpReward:
         return failure
 
     def _exchange(self, client: httpx.Client, body: dict[str, Any], seconds: float) -> Any:
-        """The JSON of one answer. Raises ValueError if it is packed or too large, before all of it is read."""
-        with client.stream("POST", self.url, json=body, timeout=seconds, headers={"Accept-Encoding": "identity"}) as answer:
+        """The JSON of one answer. Raises ValueError if it is packed or too large, before all of it is
+        read."""
+        with client.stream(
+            "POST", self.url, json=body, timeout=seconds, headers={"Accept-Encoding": "identity"}
+        ) as answer:
             answer.raise_for_status()
             if (packing := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
                 raise ValueError(f"the answer is packed with {packing}")

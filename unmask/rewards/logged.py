@@ -21,7 +21,8 @@ class Log:
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Keep a column: a value for each completion."""
-        self.extras[_name(column)].extend(plain(list(values)))  # here, because it may call methods of users' objects
+        # here, because it may call methods of users' objects
+        self.extras[_name(column)].extend(plain(list(values)))
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number. All numbers of a name are averaged."""
@@ -36,8 +37,11 @@ class Log:
             self.metrics[name].extend(numbers)
 
     def columns(self, count: int) -> dict[str, list[Any]]:
-        """The columns with at least `count` values: the last ones, because a function that raised was called, and logged, again."""
-        return {column: values[-count:] for column, values in list(self.extras.items()) if len(values) >= count}
+        """The columns with at least `count` values: the last ones, because a function that raised was called,
+        and logged, again."""
+        return {
+            column: values[-count:] for column, values in list(self.extras.items()) if len(values) >= count
+        }
 
 
 def _name(name: str) -> str:
@@ -48,7 +52,8 @@ def _name(name: str) -> str:
 
 
 def served(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as a worker serves it: called with its name and its arguments except the loggers, it returns values and a `Log`.
+    """A reward function as a worker serves it: called with its name and its arguments except the loggers, it
+    returns values and a `Log`.
 
     It raises a TrainingError if the function does not accept the arguments.
     """

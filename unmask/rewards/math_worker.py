@@ -23,16 +23,19 @@ SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|.)")
 
 @cache
 def limit_memory() -> None:
-    """Once in the process, which makes nothing but comparisons; not at import, which leaves the importing process as it is."""
+    """Once in the process, which makes nothing but comparisons; not at import, which leaves the importing
+    process as it is."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that this process has to limit the time
+    # it warns that this process has to limit the time
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def compare(answer: str, reference: str, final: bool) -> Verdict:
-    """The verdict on an answer: `malformed` if math-verify reads no formula in it. Strings are never compared.
+    """The verdict on an answer: `malformed` if math-verify reads no formula in it. Strings are never
+    compared.
 
-    The members of lists and unions may have any order. With `final`, an answer that leaves more to be computed than the reference does is
-    wrong.
+    The members of lists and unions may have any order. With `final`, an answer that leaves more to be
+    computed than the reference does is wrong.
     """
     limit_memory()
     (kind, parts), (wanted_kind, wanted) = _parts(answer), _parts(reference)
@@ -61,8 +64,11 @@ def _parts(text: str) -> tuple[str, list[str]]:
 
 
 def _compare_formulas(answer: str, reference: str, final: bool) -> Verdict:
-    """The verdict on a formula, which may omit the unit of its reference. math-verify ignores the base of a number."""
-    units, wanted_units = ([unit_of(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference))
+    """The verdict on a formula, which may omit the unit of its reference. math-verify ignores the base of a
+    number."""
+    units, wanted_units = (
+        [unit_of(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference)
+    )
     given, wanted = (_formula(UNIT.sub("", text).strip()) for text in (answer, reference))
     if given is None:
         return MALFORMED
@@ -76,4 +82,14 @@ def _compare_formulas(answer: str, reference: str, final: bool) -> Verdict:
 def _formula(text: str) -> Any:
     """The formula that math-verify reads in a text, or None."""
     box = f"$\\boxed{{{text}}}$"
-    return next(iter(parse(box, extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)), None)
+    return next(
+        iter(
+            parse(
+                box,
+                extraction_config=[LatexExtractionConfig()],
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+            )
+        ),
+        None,
+    )

@@ -1,4 +1,5 @@
-"""Find the answer in text that a model wrote, in linear time. Nothing is found in texts of more than `MAX_TEXT` characters."""
+"""Find the answer in text that a model wrote, in linear time. Nothing is found in texts of more than
+`MAX_TEXT` characters."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def between(text: str, opening: str, closing: str) -> list[str]:
 
 
 def answer_of(text: str) -> str | None:
-    """The content of the single pair of answer tags, or a whole text without tags, stripped; None if it is empty or the tags are others."""
+    """The content of the single pair of answer tags, or a whole text without tags, stripped; None if it is
+    empty or the tags are others."""
     if len(text) > MAX_TEXT:
         return None
     if OPEN not in text and CLOSE not in text:
@@ -34,7 +36,8 @@ def answer_of(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The stripped content of the last `\boxed{`; None if there is none, or it is empty or does not close."""
+    r"""The stripped content of the last `\boxed{`; None if there is none, or it is empty or does not
+    close."""
     start = text.rfind(BOX) + len(BOX)
     if start < len(BOX) or len(text) > MAX_TEXT:
         return None
@@ -54,4 +57,8 @@ def code_block(text: str, *languages: str) -> str | None:
     _, opened, rest = text.partition(FENCE)
     block, closed, _ = rest.partition("\n" + FENCE)
     language, newline, code = block.partition("\n")
-    return code + "\n" if opened and closed and newline and language.strip().lower() in ("", *languages) else None
+    return (
+        code + "\n"
+        if opened and closed and newline and language.strip().lower() in ("", *languages)
+        else None
+    )

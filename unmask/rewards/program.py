@@ -15,15 +15,20 @@ from unmask.variables import ACCEPT_UNSANDBOXED
 
 @functools.cache
 def shared_pool() -> Pool:
-    """The sandbox pool of this process. SandboxError on a host without isolation, unless `ACCEPT_UNSANDBOXED` is set."""
+    """The sandbox pool of this process. SandboxError on a host without isolation, unless `ACCEPT_UNSANDBOXED`
+    is set."""
     return Pool(accept_unsandboxed=os.environ.get(ACCEPT_UNSANDBOXED) == "1")
 
 
 def verify_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
-    """The verdict on each program; `malformed` for None, a completion without a program. Those not done at `DEADLINE` have none."""
+    """The verdict on each program; `malformed` for None, a completion without a program. Those not done at
+    `DEADLINE` have none."""
     pool, deadline = shared_pool(), DEADLINE.get()
     futures = [pool.submit(job, deadline) if job else None for job in jobs]
-    return [verdict_of(future.result()) if future else Verdict(0.0, "malformed", "no program") for future in futures]
+    return [
+        verdict_of(future.result()) if future else Verdict(0.0, "malformed", "no program")
+        for future in futures
+    ]
 
 
 def verdict_of(outcome: Outcome) -> Verdict:

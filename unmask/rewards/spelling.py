@@ -1,6 +1,7 @@
 r"""One spelling for each answer: of symbols, and without what may be there or not.
 
-A unit, a variable (`x =`) or a percent sign may be there or not if the reference has it or the question names it.
+A unit, a variable (`x =`) or a percent sign may be there or not if the reference has it or the question names
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ MACRO = re.compile(r"\\([a-zA-Z]+)")
 SPELLINGS = {
     **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
     **dict.fromkeys((r"\textit", r"\operatorname"), r"\text"),
-    **dict.fromkeys((rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")), ""),
+    **dict.fromkeys(
+        (rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")), ""
+    ),
     **dict.fromkeys((r"\left.", r"\right.", r"\left", r"\right", r"\displaystyle", r"\textstyle"), ""),
     **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
     **dict.fromkeys((r"\quad", r"\qquad"), " "),
@@ -28,20 +31,49 @@ SPELLINGS = {
 SPELLING = re.compile("|".join(rf"{re.escape(word)}(?![a-zA-Z])" for word in SPELLINGS))
 SIGNS = str.maketrans(
     {
-        **{"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u222a": r"\cup "},
-        **{"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b2": "^2", "\u00b3": "^3"},
+        **{
+            "\u03c0": r"\pi ",
+            "\u221e": r"\infty ",
+            "\u2212": "-",
+            "\u00d7": r"\times ",
+            "\u00b7": r"\cdot ",
+            "\u222a": r"\cup ",
+        },
+        **{
+            "\u00b0": r"^\circ ",
+            "\u2264": r"\le ",
+            "\u2265": r"\ge ",
+            "\u2260": r"\ne ",
+            "\u00b2": "^2",
+            "\u00b3": "^3",
+        },
     }
 )
 SEPARATED = re.compile(r"(?<=[0-9])(?:\{,\}|,(?:\\! ?)+)(?=[0-9]{3})")
 SPACE = re.compile(r"\s*(?P<row>\\\\)(?:\[[0-9.]+ ?[a-z]{2}\])?\s*|(?P<nothing>\\!)|(?:\\[,;: ]|~|\s)+")
 THOUSANDS = re.compile(
-    r"(?P<opens>(?<!\\)[(\[]|\\\{)|(?P<closes>(?<!\\)[)\]]|\\\})|_\{[^{}]*\}|(?P<number>(?<![0-9.,^_])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,\S))"
+    r"(?P<opens>(?<!\\)[(\[]|\\\{)|(?P<closes>(?<!\\)[)\]]|\\\})|_\{[^{}]*\}"
+    r"|(?P<number>(?<![0-9.,^_])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,\S))"
 )
 """A number with commas between its thousands, and what a list may be in: brackets and subscripts."""
 OUTER = re.compile(r"^[ $]+|(?:(?<!\\)[ $])*\.?(?:(?<!\\)[ $])*$")
 ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
 TAKES_ARGUMENTS = re.compile(rf"\\({'|'.join(ARGUMENTS)})(?![a-zA-Z])")
-BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+BASES = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 NOTHING, ANYTHING = "(?:none|(?:there (?:is|are) )?no solutions?|(?:the )?empty set)", "all real(?: number)?s"
 REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))"), r"\\sqrt{\1\2}"),
@@ -53,7 +85,10 @@ REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"(?<=[0-9}]) ?(?:\\cdot|\\times|\*) ?i(?![a-zA-Z])"), "i"),
     (re.compile(r"\\(begin|end)\{bmatrix\}"), r"\\\1{pmatrix}"),
     (
-        re.compile(r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"),
+        re.compile(
+            r"[(\[] ?\\begin\{(?:array\} "
+            r"?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"
+        ),
         r"\\begin{pmatrix}\1\\end{pmatrix}",
     ),
     (re.compile(r"^[({]([0-9]+)[)}](?=_)"), r"\1"),
@@ -68,7 +103,8 @@ REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]{1,40})\}"), lambda found: _repeating(*found.groups())),
     (re.compile(r"([_^])\{(.)\}"), r"\1\2"),
 ]
-"""Other spellings of roots, fractions, products with i, matrices, bases, sets, lists, logarithms and repeating decimals."""
+"""Other spellings of roots, fractions, products with i, matrices, bases, sets, lists, logarithms and
+repeating decimals."""
 SIGNS_OF_UNITS = [
     (re.compile(r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))"), r"\\text{ degrees}"),
     (re.compile(r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$"), r"\1\2\3\\text{ dollars}"),
@@ -77,12 +113,17 @@ WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("\u201c", "
 WRAPPERS += [(mark, mark) for mark in ("**", "*", "```", "`", '"', "'")]
 WRAPPERS += [(rf"\{style}{{", "}") for style in ("mathbf", "boldsymbol", "underline")]
 MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]+)")
-AND, OR, AND_OR = (re.compile(rf",? ?(?:\\text\{{ ?(?:{word}) ?\}}|(?<= )(?:{word})(?= )) ?") for word in ("and", "or", "and|or"))
+AND, OR, AND_OR = (
+    re.compile(rf",? ?(?:\\text\{{ ?(?:{word}) ?\}}|(?<= )(?:{word})(?= )) ?")
+    for word in ("and", "or", "and|or")
+)
 LABEL = re.compile(r"([^=<>]+?) ?(?:=|\\in(?![a-zA-Z])) ?([^=<>]*)")
 RELATION = re.compile(r"[=<>]|\\(?:in|le|ge|ne)(?![a-zA-Z])")
 LESS, MORE = (rf" ?({signs}) ?" for signs in (r"<|\\le(?![a-zA-Z])", r">|\\ge(?![a-zA-Z])"))
 SET_BUILDER = re.compile(r"\\\{ ?([a-zA-Z]) ?(?:\\in ?\(-\\infty, \\infty\) ?)?(?:\\mid|[|:]) ?(.*?) ?\\\}")
-RANGES = [re.compile(rf"(?:([^<>=,]*[^<>=, ]){sign})?([a-zA-Z])(?:{sign}([^<>=,]+))?") for sign in (LESS, MORE)]
+RANGES = [
+    re.compile(rf"(?:([^<>=,]*[^<>=, ]){sign})?([a-zA-Z])(?:{sign}([^<>=,]+))?") for sign in (LESS, MORE)
+]
 ALL_BUT_ONE = [
     re.compile(r"([a-zA-Z]) ?\\ne(?![a-zA-Z]) ?([^,=<>]+)"),
     re.compile(r"(\(-\\infty, \\infty\)) ?\\(?:setminus|backslash)(?![a-zA-Z]) ?\\\{ ?([^,=<>]+?) ?\\\}"),
@@ -90,31 +131,76 @@ ALL_BUT_ONE = [
 INTERVAL = re.compile(r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
 OPEN_INTERVAL = re.compile(r"\((?!.*\\infty).*\)")
 """An interval that may as well be a point."""
-ASKS_FOR_INTERVAL = re.compile(r"interval|domain|range|inequalit|values|solution set|[<>]|\\[lg](?:e|eq|t)(?![a-z])", re.IGNORECASE)
+ASKS_FOR_INTERVAL = re.compile(
+    r"interval|domain|range|inequalit|values|solution set|[<>]|\\[lg](?:e|eq|t)(?![a-z])", re.IGNORECASE
+)
 TUPLE = re.compile(r"\(([a-zA-Z](?:, ?[a-zA-Z])+)\)")
 VARIABLE = re.compile(r"[a-zA-Z](?: ?\([a-zA-Z]\))?")
-WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)((?:[a-zA-Z]{2,}|[a-zA-Z](?=[./][a-zA-Z]))(?:[ ./][a-zA-Z]+)*)(\^[0-9])?$")
+WORDS = re.compile(
+    r"(?<=[0-9})]) ?(?<!\\)((?:[a-zA-Z]{2,}|[a-zA-Z](?=[./][a-zA-Z]))(?:[ ./][a-zA-Z]+)*)(\^[0-9])?$"
+)
 LAST_UNIT = re.compile(rf" ?{UNIT.pattern}$")
 PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?percent ?\}|percent)$")
-PERCENT_ASKED = re.compile(r"\b(?:what|which|as an?|in|nearest|is the|find the|tenth of a) percent(?:age)?\b", re.IGNORECASE)
+PERCENT_ASKED = re.compile(
+    r"\b(?:what|which|as an?|in|nearest|is the|find the|tenth of a) percent(?:age)?\b", re.IGNORECASE
+)
 SIGN_OF_UNIT = {"dollar": r"\$", "degree": r"\circ"}
 ABBREVIATIONS = {
-    **{"in": "inch", "ft": "foot", "yd": "yard", "mi": "mile", "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer"},
-    **{"mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce", "ml": "milliliter", "l": "liter", "gal": "gallon"},
-    **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "deg": "degree", "sq": "square", "cu": "cubic"},
+    **{
+        "in": "inch",
+        "ft": "foot",
+        "yd": "yard",
+        "mi": "mile",
+        "mm": "millimeter",
+        "cm": "centimeter",
+        "m": "meter",
+        "km": "kilometer",
+    },
+    **{
+        "mg": "milligram",
+        "g": "gram",
+        "kg": "kilogram",
+        "lb": "pound",
+        "oz": "ounce",
+        "ml": "milliliter",
+        "l": "liter",
+        "gal": "gallon",
+    },
+    **{
+        "s": "second",
+        "sec": "second",
+        "min": "minute",
+        "h": "hour",
+        "hr": "hour",
+        "deg": "degree",
+        "sq": "square",
+        "cu": "cubic",
+    },
     **{"mph": "mile hour", "kph": "kilometer hour", "kmh": "kilometer hour", "usd": "dollar"},
 }
-IRREGULAR = {"feet": "foot", "metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "litre": "liter", "squared": "square"}
+IRREGULAR = {
+    "feet": "foot",
+    "metre": "meter",
+    "centimetre": "centimeter",
+    "kilometre": "kilometer",
+    "litre": "liter",
+    "squared": "square",
+}
 POWERS = {"square": "2", "cubic": "3", "cubed": "3"}
 POWER_NAMED = {"2": r"square|area|\^2", "3": r"cubi|cube|volume|\^3"}
-UNITS_OF_NUMBERS = re.compile(rf"(?<=[0-9]) ?(?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?![a-zA-Z])|{UNIT.pattern}")
-UNIT_ASKED = re.compile(rf"\bin ((?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?: ?/ ?(?:{'|'.join(ABBREVIATIONS)}))?)(?![a-zA-Z])")
+UNITS_OF_NUMBERS = re.compile(
+    rf"(?<=[0-9]) ?(?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?![a-zA-Z])|{UNIT.pattern}"
+)
+UNIT_ASKED = re.compile(
+    rf"\bin ((?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?: ?/ ?(?:{'|'.join(ABBREVIATIONS)}))?)(?![a-zA-Z])"
+)
 INFINITY = r"\infty"
 FORMULA = re.compile(r"\$+([^$]+)\$+|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def plain(text: str) -> str:
-    """The text with one spelling of each symbol, without redundant space, outer dollar signs and a final full stop."""
+    """The text with one spelling of each symbol, without redundant space, outer dollar signs and a final full
+    stop."""
     text = SPELLING.sub(lambda found: SPELLINGS[found[0]], SEPARATED.sub("", text.translate(SIGNS)))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
     text = OUTER.sub("", text)
@@ -124,7 +210,8 @@ def plain(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    r"""The text with braces around each argument of a fraction, binomial or root, as TeX reads it: `\frac\pi2` is `\frac{\pi}{2}`."""
+    r"""The text with braces around each argument of a fraction, binomial or root, as TeX reads it:
+    `\frac\pi2` is `\frac{\pi}{2}`."""
     for found in reversed(list(TAKES_ARGUMENTS.finditer(text))):
         at, arguments = found.end(), found[0]
         if text.startswith("[", at) and "]" in text[at:]:
@@ -163,21 +250,30 @@ def exact(value: Fraction) -> str:
 
 
 def without_thousands(text: str) -> str:
-    """The text without commas between thousands; inside of brackets, as in `(1,234)`, a comma separates members."""
+    """The text without commas between thousands; inside of brackets, as in `(1,234)`, a comma separates
+    members."""
     depths = accumulate(bool(found["opens"]) - bool(found["closes"]) for found in THOUSANDS.finditer(text))
-    return THOUSANDS.sub(lambda found: found[0].replace(",", "") if next(depths) <= 0 and found["number"] else found[0], text)
+    return THOUSANDS.sub(
+        lambda found: found[0].replace(",", "") if next(depths) <= 0 and found["number"] else found[0], text
+    )
 
 
 def words(text: str) -> str:
-    r"""The text without the `\text` around words, spaces beside no two digits, and the parentheses of a choice, (C)."""
+    r"""The text without the `\text` around words, spaces beside no two digits, and the parentheses of a
+    choice, (C)."""
     text = re.sub(r"(?<![0-9]) +| +(?![0-9])", "", TEXT.sub(r"\1", text))
     return text[1:-1] if re.fullmatch(r"\([A-Z]\)", text) else text
 
 
 def is_word(text: str) -> bool:
-    r"""Whether a text is words alone, in a `\text` or capitalized, whose case does not matter, and no letter that names a choice."""
+    r"""Whether a text is words alone, in a `\text` or capitalized, whose case does not matter, and no letter
+    that names a choice."""
     found = TEXT.fullmatch(text)
-    return re.fullmatch(r"[A-Za-z' -]{2,}", found[1].strip()) is not None if found else re.fullmatch("[A-Z][a-z]{2,}", text) is not None
+    return (
+        re.fullmatch(r"[A-Za-z' -]{2,}", found[1].strip()) is not None
+        if found
+        else re.fullmatch("[A-Z][a-z]{2,}", text) is not None
+    )
 
 
 def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
@@ -187,20 +283,29 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     if (found := MIXED.fullmatch(given)) and int(found[2]) < int(found[3]):
         given = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     labelled = LABEL.fullmatch(wanted)
-    label = labelled[1] if labelled and VARIABLE.fullmatch(labelled[1]) and not _letters(labelled[2]) else None
+    label = (
+        labelled[1] if labelled and VARIABLE.fullmatch(labelled[1]) and not _letters(labelled[2]) else None
+    )
     wanted = labelled[2] if labelled and label else wanted
     asked = ASKS_FOR_INTERVAL.search(question) is not None
-    given, wanted = _as_interval(given, wanted, may_be_point=not asked), _as_interval(wanted, given, may_be_point=False)
+    given, wanted = (
+        _as_interval(given, wanted, may_be_point=not asked),
+        _as_interval(wanted, given, may_be_point=False),
+    )
     given = _as_tuple(given, wanted, question)
     if not RELATION.search(wanted):
-        named = label or " ; ".join(plain("".join(formula)) for formula in FORMULA.findall(question.replace(r"\$", "")))
+        named = label or " ; ".join(
+            plain("".join(formula)) for formula in FORMULA.findall(question.replace(r"\$", ""))
+        )
         spaced = " ?".join(map(re.escape, given.replace(" ", "")))
         shown = not label and re.search(f"{spaced}(?![0-9])", plain(question))
         listed = number_kind(wanted) is None and len(members(wanted)) > 1
         wanted = ", ".join(members(wanted)) if listed else inside(wanted, r"\{", r"\}") or wanted
         inner = None if listed else inside(given, r"\{", r"\}")
         given = ", ".join(split_at(",", inner)) if inner else given
-        parts = [_unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])]
+        parts = [
+            _unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])
+        ]
         parts = [unwrapped(_without_unit(unwrapped(part), wanted, question)) for part in parts]
         given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
     return given, wanted
@@ -210,7 +315,10 @@ def members(listed: str) -> list[str]:
     r"""The members of a list or set of values, however joined; `a \pm b` is two."""
     parts = split_at(",", AND_OR.sub(", ", inside(listed, r"\{", r"\}") or listed))
     both = [re.split(r"\\(?:pm|mp)(?![a-zA-Z])", part) for part in parts]
-    pairs = [[f"{each[0]}{sign}{each[1]}".removeprefix("+").strip() for sign in "+-"] if len(each) == 2 else [] for each in both]
+    pairs = [
+        [f"{each[0]}{sign}{each[1]}".removeprefix("+").strip() for sign in "+-"] if len(each) == 2 else []
+        for each in both
+    ]
     return [member for part, pair in zip(parts, pairs, strict=True) for member in pair or [part]]
 
 
@@ -223,7 +331,8 @@ def split_at(separator: str, text: str) -> list[str]:
 
 
 def _with_numbers(text: str, other: str = "") -> str:
-    """The text without commas between thousands, if all other commas separate members, as spaces after them show.
+    """The text without commas between thousands, if all other commas separate members, as spaces after them
+    show.
 
     A list of as many members as the other text is left as it is: `1,234` for `1, 234`.
     """
@@ -234,13 +343,21 @@ def _with_numbers(text: str, other: str = "") -> str:
 
 
 def _as_interval(text: str, other: str, *, may_be_point: bool) -> str:
-    """The inequalities of one variable as intervals, if the other text has intervals, which are no points, or either joins inequalities."""
+    """The inequalities of one variable as intervals, if the other text has intervals, which are no points, or
+    either joins inequalities."""
     read, other_read = _intervals(text), _intervals(other)
-    if read and other_read and read[0] == other_read[0] and any(AND_OR.search(each) or "," in each for each in (text, other)):
+    if (
+        read
+        and other_read
+        and read[0] == other_read[0]
+        and any(AND_OR.search(each) or "," in each for each in (text, other))
+    ):
         return read[1]
     others = [re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", part) for part in split_at(r"\cup", other)]
     may_be_point = may_be_point and len(others) == 1
-    if not all(INTERVAL.fullmatch(part) and not (may_be_point and OPEN_INTERVAL.fullmatch(part)) for part in others):
+    if not all(
+        INTERVAL.fullmatch(part) and not (may_be_point and OPEN_INTERVAL.fullmatch(part)) for part in others
+    ):
         return text
     return read[1] if read else text
 
@@ -299,14 +416,23 @@ def _without_unit(given: str, wanted: str, question: str) -> str:
     if not _letters(UNIT.sub("", wanted)):
         given = WORDS.sub(r"\\text{\1}\2", given)
     found = LAST_UNIT.search(given)
-    if found is None or UNIT.search(wanted) or not found.start() or not re.fullmatch(r" ?[a-zA-Z][a-zA-Z. /]*(?:\^[0-9])?", found[1]):
+    if (
+        found is None
+        or UNIT.search(wanted)
+        or not found.start()
+        or not re.fullmatch(r" ?[a-zA-Z][a-zA-Z. /]*(?:\^[0-9])?", found[1])
+    ):
         return given
     unit, _, power = unit_of(found[0]).partition("^")
     sign = SIGN_OF_UNIT.get(unit)
     abbreviated = [*(each[0] for each in UNITS_OF_NUMBERS.finditer(question)), *UNIT_ASKED.findall(question)]
     units = " ".join([_singular(question), *(unit_of(each).partition("^")[0] for each in abbreviated)])
     named = unit and (unit == "unit" or f" {unit} " in f" {units} " or (sign and sign in question))
-    return given[: found.start()] if named and re.search(POWER_NAMED.get(power, ""), question, re.IGNORECASE) else given
+    return (
+        given[: found.start()]
+        if named and re.search(POWER_NAMED.get(power, ""), question, re.IGNORECASE)
+        else given
+    )
 
 
 def unit_of(text: str) -> str:
@@ -329,7 +455,8 @@ def _letters(text: str) -> bool:
 
 
 def unwrapped(text: str) -> str:
-    """The text without signs around all of it (of formulas, bold type, braces or parentheses around one value), and with units as words."""
+    """The text without signs around all of it (of formulas, bold type, braces or parentheses around one
+    value), and with units as words."""
     text = OUTER.sub("", text)
     for opening, closing in WRAPPERS:
         inner = inside(text, opening, closing)

@@ -1,10 +1,11 @@
 r"""Whether two mathematical answers are equal: exact for plain numbers, otherwise by math-verify.
 
-math-verify runs in a separate process, which is killed if an answer takes too long (`44**35**19`). Wrong answers that it would accept are
-rejected before: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the reference lacks.
+math-verify runs in a separate process, which is killed if an answer takes too long (`44**35**19`). Wrong
+answers that it would accept are rejected before: a relation for a value (`7=5` would count as 5), a
+percentage for a number, other units, letters that the reference lacks.
 
-Equal is not enough for an answer: the formula of a problem equals its answer. Given the question, `equivalent` accepts results only
-(`final_form.py`, `work_left.py`).
+Equal is not enough for an answer: the formula of a problem equals its answer. Given the question,
+`equivalent` accepts results only (`final_form.py`, `work_left.py`).
 """
 
 from __future__ import annotations
@@ -33,27 +34,37 @@ WAIT_SECONDS = 60.0
 """Its time in all."""
 WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
-NUMBER = re.compile(r"([+-]?)(?:([1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
+NUMBER = re.compile(
+    r"([+-]?)(?:([1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?"
+)
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 DECIMAL = re.compile(r"[0-9]*\.[0-9]+")
 FACTORLESS = re.compile(rf"(?<![0-9a-zA-Z.}}]){SCIENTIFIC.pattern}(?= ?(?:$|,|\\text))")
 """A number in scientific notation that no other factor precedes or follows."""
 KNOWN = re.compile(
-    "frac|sqrt|pi|infty|emptyset|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
-    "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
+    "frac|sqrt|pi|infty|emptyset|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin"
+    "|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
+    "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox"
+    "|mathbb|mathbf|ldots|cdots"
 )
 """Macros that an answer may have in addition to those of the reference."""
-SAME = re.compile(r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%']|percent|\\circ")
-"""Relations, commas, primes and signs of percent and degrees: math-verify ignores those that only one side has."""
+SAME = re.compile(
+    r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%']|percent"
+    r"|\\circ"
+)
+"""Relations, commas, primes and signs of percent and degrees: math-verify ignores those that only one side
+has."""
 UPPER = re.compile(r"\\[a-zA-Z]+|[A-Z](?!_)")
 
 
 def equivalent(answer: str, reference: str, question: str | None = None) -> Verdict:
     """The verdict on whether an answer (LaTeX or plain text) equals the reference.
 
-    With a question (`""`: unknown), an answer that still has to be computed, or that the question contains, is `wrong`.
+    With a question (`""`: unknown), an answer that still has to be computed, or that the question contains,
+    is `wrong`.
 
-    `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: more than `COMPARE_SECONDS`.
+    `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: more
+    than `COMPARE_SECONDS`.
     `infrastructure`: math-verify is not installed.
     """
     if not answer.strip() or len(answer) > MAX_ANSWER:
@@ -74,7 +85,9 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
     if not final:
         return UNCOMPUTED
     try:
-        return _verified(*(_exact(_distinct(text, reference)) for text in (answer, reference)), final=question is not None)
+        return _verified(
+            *(_exact(_distinct(text, reference)) for text in (answer, reference)), final=question is not None
+        )
     except WorkerTimeoutError as error:
         return Verdict(0.0, "timeout", error.what)
     except WorkerCallError as error:  # the answer made math-verify raise or overflow its stack
@@ -84,8 +97,8 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
 
 
 def number(text: str) -> Fraction | None:
-    r"""The value of an integer, a decimal (1,234.5), a quotient of integers (-3/4, \frac{3}{4}) or a number in scientific notation
-    (6\times10^5); None for other or too long text."""
+    r"""The value of an integer, a decimal (1,234.5), a quotient of integers (-3/4, \frac{3}{4}) or a number
+    in scientific notation (6\times10^5); None for other or too long text."""
     if len(text) > MAX_ANSWER:
         return None
     if found := SCIENTIFIC.fullmatch(text):
@@ -125,28 +138,36 @@ def _readable(answer: str, reference: str) -> bool:
 
 
 def _comparable(answer: str, reference: str) -> bool:
-    """Whether both have the same relations, commas and signs of units, and the answer no letters that the reference lacks."""
+    """Whether both have the same relations, commas and signs of units, and the answer no letters that the
+    reference lacks."""
     bare, bare_reference = UNIT.sub("", answer), UNIT.sub("", reference).strip(" ()")
     letters, known = (set(re.findall("[a-zA-Z]", MACRO.sub("", text))) for text in (bare, bare_reference))
-    signs = (sorted(SAME.findall(text.replace(">", "<").replace(r"\ge", r"\le"))) for text in (answer, reference))
-    return bool(bare_reference) and letters <= known and operator.eq(*signs)  # words alone were compared before
+    signs = (
+        sorted(SAME.findall(text.replace(">", "<").replace(r"\ge", r"\le"))) for text in (answer, reference)
+    )
+    # words alone were compared before
+    return bool(bare_reference) and letters <= known and operator.eq(*signs)
 
 
 def _distinct(text: str, reference: str) -> str:
-    """The text with other names for capital letters that the reference also has as small ones: math-verify reads both alike."""
+    """The text with other names for capital letters that the reference also has as small ones: math-verify
+    reads both alike."""
     small = set(re.findall("[a-z]", MACRO.sub("", UNIT.sub("", reference))))
-    return UPPER.sub(lambda found: f"{found[0].lower()}_{{99}}" if found[0].lower() in small else found[0], text)
+    return UPPER.sub(
+        lambda found: f"{found[0].lower()}_{{99}}" if found[0].lower() in small else found[0], text
+    )
 
 
 def _exact(text: str) -> str:
-    """The text with decimals as fractions, because math-verify compares decimals to six digits only, and without scientific notation."""
+    """The text with decimals as fractions, because math-verify compares decimals to six digits only, and
+    without scientific notation."""
     text = FACTORLESS.sub(lambda found: exact(_scientific(found)), text)
     return DECIMAL.sub(lambda found: exact(Fraction(found[0])), text)
 
 
 def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:
-    """The verdict on each answer with its reference (and its question, if that is given), several at a time. Answers that are not begun at
-    `DEADLINE` have none."""
+    """The verdict on each answer with its reference (and its question, if that is given), several at a time.
+    Answers that are not begun at `DEADLINE` have none."""
     deadline = DEADLINE.get()
 
     def verdict(answer: tuple[str, ...]) -> Verdict:

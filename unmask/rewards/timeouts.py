@@ -1,4 +1,5 @@
-"""Time limits for users' functions; calls of reward functions that return an exception in place of a value; checks of their arguments."""
+"""Time limits for users' functions; calls of reward functions that return an exception in place of a value;
+checks of their arguments."""
 
 from __future__ import annotations
 
@@ -13,16 +14,25 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from unmask.errors import TrainingError, UnmaskError
-from unmask.rewards.answers import Answer, NotANumber, copied, describe_error, only_this_process, raise_interrupt
+from unmask.rewards.answers import (
+    Answer,
+    NotANumber,
+    copied,
+    describe_error,
+    only_this_process,
+    raise_interrupt,
+)
 
 T = TypeVar("T")
 Arguments = Mapping[str, Any]
-"""The arguments of a reward function. Lists have an entry for each completion; anything else applies to all of them."""
+"""The arguments of a reward function. Lists have an entry for each completion; anything else applies to all
+of them."""
 TimedCall = Callable[[Arguments, float], list[Answer] | NotANumber]
 """Calls a function with arguments; raises LateError after this number of seconds."""
 PING_SECONDS = 1.0
 DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)
-"""When the verdicts of a batch must be there (of `time.monotonic`): what runs longer is ended, and does not delay the next batch."""
+"""When the verdicts of a batch must be there (of `time.monotonic`): what runs longer is ended, and does not
+delay the next batch."""
 
 
 class LateError(UnmaskError):
@@ -47,7 +57,8 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def limited(future: Future[T], seconds: float) -> T:
-    """The result of a future. After `seconds` without one, it is cancelled (if possible) and LateError is raised."""
+    """The result of a future. After `seconds` without one, it is cancelled (if possible) and LateError is
+    raised."""
     if not wait([future], timeout=seconds).done:
         future.cancel()
         raise LateError(f"no answer within {seconds:g} seconds")
@@ -55,7 +66,8 @@ def limited(future: Future[T], seconds: float) -> T:
 
 
 class EventLoop:
-    """The event loop of async functions. As in TRL, it outlives a call, as clients and locks must; a blocked one is replaced."""
+    """The event loop of async functions. As in TRL, it outlives a call, as clients and locks must; a blocked
+    one is replaced."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +92,8 @@ class EventLoop:
 
 
 async def awaited(awaitable: Awaitable[T]) -> T:
-    """A coroutine of anything that can be awaited. SystemExit and others that would end the event loop become a RuntimeError."""
+    """A coroutine of anything that can be awaited. SystemExit and others that would end the event loop become
+    a RuntimeError."""
     with only_this_process():
         try:
             return await awaitable
@@ -93,15 +106,15 @@ async def awaited(awaitable: Awaitable[T]) -> T:
 EVENT_LOOP = EventLoop()
 
 
-def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
+def reward_values(
+    call: TimedCall, arguments: Arguments, seconds: float, *, name: str, alone: bool
+) -> list[Any]:
     """The value of a reward function for each completion, or the exception in its place.
 
-    Args:
-        call: calls the function with copies of `arguments`, and returns its `answers_in` what the function returned.
-        seconds: time limit of all calls together.
-        name: name of the function in errors.
-        alone: if the function raises, call it again for each completion alone, in the remaining time, so that one bad completion does
-            not cost the others their rewards.
+    Args: call: calls the function with copies of `arguments`, and returns its `answers_in` what the function
+        returned. seconds: time limit of all calls together. name: name of the function in errors. alone: if
+        the function raises, call it again for each completion alone, in the remaining time, so that one bad
+        completion does not cost the others their rewards.
 
     Raises:
         TrainingError: the function raised it, or did not return one value per completion.
@@ -111,16 +124,22 @@ def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name
     if isinstance(values, BaseException):
         if isinstance(values, LateError) or not alone or count == 1:
             return [values] * count
-        return [_answer(call, select(arguments, slice(row, row + 1)), end - time.monotonic(), values) for row in range(count)]
+        return [
+            _answer(call, select(arguments, slice(row, row + 1)), end - time.monotonic(), values)
+            for row in range(count)
+        ]
     if isinstance(values, NotANumber) or len(values) != count:
         found = values.shown if isinstance(values, NotANumber) else f"{len(values)} values"
         what = f"returned {found} for {count} completions"
-        raise TrainingError(what, where=f"reward function {name}", remedy="Return one float or None per completion")
+        raise TrainingError(
+            what, where=f"reward function {name}", remedy="Return one float or None per completion"
+        )
     return values
 
 
 def check_signature(function: Callable[..., Any], arguments: Arguments, name: str) -> None:
-    """Raise a TrainingError if a function does not accept the arguments: it would fail on every completion."""
+    """Raise a TrainingError if a function does not accept the arguments: it would fail on every
+    completion."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have none
@@ -129,7 +148,9 @@ def check_signature(function: Callable[..., Any], arguments: Arguments, name: st
         signature.bind(**arguments)
     except TypeError as error:
         remedy = "Name columns that the dataset has, and accept **kwargs for all others"
-        raise TrainingError(f"cannot be called: {error}", where=f"reward function {name}", remedy=remedy) from error
+        raise TrainingError(
+            f"cannot be called: {error}", where=f"reward function {name}", remedy=remedy
+        ) from error
 
 
 def select(arguments: Arguments, at: slice) -> Arguments:
@@ -137,7 +158,9 @@ def select(arguments: Arguments, at: slice) -> Arguments:
     return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-def _values_or_error(call: TimedCall, arguments: Arguments, seconds: float) -> list[Answer] | NotANumber | BaseException:
+def _values_or_error(
+    call: TimedCall, arguments: Arguments, seconds: float
+) -> list[Answer] | NotANumber | BaseException:
     """What a call with copies of the arguments returns, or the exception that the function raises."""
     try:
         return call(copied(arguments), seconds)
@@ -148,7 +171,9 @@ def _values_or_error(call: TimedCall, arguments: Arguments, seconds: float) -> l
         return error
 
 
-def _answer(call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException) -> Answer | BaseException:
+def _answer(
+    call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException
+) -> Answer | BaseException:
     """The value or exception for one completion alone, of a function that raised `of_all` for all of them."""
     if seconds <= 0:
         return LateError("no time left")

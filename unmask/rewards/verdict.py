@@ -14,8 +14,8 @@ class Verdict:
     value: float | None
     """The reward. None if verification failed for reasons outside the completion, which 0 would penalise."""
     status: Status
-    """`ok`: right. `wrong`: a wrong answer. `malformed`: not an answer at all. `timeout`: verifying the answer took too long.
-    `infrastructure`: the verifier failed for reasons outside the answer."""
+    """`ok`: right. `wrong`: a wrong answer. `malformed`: not an answer at all. `timeout`: verifying the
+    answer took too long. `infrastructure`: the verifier failed for reasons outside the answer."""
     detail: str = field(default="", compare=False)
     """The reason, in words."""
 

@@ -1,4 +1,5 @@
-"""What a formula leaves to be computed. Runs in the worker of symbolic.py, because SymPy takes long to import."""
+"""What a formula leaves to be computed. Runs in the worker of symbolic.py, because SymPy takes long to
+import."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from typing import Any
 import sympy
 
 Formula = Any
-"""A formula of SymPy as math-verify reads it, not evaluated: a value, relation, tuple, interval, set or matrix."""
+"""A formula of SymPy as math-verify reads it, not evaluated: a value, relation, tuple, interval, set or
+matrix."""
 
 
 def as_final(answer: Formula, reference: Formula) -> bool:
-    """Whether an answer leaves no more to be computed than its reference, and is factored if the reference is."""
+    """Whether an answer leaves no more to be computed than its reference, and is factored if the reference
+    is."""
     left, allowed = work_left(answer), work_left(reference)
     return not left - allowed and (left["products of sums"] > 0 or not allowed["products of sums"])
 
@@ -26,7 +29,9 @@ def work_left(formula: Formula) -> Counter[str]:
     if isinstance(formula, sympy.MatrixBase):
         return sum(map(work_left, formula), left)
     for part in sympy.preorder_traversal(formula):
-        left["operations on matrices"] += any(isinstance(operand, sympy.MatrixBase | sympy.MatrixExpr) for operand in part.args)
+        left["operations on matrices"] += any(
+            isinstance(operand, sympy.MatrixBase | sympy.MatrixExpr) for operand in part.args
+        )
         if isinstance(part, sympy.Add):
             left["sums of like terms"] += _repeats(map(_like, part.args)) + part.args.count(sympy.S.Zero)
             left["sums of products of sums"] += sum(any(map(_is_sum, _factors(term))) for term in part.args)
@@ -45,17 +50,27 @@ def work_left(formula: Formula) -> Counter[str]:
 
 def _of_product(factors: list[Formula]) -> Counter[str]:
     values = [value for value in map(_rational, factors) if value is not None]
-    over, under = [abs(value.p) for value in values if abs(value.p) != 1], [value.q for value in values if value.q != 1]
+    over, under = (
+        [abs(value.p) for value in values if abs(value.p) != 1],
+        [value.q for value in values if value.q != 1],
+    )
     inverses = [factor for factor in factors if _rational(factor) is None and _is_inverse(factor)]
     others = [factor for factor in factors if _rational(factor) is None and not _is_inverse(factor)]
     sums = list(filter(_is_sum, others))
-    common = math.gcd(math.prod([*over, *map(_divisor, others)]), math.prod([*under, *map(_divisor, inverses)]))
+    common = math.gcd(
+        math.prod([*over, *map(_divisor, others)]), math.prod([*under, *map(_divisor, inverses)])
+    )
     signs = sum(value.p < 0 for value in values)
     return Counter(
         {
             "products of numbers": int(len(over) > 1 or len(under) > 1 or common > 1 or signs > 1),
-            "products of powers": _repeats("root" if _is_root(factor) else factor.as_base_exp()[0] for factor in others),
-            "what cancels": len({factor.as_base_exp()[0] for factor in others} & {factor.as_base_exp()[0] for factor in inverses}),
+            "products of powers": _repeats(
+                "root" if _is_root(factor) else factor.as_base_exp()[0] for factor in others
+            ),
+            "what cancels": len(
+                {factor.as_base_exp()[0] for factor in others}
+                & {factor.as_base_exp()[0] for factor in inverses}
+            ),
             "products of sums": int(len(sums) > 1),
         }
     )
@@ -117,7 +132,11 @@ def _is_sum(factor: Formula) -> bool:
 def _divisor(factor: Formula) -> int:
     """What divides all terms of a sum or of the inverse of one; 1 for other factors."""
     total = factor.as_base_exp()[0]
-    values = [filter(None, map(_rational, _factors(term))) for term in total.args] if isinstance(total, sympy.Add) else [()]
+    values = (
+        [filter(None, map(_rational, _factors(term))) for term in total.args]
+        if isinstance(total, sympy.Add)
+        else [()]
+    )
     return math.gcd(*(abs(math.prod(value.p for value in term)) for term in values))
 
 
@@ -134,7 +153,12 @@ def _rational(factor: Formula) -> Formula | None:
 
 
 def _is_root(formula: Formula) -> bool:
-    return isinstance(formula, sympy.Pow) and formula.base.is_Number and formula.exp.is_Rational and not formula.exp.is_Integer
+    return (
+        isinstance(formula, sympy.Pow)
+        and formula.base.is_Number
+        and formula.exp.is_Rational
+        and not formula.exp.is_Integer
+    )
 
 
 def _is_inverse(factor: Formula) -> bool:

@@ -1,6 +1,7 @@
 """Python processes that serve a function and are killed if a call takes too long.
 
-They are new interpreters, not forks: they inherit no CUDA context and no locks, and do not run the caller's main script again.
+They are new interpreters, not forks: they inherit no CUDA context and no locks, and do not run the caller's
+main script again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
 """Time limit of a new process for importing the function."""
 PIPE_SECONDS = 5.0
-"""Time limit for reading an answer that has begun in time, and for the end of a process that closed its pipe."""
+"""Time limit for reading an answer that has begun in time, and for the end of a process that closed its
+pipe."""
 
 
 class WorkerError(UnmaskError):
@@ -52,10 +54,11 @@ class WorkerTimeoutError(WorkerCallError, LateError):
 
 
 class Worker:
-    """A process that serves one function. It starts at the first call, and restarts at the first call after its end.
+    """A process that serves one function. It starts at the first call, and restarts at the first call after
+    its end.
 
-    It imports from the folders that this process imports from. Of the current folder, which may hold data from elsewhere, it imports the
-    module of the function only.
+    It imports from the folders that this process imports from. Of the current folder, which may hold data
+    from elsewhere, it imports the module of the function only.
 
     Args:
         target: the function: `package.module:function` or `path/to/file.py:function`.
@@ -69,8 +72,11 @@ class Worker:
         self._lock = threading.Lock()
         self._end: Callable[[], Any] = lambda: None
 
-    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float, cpu_seconds: float = math.inf) -> Any:
-        """Call the function, for at most `timeout` seconds from when the process is ready and idle, `cpu_seconds` of processor time.
+    def apply(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float, cpu_seconds: float = math.inf
+    ) -> Any:
+        """Call the function, for at most `timeout` seconds from when the process is ready and idle,
+        `cpu_seconds` of processor time.
 
         Raises:
             WorkerTimeoutError: the function took longer, or used more.
@@ -101,7 +107,9 @@ class Worker:
         self._pipe, remote = Pipe()
         command = [sys.executable, "-P", "-m", __name__, str(remote.fileno()), self.target, self.wrapper]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=[remote.fileno()], env=environment, stdin=subprocess.DEVNULL
+        )
         remote.close()
         # Unlike `__del__`, it keeps both alive until it has ended them, also in a cycle of garbage.
         self._end = weakref.finalize(self, _end, self._process, self._pipe)
@@ -112,7 +120,9 @@ class Worker:
             raise WorkerError(error.what, where=self.target) from None
         return self._pipe
 
-    def _exchange(self, pipe: Connection, message: Any, timeout: float, late: str, cpu_seconds: float = math.inf) -> Any:
+    def _exchange(
+        self, pipe: Connection, message: Any, timeout: float, late: str, cpu_seconds: float = math.inf
+    ) -> Any:
         """The answer to a message; None sends nothing and reads the first answer."""
         sent, end = ForkingPickler.dumps(message), time.monotonic() + timeout
         try:
@@ -161,7 +171,8 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
 
 
 def serve(pipe: Connection, target: str, wrapper: str) -> None:
-    """Run in the process of a worker: report that it is ready, then answer each call with (failed, value or message)."""
+    """Run in the process of a worker: report that it is ready, then answer each call with (failed, value or
+    message)."""
     try:
         function = load_function(target)
         if wrapper:
@@ -191,6 +202,7 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer receives them too, and ends this process itself
+    # the trainer receives them too, and ends this process itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3])

@@ -37,24 +37,30 @@ class CompletionLog:
         self._last = 0
 
     def due(self, step: int) -> bool:
-        """Whether the rollout for this optimizer step (from 1) is sampled: the first of a run, then the first in each `every` steps."""
+        """Whether the rollout for this optimizer step (from 1) is sampled: the first of a run, then the first
+        in each `every` steps."""
         return self.every > 0 and (self._last == 0 or step // self.every > self._last // self.every)
 
-    def write(self, step: int, columns: Mapping[str, Sequence[Any]], callbacks: Iterable[TrainerCallback] = ()) -> None:
+    def write(
+        self, step: int, columns: Mapping[str, Sequence[Any]], callbacks: Iterable[TrainerCallback] = ()
+    ) -> None:
         """Show and store a sample of the first process.
 
-        Args:
-            step: the optimizer step that the completions are for, from 1.
-            columns: by name, a value per completion: texts, messages, numbers (NaN: none). Rows are taken at even distances.
-            callbacks: the trainer's callbacks; TensorBoard, W&B and trackio get the sample as a table `completions`.
+        Args: step: the optimizer step that the completions are for, from 1. columns: by name, a value per
+            completion: texts, messages, numbers (NaN: none). Rows are taken at even distances. callbacks: the
+            trainer's callbacks; TensorBoard, W&B and trackio get the sample as a table `completions`.
         """
         self._last = step
         count = len(next(iter(columns.values())))
         picked = range(count) if count <= self.rows else [i * count // self.rows for i in range(self.rows)]
         rows = [[_scalar(values[i]) for values in columns.values()] for i in picked]
         for i in picked:
-            self._log.write({"step": step, **{name: values[i] for name, values in columns.items() if name != "step"}})
-        shown = [[_shortened(_text(_scalar(_last_turn(values[i])))) for values in columns.values()] for i in picked]
+            self._log.write(
+                {"step": step, **{name: values[i] for name, values in columns.items() if name != "step"}}
+            )
+        shown = [
+            [_shortened(_text(_scalar(_last_turn(values[i])))) for values in columns.values()] for i in picked
+        ]
         show_table(shown, f"completions of step {step}", columns)
         for callback in callbacks:
             _track(callback, step, list(columns), rows)
@@ -71,7 +77,9 @@ class CompletionLog:
 def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[list[Any]]) -> None:
     if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
         lines = [names, ["---"] * len(names), *([_markdown(_text(value)) for value in row] for row in rows)]
-        callback.tb_writer.add_text("completions", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        callback.tb_writer.add_text(
+            "completions", "\n".join(f"| {' | '.join(line)} |" for line in lines), step
+        )
     elif isinstance(callback, (WandbCallback, TrackioCallback)):
         tracker = importlib.import_module("wandb" if isinstance(callback, WandbCallback) else "trackio")
         tracker.log({"completions": tracker.Table(columns=names, data=rows), "train/global_step": step})
@@ -97,7 +105,11 @@ def _text(value: str | float | None) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
+    return (
+        text
+        if len(text) <= SHOWN_CHARACTERS
+        else f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
+    )
 
 
 def _markdown(text: str) -> str:

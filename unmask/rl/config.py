@@ -25,7 +25,8 @@ from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
-"""Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
+"""Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential
+would overflow float32."""
 RewardErrors = Literal["unscored", "raise"]
 
 
@@ -41,38 +42,64 @@ class GRPOConfig(TrainingConfig):
 
     rollout_config = RolloutConfig()  # what `rollout` says
 
-    max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion (the model's context also limits them)", low=2)
+    max_length: int = setting(
+        2**20, "Maximum tokens of a prompt with its completion (the model's context also limits them)", low=2
+    )
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
     method: str = setting(
-        "diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... or your own, file.py:NAME (docs/rl.md)"
+        "diffu-grpo",
+        (
+            "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... or your own, "
+            "file.py:NAME (docs/rl.md)"
+        ),
     )
-    method_settings: dict[str, Any] | None = setting(None, "The settings that only a method of your own has, by name")
+    method_settings: dict[str, Any] | None = setting(
+        None, "The settings that only a method of your own has, by name"
+    )
     num_generations: int = setting(8, "Completions per prompt: the group", low=2)
     num_iterations: int = setting(1, "Updates per rollout batch (mu), each with new masks", low=1)
 
     epsilon: float | None = of_method(TokenMethod.epsilon, "Clip range of the ratio below 1", low=0, high=1)
-    epsilon_high: float | None = of_method(TokenMethod.epsilon_high, "Clip range above 1 (none: epsilon)", low=0)
-    dual_clip: float | None = of_method(TokenMethod.dual_clip, "Bound of the ratio where the advantage is negative", low=1)
+    epsilon_high: float | None = of_method(
+        TokenMethod.epsilon_high, "Clip range above 1 (none: epsilon)", low=0
+    )
+    dual_clip: float | None = of_method(
+        TokenMethod.dual_clip, "Bound of the ratio where the advantage is negative", low=1
+    )
     log_ratio_clamp: float | None = of_method(
-        TokenMethod.log_ratio_clamp, "Bound of the logarithm of the ratio; 20 for products, k3 of bounds, and adaptive_loss", low=1e-3
+        TokenMethod.log_ratio_clamp,
+        "Bound of the logarithm of the ratio; 20 for products, k3 of bounds, and adaptive_loss",
+        low=1e-3,
     )
     ratio: str | None = of_method(
         TokenMethod.ratio,
-        "Ratios of single tokens (token), their geometric mean over the completion (sequence, GSPO), or their product (product)",
+        (
+            "Ratios of single tokens (token), their geometric mean over the completion (sequence, GSPO), "
+            "or their product (product)"
+        ),
         choices=("token", "sequence", "product"),
     )
     aggregation: Aggregation | None = of_method(
         Method.aggregation,
-        "How token losses are averaged: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
+        (
+            "How token losses are averaged: token (DAPO), sequence (GRPO), step, view, view-constant "
+            "(TraceRL), constant (Dr. GRPO) or sum"
+        ),
         choices=get_args(Aggregation),
     )
     advantage: AdvantageKind | None = of_method(
-        Method.advantage, "r-mean, z-score, population-z-score, leave-one-out or softmax", choices=get_args(AdvantageKind)
+        Method.advantage,
+        "r-mean, z-score, population-z-score, leave-one-out or softmax",
+        choices=get_args(AdvantageKind),
     )
     softmax_temperature: float = setting(1.0, "Divides the rewards", low=1e-6, needs=["advantage=softmax"])
-    beta: float | None = of_method(TokenMethod.beta, "Weight of the KL divergence; 0: no reference is kept", low=0)
-    kl: Divergence | None = of_method(TokenMethod.kl, "Its estimate: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
+    beta: float | None = of_method(
+        TokenMethod.beta, "Weight of the KL divergence; 0: no reference is kept", low=0
+    )
+    kl: Divergence | None = of_method(
+        TokenMethod.kl, "Its estimate: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"]
+    )
     kl_to: str | None = of_method(
         TokenMethod.kl_to,
         "The other model of the divergence: the reference, or the old policy",
@@ -80,88 +107,156 @@ class GRPOConfig(TrainingConfig):
         needs=["beta"],
     )
     kl_unbiased: bool = setting(
-        TokenMethod.kl_unbiased, "Whether the ratio multiplies the divergence, as in TRL (docs/rl.md)", needs=["beta", "kl=k3"]
+        TokenMethod.kl_unbiased,
+        "Whether the ratio multiplies the divergence, as in TRL (docs/rl.md)",
+        needs=["beta", "kl=k3"],
     )
     reference_model: str | None = setting(
-        None, "The reference, as a folder or a hub name; unset: the policy before training", needs=["beta", "kl_to=reference"]
+        None,
+        "The reference, as a folder or a hub name; unset: the policy before training",
+        needs=["beta", "kl_to=reference"],
     )
     reference_sync_steps: int | None = setting(
-        None, "Steps between moves of the reference towards the policy; unset: it does not move", low=1, needs=["beta", "kl_to=reference"]
+        None,
+        "Steps between moves of the reference towards the policy; unset: it does not move",
+        low=1,
+        needs=["beta", "kl_to=reference"],
     )
-    reference_sync_share: float = setting(0.6, "Fraction of the way that each move covers", low=0, high=1, needs=["reference_sync_steps"])
+    reference_sync_share: float = setting(
+        0.6, "Fraction of the way that each move covers", low=0, high=1, needs=["reference_sync_steps"]
+    )
 
     masking: str | None = setting(
-        None, "Masking strategy: diffusion, adaptive or block (in `samples` views), coupled, optimized; unset: the method's own"
+        None,
+        (
+            "Masking strategy: diffusion, adaptive or block (in `samples` views), coupled, optimized; "
+            "unset: the method's own"
+        ),
     )
     mask_rate: list[float] | None = setting(
-        None, "The mask rate at the first step and towards the last; unset: 0.3 and 0.9", needs=["masking=adaptive"]
+        None,
+        "The mask rate at the first step and towards the last; unset: 0.3 and 0.9",
+        needs=["masking=adaptive"],
     )
-    adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
-    samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (espo: pairs of views)", low=1)
+    adaptive_loss: bool = setting(
+        False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"]
+    )
+    samples: int | None = of_method(
+        1, "spg, espo, gdpo, bgpo, agrpo, masking: views (espo: pairs of views)", low=1
+    )
     prompt_mask_rate: float | None = of_method(
         DiffuGRPO.prompt_mask_rate,
-        "diffu-grpo, wd1, step-merge, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
+        (
+            "diffu-grpo, wd1, step-merge, spg: probability with which a token of the prompt (spg: and of "
+            "finished blocks) is hidden"
+        ),
         low=0,
         high=1,
     )
     segments: int = setting(StepMerge.segments, "step-merge: views into which the steps are merged", low=1)
     shrink: int = setting(TraceRL.shrink, "trace-rl: steps in a view", low=1)
     eubo_beta: float = setting(SPG.eubo_beta, "spg: exponent of the upper bound", low=1e-3)
-    eubo_share: float = setting(SPG.eubo_share, "spg: weight of the upper bound in its mixture with the lower one", low=0, high=1)
+    eubo_share: float = setting(
+        SPG.eubo_share, "spg: weight of the upper bound in its mixture with the lower one", low=0, high=1
+    )
 
     difficulty: list[float] | None = of_method(
         Method.difficulty, "Learn only from groups whose mean reward lies between these two (none: all)"
     )
     difficulty_reward: str | None = setting(
-        None, "The reward function that `difficulty` reads; unset: the weighted sum of all", needs=["difficulty"]
+        None,
+        "The reward function that `difficulty` reads; unset: the weighted sum of all",
+        needs=["difficulty"],
     )
-    drop_equal_groups: bool | None = of_method(Method.drop_equal_groups, "Leave out groups whose rewards are all equal, also from averages")
-    dynamic_sampling: int = setting(0, "How often groups that are left out are replaced by those of other prompts (DAPO)", low=0)
-    curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all in turn")
+    drop_equal_groups: bool | None = of_method(
+        Method.drop_equal_groups, "Leave out groups whose rewards are all equal, also from averages"
+    )
+    dynamic_sampling: int = setting(
+        0, "How often groups that are left out are replaced by those of other prompts (DAPO)", low=0
+    )
+    curriculum: float | None = setting(
+        None, "Prefer prompts whose mean reward so far is near this; unset: all in turn"
+    )
     mask_truncated: bool = setting(False, "Whether completions without an end token are left out")
-    overlong_buffer: int | None = setting(None, "Tokens before the maximum length over which rewards fall by up to 1 (DAPO); unset: none")
+    overlong_buffer: int | None = setting(
+        None, "Tokens before the maximum length over which rewards fall by up to 1 (DAPO); unset: none"
+    )
 
     temperature: float = setting(1.0, "The sampling temperature", low=1e-6)
     score_temperature: float | None = setting(
-        None, "The temperature of the trained log-probabilities; unset: that of sampling (docs/rl.md)", low=1e-6
+        None,
+        "The temperature of the trained log-probabilities; unset: that of sampling (docs/rl.md)",
+        low=1e-6,
     )
     max_completion_length: int = setting(128, "Tokens of the canvas after the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
     policy: str | None = of_method(Method.policy, "Unmasking policy of a rollout")
-    stop_at_eos: bool | None = of_method(Method.stop_at_eos, "Whether decoding stops at the first end token, where every completion ends")
+    stop_at_eos: bool | None = of_method(
+        Method.stop_at_eos, "Whether decoding stops at the first end token, where every completion ends"
+    )
     beyond_eos: str | None = of_method(
         Method.beyond_eos,
-        "Treatment of tokens after the end of a completion: hidden, shown (noised like the completion), or learnt (docs/rl.md)",
+        (
+            "Treatment of tokens after the end of a completion: hidden, shown (noised like the "
+            "completion), or learnt (docs/rl.md)"
+        ),
         choices=("hidden", "shown", "learnt"),
     )
     constraint: dict[str, Any] | None = setting(
-        None, "What completions have to match: choice, regex, json_schema, json or grammar (docs/generation.md); unset: nothing"
+        None,
+        (
+            "What completions have to match: choice, regex, json_schema, json or grammar "
+            "(docs/generation.md); unset: nothing"
+        ),
     )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout", on_resume=NEUTRAL)
 
     reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
     reward_workers: int = setting(
-        0, "Processes for each reward function given by its path; 0: the training process runs it", low=0, on_resume=NEUTRAL
+        0,
+        "Processes for each reward function given by its path; 0: the training process runs it",
+        low=0,
+        on_resume=NEUTRAL,
     )
     rollout: dict[str, Any] | None = setting(
         None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
     )
     max_staleness: int = setting(
-        0, "server, vllm: the most updates by which the weights that sample the next rollout may be older; 0: training waits", low=0
+        0,
+        (
+            "server, vllm: the most updates by which the weights that sample the next rollout may be "
+            "older; 0: training waits"
+        ),
+        low=0,
     )
     importance_cap: float | None = setting(
         TokenMethod.importance_cap,
-        "vllm: bound of the importance weights that correct for the server's log-probabilities; unset: no correction",
+        (
+            "vllm: bound of the importance weights that correct for the server's log-probabilities; unset: "
+            "no correction"
+        ),
         low=1e-3,
     )
-    log_completions_steps: int = setting(0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS)
-    log_completions_rows: int = setting(8, "Completions in such a sample", low=1, needs=["log_completions_steps"], on_resume=ACTS)
-    performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS)
+    log_completions_steps: int = setting(
+        0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS
+    )
+    log_completions_rows: int = setting(
+        8, "Completions in such a sample", low=1, needs=["log_completions_steps"], on_resume=ACTS
+    )
+    performance_log_interval: int = setting(
+        0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS
+    )
 
-    reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS)
-    reward_errors: RewardErrors = setting("unscored", "If a reward function fails", choices=get_args(RewardErrors), on_resume=ACTS)
-    max_unscored_rollouts: int = setting(3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=NEUTRAL)
+    reward_timeout: float = setting(
+        600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS
+    )
+    reward_errors: RewardErrors = setting(
+        "unscored", "If a reward function fails", choices=get_args(RewardErrors), on_resume=ACTS
+    )
+    max_unscored_rollouts: int = setting(
+        3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=NEUTRAL
+    )
 
     generates = True
 
@@ -171,14 +266,18 @@ class GRPOConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
-        if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULERS):
+        if args.metric_for_best_model is None and (
+            args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULERS
+        ):
             args.metric_for_best_model = "reward"  # transformers would use the loss, which evaluations lack
         method = get_method(self.method)
         for field in fields(self):
             if field.default is None and getattr(self, field.name) is None:
                 setattr(self, field.name, self._default_of(field))
         super().__post_init__()
-        exponential = self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
+        exponential = (
+            self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
+        )
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
             self.log_ratio_clamp = LOG_RATIO_CLAMP
         self.method_settings = self._read_method_settings(method)
@@ -191,8 +290,13 @@ class GRPOConfig(TrainingConfig):
             raise error.moved(where) from error
         if self.corrects_for_server and "importance_cap" not in settings_of(method):
             what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
-            raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
-        sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
+            raise ConfigError(
+                what,
+                where="rollout.backend and method",
+                remedy="Set importance_cap to null, or use another method",
+            )
+        # raises for settings that cannot be sampled with
+        sampler = self.sampler(temperature=self.temperature, seed=self.seed)
         check_rollouts(self, sampler.model_copy(update={"trace": False}))
         check_ahead(self, method)
         self.assigned.clear()
@@ -208,11 +312,17 @@ class GRPOConfig(TrainingConfig):
         given, keys = self.method_settings or {}, {field.name for field in fields(self)}
         own = {name: default for name, default in settings_of(method).items() if name not in keys}
         for name in given.keys() - own.keys():
-            remedy = f"Set {name} itself" if name in keys else did_you_mean(name, own) if own else "Leave it out"
-            raise ConfigError(f"is no setting that only {method.name} has", where=f"method_settings.{name}", remedy=remedy)
+            remedy = (
+                f"Set {name} itself" if name in keys else did_you_mean(name, own) if own else "Leave it out"
+            )
+            raise ConfigError(
+                f"is no setting that only {method.name} has", where=f"method_settings.{name}", remedy=remedy
+            )
         return own | checked_fields(method, given, "method_settings") or None
 
-    def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
+    def refuse_unread(
+        self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False
+    ) -> None:
         """Refuse settings that other methods read, but not this one.
 
         Args:
@@ -244,7 +354,9 @@ class GRPOConfig(TrainingConfig):
         for name, readers in self._unread.items():
             if name in self.given:
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
-                what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")
+                what += " does not read it" + (
+                    " for a causal model, whose likelihood is exact" if exact else ""
+                )
                 raise ConfigError(what, where=name, remedy=f"Leave it out: it is for {', '.join(readers)}")
 
     def unread(self) -> set[str]:
@@ -253,31 +365,61 @@ class GRPOConfig(TrainingConfig):
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
-            what, remedy = "prompts are sampled in groups, each once per epoch", "Leave it out, or set curriculum"
+            what, remedy = (
+                "prompts are sampled in groups, each once per epoch",
+                "Leave it out, or set curriculum",
+            )
             raise ConfigError(what, where="train_sampling_strategy", remedy=remedy)
         for field in fields(self):
-            if field.name in fixed_settings(method) and getattr(self, field.name) not in (None, value := self._default_of(field)):
+            if field.name in fixed_settings(method) and getattr(self, field.name) not in (
+                None,
+                value := self._default_of(field),
+            ):
                 what = f"must be {'unset' if value is None else value} with {self.method}"
                 raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")
         for name in method.biased_by:
             if getattr(self, name):
-                raise ConfigError(f"the gradient of {self.method} is not exact with it", where=name, remedy="Leave it out")
+                raise ConfigError(
+                    f"the gradient of {self.method} is not exact with it", where=name, remedy="Leave it out"
+                )
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
             remedy = "Use sequence, or product"
-            raise ConfigError(f"{self.method} has one bound per sequence, and no ratios of tokens", where="ratio", remedy=remedy)
-        if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
-            what = f"averages by view, but {self.method}{' with masking' if self.masking else ''} predicts a token in several views"
             raise ConfigError(
-                what, where="aggregation", remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)"
+                f"{self.method} has one bound per sequence, and no ratios of tokens",
+                where="ratio",
+                remedy=remedy,
+            )
+        if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
+            what = (
+                f"averages by view, but {self.method}{' with masking' if self.masking else ''} predicts a "
+                "token in several views"
+            )
+            raise ConfigError(
+                what,
+                where="aggregation",
+                remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)",
             )
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
             remedy = "Set drop_equal_groups, or difficulty"
-            raise ConfigError("no group is dropped, so none is replaced", where="dynamic_sampling", remedy=remedy)
-        if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
-            raise ConfigError(f"{self.difficulty} is not a range", where="difficulty", remedy="Give two rewards, the lower first")
+            raise ConfigError(
+                "no group is dropped, so none is replaced", where="dynamic_sampling", remedy=remedy
+            )
+        if self.difficulty is not None and (
+            len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]
+        ):
+            raise ConfigError(
+                f"{self.difficulty} is not a range",
+                where="difficulty",
+                remedy="Give two rewards, the lower first",
+            )
         if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
-            what = f"{self.overlong_buffer} is not between 1 and max_completion_length ({self.max_completion_length})"
-            raise ConfigError(what, where="overlong_buffer", remedy="Give a number within these, or leave it out")
+            what = (
+                f"{self.overlong_buffer} is not between 1 and max_completion_length "
+                f"({self.max_completion_length})"
+            )
+            raise ConfigError(
+                what, where="overlong_buffer", remedy="Give a number within these, or leave it out"
+            )
         if self.reference_sync_steps is not None and self.reference_model is not None:
             raise ConfigError(
                 "a reference loaded from reference_model is never updated",
@@ -294,7 +436,11 @@ class GRPOConfig(TrainingConfig):
 
     def values_on_resume(self) -> dict[str, Any]:
         rollout = flat_values(self.rollout_config, "rollout.")
-        return super().values_on_resume() | {"rollout": None} | {name: rollout[name] for name in rollout if name != "rollout.api_key"}
+        return (
+            super().values_on_resume()
+            | {"rollout": None}
+            | {name: rollout[name] for name in rollout if name != "rollout.api_key"}
+        )
 
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,31 +453,50 @@ class GRPOConfig(TrainingConfig):
             yield from self.sharding_conflicts(shards)
 
     def sharding_conflicts(self, *shards: str) -> Iterator[Conflict]:
-        """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be named."""
+        """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be
+        named."""
         whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
         what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
-        yield Conflict(" and ".join(["rollout.backend", *shards]), self.rollout_config.backend != "local", what, remedy)
-        what, remedy = "a reference cannot follow sharded weights", f"Leave reference_sync_steps out, or {whole}"
+        yield Conflict(
+            " and ".join(["rollout.backend", *shards]), self.rollout_config.backend != "local", what, remedy
+        )
+        what, remedy = (
+            "a reference cannot follow sharded weights",
+            f"Leave reference_sync_steps out, or {whole}",
+        )
         moves = self.needs_reference and self.reference_sync_steps is not None
         yield Conflict(" and ".join(["reference_sync_steps", *shards]), moves, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model, or
-        without what it is sent."""
+        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and
+        vllm for a diffusion model, or without what it is sent."""
         read = read_attention()
         causal = read["attention"] == "causal"
         unit = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
-        for key, size in {"sampler.block_size": run.sampler.block_size, "block_size": self.block_size}.items():
+        for key, size in {
+            "sampler.block_size": run.sampler.block_size,
+            "block_size": self.block_size,
+        }.items():
             if unit is not None and size not in (None, unit):
-                what = f"decoding blocks of {size} in a model that attends {'token by token' if causal else f'in blocks of {unit}'}"
-                remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (f" ({CAUSAL_RECIPE_HINT})" if causal else "")
+                what = (
+                    f"decoding blocks of {size} in a model that attends "
+                    f"{'token by token' if causal else f'in blocks of {unit}'}"
+                )
+                remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (
+                    f" ({CAUSAL_RECIPE_HINT})" if causal else ""
+                )
                 raise ConfigError(what, where=f"{key} and model.path", remedy=remedy)
         if causal and read["logit_shift"] is not False:
             with naming_setting_too("model.path"):
                 self.refuse_for_causal_models()
         elif self.rollout_config.backend == "vllm":
-            what = f"vllm decodes token by token, and this model is {read['attention']}{' without logit shift' if causal else ''}"
-            raise ConfigError(what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local")
+            what = (
+                "vllm decodes token by token, and this model is "
+                f"{read['attention']}{' without logit shift' if causal else ''}"
+            )
+            raise ConfigError(
+                what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local"
+            )
         if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None:
             remedy = "Train with lora, or set rollout.sync to disk"
             raise ConfigError("there are no adapters to send", where="rollout.sync and lora", remedy=remedy)
@@ -390,20 +555,28 @@ class GRPOConfig(TrainingConfig):
         """
         known = [name.removeprefix("grpo-") for name in recipe_names() if name.startswith("grpo-")]
         if task not in known:
-            raise ConfigError(f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known))
+            raise ConfigError(
+                f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known)
+            )
         recipe = read_recipe(f"grpo-{task}").get("training", {})
         return build_training_args(cls, for_method(recipe, settings.get("method")) | settings)
 
 
 def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-    """The `training` section of a recipe, for this method. From a recipe for another method, settings in which methods differ are dropped,
-    so that this method's defaults apply."""
+    """The `training` section of a recipe, for this method. From a recipe for another method, settings in
+    which methods differ are dropped, so that this method's defaults apply."""
     if method is None or recipe.get("method", method) == method:
         return dict(recipe)
     defaults = [settings_of(other) for other in METHODS.values()]
     names = {name for values in defaults for name in values}
-    dropped = {name for name in names if any(name not in values or values[name] != defaults[0][name] for values in defaults)}
-    dropped |= {"method", "method_settings", *get_method(method).biased_by} | fixed_settings(get_method(method))
+    dropped = {
+        name
+        for name in names
+        if any(name not in values or values[name] != defaults[0][name] for values in defaults)
+    }
+    dropped |= {"method", "method_settings", *get_method(method).biased_by} | fixed_settings(
+        get_method(method)
+    )
     for field in fields(GRPOConfig):  # a field is declared after the fields that it needs
         if any(needed.partition("=")[0] in dropped for needed in field.metadata.get("needs", ())):
             dropped.add(field.name)

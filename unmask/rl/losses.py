@@ -1,8 +1,8 @@
-"""What the losses of the GRPO family are made of: pure functions of log-probabilities. The loss of a method is `loss` in its own file
-(`methods/spg.py`), or in `methods/base.py`.
+"""What the losses of the GRPO family are made of: pure functions of log-probabilities. The loss of a method
+is `loss` in its own file (`methods/spg.py`), or in `methods/base.py`.
 
-Shapes: B completions, T tokens, G groups, U averaging units (steps or views); tensors without a suffix have any shape: of tokens
-[B, T] or of sequences [B, 1]. Completions of one prompt share a group number.
+Shapes: B completions, T tokens, G groups, U averaging units (steps or views); tensors without a suffix have
+any shape: of tokens [B, T] or of sequences [B, 1]. Completions of one prompt share a group number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_EXPONENT = 80.0
 
 
 EQUAL_REWARDS = 1e-6
-"""Rewards are equal if they differ by at most this fraction of the largest: a weighted sum of them is rounded to float32."""
+"""Rewards are equal if they differ by at most this fraction of the largest: a weighted sum of them is rounded
+to float32."""
 
 
 class Surrogate(NamedTuple):
@@ -39,13 +40,16 @@ class Surrogate(NamedTuple):
     clipped: Tensor
 
 
-def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0) -> Tensor:
+def advantages(
+    reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0
+) -> Tensor:
     """How much better each completion is than its group [B]; NaN rewards (unscored) are left out and get 0.
 
-    All are 0 in a group of equal rewards (`equal_rewards`). r-mean: reward minus the group's mean (Dr. GRPO, Liu et al. 2025).
-    z-score: also divided by the group's standard deviation (GRPO, Shao et al. 2024), population-z-score: without Bessel's
-    correction (TraceRL, Wang et al. 2025). leave-one-out: against the mean of the others (RLOO, Ahmadian et al. 2024).
-    softmax: the group's softmax of r-mean / temperature, less that of its negative (wd1, Tang et al. 2025, eq. 9).
+    All are 0 in a group of equal rewards (`equal_rewards`). r-mean: reward minus the group's mean (Dr. GRPO,
+    Liu et al. 2025). z-score: also divided by the group's standard deviation (GRPO, Shao et al. 2024),
+    population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out: against the
+    mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature,
+    less that of its negative (wd1, Tang et al. 2025, eq. 9).
 
     Args:
         reward_B, group_B: rewards, and the number of each completion's group, on the CPU.
@@ -61,7 +65,9 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
     groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
 
     def total(values_B: Tensor) -> Tensor:
-        return torch.zeros(len(groups), dtype=torch.float64, device=values_B.device).index_add(0, index_B, values_B)[index_B]
+        return torch.zeros(len(groups), dtype=torch.float64, device=values_B.device).index_add(
+            0, index_B, values_B
+        )[index_B]
 
     count_B = total(scored_B.double())
     centred_B = torch.where(scored_B, value_B - total(value_B) / count_B.clamp_min(1), 0)
@@ -78,7 +84,9 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
         weights = []
         for sign in (1, -1):  # subtract the maximum, so that no exponential overflows at any temperature
             signed_B = torch.where(scored_B, sign * centred_B / temperature, -torch.inf)
-            largest_G = torch.full_like(groups, limits.min, dtype=torch.float64).scatter_reduce(0, index_B, signed_B, "amax")
+            largest_G = torch.full_like(groups, limits.min, dtype=torch.float64).scatter_reduce(
+                0, index_B, signed_B, "amax"
+            )
             weight_B = (signed_B - largest_G[index_B]).exp()
             weights.append(weight_B / total(weight_B).clamp_min(limits.tiny))
         centred_B = weights[0] - weights[1]
@@ -86,7 +94,8 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
 
 
 def equal_rewards(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Whether the rewards of each completion's group are equal [B], up to `EQUAL_REWARDS`; NaN rewards are left out."""
+    """Whether the rewards of each completion's group are equal [B], up to `EQUAL_REWARDS`; NaN rewards are
+    left out."""
     _, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
 
     def largest(value_B: Tensor) -> Tensor:
@@ -103,23 +112,28 @@ def _check_kind(kind: str, known: Any) -> None:
 
 
 def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
-    """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not all rewards equal
-    (`equal_rewards`; DAPO, Yu et al. 2025). Unscored completions are left out; a group without scored ones is not kept."""
+    """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not
+    all rewards equal (`equal_rewards`; DAPO, Yu et al. 2025). Unscored completions are left out; a group
+    without scored ones is not kept."""
     check_tensors(reward_B=reward_B, group_B=group_B)
     scored: dict[int, list[float]] = defaultdict(list)
     for group, reward in zip(group_B.tolist(), reward_B.tolist(), strict=True):
         if not math.isnan(reward):
             scored[group].append(reward)
-    means: dict[int, Any] = {group: reward_B.new_tensor(rewards).mean().tolist() for group, rewards in scored.items()}
-    low, high = reward_B.new_tensor([low, high]).tolist()  # rounded like the means, so that a mean can equal a bound
+    means: dict[int, Any] = {
+        group: reward_B.new_tensor(rewards).mean().tolist() for group, rewards in scored.items()
+    }
+    # rounded like the means, so that a mean can equal a bound
+    low, high = reward_B.new_tensor([low, high]).tolist()
     kept = {group for group, mean in means.items() if low <= mean <= high}
     kept_B = torch.tensor([group in kept for group in group_B.tolist()], dtype=torch.bool)
     return kept_B & ~equal_rewards(reward_B, group_B) if spread else kept_B
 
 
 def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
-    """What is added to the reward of a long completion [B]: 0 up to `limit - buffer` tokens, falling to -1 at `limit` (DAPO, Yu et al.
-    2025, eq. 13). For a completion of `limit` tokens without an end token, pass a length above the limit."""
+    """What is added to the reward of a long completion [B]: 0 up to `limit - buffer` tokens, falling to -1 at
+    `limit` (DAPO, Yu et al. 2025, eq. 13). For a completion of `limit` tokens without an end token, pass a
+    length above the limit."""
     check_tensors(length_B=length_B)
     return -((length_B - (limit - buffer)) / max(buffer, 1)).clamp(0, 1)
 
@@ -127,10 +141,11 @@ def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
 def clipped_surrogate(
     log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Surrogate:
-    """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy minus that under the old policy.
+    """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy
+    minus that under the old policy.
 
-    At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio where the
-    advantage is negative, since the loss grows with it there (Ye et al. 2020).
+    At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `dual_clip` bounds
+    the ratio where the advantage is negative, since the loss grows with it there (Ye et al. 2020).
     """
     check_tensors(log_ratio=log_ratio, advantage=advantage)
     # Where the loss is bounded, a ratio that overflows would still have the gradient 0 * inf.
@@ -147,12 +162,13 @@ def clipped_surrogate(
 
 
 def kl_divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
-    """An estimate of KL(policy || other) from a sample of the policy (Schulman 2020, "Approximating KL divergence"). `log_ratio` r is the
-    log-probability under the other model minus that under the policy. Methods add it to their loss (`methods/base.py`:
-    `ClippedMethod.surrogate`); the other model is scored in `GRPOTrainer.make_updates`.
+    """An estimate of KL(policy || other) from a sample of the policy (Schulman 2020, "Approximating KL
+    divergence"). `log_ratio` r is the log-probability under the other model minus that under the policy.
+    Methods add it to their loss (`methods/base.py`: `ClippedMethod.surrogate`); the other model is scored in
+    `GRPOTrainer.make_updates`.
 
-    k1 = -r, with the score function's gradient added: its own is 0 in expectation, the sum is the gradient of the KL. k2 = r^2 / 2.
-    k3 = exp(r) - r - 1.
+    k1 = -r, with the score function's gradient added: its own is 0 in expectation, the sum is the gradient of
+    the KL. k2 = r^2 / 2. k3 = exp(r) - r - 1.
 
     Raises:
         ConfigError: an unknown kind.
@@ -168,15 +184,14 @@ def kl_divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
 def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: int) -> Tensor:
     """The weight of each token in the batch's loss [B, T], before the division by `count_items`.
 
-    token: equal weights (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over each completion's
-    denoising steps of the mean over the step's tokens (CJ-GRPO). view: the mean over the views of all completions of the mean over the
-    view's tokens (TraceRL on LLaDA); view-constant: of their sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the
-    sum over tokens (wd1).
+    token: equal weights (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over
+    each completion's denoising steps of the mean over the step's tokens (CJ-GRPO). view: the mean over the
+    views of all completions of the mean over the view's tokens (TraceRL on LLaDA); view-constant: of their
+    sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the sum over tokens (wd1).
 
-    Args:
-        learnt_BT: the tokens that are learnt from.
-        unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below T; any where not learnt.
-        limit: tokens of the longest possible completion.
+    Args: learnt_BT: the tokens that are learnt from. unit_BT: for `step` the step that revealed a token, for
+        `view` the view that has it as a target, below T; any where not learnt. limit: tokens of the longest
+        possible completion.
 
     Raises:
         ConfigError: an unknown kind.
@@ -200,8 +215,8 @@ def tokens_per_unit(learnt_BT: Tensor, unit_BT: Tensor) -> Tensor:
 
 
 def count_items(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor) -> Tensor:
-    """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else the completions. ConfigError
-    for an unknown kind."""
+    """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else
+    the completions. ConfigError for an unknown kind."""
     check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
     _check_kind(kind, Aggregation)
     if kind in ("view", "view-constant"):

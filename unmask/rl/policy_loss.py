@@ -21,14 +21,12 @@ from unmask.training.per_view_backward import Chunk
 
 
 def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: Draw) -> Views:
-    """The views whose log-probabilities the method's loss reads. A causal model has one view: its predictions do not depend on what is
-    hidden, and its likelihood is exact.
+    """The views whose log-probabilities the method's loss reads. A causal model has one view: its predictions
+    do not depend on what is hidden, and its likelihood is exact.
 
-    Args:
-        lm: the policy.
-        method: of `unmask.rl.methods.get_method`, for the model's attention.
-        rollout: the completions.
-        draw: the source of randomness, with a key for each completion; `iteration` is the number of the update on this rollout.
+    Args: lm: the policy. method: of `unmask.rl.methods.get_method`, for the model's attention. rollout: the
+        completions. draw: the source of randomness, with a key for each completion; `iteration` is the number
+        of the update on this rollout.
 
     Raises:
         ConfigError: `method` is a name or a class.
@@ -54,17 +52,15 @@ def policy_loss(
 ) -> Loss:
     """The loss of a method for a batch of completions (a paper for each in docs/rl.md).
 
-    Args:
-        method, rollout, views: as for `policy_views`.
-        log_prob_BMT: log-probabilities of the views under the policy, with gradients (`view_log_probs`).
-        advantage_B: of each completion (`advantages`), on any device.
-        max_completion_length: the tokens of the longest possible completion: the divisor of the constant aggregations.
-        old_BMT: as log_prob_BMT, under the policy that sampled; None: the weights have not changed since.
-        reference_BMT: likewise under the reference of the KL term; None: there is none.
+    Args: method, rollout, views: as for `policy_views`. log_prob_BMT: log-probabilities of the views under
+        the policy, with gradients (`view_log_probs`). advantage_B: of each completion (`advantages`), on any
+        device. max_completion_length: the tokens of the longest possible completion: the divisor of the
+        constant aggregations. old_BMT: as log_prob_BMT, under the policy that sampled; None: the weights have
+        not changed since. reference_BMT: likewise under the reference of the KL term; None: there is none.
         kept_B: boolean; the completions to learn from (`kept_groups`), on any device. None: all.
 
-    Returns:
-        `total` is the loss, divided by the tokens, completions or views that the method's aggregation counts; the rest is for logs.
+    Returns: `total` is the loss, divided by the tokens, completions or views that the method's aggregation
+        counts; the rest is for logs.
 
     Raises:
         ConfigError: `method` is a name or a class, or has no aggregation; or a missing reference.
@@ -74,16 +70,33 @@ def policy_loss(
     check_tensors(ids_BT=rollout.ids_BT, **views.tensors, **tensors, advantage_B=advantage_B, kept_B=kept_B)
     if method.aggregation is None:
         remedy = "Use method.for_attention(lm.attention), or give one"
-        raise ConfigError(f"that of {method.name} follows from the model's attention", where="aggregation", remedy=remedy)
-    if isinstance(method, DivergenceMethod) and method.beta and method.kl_to == "reference" and reference_BMT is None:
+        raise ConfigError(
+            f"that of {method.name} follows from the model's attention", where="aggregation", remedy=remedy
+        )
+    if (
+        isinstance(method, DivergenceMethod)
+        and method.beta
+        and method.kl_to == "reference"
+        and reference_BMT is None
+    ):
         what = f"{method.name} has a KL term (beta={method.beta:g}) from a reference"
-        raise ConfigError(what, where="reference_BMT", remedy="Give its log-probabilities, or the method beta=0.0")
+        raise ConfigError(
+            what, where="reference_BMT", remedy="Give its log-probabilities, or the method beta=0.0"
+        )
     learnt_BT = learnable(rollout, views)
     if kept_B is not None:
         learnt_BT = learnt_BT & kept_B.to(learnt_BT.device, non_blocking=True)[:, None]
     advantage_B1 = advantage_B.to(log_prob_BMT.device, non_blocking=True)[:, None]
     inputs = loss_inputs(
-        method, rollout, views, log_prob_BMT, advantage_B1, learnt_BT, old_BMT, reference_BMT, max_completion_length=max_completion_length
+        method,
+        rollout,
+        views,
+        log_prob_BMT,
+        advantage_B1,
+        learnt_BT,
+        old_BMT,
+        reference_BMT,
+        max_completion_length=max_completion_length,
     )
     loss = loss_of(method, inputs)
     return loss._replace(total=loss.total / items_of(method, rollout, views, learnt_BT).clamp_min(1))
@@ -108,7 +121,8 @@ def loss_inputs(
     max_completion_length: int,
     chunk: Chunk | None = None,
 ) -> LossInputs:
-    """What the method's loss reads, of all views or of a chunk, of which log_prob_BMT is. The rest is as for `policy_loss`.
+    """What the method's loss reads, of all views or of a chunk, of which log_prob_BMT is. The rest is as for
+    `policy_loss`.
 
     Args:
         advantage_BT: [B, T], or [B, 1] if all tokens of a completion have the same.
@@ -116,9 +130,12 @@ def loss_inputs(
     """
     assert method.aggregation is not None
     rows, columns = chunk or (slice(None), slice(None))
-    weight_BT = token_weights(learnt_BT, method.aggregation, averaging_units(rollout, views, method.aggregation), max_completion_length)[
-        rows
-    ]
+    weight_BT = token_weights(
+        learnt_BT,
+        method.aggregation,
+        averaging_units(rollout, views, method.aggregation),
+        max_completion_length,
+    )[rows]
     if chunk is not None:
         rollout, views = rollout.select(rows), views.select(rows, columns)
         weight_BT = weight_BT * views.target_BMT.any(1)

@@ -52,9 +52,12 @@ class PromptRow(NamedTuple):
 
 
 class PromptRows(Dataset):
-    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. Columns that a row lacks are None."""
+    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. Columns that a row
+    lacks are None."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], group: int, ids: Sequence[Sequence[int]] | None = None):
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], group: int, ids: Sequence[Sequence[int]] | None = None
+    ):
         self.rows, self.group, self.ids = rows, group, ids
         self.columns = dict.fromkeys(name for row in rows for name in row)
 
@@ -63,10 +66,17 @@ class PromptRows(Dataset):
 
     def __getitem__(self, index: int) -> PromptRow:
         sample_id, repeat = divmod(index, self.group)
-        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat, None if self.ids is None else self.ids[sample_id])
+        return PromptRow(
+            {**self.columns, **self.rows[sample_id]},
+            sample_id,
+            repeat,
+            None if self.ids is None else self.ids[sample_id],
+        )
 
 
-def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
+def prompt_rows(
+    lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str
+) -> PromptRows:
     """The prompts of a dataset, each of which fits into a row with a completion.
 
     Raises:
@@ -84,7 +94,11 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
         tokens = len(ids) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):
             in_context = limit == lm.context_length
-            bound, more = ("the model's context", "") if in_context else ("max_length", f", raise it (training.max_length={tokens})")
+            bound, more = (
+                ("the model's context", "")
+                if in_context
+                else ("max_length", f", raise it (training.max_length={tokens})")
+            )
             lower = f" to {limit - len(ids)}" if limit > len(ids) else ""
             what = f"{tokens} tokens with the completion, but {bound} is {limit}"
             remedy = f"Lower training.max_completion_length{lower}{more} or drop the row"
@@ -94,11 +108,16 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
 
 
 class GroupSampler(Sampler[int]):
-    """Shuffled prompts, as in TRL's RepeatSampler: each prompt `group_size` times in a row, and each step (`prompts_per_step` prompts)
-    `repeats` times."""
+    """Shuffled prompts, as in TRL's RepeatSampler: each prompt `group_size` times in a row, and each step
+    (`prompts_per_step` prompts) `repeats` times."""
 
     def __init__(self, count: int, *, prompts_per_step: int, group_size: int, repeats: int, seed: int):
-        self.count, self.prompts_per_step, self.group_size, self.repeats = count, prompts_per_step, group_size, repeats
+        self.count, self.prompts_per_step, self.group_size, self.repeats = (
+            count,
+            prompts_per_step,
+            group_size,
+            repeats,
+        )
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -123,7 +142,9 @@ class GroupSampler(Sampler[int]):
 
     def _rows(self, order: list[int], index: int) -> list[int]:
         chosen = order[index * self.prompts_per_step : (index + 1) * self.prompts_per_step]
-        return [sample_id * self.group_size + repeat for sample_id in chosen for repeat in range(self.group_size)]
+        return [
+            sample_id * self.group_size + repeat for sample_id in chosen for repeat in range(self.group_size)
+        ]
 
 
 def completion_key(row: PromptRow, step: int | None) -> int:
@@ -140,14 +161,22 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
     completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if completions % args.num_generations:
         what = f"{completions} completions a step are not a multiple of {args.num_generations}"
-        whole = args.num_generations // math.gcd(args.train_batch_size * args.world_size, args.num_generations)
+        whole = args.num_generations // math.gcd(
+            args.train_batch_size * args.world_size, args.num_generations
+        )
         steps = whole * max(1, round(args.gradient_accumulation_steps / whole))
         remedy = f"Set gradient_accumulation_steps to {steps}"
         raise ConfigError(what, where="num_generations", remedy=remedy)
     chooses = args.curriculum is not None or args.dynamic_sampling
     if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
-        what = f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
-        raise ConfigError(what, where="per_device_train_batch_size", remedy="Use a multiple, or leave out curriculum and dynamic_sampling")
+        what = (
+            f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
+        )
+        raise ConfigError(
+            what,
+            where="per_device_train_batch_size",
+            remedy="Use a multiple, or leave out curriculum and dynamic_sampling",
+        )
     prompts = completions // args.num_generations
     if dataset is not None and len(dataset) < prompts:
         what = f"{len(dataset)} prompts, but a step needs {prompts}"
@@ -162,7 +191,11 @@ def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list
         ConfigError: `max_steps` is not set.
     """
     if args.max_steps <= 0:
-        raise ConfigError("a stream has no end", where="max_steps", remedy="Set it, or give a list of rows or a datasets.Dataset")
+        raise ConfigError(
+            "a stream has no end",
+            where="max_steps",
+            remedy="Set it, or give a list of rows or a datasets.Dataset",
+        )
     rollouts = math.ceil(args.max_steps / args.num_iterations) * (1 + args.dynamic_sampling)
     return [*islice(stream, rollouts * prompts_per_step(args, None))]
 
@@ -170,11 +203,10 @@ def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list
 class PromptHistory:
     """The mean reward of every prompt so far, and draws of prompts without replacement.
 
-    Args:
-        count: prompts in the dataset.
-        target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread); spread is the standard
-            deviation of all means, but at least 1e-6 * max(1, largest distance). New prompts have the weight of those at the target.
-            None: all weights are equal.
+    Args: count: prompts in the dataset. target: prompts whose mean reward is near this are preferred: their
+        weight is exp(-distance / spread); spread is the standard deviation of all means, but at least 1e-6 *
+        max(1, largest distance). New prompts have the weight of those at the target. None: all weights are
+        equal.
     """
 
     def __init__(self, count: int, target: float | None = None):
@@ -188,7 +220,8 @@ class PromptHistory:
             self.seen[prompt] = number + 1, mean + (reward - mean) / (number + 1)
 
     def log_weights(self) -> Tensor:
-        """The log-weight of every prompt [N]; bounded, so that adding the noise of a draw does not round the noise away."""
+        """The log-weight of every prompt [N]; bounded, so that adding the noise of a draw does not round the
+        noise away."""
         log_weight_N = torch.zeros(self.count, dtype=torch.float64)
         if self.target is None or len(self.seen) < 2:
             return log_weight_N
@@ -199,8 +232,8 @@ class PromptHistory:
         return log_weight_N
 
     def choose(self, number: int, seed: int, step: int, exclude: Collection[int] = ()) -> list[int]:
-        """At most `number` different prompts, drawn in proportion to their weights (Gumbel top-k, Kool et al. 2019), by history,
-        seed and step."""
+        """At most `number` different prompts, drawn in proportion to their weights (Gumbel top-k, Kool et al.
+        2019), by history, seed and step."""
         uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=Stream.ROLLOUT)
         perturbed_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
         perturbed_N[list(exclude)] = -torch.inf
@@ -209,7 +242,10 @@ class PromptHistory:
 
     def save(self, folder: Path) -> None:
         """Write the history into a checkpoint."""
-        write_atomic(folder / HISTORY_FILE, json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())))
+        write_atomic(
+            folder / HISTORY_FILE,
+            json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())),
+        )
 
     def load(self, folder: Path) -> None:
         """Read the history of a checkpoint.
@@ -217,7 +253,11 @@ class PromptHistory:
         Raises:
             ValueError: it has prompts that the dataset lacks, and a target needs them.
         """
-        seen = {prompt: (number, mean) for prompt, number, mean in json.loads(read_file(folder / HISTORY_FILE))}
+        seen = {
+            prompt: (number, mean) for prompt, number, mean in json.loads(read_file(folder / HISTORY_FILE))
+        }
         if self.target is not None and (last := max(seen, default=0)) >= self.count:
-            raise ValueError(f"{HISTORY_FILE} is of {last + 1} prompts or more, but the dataset has {self.count}")
+            raise ValueError(
+                f"{HISTORY_FILE} is of {last + 1} prompts or more, but the dataset has {self.count}"
+            )
         self.seen = seen

@@ -1,4 +1,5 @@
-"""What the reward functions of a run are: their names, and the source of functions, which a resumed run compares."""
+"""What the reward functions of a run are: their names, and the source of functions, which a resumed run
+compares."""
 
 from __future__ import annotations
 
@@ -15,9 +16,16 @@ from unmask.tasks import get_task
 from unmask.training.resume.fingerprints import code_fingerprint, content_hash, source_fingerprint
 
 
-def reward_identities(reward_funcs: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str) -> list[dict[str, Any]]:
-    """A name for each reward function, with a hash of its source; of a function or task in a file or module, of all of that file."""
-    listed = reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
+def reward_identities(
+    reward_funcs: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str,
+) -> list[dict[str, Any]]:
+    """A name for each reward function, with a hash of its source; of a function or task in a file or module,
+    of all of that file."""
+    listed = (
+        reward_funcs
+        if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
+        else [reward_funcs]
+    )
     return [_of_name(one) if isinstance(one, str) else _of_function(one) for one in listed]
 
 
@@ -40,5 +48,7 @@ def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         function = function.func
     if not (inspect.isfunction(function) or inspect.ismethod(function)):  # an object that is called
-        return {"name": getattr(function, "__name__", type(function).__name__)} | (source_fingerprint(type(function)) or {})
+        return {"name": getattr(function, "__name__", type(function).__name__)} | (
+            source_fingerprint(type(function)) or {}
+        )
     return {"name": function.__name__} | (source_fingerprint(function) or {})

@@ -12,7 +12,14 @@ from unmask.data.special_tokens import as_text, encode
 from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.chat_template import render_template
-from unmask.models.model_files import NO_CODE, read_config, read_tokenizer, reading, refuse_missing, refuse_pickled
+from unmask.models.model_files import (
+    NO_CODE,
+    read_config,
+    read_tokenizer,
+    reading,
+    refuse_missing,
+    refuse_pickled,
+)
 
 BATCH = 32
 
@@ -20,9 +27,8 @@ BATCH = 32
 class RewardModel:
     """A reward function: the logit that a sequence classifier gives to a prompt with its completion.
 
-    Args:
-        path: a folder, or the name of a model on the Hugging Face hub; it must have one output, and safetensors weights.
-        device: as torch names it.
+    Args: path: a folder, or the name of a model on the Hugging Face hub; it must have one output, and
+        safetensors weights. device: as torch names it.
     """
 
     def __init__(self, path: str, *, device: str = "cpu"):
@@ -31,27 +37,40 @@ class RewardModel:
         refuse_pickled(path)
         with reading("no sequence classifier", path, "Give its folder or its name on the hub."):
             # None: the library's choice. The config's could be a kernel on a hub.
-            options = NO_CODE | {"use_safetensors": True, "attn_implementation": None, "output_loading_info": True}
+            options = NO_CODE | {
+                "use_safetensors": True,
+                "attn_implementation": None,
+                "output_loading_info": True,
+            }
             model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
             refuse_missing(info, path, "Give the folder or the name of a trained sequence classifier")
             self.model = model.to(device).eval()
             outputs = self.model.config.num_labels
             if outputs != 1:
-                raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")
+                raise ModelError(
+                    f"the classifier has {outputs} labels",
+                    where=path,
+                    remedy="Give one with a single output.",
+                )
             align_weights(self.model)
             if self.tokenizer.pad_token_id is None:
                 self.tokenizer.pad_token = self.tokenizer.eos_token
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
-            sample, plain = self.tokenizer("a")["input_ids"], self.tokenizer("a", add_special_tokens=False)["input_ids"]
+            sample, plain = (
+                self.tokenizer("a")["input_ids"],
+                self.tokenizer("a", add_special_tokens=False)["input_ids"],
+            )
             start = next(index for index in range(len(sample)) if sample[index : index + len(plain)] == plain)
             self._before, self._after = sample[:start], sample[start + len(plain) :]
         self.__name__ = "reward_model"
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders. Special tokens that they
-        spell are text."""
-        rows = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders.
+        Special tokens that they spell are text."""
+        rows = [
+            self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         rewards: list[float] = []
         for start in range(0, len(rows), BATCH):
             batch = self.tokenizer.pad({"input_ids": rows[start : start + BATCH]}, return_tensors="pt")
@@ -62,6 +81,8 @@ class RewardModel:
         """The ids with the tokenizer's own beginning and end, cut to its longest text."""
         text = prompt + completion if isinstance(prompt, str) else [*prompt, *completion]
         marked = as_text(self.tokenizer, text)
-        ids = encode(self.tokenizer, marked if isinstance(text, str) else render_template(self.tokenizer, marked))
+        ids = encode(
+            self.tokenizer, marked if isinstance(text, str) else render_template(self.tokenizer, marked)
+        )
         room = max(0, self.tokenizer.model_max_length - len(self._before) - len(self._after))
         return [*self._before, *ids[:room], *self._after]

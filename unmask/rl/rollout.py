@@ -1,6 +1,7 @@
 """Rollouts: the canvases of completions as methods read them, and checks of the views planned for them.
 
-Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its end).
+Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its
+end).
 """
 
 from __future__ import annotations
@@ -26,16 +27,14 @@ from unmask.tensor_checks import check_tensors
 class Rollout:
     """Completions as they were sampled.
 
-    Attributes:
-        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
-        document_BT: 1 on the canvas, 0 on padding.
-        prompt_BT: True on the prompt.
-        completion_BT: True on the completion, up to and including its first EOS.
-        step_BT: the denoising step that revealed a position; -1 for the prompt, padding and what stayed hidden.
-        group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the prompt and padding.
-        block_BT: the decoding block, from 0; -1 on the prompt and padding.
-        sampled_BT: the completion's log-probabilities under the server that sampled it; None: this process sampled it.
-        one_document: whether it is known that there is no padding, so that attention can reuse a cached mask.
+    Attributes: ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
+        document_BT: 1 on the canvas, 0 on padding. prompt_BT: True on the prompt. completion_BT: True on the
+        completion, up to and including its first EOS. step_BT: the denoising step that revealed a position;
+        -1 for the prompt, padding and what stayed hidden. group_BT: the tokens that are noised together: one
+        canvas, or an attention block of it; -1 on the prompt and padding. block_BT: the decoding block, from
+        0; -1 on the prompt and padding. sampled_BT: the completion's log-probabilities under the server that
+        sampled it; None: this process sampled it. one_document: whether it is known that there is no padding,
+        so that attention can reuse a cached mask.
     """
 
     ids_BT: Tensor
@@ -60,7 +59,9 @@ class Rollout:
 
     def select(self, index: slice) -> Rollout:
         """Some of the completions."""
-        tensors: dict[str, Any] = {name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)}
+        tensors: dict[str, Any] = {
+            name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)
+        }
         return replace(self, **tensors)
 
     def whole(self) -> Rollout:
@@ -68,7 +69,8 @@ class Rollout:
         return replace(self, completion_BT=self.revealed_BT)
 
     def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
-        """Views that hide their targets, and tokens after the end that are targets of none, as when the text was sampled.
+        """Views that hide their targets, and tokens after the end that are targets of none, as when the text
+        was sampled.
 
         Raises:
             ConfigError: a shape does not fit.
@@ -88,31 +90,42 @@ def learnable(rollout: Rollout, views: Views) -> Tensor:
 
 
 def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
-    """The views that a plan makes. With `beyond_eos` "shown" they noise what comes after the end like the completion, without making it
-    a target. (With "learnt" the rollout is `whole` already.)"""
+    """The views that a plan makes. With `beyond_eos` "shown" they noise what comes after the end like the
+    completion, without making it a target. (With "learnt" the rollout is `whole` already.)"""
     if beyond_eos != "shown":
         return plan(rollout)
     views, completion_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
-    return replace(views, target_BMT=views.target_BMT & completion_B1T, weight_BMT=views.weight_BMT * completion_B1T)
+    return replace(
+        views, target_BMT=views.target_BMT & completion_B1T, weight_BMT=views.weight_BMT * completion_B1T
+    )
 
 
 def check_views(views: Views, rollout: Rollout, where: str) -> None:
-    """Refuse views of a wrong type, shape or dtype, and views whose targets are visible or outside the completion's canvas.
+    """Refuse views of a wrong type, shape or dtype, and views whose targets are visible or outside the
+    completion's canvas.
 
     Raises:
         TrainingError: the views are refused; names `where` they were planned.
     """
     batch, length = rollout.ids_BT.shape
-    remedy = "Return Views of hidden tokens, targets (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
+    remedy = (
+        "Return Views of hidden tokens, targets (boolean) and weights (floating), [batch, views, tokens]; "
+        "`weighed` makes them"
+    )
     if not isinstance(views, Views):
         raise TrainingError(f"returned {type(views).__name__}, not Views", where=where, remedy=remedy)
     tensors = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
-    dtypes_fit = views.hidden_BMT.dtype == views.target_BMT.dtype == torch.bool and views.weight_BMT.is_floating_point()
+    dtypes_fit = (
+        views.hidden_BMT.dtype == views.target_BMT.dtype == torch.bool
+        and views.weight_BMT.is_floating_point()
+    )
     shapes = [tuple(part.shape) for part in tensors]
     count = shapes[0][1] if len(shapes[0]) == 3 else 0
     if not dtypes_fit or count == 0 or shapes != [(batch, count, length)] * 3:
         found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in tensors)
-        raise TrainingError(f"returned tensors of {found} for {batch} rows of {length} tokens", where=where, remedy=remedy)
+        raise TrainingError(
+            f"returned tensors of {found} for {batch} rows of {length} tokens", where=where, remedy=remedy
+        )
     noised = slice(-1 if views.causal else None)
     visible = (views.target_BMT & ~views.hidden_BMT)[:, noised].any()
     outside = (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any()
@@ -120,11 +133,18 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
     if any_visible:
         raise TrainingError("a target is not hidden", where=where, remedy="Hide every target")
     if any_outside:
-        raise TrainingError("a target is outside the completion", where=where, remedy="Choose targets only from completion_BT")
+        raise TrainingError(
+            "a target is outside the completion", where=where, remedy="Choose targets only from completion_BT"
+        )
 
 
 def make_rollout(
-    lm: DiffusionLM, generation: Generation, at: slice = slice(None), block_size: int | None = None, *, sampled: bool = False
+    lm: DiffusionLM,
+    generation: Generation,
+    at: slice = slice(None),
+    block_size: int | None = None,
+    *,
+    sampled: bool = False,
 ) -> Rollout:
     """The canvases of a slice of a generation, padded on the right.
 
@@ -137,20 +157,36 @@ def make_rollout(
         GenerationError: there is no trace, or the server did not return them.
     """
     if generation.trace is None:
-        raise GenerationError("has no canvases", where="generation", remedy="Sample with SamplerConfig(trace=True)")
+        raise GenerationError(
+            "has no canvases", where="generation", remedy="Sample with SamplerConfig(trace=True)"
+        )
     traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
 
     def padded(rows: list[list[Any]], fill: Any) -> Tensor:
         return pad_rows(rows, fill).to(lm.device, non_blocking=True)
 
-    completion = [[0] * len(p) + [1] * len(c) + [0] * (len(t.canvas) - len(c)) for p, c, t in zip(prompts, tokens, traces, strict=True)]
-    canvas_BT = padded([[0] * len(p) + [1] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0).bool()
+    completion = [
+        [0] * len(p) + [1] * len(c) + [0] * (len(t.canvas) - len(c))
+        for p, c, t in zip(prompts, tokens, traces, strict=True)
+    ]
+    canvas_BT = padded(
+        [[0] * len(p) + [1] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0
+    ).bool()
     document_BT = padded([[1] * (len(p) + len(t.canvas)) for p, t in zip(prompts, traces, strict=True)], 0)
     group_BT = noise_groups(lm, canvas_BT, document_BT)
     if sampled and not all(trace.sampled_log_probs for trace in traces):
-        remedy = "Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out importance_cap"
-        raise GenerationError("the server does not return the log-probabilities of its tokens", where="rollout", remedy=remedy)
-    log_probs = [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)] if sampled else None
+        remedy = (
+            "Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out "
+            "importance_cap"
+        )
+        raise GenerationError(
+            "the server does not return the log-probabilities of its tokens", where="rollout", remedy=remedy
+        )
+    log_probs = (
+        [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)]
+        if sampled
+        else None
+    )
     return Rollout(
         ids_BT=padded([p + t.canvas for p, t in zip(prompts, traces, strict=True)], lm.pad_token_id),
         document_BT=document_BT,
@@ -165,7 +201,8 @@ def make_rollout(
 
 
 def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_size: int | None) -> Tensor:
-    """The decoding block [B, T] of each position of a canvas, from 0; -1 elsewhere. In a block-causal model it is the attention block."""
+    """The decoding block [B, T] of each position of a canvas, from 0; -1 elsewhere. In a block-causal model
+    it is the attention block."""
     if lm.attention == "bidirectional":
         block_BT = (canvas_BT.long().cumsum(1) - 1) // (block_size or canvas_BT.shape[1])
     else:
@@ -175,10 +212,13 @@ def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_
 
 
 def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
-    """Cut completions after their first end token where the whole canvas was sampled; traces keep the canvas."""
+    """Cut completions after their first end token where the whole canvas was sampled; traces keep the
+    canvas."""
     ends = [end_of(tokens, lm.eos_token_ids) for tokens in generation.tokens]
     names = ("tokens", "log_probs", "steps")
-    cut: Any = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in names}
+    cut: Any = {
+        name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in names
+    }
     pairs = zip(generation.prompts, cut["tokens"], strict=True)
     texts = [text_after(lm.tokenizer, prompt, ids, lm.eos_token_ids) for prompt, ids in pairs]
     return replace(generation, texts=texts, **cut)

@@ -23,27 +23,44 @@ def check_rollouts(args: Any, sampler: SamplerConfig) -> None:
     Raises:
         ConfigError: such a setting is set.
     """
-    if args.rollout_config.backend == "vllm":  # for causal models: nothing is denoised, and the likelihood is exact
+    # for causal models: nothing is denoised, and the likelihood is exact
+    if args.rollout_config.backend == "vllm":
         if (name := unread_by_vllm(sampler)) is not None:
             what = f"vllm decodes a causal model token by token, and ignores {name}"
-            remedy = f"Leave {name} out ({CAUSAL_RECIPE_HINT}), or sample a diffusion model with rollout.backend local or server"
+            remedy = (
+                f"Leave {name} out ({CAUSAL_RECIPE_HINT}), or sample a diffusion model with "
+                "rollout.backend local or server"
+            )
             raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
         with naming_setting_too("rollout.backend"):
             args.refuse_for_causal_models()
         if args.rollout_config.sync == "nccl" and args.use_cpu:
             what = "NCCL needs a GPU on both sides"
-            raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
+            raise ConfigError(
+                what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out"
+            )
         if args.corrects_for_server and args.log_prob_temperature != args.temperature:
-            what = f"the server's log-probabilities are of temperature {args.temperature:g}, not of {args.log_prob_temperature:g}"
-            raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
+            what = (
+                f"the server's log-probabilities are of temperature {args.temperature:g}, not of "
+                f"{args.log_prob_temperature:g}"
+            )
+            raise ConfigError(
+                what,
+                where="rollout.backend and score_temperature",
+                remedy="Leave it out, or set importance_cap to null",
+            )
     elif "importance_cap" in args.given:
-        what = f"{args.rollout_config.backend} samples from the trained model itself, so there is nothing to correct"
+        what = (
+            f"{args.rollout_config.backend} samples from the trained model itself, so there is nothing to "
+            "correct"
+        )
         remedy = "Leave importance_cap out, or set rollout.backend to vllm"
         raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
 
 
 def check_ahead(args: Any, method: type[Method]) -> None:
-    """Refuse rollouts ahead of training (`max_staleness`) where nothing can sample them, or nothing corrects for their age.
+    """Refuse rollouts ahead of training (`max_staleness`) where nothing can sample them, or nothing corrects
+    for their age.
 
     Raises:
         ConfigError: they are refused.
@@ -55,8 +72,14 @@ def check_ahead(args: Any, method: type[Method]) -> None:
         remedy = "Set rollout.backend to server or vllm, or leave max_staleness out"
         raise ConfigError(what, where="rollout.backend and max_staleness", remedy=remedy)
     if not method.has_ratio:
-        what = f"the loss of {args.method} has no ratio to the policy that sampled, which corrects for older weights"
-        remedy = f"Leave it out, or use one of {', '.join(name for name, other in METHODS.items() if other.has_ratio)}"
+        what = (
+            f"the loss of {args.method} has no ratio to the policy that sampled, which corrects for older "
+            "weights"
+        )
+        remedy = (
+            "Leave it out, or use one of "
+            f"{', '.join(name for name, other in METHODS.items() if other.has_ratio)}"
+        )
         raise ConfigError(what, where="method and max_staleness", remedy=remedy)
     if args.rollout_config.sync == "nccl":
         what = "a restarted server would get the weights as they are being trained"

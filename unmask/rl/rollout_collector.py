@@ -1,4 +1,5 @@
-"""From prompts to rewarded completions: sampled by the model or a server, and selected by the rewards of their groups.
+"""From prompts to rewarded completions: sampled by the model or a server, and selected by the rewards of
+their groups.
 
 Shapes: B completions, F reward functions.
 """
@@ -79,9 +80,13 @@ class RewardedCompletions:
     def select(self, index: slice) -> RewardedCompletions:
         """Some of the completions."""
         generation = self.generation
-        lists: dict[str, Any] = {name: part[index] for name, part in vars(generation).items() if isinstance(part, list)}
+        lists: dict[str, Any] = {
+            name: part[index] for name, part in vars(generation).items() if isinstance(part, list)
+        }
         extras = {name: values[index] for name, values in self.extras.items()}
-        return RewardedCompletions(self.rows[index], replace(generation, **lists), self.reward_BF[index], self.total_B[index], extras)
+        return RewardedCompletions(
+            self.rows[index], replace(generation, **lists), self.reward_BF[index], self.total_B[index], extras
+        )
 
     def replaced(self, at: Sequence[int], other: RewardedCompletions) -> RewardedCompletions:
         """The same with the rows `at` replaced by those of another."""
@@ -91,12 +96,19 @@ class RewardedCompletions:
             return [new[source[row]] if row in source else value for row, value in enumerate(old)]
 
         lists: dict[str, Any] = {
-            name: merge(part, getattr(other.generation, name)) for name, part in vars(self.generation).items() if isinstance(part, list)
+            name: merge(part, getattr(other.generation, name))
+            for name, part in vars(self.generation).items()
+            if isinstance(part, list)
         }
         reward_BF, total_B = self.reward_BF.clone(), self.total_B.clone()
         reward_BF[list(at)], total_B[list(at)] = other.reward_BF, other.total_B
-        extras = {name: merge(values, other.extras.get(name, [None] * len(at))) for name, values in self.extras.items()}
-        return RewardedCompletions(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B, extras)
+        extras = {
+            name: merge(values, other.extras.get(name, [None] * len(at)))
+            for name, values in self.extras.items()
+        }
+        return RewardedCompletions(
+            merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B, extras
+        )
 
 
 class RolloutCollector:
@@ -113,16 +125,24 @@ class RolloutCollector:
         self.trainer, self.rewards = trainer, rewards
         self.lm, self.args = trainer.lm, trainer.args
         args = self.args
-        self.history = PromptHistory(len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum)
+        self.history = PromptHistory(
+            len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum
+        )
         backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
         self.backend: Backend = AheadBackend(backend) if args.max_staleness else backend
-        self.completion_log = CompletionLog(args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows)
+        self.completion_log = CompletionLog(
+            args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows
+        )
         self._reuse_sum, self._reuse_count = 0.0, 0
         self._unscored = 0
 
     def choose(self, rows: list[PromptRow], step: int) -> list[PromptRow]:
         """The rows to sample: these, or as many that the curriculum chooses."""
-        return rows if self.args.curriculum is None else self._other_rows(len(rows) // self.args.num_generations, step, [])
+        return (
+            rows
+            if self.args.curriculum is None
+            else self._other_rows(len(rows) // self.args.num_generations, step, [])
+        )
 
     def ask(self, rows: list[PromptRow], step: int) -> None:
         """Make the server begin with the completions of these rows, for which `sample` waits."""
@@ -131,8 +151,8 @@ class RolloutCollector:
             self.backend.ask(*self._request(rows, self.args.temperature, step))
 
     def collect(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
-        """Rewarded completions of the rows' prompts. Groups without a learning signal are replaced by those of other prompts, at most
-        `dynamic_sampling` times."""
+        """Rewarded completions of the rows' prompts. Groups without a learning signal are replaced by those
+        of other prompts, at most `dynamic_sampling` times."""
         group = self.args.num_generations
         used = [row.sample_id for row in rows]
         rewarded = self.trainer.judge(rows, step)
@@ -148,39 +168,54 @@ class RolloutCollector:
         return rewarded
 
     def require_scores(self, rewarded: RewardedCompletions) -> None:
-        """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process has a reward."""
-        self._unscored = 0 if any(gather_object([not all(map(math.isnan, rewarded.total_B.tolist()))])) else self._unscored + 1
+        """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process
+        has a reward."""
+        self._unscored = (
+            0
+            if any(gather_object([not all(map(math.isnan, rewarded.total_B.tolist()))]))
+            else self._unscored + 1
+        )
         if self._unscored and self._unscored == self.args.max_unscored_rollouts:
             what = f"no completion of the last {self._unscored} rollouts has a reward, so nothing is learnt"
-            remedy = "See the warnings about reward functions, fix them, and go on with --resume; or set training.max_unscored_rollouts"
+            remedy = (
+                "See the warnings about reward functions, fix them, and go on with --resume; or set "
+                "training.max_unscored_rollouts"
+            )
             raise TrainingError(what, where="rewards", remedy=remedy)
 
     def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Sample and reward completions. All processes call it at the same time, even with no rows."""
         rewarded = self.sample_and_reward(rows, temperature=self.args.temperature, step=step)
         rewarded = replace(rewarded, total_B=self.trainer.shaped(rewarded.total_B, rewarded.generation))
-        for prompt, reward in gather_object(list(zip(rewarded.prompt_B.tolist(), rewarded.total_B.tolist(), strict=True))):
+        for prompt, reward in gather_object(
+            list(zip(rewarded.prompt_B.tolist(), rewarded.total_B.tolist(), strict=True))
+        ):
             self.history.add(prompt, reward)  # the same on every process
         return rewarded
 
-    def sample_and_reward(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> RewardedCompletions:
+    def sample_and_reward(
+        self, rows: list[PromptRow], *, temperature: float, step: int | None
+    ) -> RewardedCompletions:
         """Completions and their rewards. Arguments as in `sample`."""
         generation = self.trainer.sample(rows, temperature=temperature, step=step)
         with failing_together("rollout"), self.trainer.phases("reward"):
             if rows:
-                result = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.trainer.state)
+                result = self.rewards(
+                    [row.columns for row in rows], generation.texts, generation.tokens, self.trainer.state
+                )
                 self._record_rewards(result)
                 return RewardedCompletions(rows, generation, result.reward_BF, result.total_B, result.extras)
         return RewardedCompletions(rows, generation, torch.zeros(0, len(self.rewards.names)), torch.zeros(0))
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
-        """Completions of the rows' prompts. A completion depends only on the weights and (seed, step, sample, repeat).
+        """Completions of the rows' prompts. A completion depends only on the weights and (seed, step, sample,
+        repeat).
 
         Args:
             step: the number of the rollout; None: an evaluation, whose noise is the same at all steps.
 
-        Raises:
-            GenerationError: a process cannot sample: its server does not answer (RemoteError), or its model returns NaN.
+        Raises: GenerationError: a process cannot sample: its server does not answer (RemoteError), or its
+            model returns NaN.
         """
         generation = Generation([], [], [], [], [], [], trace=[])
         with failing_together("rollout"), self.trainer.phases("generation"), self.trainer.lockstep():
@@ -194,14 +229,21 @@ class RolloutCollector:
                 self._reuse_count += len(rows)
         return cut_at_end(self.lm, generation)
 
-    def _request(self, rows: Sequence[PromptRow], temperature: float, step: int | None) -> tuple[list[Any], SamplerConfig, list[int]]:
+    def _request(
+        self, rows: Sequence[PromptRow], temperature: float, step: int | None
+    ) -> tuple[list[Any], SamplerConfig, list[int]]:
         """The prompts, settings and keys with which a backend samples."""
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
-        return [row.prompt if row.ids is None else row.ids for row in rows], config, [completion_key(row, step) for row in rows]
+        return (
+            [row.prompt if row.ids is None else row.ids for row in rows],
+            config,
+            [completion_key(row, step) for row in rows],
+        )
 
     def sync_weights(self, step: int | None, updates: int) -> None:
-        """Send the weights, named by the updates that were made to them, to a server if they are due before this rollout (None: an
-        evaluation, for which they always are). All processes wait until it has them."""
+        """Send the weights, named by the updates that were made to them, to a server if they are due before
+        this rollout (None: an evaluation, for which they always are). All processes wait until it has
+        them."""
         if not self.backend.due(step):
             return
         if isinstance(self.backend, AheadBackend):
@@ -213,27 +255,38 @@ class RolloutCollector:
 
     def truncated(self, generation: Generation) -> Tensor:
         """Which completions [B] fill their canvas without an end token."""
-        return torch.tensor([not tokens or tokens[-1] not in self.lm.eos_token_ids for tokens in generation.tokens], dtype=torch.bool)
+        return torch.tensor(
+            [not tokens or tokens[-1] not in self.lm.eos_token_ids for tokens in generation.tokens],
+            dtype=torch.bool,
+        )
 
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
         """The rewards [B] with the penalty of nearly truncated completions (`overlong_buffer`)."""
         if self.args.overlong_buffer is None:
             return total_B
         limit = self.args.max_completion_length
-        length_B = torch.tensor([float(len(tokens)) for tokens in generation.tokens]) + self.truncated(generation)
+        length_B = torch.tensor([float(len(tokens)) for tokens in generation.tokens]) + self.truncated(
+            generation
+        )
         return total_B + overlong_penalty(length_B, limit, self.args.overlong_buffer)
 
     def advantages(self, rewarded: RewardedCompletions) -> tuple[Tensor, Tensor]:
-        """The advantages [B] of this process's completions, and which belong to groups that are learnt from. A group may lie on several
-        processes."""
+        """The advantages [B] of this process's completions, and which belong to groups that are learnt from.
+        A group may lie on several processes."""
         count, accelerator = len(rewarded.rows), self.trainer.accelerator
         difficulty_B = rewarded.total_B
         if (name := self.args.difficulty_reward) is not None:
-            difficulty_B = torch.where(difficulty_B.isnan(), torch.nan, rewarded.reward_BF[:, self.rewards.names.index(name)])
+            difficulty_B = torch.where(
+                difficulty_B.isnan(), torch.nan, rewarded.reward_BF[:, self.rewards.names.index(name)]
+            )
         local = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
         tensors = (rewarded.total_B, difficulty_B, rewarded.prompt_B)
-        reward_B, difficulty_B, group_B = (accelerator.gather(part.to(accelerator.device)).cpu() for part in tensors)
-        advantage_B = advantages(reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature)
+        reward_B, difficulty_B, group_B = (
+            accelerator.gather(part.to(accelerator.device)).cpu() for part in tensors
+        )
+        advantage_B = advantages(
+            reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature
+        )
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
         if self.args.drop_equal_groups:
@@ -249,26 +302,40 @@ class RolloutCollector:
         first = sum(wanted[: self.trainer.accelerator.process_index])
         group = self.args.num_generations
         return [
-            self.trainer.train_dataset[prompt * group + repeat] for prompt in chosen[first : first + prompts] for repeat in range(group)
+            self.trainer.train_dataset[prompt * group + repeat]
+            for prompt in chosen[first : first + prompts]
+            for repeat in range(group)
         ]
 
     def mean_rewards(self, prompts: Any) -> dict[str, float]:
-        """The mean rewards of greedy completions, one per prompt, by metric. The prompts are divided among the processes."""
+        """The mean rewards of greedy completions, one per prompt, by metric. The prompts are divided among
+        the processes."""
         trainer, group = self.trainer, self.args.num_generations
-        mine = range(trainer.accelerator.process_index, len(prompts) // group, trainer.accelerator.num_processes)
+        mine = range(
+            trainer.accelerator.process_index, len(prompts) // group, trainer.accelerator.num_processes
+        )
         with evaluating(self.lm):
             self.sync_weights(None, trainer.state.global_step)
-            rewarded = self.sample_and_reward([prompts[index * group] for index in mine], temperature=0.0, step=None)
-        everyone = gather_object(list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True)))
-        _, totals, values = zip(*sorted(everyone), strict=True)  # sorted: sums are the same for any number of processes
+            rewarded = self.sample_and_reward(
+                [prompts[index * group] for index in mine], temperature=0.0, step=None
+            )
+        everyone = gather_object(
+            list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True))
+        )
+        # sorted: sums are the same for any number of processes
+        _, totals, values = zip(*sorted(everyone), strict=True)
         total_B, reward_BF = torch.tensor(totals), torch.tensor(values)
         means = {"reward": total_B.nanmean(), "unscored": total_B.isnan().float().mean()}
-        means |= {f"rewards/{name}": reward_B.nanmean() for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True)}
+        means |= {
+            f"rewards/{name}": reward_B.nanmean()
+            for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True)
+        }
         return {name: float(mean) for name, mean in means.items()}
 
     @property
     def prompt_reuse(self) -> float | None:
-        """The mean fraction of prompts whose key-value cache a group shared, in this process's rollouts; None: unknown."""
+        """The mean fraction of prompts whose key-value cache a group shared, in this process's rollouts;
+        None: unknown."""
         return self._reuse_sum / self._reuse_count if self._reuse_count else None
 
     # Metrics.
@@ -292,12 +359,19 @@ class RolloutCollector:
         self.trainer.record("unscored", total_B.isnan().float().mean(), count)
         self.trainer.record("truncated", truncated_B.float().mean(), count)
         self.trainer.record("completion_length", sum(lengths) / count, count)
-        entropies = [e for trace, n in zip(generation.trace or [], lengths, strict=True) for e in trace.entropies[:n]]
+        entropies = [
+            e for trace, n in zip(generation.trace or [], lengths, strict=True) for e in trace.entropies[:n]
+        ]
         if entropies:
             self.trainer.record("entropy", sum(entropies) / len(entropies), len(entropies))
-        named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, rewarded.reward_BF.unbind(1), strict=True)}
+        named = {
+            f"rewards/{name}": reward_B
+            for name, reward_B in zip(self.rewards.names, rewarded.reward_BF.unbind(1), strict=True)
+        }
         for name, reward_B in {"reward": total_B, **named}.items():
-            scored_B = torch.tensor([value for value in reward_B.tolist() if not math.isnan(value)], dtype=reward_B.dtype)
+            scored_B = torch.tensor(
+                [value for value in reward_B.tolist() if not math.isnan(value)], dtype=reward_B.dtype
+            )
             if len(scored_B) > 0:
                 self.trainer.record(name, scored_B.mean(), len(scored_B))
             if name == "reward" and len(scored_B) > 1:
@@ -305,7 +379,11 @@ class RolloutCollector:
                 self.trainer.record("reward_std", torch.where(equal, 0, scored_B.std()), len(scored_B))
         step = self.trainer.state.global_step + 1
         if self.trainer.is_world_process_zero() and self.completion_log.due(step):
-            columns = {**rewarded.extras, "prompt": [row.prompt for row in rewarded.rows], "completion": generation.texts}
+            columns = {
+                **rewarded.extras,
+                "prompt": [row.prompt for row in rewarded.rows],
+                "completion": generation.texts,
+            }
             figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
             columns |= {name: figure_B.tolist() for name, figure_B in figures.items()}
             self.completion_log.write(step, columns, self.trainer.callback_handler.callbacks)

@@ -1,8 +1,8 @@
 """The rollout that a server samples while the trainer trains on the one before (`max_staleness`).
 
-Rollout n is sampled from the weights after a number of updates that follows from n, not from the speed of the server, so that a run can be
-repeated and resumed. A checkpoint holds these weights, and a resumed run asks for the rollout again: the same completions follow from
-them, and a checkpoint waits for no server.
+Rollout n is sampled from the weights after a number of updates that follows from n, not from the speed of the
+server, so that a run can be repeated and resumed. A checkpoint holds these weights, and a resumed run asks
+for the rollout again: the same completions follow from them, and a checkpoint waits for no server.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class NextRollout:
 
 
 class RolloutsAhead:
-    """Asks a server for the next rollout, at most `max_staleness` updates before the trainer trains on it. All processes of a run call each
-    method at the same time.
+    """Asks a server for the next rollout, at most `max_staleness` updates before the trainer trains on it.
+    All processes of a run call each method at the same time.
 
     Attributes:
         next: the next rollout; None: nothing is asked for.
@@ -69,41 +69,57 @@ class RolloutsAhead:
         self.next: NextRollout | None = None
 
     def ask_next(self) -> None:
-        """Ask for the rollout after the current one, if the weights are new enough for it and no one has asked."""
+        """Ask for the rollout after the current one, if the weights are new enough for it and no one has
+        asked."""
         step, updates = self.trainer.state.global_step, self.args.num_iterations
         number = step // updates + 1
         if not self.args.max_staleness or number * updates >= self.trainer.state.max_steps:
             return
         if self.next is None and step + self.args.max_staleness >= number * updates:
-            trained = {name: weight for name, weight in self.trainer.lm.model.named_parameters() if weight.requires_grad}
-            self._ask(NextRollout(number, step, {name: weight.detach().clone() for name, weight in trained.items()}))
+            trained = {
+                name: weight
+                for name, weight in self.trainer.lm.model.named_parameters()
+                if weight.requires_grad
+            }
+            self._ask(
+                NextRollout(number, step, {name: weight.detach().clone() for name, weight in trained.items()})
+            )
         elif self.next is not None and not self.next.asked:
             self._ask(self.next)
 
     def take(self, number: int) -> NextRollout | None:
-        """The rollout to train on now; None: nobody has asked for it, and it is to be sampled from the present weights."""
+        """The rollout to train on now; None: nobody has asked for it, and it is to be sampled from the
+        present weights."""
         taken = self.next if self.next is not None and self.next.number == number else None
         if taken is not None and not taken.asked:
             taken = self._ask(taken)
         if self.args.max_staleness:
-            self.trainer.record("staleness", 0 if taken is None else self.trainer.state.global_step - taken.step)
+            self.trainer.record(
+                "staleness", 0 if taken is None else self.trainer.state.global_step - taken.step
+            )
         self.next = None
         return taken
 
     def send(self) -> None:
-        """Send the weights of the next rollout again, which other rows of it may be sampled from, after an evaluation of others."""
+        """Send the weights of the next rollout again, which other rows of it may be sampled from, after an
+        evaluation of others."""
         if self.next is not None and self.next.asked:
             self._send(self.next)
 
     def save(self, folder: Path) -> None:
         """Write the weights of the next rollout into a checkpoint."""
         if self.next is not None:
-            torch.save({"number": self.next.number, "step": self.next.step, "weights": self.next.weights}, folder / FILE)
+            torch.save(
+                {"number": self.next.number, "step": self.next.step, "weights": self.next.weights},
+                folder / FILE,
+            )
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Raises an error of torch.load if it cannot be read."""
         exists = (folder / FILE).exists()
-        self.next = NextRollout(**torch.load(folder / FILE, map_location=self.trainer.lm.device)) if exists else None
+        self.next = (
+            NextRollout(**torch.load(folder / FILE, map_location=self.trainer.lm.device)) if exists else None
+        )
 
     def rows_of(self, number: int) -> list[PromptRow]:
         """This process's rows of rollout `number` of the run, as the data loader gives them."""

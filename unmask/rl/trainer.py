@@ -1,7 +1,8 @@
-"""Reinforcement learning with group-relative advantages: sample, reward, plan views, take log-probabilities, update.
+"""Reinforcement learning with group-relative advantages: sample, reward, plan views, take log-probabilities,
+update.
 
-Shapes: B completions, M views, T positions, F reward functions. A rollout batch is sampled once, and serves `num_iterations`
-optimizer steps.
+Shapes: B completions, M views, T positions, F reward functions. A rollout batch is sampled once, and serves
+`num_iterations` optimizer steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from unmask.rl.config import GRPOConfig
 from unmask.rl.methods.base import LossInputs, loss_of
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.policy_loss import items_of, loss_inputs, policy_views
-from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, first_prompts, prompt_rows, prompts_per_step
+from unmask.rl.prompts import (
+    GroupSampler,
+    PromptRow,
+    PromptRows,
+    completion_key,
+    first_prompts,
+    prompt_rows,
+    prompts_per_step,
+)
 from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
 from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
@@ -48,21 +57,21 @@ from unmask.training.trainer import DiffusionTrainer
 class GRPOTrainer(DiffusionTrainer):
     """Group-relative policy optimisation of any DiffusionLM.
 
-    Args:
-        model: the policy; a DiffusionLM, or a path or id to load.
-        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see `reward_functions_named`).
-        args: the config.
-        train_dataset: rows with `prompt`; all other columns go to the reward functions. Of a stream (a `datasets.IterableDataset`) as many
-            as `max_steps` needs are read, before training.
-        eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
-        masking: a strategy that plans the views instead of the method; None: the one that the config names, if any.
-        rest: as in DiffusionTrainer.
+    Args: model: the policy; a DiffusionLM, or a path or id to load. reward_funcs: functions as TRL calls them
+        (sync or async), or names (of tasks and others, see `reward_functions_named`). args: the config.
+        train_dataset: rows with `prompt`; all other columns go to the reward functions. Of a stream (a
+        `datasets.IterableDataset`) as many as `max_steps` needs are read, before training. eval_dataset: the
+        same; `evaluate` reports the mean reward of greedy completions. masking: a strategy that plans the
+        views instead of the method; None: the one that the config names, if any. rest: as in
+        DiffusionTrainer.
 
-    Views are planned once per rollout and inner iteration, and the policy, the old policy and the reference share them.
-    Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of one view at a time.
+    Views are planned once per rollout and inner iteration, and the policy, the old policy and the reference
+    share them. Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of
+    one view at a time.
 
-    Override `sample` for partial rollouts or inpainted hints, `judge` for the rewards of completions, `shaped` for additions to a reward,
-    `token_advantages` for rewards of single steps or tokens. All processes call each of these at the same time, even with no rows.
+    Override `sample` for partial rollouts or inpainted hints, `judge` for the rewards of completions,
+    `shaped` for additions to a reward, `token_advantages` for rewards of single steps or tokens. All
+    processes call each of these at the same time, even with no rows.
     """
 
     args: GRPOConfig
@@ -80,7 +89,9 @@ class GRPOTrainer(DiffusionTrainer):
         **rest: Any,
     ):
         args = args or GRPOConfig()
-        refuse_unknown_arguments(args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys())
+        refuse_unknown_arguments(
+            args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys()
+        )
         rewards = make_rewards(reward_funcs, args)
         self._reward_identities = reward_identities(reward_funcs)
         rows: Any = train_dataset
@@ -95,7 +106,9 @@ class GRPOTrainer(DiffusionTrainer):
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
         self.method = args.build_method(self.lm.attention)
-        self.per_view = PerViewBackward(self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature)
+        self.per_view = PerViewBackward(
+            self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature
+        )
         self.reference = self._make_reference() if args.needs_reference else None
         self.collector = RolloutCollector(self, rewards)
         self.ahead = RolloutsAhead(self)
@@ -103,13 +116,19 @@ class GRPOTrainer(DiffusionTrainer):
         self._performance_logged = 0
 
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
+    def make_rows(
+        cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str
+    ) -> PromptRows:
         return prompt_rows(lm, args, dataset, where)
 
     def inputs(self) -> dict[str, Any]:
         masking = None if self.masking is None else type(self.masking).__name__
         code = code_fingerprint(self.method)
-        return super().inputs() | {"reward_funcs": self._reward_identities, "masking": masking, "method_code": code}
+        return super().inputs() | {
+            "reward_funcs": self._reward_identities,
+            "masking": masking,
+            "method_code": code,
+        }
 
     # Methods to override.
 
@@ -125,10 +144,14 @@ class GRPOTrainer(DiffusionTrainer):
         """The rewards [B] with the penalty of nearly truncated completions (`overlong_buffer`)."""
         return self.collector.shaped(total_B, generation)
 
-    def token_advantages(self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor) -> Tensor:
-        """The advantages of the tokens of a micro-batch [B, T], or [B, 1] if all tokens of a completion have the same.
+    def token_advantages(
+        self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor
+    ) -> Tensor:
+        """The advantages of the tokens of a micro-batch [B, T], or [B, 1] if all tokens of a completion have
+        the same.
 
-        For rewards of single steps (MDPO, He et al. 2025), `rollout.step_BT` has the step that revealed each token.
+        For rewards of single steps (MDPO, He et al. 2025), `rollout.step_BT` has the step that revealed each
+        token.
 
         Args:
             rewarded: the completions and their rewards.
@@ -162,16 +185,29 @@ class GRPOTrainer(DiffusionTrainer):
         """What the method's loss reads, of all views or of a chunk."""
         inputs = loss_inputs(
             self.method,
-            *(batch.rollout, batch.views, log_prob_BMT, batch.advantage_BT, batch.learnt_BT, batch.old_BMT, batch.reference_BMT),
+            *(
+                batch.rollout,
+                batch.views,
+                log_prob_BMT,
+                batch.advantage_BT,
+                batch.learnt_BT,
+                batch.old_BMT,
+                batch.reference_BMT,
+            ),
             max_completion_length=self.args.max_completion_length,
             chunk=chunk,
         )
         sampled_BT = inputs.rollout.sampled_BT
-        return inputs if sampled_BT is None else replace(inputs, importance_BT=self._importance(inputs, inputs.rollout))
+        return (
+            inputs
+            if sampled_BT is None
+            else replace(inputs, importance_BT=self._importance(inputs, inputs.rollout))
+        )
 
     def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
-        """The ratio [B, T] of each token's probability under the policy to that under the server that drew it, at most `importance_cap`
-        (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
+        """The ratio [B, T] of each token's probability under the policy to that under the server that drew
+        it, at most `importance_cap` (truncated importance sampling, Yao et al. 2025, "Your efficient RL
+        framework secretly brings you off-policy RL training")."""
         assert rollout.sampled_BT is not None
         gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
@@ -196,8 +232,8 @@ class GRPOTrainer(DiffusionTrainer):
     # Checkpoints.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A checkpoint also holds the updates left on the current rollout, the weights that the next one is sampled from, the rewards of
-        prompts, and a reference that moved."""
+        """A checkpoint also holds the updates left on the current rollout, the weights that the next one is
+        sampled from, the rewards of prompts, and a reference that moved."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:
             return
@@ -225,10 +261,17 @@ class GRPOTrainer(DiffusionTrainer):
                 self.buffer = load_updates(folder, self.args, self.lm.device)
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean fraction of prompts whose
-        cache a group shared; `mask_cache`: statistics of reused masks; `logged`: the last line of the log with a reward."""
-        logged: dict[str, Any] = next((line for line in reversed(self.state.log_history) if "reward" in line), {})
-        own = {"prompt_reuse": self.collector.prompt_reuse, "mask_cache": self.get_cache_stats(), "logged": logged}
+        """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean
+        fraction of prompts whose cache a group shared; `mask_cache`: statistics of reused masks; `logged`:
+        the last line of the log with a reward."""
+        logged: dict[str, Any] = next(
+            (line for line in reversed(self.state.log_history) if "reward" in line), {}
+        )
+        own = {
+            "prompt_reuse": self.collector.prompt_reuse,
+            "mask_cache": self.get_cache_stats(),
+            "logged": logged,
+        }
         return super().get_performance_stats() | own
 
     def rewind(self, step: int) -> None:
@@ -243,26 +286,35 @@ class GRPOTrainer(DiffusionTrainer):
         super().log(logs, start_time)
 
     def evaluate(
-        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: Sequence[Any] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of each function. Means are over
-        scored completions, NaN if there are none; `eval_unscored` is the fraction without a score. The prompts are divided among the
-        processes.
+        """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of
+        each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
+        fraction without a score. The prompts are divided among the processes.
 
         Raises:
             ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
         """
         prompts = self.held_out_rows(eval_dataset)
         with self.saved_if_it_fails(), measuring(self, metric_key_prefix):
-            metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in self.collector.mean_rewards(prompts).items()}
+            metrics = {
+                f"{metric_key_prefix}_{name}": mean
+                for name, mean in self.collector.mean_rewards(prompts).items()
+            }
             self.ahead.send()
             self.log(metrics)
-            self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            self.control: Any = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
             return metrics
 
     @contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
-        """When a server does not answer or a reward function fails, save a checkpoint from which the run can be resumed."""
+        """When a server does not answer or a reward function fails, save a checkpoint from which the run can
+        be resumed."""
         seen, sums, ahead = dict(self.collector.history.seen), self.means.state(), self.ahead.next
         try:
             yield
@@ -272,15 +324,20 @@ class GRPOTrainer(DiffusionTrainer):
             self.means.load(sums)
             step = self.state.global_step
             exists = (self.args.output_folder / f"checkpoint-{step}").exists()
-            if self.is_in_train and step and not any(gather_object([exists])):  # gathered before any process creates it
+            # gathered before any process creates it
+            if self.is_in_train and step and not any(gather_object([exists])):
                 self._save_checkpoint(self.model, None)
-                self.accelerator.wait_for_everyone()  # the first process to exit ends the others while they write
+                # the first process to exit ends the others while they write
+                self.accelerator.wait_for_everyone()
             raise
 
     # Rollouts.
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
-        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next views."""
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next
+        views."""
         if not self.over:
             self.phases.begin_step()
         micro_batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
@@ -295,7 +352,8 @@ class GRPOTrainer(DiffusionTrainer):
 
     @torch.no_grad()
     def collect_updates(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
-        """Sample and reward completions for one optimizer step, and take the log-probabilities that its updates need."""
+        """Sample and reward completions for one optimizer step, and take the log-probabilities that its
+        updates need."""
         step = self.state.global_step // self.args.num_iterations
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         if (sampling := self.ahead.take(step)) is None:
@@ -315,11 +373,15 @@ class GRPOTrainer(DiffusionTrainer):
         updates, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
-            rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrects_for_server)
+            rollout = make_rollout(
+                self.lm, generation, at, self.args.block_size, sampled=self.args.corrects_for_server
+            )
             rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
             with self.phases("scoring"):
                 older = {} if sampling is None else sampling.weights
-                updates.append(self.make_updates(rewarded.select(at), rollout, advantage_B[at], kept_B[at], step, older))
+                updates.append(
+                    self.make_updates(rewarded.select(at), rollout, advantage_B[at], kept_B[at], step, older)
+                )
             start = at.stop
         if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
             self.record("masks/reuse_rate", stats["rate"])
@@ -338,12 +400,17 @@ class GRPOTrainer(DiffusionTrainer):
             return self.masking.plan(rollout, draw, self.args, progress)
 
         views = plan_views(plan, rollout, str(self.args.beyond_eos))
-        check_views(views, rollout, f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}")
+        check_views(
+            views,
+            rollout,
+            f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}",
+        )
         return views
 
     @property
     def masking_strategy(self) -> MaskingStrategy:
-        """The strategy that plans the views instead of the method; without one, a strategy with an empty cache."""
+        """The strategy that plans the views instead of the method; without one, a strategy with an empty
+        cache."""
         return self.masking or MaskingStrategy()
 
     def get_cache_stats(self) -> dict[str, float]:
@@ -351,24 +418,43 @@ class GRPOTrainer(DiffusionTrainer):
         return self.masking_strategy.get_cache_stats()
 
     def make_updates(
-        self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int, older: dict[str, Tensor]
+        self,
+        rewarded: RewardedCompletions,
+        rollout: Rollout,
+        advantage_B: Tensor,
+        kept_B: Tensor,
+        step: int,
+        older: dict[str, Tensor],
     ) -> list[Update]:
-        """The updates of a micro-batch of rollout `step`. `older`: the trained weights that it was sampled from; {}: the present ones."""
+        """The updates of a micro-batch of rollout `step`. `older`: the trained weights that it was sampled
+        from; {}: the present ones."""
         device = self.lm.device
         keys_B = torch.tensor([completion_key(row, step) for row in rewarded.rows])
-        key_B, kept_B, advantage_B = (each.to(device, non_blocking=True) for each in (keys_B, kept_B, advantage_B))
-        advantage_BT, kept_B1 = self.token_advantages(rewarded, rollout, advantage_B).to(device), kept_B[:, None]
+        key_B, kept_B, advantage_B = (
+            each.to(device, non_blocking=True) for each in (keys_B, kept_B, advantage_B)
+        )
+        advantage_BT, kept_B1 = (
+            self.token_advantages(rewarded, rollout, advantage_B).to(device),
+            kept_B[:, None],
+        )
         if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
             remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
-            raise TrainingError(f"returned a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
+            raise TrainingError(
+                f"returned a tensor of shape {list(advantage_BT.shape)}",
+                where="token_advantages",
+                remedy=remedy,
+            )
         updates: list[Update] = []
         with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
             for iteration in range(self.args.num_iterations):
                 views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
-                if updates and views.equals(updates[-1].views):  # nothing is drawn: the log-probabilities are the same too
+                # nothing is drawn: the log-probabilities are the same too
+                if updates and views.equals(updates[-1].views):
                     update = replace(updates[-1])
                 else:
-                    update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
+                    update = Update(
+                        rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None
+                    )
                 if (iteration > 0 or older) and update.old_BMT is None:
                     with weights_in_use(self.lm, older):
                         update.old_BMT = self.per_view.log_probs(self.lm, update)
@@ -384,12 +470,18 @@ class GRPOTrainer(DiffusionTrainer):
 
     def _move_reference(self) -> None:
         every, step = self.args.reference_sync_steps, self.state.global_step
-        if self.reference is not None and every is not None and step and step // every > (step - self.args.num_iterations) // every:
+        if (
+            self.reference is not None
+            and every is not None
+            and step
+            and step // every > (step - self.args.num_iterations) // every
+        ):
             self.reference.move(self.args.reference_sync_share)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> GroupSampler:
         return GroupSampler(
-            len(train_dataset if train_dataset is not None else self.train_dataset) // self.args.num_generations,
+            len(train_dataset if train_dataset is not None else self.train_dataset)
+            // self.args.num_generations,
             prompts_per_step=self.prompts_per_step,
             group_size=self.args.num_generations,
             repeats=self.args.num_iterations,

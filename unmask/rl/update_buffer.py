@@ -24,7 +24,8 @@ from unmask.rl.rollout import Rollout
 
 BUFFER_FILE = "rollouts-{rank}.pt"
 FIXED_WITHIN_ROLLOUT = ("method", "num_iterations", "log_prob_temperature", "needs_reference")
-"""The settings that cannot change between the updates of a rollout, whose log-probabilities are taken beforehand."""
+"""The settings that cannot change between the updates of a rollout, whose log-probabilities are taken
+beforehand."""
 
 
 @dataclass
@@ -49,9 +50,18 @@ class Update:
 
     def select_rows(self, rows: slice) -> Update:
         """These completions, with their views."""
-        old_BMT, reference_BMT = (None if each is None else each[rows] for each in (self.old_BMT, self.reference_BMT))
+        old_BMT, reference_BMT = (
+            None if each is None else each[rows] for each in (self.old_BMT, self.reference_BMT)
+        )
         views = self.views.select(rows, slice(None))
-        return Update(self.rollout.select(rows), views, self.advantage_BT[rows], self.learnt_BT[rows], old_BMT, reference_BMT)
+        return Update(
+            self.rollout.select(rows),
+            views,
+            self.advantage_BT[rows],
+            self.learnt_BT[rows],
+            old_BMT,
+            reference_BMT,
+        )
 
 
 STORED: list[Any] = [Update, (Update, "unmask.training.grpo.Update"), Rollout, Views]
@@ -89,16 +99,23 @@ def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[l
             raise ValueError(f"{path.name} was made with {name} {stored[name]}, not {now}")
     wanted = [args.train_batch_size] * args.gradient_accumulation_steps
     for iteration in range(args.num_iterations):
-        held = [len(updates[iteration].learnt_BT) for updates in stored["updates"] if iteration < len(updates)]
+        held = [
+            len(updates[iteration].learnt_BT) for updates in stored["updates"] if iteration < len(updates)
+        ]
         if held != wanted:
-            what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
+            what = (
+                f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a "
+                f"rollout, not of {wanted}"
+            )
             raise ValueError(what)
     return stored["updates"]
 
 
 def _rename_fields(record: Update | Views | Rollout) -> None:
     """Give the fields of a record from an earlier version the names that they have now."""
-    renamed = {name: name.replace("scored", "target").replace("V", "M") for name in vars(record) if "V" in name}
+    renamed = {
+        name: name.replace("scored", "target").replace("V", "M") for name in vars(record) if "V" in name
+    }
     renamed |= {"documents_BT": "document_BT", "steps_BT": "step_BT"}
     for old in renamed.keys() & vars(record).keys():
         vars(record)[renamed[old]] = vars(record).pop(old)
@@ -111,4 +128,6 @@ def reading_checkpoint(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
         what = f"cannot be resumed from: {first_line(error)}"
-        raise TrainingError(what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with") from error
+        raise TrainingError(
+            what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with"
+        ) from error

@@ -1,5 +1,6 @@
-"""All reward functions of a run, called with TRL's arguments, and the weighted sum of their values. A function that fails or is late leaves
-its completions unscored (`reward_errors: raise` stops the run instead). `reward_calls.py` calls each.
+"""All reward functions of a run, called with TRL's arguments, and the weighted sum of their values. A
+function that fails or is late leaves its completions unscored (`reward_errors: raise` stops the run instead).
+`reward_calls.py` calls each.
 
 Shapes: B completions, F reward functions.
 """
@@ -42,17 +43,22 @@ FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_SECONDS = 1e6
 MAX_REWARD = 1e12
 """Bound of a weighted reward, so that the squares and sums of losses are finite in float32."""
-MESSAGES_HINT = ". The prompts are messages, so each completion is a list of messages: completions[0][0]['content'] is the first one's text"
+MESSAGES_HINT = (
+    ". The prompts are messages, so each completion is a list of messages: completions[0][0]['content'] is "
+    "the first one's text"
+)
 logger = logging.getLogger(__name__)
 
 
-def reward_functions_named(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction | WorkerReward]:
+def reward_functions_named(
+    named: RewardFunction | str, workers: int = 0
+) -> list[RewardFunction | WorkerReward]:
     """The reward functions of a name.
 
-    Args:
-        named: a function, which is returned as it is; `task` or `task/shaping` (see `Task.rewards`); `package.module:function` or
-            `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence classifier; or the http(s) address of a reward server.
-        workers: processes for a function given by its path; 0: this process runs it.
+    Args: named: a function, which is returned as it is; `task` or `task/shaping` (see `Task.rewards`);
+        `package.module:function` or `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence classifier; or
+        the http(s) address of a reward server. workers: processes for a function given by its path; 0: this
+        process runs it.
 
     Raises:
         ConfigError: it is not a function, or no function has this name.
@@ -73,8 +79,13 @@ def reward_functions_named(named: RewardFunction | str, workers: int = 0) -> lis
 
 
 def _load_function(target: str) -> RewardFunction:
-    """The function that `target` names. Raises ConfigError as `load_named`; for a task, it says how to name its reward functions."""
-    found = load_named(target, lambda each: callable(each) and (not isinstance(each, type) or issubclass(each, Task)), "a function")
+    """The function that `target` names. Raises ConfigError as `load_named`; for a task, it says how to name
+    its reward functions."""
+    found = load_named(
+        target,
+        lambda each: callable(each) and (not isinstance(each, type) or issubclass(each, Task)),
+        "a function",
+    )
     if isinstance(found, type):
         name = getattr(found, "name", "NAME")
         remedy = f"Name it with --task {target}: its rewards are the default, and rewards=[{name}] names them"
@@ -92,7 +103,8 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether a function returns a coroutine: an async function, an object with an async `__call__`, or a partial of either."""
+    """Whether a function returns a coroutine: an async function, an object with an async `__call__`, or a
+    partial of either."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -102,15 +114,13 @@ def is_async(function: RewardFunction) -> bool:
 class RewardResult:
     """What the reward functions returned for the completions of one call.
 
-    Attributes:
-        reward_BF: their values, without weights; NaN where a function does not apply, or failed.
-        failed_BF: where a function failed; boolean.
-        total_B: the weighted sums; NaN: unscored.
-        statuses: by function, how often each status occurred, for functions that return verdicts.
-        failures: by function, the completions on which it `raised` (or returned a verdict without a value), was late (`timeout`) or
-            returned no number (`invalid`).
-        logged: by name, the numbers that functions passed to `log_metric`.
-        extras: by name, the columns that they passed to `log_extra`, a value for each completion; the last one of each name.
+    Attributes: reward_BF: their values, without weights; NaN where a function does not apply, or failed.
+        failed_BF: where a function failed; boolean. total_B: the weighted sums; NaN: unscored. statuses: by
+        function, how often each status occurred, for functions that return verdicts. failures: by function,
+        the completions on which it `raised` (or returned a verdict without a value), was late (`timeout`) or
+        returned no number (`invalid`). logged: by name, the numbers that functions passed to `log_metric`.
+        extras: by name, the columns that they passed to `log_extra`, a value for each completion; the last
+        one of each name.
     """
 
     reward_BF: Tensor
@@ -131,19 +141,23 @@ class Failure(NamedTuple):
 
 
 class Rewards:
-    """The weighted sum of reward functions. `RolloutCollector` calls it; `LocalReward` and `WorkerReward` call the functions.
+    """The weighted sum of reward functions. `RolloutCollector` calls it; `LocalReward` and `WorkerReward`
+    call the functions.
 
-    A function is called as TRL calls it, `f(prompts=..., completions=..., completion_ids=..., <dataset columns>=..., trainer_state=...,
-    log_extra=..., log_metric=...)`, must accept `**kwargs`, and returns, or is a coroutine that returns, a float or None for each
-    completion; None means that it does not apply. A completion to which no function applies is unscored: NaN, never zero.
+    A function is called as TRL calls it, `f(prompts=..., completions=..., completion_ids=..., <dataset
+    columns>=..., trainer_state=..., log_extra=..., log_metric=...)`, must accept `**kwargs`, and returns, or
+    is a coroutine that returns, a float or None for each completion; None means that it does not apply. A
+    completion to which no function applies is unscored: NaN, never zero.
 
-    A completion on which any function failed (it raised, was late, or returned something other than a finite number or None) is unscored
-    as a whole: its sum would be on another scale than those of its group. When a call raises, the function is called again for each
-    completion alone. A TrainingError that a function raises stops the run, as does a wrong number of values.
+    A completion on which any function failed (it raised, was late, or returned something other than a finite
+    number or None) is unscored as a whole: its sum would be on another scale than those of its group. When a
+    call raises, the function is called again for each completion alone. A TrainingError that a function
+    raises stops the run, as does a wrong number of values.
 
-    Async functions, worker processes and HTTP rewards run in parallel; functions in this process one after another, each in a thread. A
-    late thread cannot be stopped, and may run beside later calls; one that never yields to other threads (an endless regular expression)
-    cannot be abandoned either. Worker processes (`workers`) are killed.
+    Async functions, worker processes and HTTP rewards run in parallel; functions in this process one after
+    another, each in a thread. A late thread cannot be stopped, and may run beside later calls; one that never
+    yields to other threads (an endless regular expression) cannot be abandoned either. Worker processes
+    (`workers`) are killed.
 
     Args:
         functions: callables, or names (see `reward_functions_named`).
@@ -166,7 +180,11 @@ class Rewards:
         seconds: float = 600.0,
         errors: RewardErrors = "unscored",
     ):
-        listed = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
+        listed = (
+            list(functions)
+            if isinstance(functions, Sequence) and not isinstance(functions, str)
+            else [functions]
+        )
         if not listed:
             raise ConfigError("no reward function", where="reward_funcs", remedy="Give at least one")
         weights = list(weights) if weights is not None else [1.0] * len(listed)
@@ -175,25 +193,46 @@ class Rewards:
             raise ConfigError(what, where="reward_weights", remedy="Give one weight per reward function")
         for weight in weights:
             if not (isinstance(weight, numbers.Real) and abs(weight) <= MAX_REWARD):
-                raise ConfigError(f"{shown(weight)} is not valid", where="reward_weights", remedy=f"Give numbers of at most {MAX_REWARD:g}")
+                raise ConfigError(
+                    f"{shown(weight)} is not valid",
+                    where="reward_weights",
+                    remedy=f"Give numbers of at most {MAX_REWARD:g}",
+                )
         if not 0 < seconds <= MAX_SECONDS:
             raise ConfigError(
-                f"{seconds} is not a valid number of seconds", where="reward_timeout", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}"
+                f"{seconds} is not a valid number of seconds",
+                where="reward_timeout",
+                remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}",
             )
         if errors not in get_args(RewardErrors):
-            raise ConfigError(f"unknown {errors!r}", where="reward_errors", remedy=f"Use one of {', '.join(get_args(RewardErrors))}")
+            raise ConfigError(
+                f"unknown {errors!r}",
+                where="reward_errors",
+                remedy=f"Use one of {', '.join(get_args(RewardErrors))}",
+            )
         found = [
-            (function, weight) for named, weight in zip(listed, weights, strict=True) for function in reward_functions_named(named, workers)
+            (function, weight)
+            for named, weight in zip(listed, weights, strict=True)
+            for function in reward_functions_named(named, workers)
         ]
         self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
-        self.names = distinct(f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions)
+        self.names = distinct(
+            f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__)
+            for f in self.functions
+        )
         self.seconds, self.errors = seconds, errors
         self.largest = MAX_REWARD / max(1.0, sum(map(abs, self.weights)))
-        self._calls = [self._call_of(function, name) for function, name in zip(self.functions, self.names, strict=True)]
+        self._calls = [
+            self._call_of(function, name) for function, name in zip(self.functions, self.names, strict=True)
+        ]
         self._warned: set[tuple[str, str]] = set()
 
     def __call__(
-        self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]], state: Any = None
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        state: Any = None,
     ) -> RewardResult:
         """Call the functions.
 
@@ -210,7 +249,8 @@ class Rewards:
             **{name: [row[name] for row in rows] for name in rows[0] if name not in ("completion", "prompt")},
             "prompts": [row["prompt"] for row in rows],
             "completions": [
-                [{"role": "assistant", "content": text}] if is_conversational(row) else text for row, text in zip(rows, texts, strict=True)
+                [{"role": "assistant", "content": text}] if is_conversational(row) else text
+                for row, text in zip(rows, texts, strict=True)
             ],
             "completion_ids": [list(tokens) for tokens in ids],
             **({} if state is None else {"trainer_state": state}),
@@ -219,30 +259,45 @@ class Rewards:
         }
         answers_of = dict(zip(self.names, self._answers(arguments), strict=True))
         # Copies, since an abandoned thread may still log.
-        logged, extras = {name: list(values) for name, values in list(log.metrics.items())}, log.columns(len(rows))
-        values_of = {name: [self._value(answer) for answer in answers] for name, answers in answers_of.items()}
+        logged, extras = (
+            {name: list(values) for name, values in list(log.metrics.items())},
+            log.columns(len(rows)),
+        )
+        values_of = {
+            name: [self._value(answer) for answer in answers] for name, answers in answers_of.items()
+        }
         hint = MESSAGES_HINT if not all(isinstance(text, str) for text in arguments["completions"]) else ""
         for name, values in values_of.items():
             self._report(name, values, hint)
-        failed_BF = torch.tensor([[isinstance(value, Failure) for value in values] for values in values_of.values()]).T
+        failed_BF = torch.tensor(
+            [[isinstance(value, Failure) for value in values] for values in values_of.values()]
+        ).T
         reward_BF = torch.tensor(
-            [[math.nan if isinstance(value, Failure) else value for value in values] for values in values_of.values()]
+            [
+                [math.nan if isinstance(value, Failure) else value for value in values]
+                for values in values_of.values()
+            ]
         ).T
         statuses: dict[str, Counter[str]] = {
-            name: Counter(answer.status for answer in answers if isinstance(answer, Verdict)) for name, answers in answers_of.items()
+            name: Counter(answer.status for answer in answers if isinstance(answer, Verdict))
+            for name, answers in answers_of.items()
         }
         return RewardResult(
             reward_BF=reward_BF,
             failed_BF=failed_BF,
             total_B=self.total(reward_BF, failed_BF),
             statuses={name: counts for name, counts in statuses.items() if counts},
-            failures={name: Counter(value.kind for value in values if isinstance(value, Failure)) for name, values in values_of.items()},
+            failures={
+                name: Counter(value.kind for value in values if isinstance(value, Failure))
+                for name, values in values_of.items()
+            },
             logged=logged,
             extras=extras,
         )
 
     def total(self, reward_BF: Tensor, failed_BF: Tensor) -> Tensor:
-        """The weighted sum [B] of the functions that apply; NaN where none does, or where one failed (unless its weight is 0)."""
+        """The weighted sum [B] of the functions that apply; NaN where none does, or where one failed (unless
+        its weight is 0)."""
         weight_F = torch.tensor(self.weights)
         unscored_B = reward_BF.isnan().all(1) | (failed_BF & (weight_F != 0)).any(1)
         return torch.where(unscored_B, torch.nan, (reward_BF.nan_to_num() * weight_F).sum(1))
@@ -264,18 +319,28 @@ class Rewards:
             if isinstance(function, WorkerReward | HttpReward) or is_async(function)
         }
         serial = {index: call() for index, call in enumerate(calls) if index not in parallel}
-        return [parallel[index].result() if index in parallel else serial[index] for index in range(len(calls))]
+        return [
+            parallel[index].result() if index in parallel else serial[index] for index in range(len(calls))
+        ]
 
     def _value(self, answer: Any) -> float | Failure:
         """An answer as a number: NaN for None."""
         if isinstance(answer, Verdict):
             if answer.value is None:
-                return Failure("raised", f"could not be verified: {answer.status} {answer.detail}", "See docs/sandbox.md, docs/tasks.md")
+                return Failure(
+                    "raised",
+                    f"could not be verified: {answer.status} {answer.detail}",
+                    "See docs/sandbox.md, docs/tasks.md",
+                )
             answer = answer.value
         if answer is None:
             return math.nan
         if isinstance(answer, LateError):
-            return Failure("timeout", f"gave no answer within {self.seconds:g} seconds", "Give it more, or let it answer sooner")
+            return Failure(
+                "timeout",
+                f"gave no answer within {self.seconds:g} seconds",
+                "Give it more, or let it answer sooner",
+            )
         if isinstance(answer, BaseException):
             what = answer.what if isinstance(answer, WorkerError) else f"raised {describe_error(answer)}"
             return Failure("raised", what, "Fix the function, or let it return None")
@@ -285,7 +350,8 @@ class Rewards:
         return Failure("invalid", f"returned {what}", f"Return a number of at most {self.largest:g}, or None")
 
     def _report(self, name: str, values: Sequence[float | Failure], hint: str) -> None:
-        """Warn of the first failure of each kind, or raise it. `hint`: what a function that raised may not expect."""
+        """Warn of the first failure of each kind, or raise it. `hint`: what a function that raised may not
+        expect."""
         failures = {row: value for row, value in enumerate(values) if isinstance(value, Failure)}
         for row, failure in failures.items():
             on_all = failure.kind != "invalid" and len(failures) == len(values)
@@ -297,17 +363,35 @@ class Rewards:
                 self._warned.add((name, failure.kind))
                 what = masked_text(" ".join(failure.what.split()))
                 logger.warning(
-                    "%s: %.400s. Where it fails, completions are unscored; further such failures are only counted%s", where, what, more
+                    (
+                        "%s: %.400s. Where it fails, completions are unscored; further such failures are "
+                        "only counted%s"
+                    ),
+                    where,
+                    what,
+                    more,
                 )
 
 
-def make_rewards(reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig) -> Rewards:
+def make_rewards(
+    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig
+) -> Rewards:
     """The reward functions of a run.
 
     Raises:
         ConfigError: `difficulty_reward` is none of them.
     """
-    rewards = Rewards(reward_funcs, args.reward_weights, args.reward_workers, seconds=args.reward_timeout, errors=args.reward_errors)
+    rewards = Rewards(
+        reward_funcs,
+        args.reward_weights,
+        args.reward_workers,
+        seconds=args.reward_timeout,
+        errors=args.reward_errors,
+    )
     if (name := args.difficulty_reward) is not None and name not in rewards.names:
-        raise ConfigError(f"no reward function {name!r}", where="difficulty_reward", remedy=did_you_mean(name, rewards.names))
+        raise ConfigError(
+            f"no reward function {name!r}",
+            where="difficulty_reward",
+            remedy=did_you_mean(name, rewards.names),
+        )
     return rewards

@@ -1,4 +1,5 @@
-"""Control groups (versions 1 and 2): they limit the memory and processes of a sandbox, and give each the same share of the processors."""
+"""Control groups (versions 1 and 2): they limit the memory and processes of a sandbox, and give each the same
+share of the processors."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class Group:
         memory: bytes that its processes and their files in memory may use.
         processes: maximum number of processes and threads.
 
-    Attributes:
-        shares_processors: whether it has the cpu controller: then each group gets the same share, however many processes it has.
+    Attributes: shares_processors: whether it has the cpu controller: then each group gets the same share,
+        however many processes it has.
     """
 
     def __init__(self, name: str, memory: int, processes: int):
@@ -30,10 +31,17 @@ class Group:
             wanted = "+memory +pids" + " +cpu" * self.shares_processors
             (parent / "cgroup.subtree_control").write_text(wanted)  # refused if the group has processes
             folder = parent / name
-            limits = {folder / "memory.max": memory, folder / "memory.swap.max": 0, folder / "pids.max": processes}
+            limits = {
+                folder / "memory.max": memory,
+                folder / "memory.swap.max": 0,
+                folder / "pids.max": processes,
+            }
             self.folders = [folder]
         else:
-            limits = {_own_group("memory") / name / "memory.limit_in_bytes": memory, _own_group("pids") / name / "pids.max": processes}
+            limits = {
+                _own_group("memory") / name / "memory.limit_in_bytes": memory,
+                _own_group("pids") / name / "pids.max": processes,
+            }
             self.folders = list(dict.fromkeys(file.parent for file in limits))
             self.shares_processors = False
             with contextlib.suppress(FileNotFoundError):
@@ -59,13 +67,16 @@ class Group:
         return [int(line) for line in (self.folders[0] / "cgroup.procs").read_text().split()]
 
     def computed(self) -> float | None:
-        """Seconds of processor time of all its processes, also of those that have ended, whether or not anybody waited for them. None:
-        it has no such count."""
+        """Seconds of processor time of all its processes, also of those that have ended, whether or not
+        anybody waited for them. None: it has no such count."""
         for folder in self.folders:
             with contextlib.suppress(FileNotFoundError):  # version 1
                 return int((folder / "cpuacct.usage").read_text()) / 1e9
             with contextlib.suppress(FileNotFoundError, KeyError):  # version 2
-                return int(dict(map(str.split, (folder / "cpu.stat").read_text().splitlines()))["usage_usec"]) / 1e6
+                return (
+                    int(dict(map(str.split, (folder / "cpu.stat").read_text().splitlines()))["usage_usec"])
+                    / 1e6
+                )
         return None
 
     def kill(self, seconds: float) -> bool:
@@ -96,10 +107,12 @@ def sweep() -> None:
 
 
 def _own_group(controller: str) -> Path:
-    """The folder of the group of this process: for a controller (version 1), or for all (version 2, `controller` empty)."""
+    """The folder of the group of this process: for a controller (version 1), or for all (version 2,
+    `controller` empty)."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             inside = ROOT / controller / path.lstrip("/")
-            return inside if inside.is_dir() else ROOT / controller  # a container may see its own group as the root
+            # a container may see its own group as the root
+            return inside if inside.is_dir() else ROOT / controller
     raise FileNotFoundError(f"no cgroup controller {controller!r}")

@@ -1,7 +1,8 @@
 """What this host can isolate, and the command line that does it.
 
-A sandbox is a process under bubblewrap: separate namespaces (users, processes, network, mounts, IPC, host name), a read-only /usr, a small
-/tmp in memory, no /proc, no environment. If available: a seccomp filter, a user id for each sandbox, a control group.
+A sandbox is a process under bubblewrap: separate namespaces (users, processes, network, mounts, IPC, host
+name), a read-only /usr, a small /tmp in memory, no /proc, no environment. If available: a seccomp filter, a
+user id for each sandbox, a control group.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from unmask.sandbox.cgroups import Group, sweep
 from unmask.sandbox.seccomp import write_filter
 
 FIRST_UID, UIDS = 60_000, 5_000
-"""The first user id of sandboxes that root starts, and their number: above those of people, within those of containers."""
+"""The first user id of sandboxes that root starts, and their number: above those of people, within those of
+containers."""
 INSIDE, WORKER, FILTER = "/sandbox", "worker.pyc", "filter.bpf"
 PREFIX, LOCK = "unmask-sandbox-", "lock"
 DISK = 64 << 20
@@ -62,8 +64,16 @@ class Limits:
     """Bytes of one file."""
 
     def worker_arguments(self, counted: bool) -> list[str]:
-        """The rlimits, for worker.py. `counted`: whether the kernel counts the processes of each sandbox separately."""
-        limits = {"CPU": self.cpu_seconds, "AS": 2 * self.memory, "FSIZE": self.file_size, "NOFILE": 64, "CORE": 0, "STACK": 64 << 20}
+        """The rlimits, for worker.py. `counted`: whether the kernel counts the processes of each sandbox
+        separately."""
+        limits = {
+            "CPU": self.cpu_seconds,
+            "AS": 2 * self.memory,
+            "FSIZE": self.file_size,
+            "NOFILE": 64,
+            "CORE": 0,
+            "STACK": 64 << 20,
+        }
         if counted:  # otherwise all processes of this user would count
             limits["NPROC"] = self.processes
         return [f"{name}={value}" for name, value in limits.items()]
@@ -89,11 +99,20 @@ class Host:
 
     @property
     def counts_processes(self) -> bool:
-        """Whether the kernel counts each sandbox separately: by user id, or (since Linux 5.14, except for root) by namespace."""
-        by_namespace = os.geteuid() != 0 and tuple(map(int, re.findall(r"[0-9]+", os.uname().release)[:2])) >= (5, 14)
+        """Whether the kernel counts each sandbox separately: by user id, or (since Linux 5.14, except for
+        root) by namespace."""
+        by_namespace = os.geteuid() != 0 and tuple(
+            map(int, re.findall(r"[0-9]+", os.uname().release)[:2])
+        ) >= (5, 14)
         return self.isolated and ("users" not in self.missing or by_namespace)
 
-    def command(self, uid: int, entrances: Sequence[str] = (), filter_fd: int | None = None, info_fd: int | None = None) -> list[str]:
+    def command(
+        self,
+        uid: int,
+        entrances: Sequence[str] = (),
+        filter_fd: int | None = None,
+        info_fd: int | None = None,
+    ) -> list[str]:
         """The command that runs the command line that follows it in a sandbox.
 
         Args:
@@ -107,27 +126,60 @@ class Host:
         enter = ["sh", "-c", ENTER, "sh", *entrances, "--"] if entrances else []
         if "cpu" in self.missing:
             enter = ["nice", "-n", "10", *enter]
-        become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if "users" not in self.missing else []
-        bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
+        become = (
+            ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+            if "users" not in self.missing
+            else []
+        )
+        bubble = [
+            "bwrap",
+            "--unshare-all",
+            "--unshare-user",
+            "--disable-userns",
+            "--die-with-parent",
+            "--new-session",
+            "--clearenv",
+        ]
         bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-        bubble += [*_file_system(self.python), "--ro-bind", str(self.folder), INSIDE, "--remount-ro", "/", "--chdir", "/tmp"]
+        bubble += [
+            *_file_system(self.python),
+            "--ro-bind",
+            str(self.folder),
+            INSIDE,
+            "--remount-ro",
+            "/",
+            "--chdir",
+            "/tmp",
+        ]
         bubble += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
         bubble += ["--info-fd", str(info_fd)] if info_fd is not None else []
         return [*enter, *become, *bubble]
 
 
 LAYERS = {
-    "bubblewrap": "programs read and write this user's files, kill its processes, reach the network, and can forge their verdicts",
-    "users": "sandboxes share a user id: only a control group, or Linux 5.14 for a user other than root, limits processes",
+    "bubblewrap": (
+        "programs read and write this user's files, kill its processes, reach the network, and can forge "
+        "their verdicts"
+    ),
+    "users": (
+        "sandboxes share a user id: only a control group, or Linux 5.14 for a user other than root, limits "
+        "processes"
+    ),
     "cgroups": "many processes together use more memory than one may",
-    "cpu": "programs that start many processes slow down the others: one program runs per processor, each at a low priority",
+    "cpu": (
+        "programs that start many processes slow down the others: one program runs per processor, each at "
+        "a low priority"
+    ),
     "seccomp": "programs reach every system call: a hole in the kernel is a hole in the sandbox",
 }
 """The risk if a layer is missing."""
 ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
 """Shell script that enters control groups through their files and runs the command after `--`."""
 
-FOLDERS = "import json, sysconfig; print(json.dumps(sorted({sysconfig.get_path('stdlib'), sysconfig.get_path('platstdlib')})))"
+FOLDERS = (
+    "import json, sysconfig; print(json.dumps(sorted({sysconfig.get_path('stdlib'), "
+    "sysconfig.get_path('platstdlib')})))"
+)
 """Python program that prints the folders of the interpreter's standard library."""
 
 
@@ -176,7 +228,8 @@ def _new_folder() -> Path:
 
 
 def _open_own(path: Path) -> IO[bytes]:
-    """Open a regular file in a folder of this user, whatever others put in its place. OSError if it is anything else."""
+    """Open a regular file in a folder of this user, whatever others put in its place. OSError if it is
+    anything else."""
     folder = path.parent.lstat()
     if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid():
         raise PermissionError(f"{path.parent} is not a folder of this user")
@@ -214,8 +267,21 @@ def _compile_worker(python: str, folder: Path) -> None:
 
 def _file_system(python: str) -> list[str]:
     """The mounts of a sandbox: /usr and the interpreter (read-only), a few devices, a /tmp in memory."""
-    words = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(DISK), "--tmpfs", "/tmp"]
-    words += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]  # no terminals, of which a host has a limited number
+    words = [
+        "--ro-bind",
+        "/usr",
+        "/usr",
+        "--dev",
+        "/dev",
+        "--remount-ro",
+        "/dev",
+        "--size",
+        str(DISK),
+        "--tmpfs",
+        "/tmp",
+    ]
+    # no terminals, of which a host has a limited number
+    words += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
     for name in ("/lib", "/lib64", "/bin"):
         if os.path.islink(name):
             words += ["--symlink", os.readlink(name), name]
@@ -226,14 +292,20 @@ def _file_system(python: str) -> list[str]:
 
 @functools.cache
 def _interpreter(python: str) -> list[str]:
-    """The mounts of an interpreter outside /usr: its binary, its standard library, and the shared libraries that they load. Never the
-    folder that it is installed in, which may be someone's home."""
+    """The mounts of an interpreter outside /usr: its binary, its standard library, and the shared libraries
+    that they load. Never the folder that it is installed in, which may be someone's home."""
     if Path(python).is_relative_to("/usr"):
         return []
-    folders = json.loads(subprocess.run([python, "-I", "-S", "-c", FOLDERS], check=True, capture_output=True, text=True).stdout)
+    folders = json.loads(
+        subprocess.run([python, "-I", "-S", "-c", FOLDERS], check=True, capture_output=True, text=True).stdout
+    )
     extensions = [str(file) for folder in folders for file in Path(folder).glob("lib-dynload/*.so")]
     loaded = subprocess.run(["ldd", python, *extensions], capture_output=True, text=True).stdout
-    libraries = {path for path in re.findall(r"=> (/\S+) \(0x", loaded) if not path.startswith(("/usr/", "/lib/", "/lib64/"))}
+    libraries = {
+        path
+        for path in re.findall(r"=> (/\S+) \(0x", loaded)
+        if not path.startswith(("/usr/", "/lib/", "/lib64/"))
+    }
     words = [word for path in (python, *folders, *sorted(libraries)) for word in ("--ro-bind", path, path)]
     packages = [str(folder) for path in folders if (folder := Path(path) / "site-packages").is_dir()]
     return words + [word for path in packages for word in ("--tmpfs", path, "--remount-ro", path)]

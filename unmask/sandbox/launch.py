@@ -1,4 +1,5 @@
-"""Start candidate and tester, each in a sandbox, send them a program and its tests, and kill them with all their child processes."""
+"""Start candidate and tester, each in a sandbox, send them a program and its tests, and kill them with all
+their child processes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ class Member:
         pipes: descriptors from and to the other member, if any.
     """
 
-    def __init__(self, host: Host, limits: Limits, uid: int, group: Group | None, role: str, pipes: Sequence[int] = (-1, -1)):
+    def __init__(
+        self,
+        host: Host,
+        limits: Limits,
+        uid: int,
+        group: Group | None,
+        role: str,
+        pipes: Sequence[int] = (-1, -1),
+    ):
         self.host, self.group = host, group
         self._received = b""
         self.first = -1
@@ -65,9 +74,12 @@ class Member:
             on_failure.pop_all()
 
     def wait_until_ready(self) -> None:
-        """Wait for the first frame, which the process sends before it reads its payload. SandboxError if it does not start."""
+        """Wait for the first frame, which the process sends before it reads its payload. SandboxError if it
+        does not start."""
         if self.receive(START_SECONDS) != b"null":
-            raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`")
+            raise SandboxError(
+                "a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`"
+            )
         if self.host.isolated:
             found = re.search(rb'"child-pid": ([0-9]+)', os.read(self.info, 4096))
             assert found, "bubblewrap reports the first process"
@@ -88,7 +100,9 @@ class Member:
             self.process.stdin.write(data)
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`") from None
+            raise SandboxError(
+                "a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`"
+            ) from None
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame. None after `seconds`; empty if the process ended, or sent more than `MAX_FRAME`."""
@@ -109,7 +123,8 @@ class Member:
         return usage if counted is None else replace(usage, computed=counted)
 
     def kill(self) -> None:
-        """Kill all processes in the sandbox, and wait until they are gone. SandboxError if one does not die."""
+        """Kill all processes in the sandbox, and wait until they are gone. SandboxError if one does not
+        die."""
         gone = True
         if self.first >= 0:
             with contextlib.suppress(ProcessLookupError):
@@ -130,7 +145,11 @@ class Member:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         if not gone:
-            raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it")
+            raise SandboxError(
+                "a process in a sandbox does not die",
+                where="sandbox",
+                remedy="Look for it with `ps`, and kill it",
+            )
 
 
 @dataclass(frozen=True)
@@ -154,9 +173,12 @@ class Usage:
         return Usage(self.computed + other.computed, self.ran + other.ran, delays, self.idle and other.idle)
 
     def delayed_since(self, earlier: Usage) -> float:
-        """Seconds for which one of the threads has waited for a processor since then, at most. Of several that wait at once, for one
-        another too, only one counts."""
-        return max((seconds - earlier.delays.get(thread, 0.0) for thread, seconds in self.delays.items()), default=0.0)
+        """Seconds for which one of the threads has waited for a processor since then, at most. Of several
+        that wait at once, for one another too, only one counts."""
+        return max(
+            (seconds - earlier.delays.get(thread, 0.0) for thread, seconds in self.delays.items()),
+            default=0.0,
+        )
 
 
 def usage_of(pid: int) -> Usage:
@@ -191,20 +213,29 @@ class Meter:
         self._delayed = [0.0] * len(usages)
 
     def exceeded(self, usages: Sequence[Usage], before: float, after: float) -> str | None:
-        """The limit that is exceeded, if any. `usages` were read between `before` and `after`, which are far apart on a busy host."""
+        """The limit that is exceeded, if any. `usages` were read between `before` and `after`, which are far
+        apart on a busy host."""
         if all(usage.idle for usage in usages):
             pairs = zip(usages, self._last, strict=True)
-            busy = sum(max(0.0, usage.ran - last.ran) + max(0.0, usage.delayed_since(last)) for usage, last in pairs)
+            busy = sum(
+                max(0.0, usage.ran - last.ran) + max(0.0, usage.delayed_since(last)) for usage, last in pairs
+            )
             # The shortest time between the two readings, so that one that was late is not taken for sleep.
             self.idle += max(0.0, before - self._read - busy)
         counted = zip(usages, self._first, self._delayed, strict=True)
-        self._delayed = [max(most, usage.delayed_since(first)) for usage, first, most in counted]  # that of ended threads is kept
+        # that of ended threads is kept
+        self._delayed = [max(most, usage.delayed_since(first)) for usage, first, most in counted]
         self._last, self._read = usages, after
-        computed = sum(usage.computed - first.computed for usage, first in zip(usages, self._first, strict=True))
+        computed = sum(
+            usage.computed - first.computed for usage, first in zip(usages, self._first, strict=True)
+        )
         spent = {
             f"{self.limits.seconds:g} s of processor time": computed - self.limits.seconds,
             f"{self.limits.idle_seconds:g} s of sleep": self.idle - self.limits.idle_seconds,
-            f"{self.limits.wall_seconds:g} s in all": before - self._start - sum(self._delayed) - self.limits.wall_seconds,
+            f"{self.limits.wall_seconds:g} s in all": before
+            - self._start
+            - sum(self._delayed)
+            - self.limits.wall_seconds,
         }
         return next((limit for limit, over in spent.items() if over > 0), None)
 
@@ -223,25 +254,32 @@ def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tup
 
 
 class Cell:
-    """A candidate and a tester, connected by two pipes, for one job. `uids` and `groups`: of the candidate, of the tester."""
+    """A candidate and a tester, connected by two pipes, for one job. `uids` and `groups`: of the candidate,
+    of the tester."""
 
-    def __init__(self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]):
+    def __init__(
+        self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]
+    ):
         self.limits = limits
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
             read_requests, write_requests = _pipe(at_end, at_end)
             read_answers, write_answers = _pipe(at_end, at_end)
-            self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (read_requests, write_answers))
+            self.candidate = Member(
+                host, limits, uids[0], groups[0], "candidate", (read_requests, write_answers)
+            )
             on_failure.callback(self.candidate.kill)
             self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
-    def run(self, program: str | dict[str, str], payload: dict[str, Any], deadline: float = math.inf) -> dict[str, Any]:
-        """The results of the tester: `{"exceeded": limit}` after a time limit, an empty dict if it ends without results. Python's
-        candidate is source text; a native program, and native tests, are `{"native": base64}`.
+    def run(
+        self, program: str | dict[str, str], payload: dict[str, Any], deadline: float = math.inf
+    ) -> dict[str, Any]:
+        """The results of the tester: `{"exceeded": limit}` after a time limit, an empty dict if it ends
+        without results. Python's candidate is source text; a native program, and native tests, are
+        `{"native": base64}`.
 
-        Raises:
-            SandboxError: one of the two did not start (then nothing of the program has run), or there are no results at the deadline
-                (of `time.monotonic`).
+        Raises: SandboxError: one of the two did not start (then nothing of the program has run), or there are
+            no results at the deadline (of `time.monotonic`).
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()

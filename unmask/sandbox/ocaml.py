@@ -1,7 +1,8 @@
 """OCaml programs: the candidate and the tests of its dataset are compiled apart, and run in two sandboxes.
 
-`proxy` writes both sides of the interface: functions for the tests, which ask the candidate over pipes, and a server for the candidate
-(ocaml_support/proxy.ml, wire.ml). No process has both the candidate's code and anything that makes a verdict (docs/sandbox.md).
+`proxy` writes both sides of the interface: functions for the tests, which ask the candidate over pipes, and a
+server for the candidate (ocaml_support/proxy.ml, wire.ml). No process has both the candidate's code and
+anything that makes a verdict (docs/sandbox.md).
 """
 
 from __future__ import annotations
@@ -29,7 +30,20 @@ COMPILE_SECONDS = 120.0
 CACHED = 256
 """Number of compiled programs in the cache."""
 QUIET = ("-w", "-a")
-UNSAFE = {"Obj", "Marshal", "Callback", "Lexing", "Parsing", "Printexc", "Gc", "Sys", "Bigarray", "Ephemeron", "Weak", "In_channel"}
+UNSAFE = {
+    "Obj",
+    "Marshal",
+    "Callback",
+    "Lexing",
+    "Parsing",
+    "Printexc",
+    "Gc",
+    "Sys",
+    "Bigarray",
+    "Ephemeron",
+    "Weak",
+    "In_channel",
+}
 UNSAFE |= {"Out_channel", "Domain", "Effect", "Mutex", "Condition", "Semaphore"}
 """Modules of the standard library that candidates are compiled without."""
 
@@ -38,10 +52,8 @@ UNSAFE |= {"Out_channel", "Domain", "Effect", "Mutex", "Condition", "Semaphore"}
 class OCamlTests:
     """A dataset's tests of an OCaml module.
 
-    Attributes:
-        module: the file of the candidate, such as `acronym.ml`.
-        interface: its .mli.
-        tests: a program that uses it, and runs OUnit2 suites or calls `Gate.check` with a function to a boolean for each test.
+    Attributes: module: the file of the candidate, such as `acronym.ml`. interface: its .mli. tests: a program
+        that uses it, and runs OUnit2 suites or calls `Gate.check` with a function to a boolean for each test.
     """
 
     module: str
@@ -80,8 +92,8 @@ class Toolchain:
         ]
 
     def build_candidate(self, module: str) -> list[list[str]]:
-        """Commands that write the candidate's server and compile the interface (`SERVER_COMMANDS`), vet and compile the candidate, and
-        link it with its server."""
+        """Commands that write the candidate's server and compile the interface (`SERVER_COMMANDS`), vet and
+        compile the candidate, and link it with its server."""
         stem = module.removesuffix(".ml")
         restricted = [self.compiler, "-c", *QUIET, "-nostdlib", "-I", f"{self.place}/stdlib", *self.libraries]
         objects = [f"{self.place}/wire.cmx", f"{stem}.cmx", "serve__.cmx"]
@@ -109,13 +121,17 @@ def toolchain(host: Host) -> Toolchain:
     try:
         if not compiler:
             raise FileNotFoundError("there is no ocamlopt")
-        standard = Path(subprocess.run([compiler, "-where"], check=True, capture_output=True, text=True).stdout.strip())
+        standard = Path(
+            subprocess.run([compiler, "-where"], check=True, capture_output=True, text=True).stdout.strip()
+        )
         restricted = folder / "stdlib"
         restricted.mkdir(exist_ok=True)
         for interface in [*standard.glob("stdlib*.cm[ix]"), *standard.glob("camlinternal*.cm[ix]")]:
             if interface.stem.removeprefix("stdlib__") not in UNSAFE:
                 shutil.copy(interface, restricted)
-        libraries, test_libraries = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
+        libraries, test_libraries = (
+            _query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES)
+        )
         archives, test_archives = (_archives("unix", *packages) for packages in (PACKAGES[:1], PACKAGES))
         parser = [compiler, *QUIET, "-I", "+compiler-libs", "ocamlcommon.cmxa"]
         for command in (
@@ -133,7 +149,9 @@ def toolchain(host: Host) -> Toolchain:
 
 
 def _query(*arguments: str) -> str:
-    return subprocess.run(["ocamlfind", "query", *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["ocamlfind", "query", *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def _archives(*packages: str) -> list[str]:
@@ -168,8 +186,11 @@ def ocaml_job(program: str, tests: OCamlTests) -> Job:
     return job
 
 
-def _build(slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], *, of_dataset: int) -> str | Outcome:
-    """The native program in base64; the outcome if a command fails: only those after the first `of_dataset` blame the candidate."""
+def _build(
+    slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], *, of_dataset: int
+) -> str | Outcome:
+    """The native program in base64; the outcome if a command fails: only those after the first `of_dataset`
+    blame the candidate."""
     key = hashlib.sha256(json.dumps([files, commands]).encode()).hexdigest()
     with _lock:
         if key in _built:
@@ -181,11 +202,14 @@ def _build(slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], 
     if frame is None and time.monotonic() > slot.deadline:
         return Outcome("infrastructure", detail=BATCH_OVER)
     if frame is None:
-        detail = f"not compiled within {COMPILE_SECONDS:g} seconds"  # the tests alone: not the candidate's fault
+        # the tests alone: not the candidate's fault
+        detail = f"not compiled within {COMPILE_SECONDS:g} seconds"
         return Outcome("timeout" if len(commands) > of_dataset else "infrastructure", detail=detail)
     found = json.loads(frame or b'{"failed": -1, "detail": "the compiler ended"}')
     if "failed" in found:
-        return Outcome("infrastructure" if 0 <= found["failed"] < of_dataset else "malformed", detail=found["detail"])
+        return Outcome(
+            "infrastructure" if 0 <= found["failed"] < of_dataset else "malformed", detail=found["detail"]
+        )
     native: str = found["program"]
     with _lock:
         _built[key] = native

@@ -38,7 +38,8 @@ class PythonTests:
 
 
 class Slot:
-    """Runs one sandbox after another, with the same user ids and control groups. Cells are started in advance."""
+    """Runs one sandbox after another, with the same user ids and control groups. Cells are started in
+    advance."""
 
     numbers = itertools.count()
 
@@ -51,7 +52,9 @@ class Slot:
         self.groups: tuple[Group | None, Group | None] = (None, None)
         if "cgroups" not in host.missing:
             name = f"unmask-{os.getpid()}-{id(self)}"
-            candidate, tester = (Group(f"{name}-{role}", limits.memory, limits.processes) for role in ("candidate", "tester"))
+            candidate, tester = (
+                Group(f"{name}-{role}", limits.memory, limits.processes) for role in ("candidate", "tester")
+            )
             self.groups = (candidate, tester)
         self._cell: Cell | None = None
 
@@ -109,7 +112,8 @@ def python_job(program: str, tests: PythonTests) -> Job:
 
 
 def outcome_of(results: dict[str, Any]) -> Outcome:
-    """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures count against it."""
+    """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures
+    count against it."""
     if "exceeded" in results:
         return Outcome("timeout", detail=f"not done within {results['exceeded']}")
     if "broken" in results:
@@ -125,22 +129,28 @@ def outcome_of(results: dict[str, Any]) -> Outcome:
 
 
 class Pool:
-    """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is set.
+    """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is
+    set.
 
-    Args:
-        slots: number of programs at a time. None: two per processor (starting one is mostly waiting), or one where no control group
-            shares the processors between them; divided by the local ranks.
-        limits: limits of each program.
-        accept_unsandboxed: on a host without isolation, run programs as this user, with all its permissions.
+    Args: slots: number of programs at a time. None: two per processor (starting one is mostly waiting), or
+        one where no control group shares the processors between them; divided by the local ranks. limits:
+        limits of each program. accept_unsandboxed: on a host without isolation, run programs as this user,
+        with all its permissions.
     """
 
-    def __init__(self, slots: int | None = None, limits: Limits | None = None, *, accept_unsandboxed: bool = False):
+    def __init__(
+        self, slots: int | None = None, limits: Limits | None = None, *, accept_unsandboxed: bool = False
+    ):
         self.host, self.limits = probe(), limits or Limits()
         if not (self.host.isolated or accept_unsandboxed):
             what = f"programs cannot be isolated here: {self.host.missing['bubblewrap']}"
             remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code"
             raise SandboxError(what, where="sandbox", remedy=remedy)
-        wanted = (1 if "cpu" in self.host.missing else 2) * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        wanted = (
+            (1 if "cpu" in self.host.missing else 2)
+            * len(os.sched_getaffinity(0))
+            // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        )
         count = slots or max(1, min(MOST_SLOTS, wanted))
         self._slots = [Slot(self.host, self.limits) for _ in range(count)]
         self._free: SimpleQueue[Slot] = SimpleQueue()
@@ -151,7 +161,8 @@ class Pool:
         self.close = weakref.finalize(self, _close, self._threads, self._slots)
 
     def submit(self, job: Job, deadline: float = math.inf) -> Future[Outcome]:
-        """A future with the outcome of a job. It is killed at the deadline (of `time.monotonic`), and its outcome is `infrastructure`."""
+        """A future with the outcome of a job. It is killed at the deadline (of `time.monotonic`), and its
+        outcome is `infrastructure`."""
         return self._threads.submit(self._run, job, deadline)
 
     def run(self, jobs: Iterable[Job], deadline: float = math.inf) -> list[Outcome]:

@@ -1,13 +1,14 @@
 """The program inside a sandbox, in one of three roles.
 
-A `candidate` serves the functions of an untrusted program, and a `tester`, in another sandbox, runs the tests of a dataset on them. Only
-plain data passes between the two (docs/sandbox.md). Both can be native programs, which a `compiler` builds.
+A `candidate` serves the functions of an untrusted program, and a `tester`, in another sandbox, runs the tests
+of a dataset on them. Only plain data passes between the two (docs/sandbox.md). Both can be native programs,
+which a `compiler` builds.
 
-A bare interpreter runs this file. It imports only modules written in C, because importing `ast`, `json` and `os` would take longer than
-starting the interpreter.
+A bare interpreter runs this file. It imports only modules written in C, because importing `ast`, `json` and
+`os` would take longer than starting the interpreter.
 
-A frame is four bytes of length, then JSON of that length. Each process sends null (ready), then reads its payload from standard input. The
-tester ends with its results.
+A frame is four bytes of length, then JSON of that length. Each process sends null (ready), then reads its
+payload from standard input. The tester ends with its results.
 """
 
 import _ast
@@ -24,7 +25,9 @@ DETAIL = 300
 COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 """Collections other than list and dict, by their tag in JSON."""
 
-TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")}
+TYPES = {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")
+}
 
 
 class ScannerSettings:
@@ -37,7 +40,8 @@ class ScannerSettings:
 
 
 scan = _json.make_scanner(ScannerSettings)  # type: ignore[arg-type]
-write_parts = _json.make_encoder(None, None, _json.encode_basestring_ascii, None, ": ", ", ", False, False, True)  # type: ignore[arg-type]
+quoted = _json.encode_basestring_ascii
+write_parts = _json.make_encoder(None, None, quoted, None, ": ", ", ", 0, 0, 1)  # type: ignore[arg-type]
 
 MAKERS = {
     "int": lambda text: int(text, 16),
@@ -66,7 +70,8 @@ class Pipe:
             raise CandidateError(f"a frame of {size} bytes")
         try:
             value, end = scan(self._bytes(size).decode("ascii"), 0)
-        except (RecursionError, StopIteration, SystemError, ValueError):  # SystemError: CPython 3.11 needs a class of `json`
+        # SystemError: CPython 3.11 needs a class of `json`
+        except (RecursionError, StopIteration, SystemError, ValueError):
             end = -1
         if end != size:
             raise CandidateError("a frame that is not JSON")
@@ -92,7 +97,8 @@ class Pipe:
 
 
 def encode(value, keep):
-    """Plain data as JSON; types that JSON lacks become an object with one tag. `keep` returns a handle for any other object."""
+    """Plain data as JSON; types that JSON lacks become an object with one tag. `keep` returns a handle for
+    any other object."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -139,7 +145,8 @@ class Candidate:
 
     def __init__(self, pipe, source):
         self.pipe, self.source = pipe, source
-        self.module = sys.modules["candidate"] = type(sys)("candidate")  # where pickle and dataclasses look for its classes
+        # where pickle and dataclasses look for its classes
+        self.module = sys.modules["candidate"] = type(sys)("candidate")
         self.names = vars(self.module)
         self.names["__builtins__"] = builtins
         self.objects = []
@@ -186,7 +193,8 @@ class Candidate:
 
 
 class Handle:
-    """An object of the candidate, of which the tester knows only a number. It equals nothing and has no truth value."""
+    """An object of the candidate, of which the tester knows only a number. It equals nothing and has no truth
+    value."""
 
     __slots__ = ("_number", "_tester")
     __hash__ = None  # type: ignore[assignment]
@@ -221,7 +229,8 @@ def parse(source):
 
 
 def count_asserts(node):
-    """Replace each assertion with one that is counted and does not end the tests; `assert True` is removed."""
+    """Replace each assertion with one that is counted and does not end the tests; `assert True` is
+    removed."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         if isinstance(statements := getattr(node, name, None), list):
             setattr(node, name, [count_asserts(statement) for statement in statements])
@@ -229,7 +238,9 @@ def count_asserts(node):
         return node
     if isinstance(node.test, _ast.Constant) and node.test.value:
         return parse("pass").body[0]
-    (counted,) = parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body
+    (counted,) = parse(
+        "try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)"
+    ).body
     counted.body = [node]
     return counted
 
@@ -237,10 +248,9 @@ def count_asserts(node):
 class Tester:
     """Runs the tests of a dataset on the functions of a candidate.
 
-    Args:
-        pipe: pipe to the candidate.
-        payload: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: names
-            in the candidate, by the names that the tests use for them.
+    Args: pipe: pipe to the candidate. payload: `setup`: a program that defines what the tests need beside the
+        candidate; `tests`: a program of assertions; `names`: names in the candidate, by the names that the
+        tests use for them.
     """
 
     def __init__(self, pipe, payload):
@@ -249,7 +259,8 @@ class Tester:
         self.detail = ""
 
     def run(self):
-        """The results: `broken` if the tests themselves are; `refused` if the candidate fails to load; else counts, and whether all ran."""
+        """The results: `broken` if the tests themselves are; `refused` if the candidate fails to load; else
+        counts, and whether all ran."""
         names = {"__name__": "tests", "_count": self._count}
         try:
             program = compile(count_asserts(parse(self.payload["tests"])), "tests.py", "exec")
@@ -259,7 +270,10 @@ class Tester:
         try:
             self.value(self.pipe.read())
         except Exception as error:  # user code
-            return {"refused": f"{type(error).__name__}: {error}"[:DETAIL], "syntax": isinstance(error, SyntaxError)}
+            return {
+                "refused": f"{type(error).__name__}: {error}"[:DETAIL],
+                "syntax": isinstance(error, SyntaxError),
+            }
         complete = False
         try:
             names.update({alias: self.ask("name", name) for alias, name in self.payload["names"].items()})
@@ -275,9 +289,11 @@ class Tester:
         return self.value(self.pipe.read())
 
     def value(self, answer):
-        """The value in an answer. An exception in it is raised: the built-in one of that name, otherwise a CandidateError.
+        """The value in an answer. An exception in it is raised: the built-in one of that name, otherwise a
+        CandidateError.
 
-        StopIteration also becomes a CandidateError, because within `map` or `filter` it would end loops of the tests.
+        StopIteration also becomes a CandidateError, because within `map` or `filter` it would end loops of
+        the tests.
         """
         try:
             if "value" in answer:
@@ -288,7 +304,9 @@ class Tester:
         unknown = CandidateError(f"{name}: {text}")
         try:
             kind = TYPES.get(name, object)
-            raised = kind(text) if issubclass(kind, Exception) and not issubclass(kind, StopIteration) else unknown
+            raised = (
+                kind(text) if issubclass(kind, Exception) and not issubclass(kind, StopIteration) else unknown
+            )
         except TypeError:  # an exception with other arguments
             raised = unknown
         raise raised
@@ -309,7 +327,8 @@ class Tester:
 
 
 def compile_program(payload):
-    """Write files and run commands in order. Returns the resulting file in base64, or the first failed command and its stderr."""
+    """Write files and run commands in order. Returns the resulting file in base64, or the first failed
+    command and its stderr."""
     import base64  # here, because the other roles start faster without it
     import subprocess
 
@@ -317,7 +336,9 @@ def compile_program(payload):
         with open(name, "w", encoding="utf-8") as file:
             file.write(text)
     for number, command in enumerate(payload["commands"]):
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         if done.returncode:
             return {"failed": number, "detail": done.stderr.decode(errors="replace")[-DETAIL:]}
     with open(payload["result"], "rb") as file:
@@ -325,7 +346,8 @@ def compile_program(payload):
 
 
 def become_program(program, *descriptors):
-    """Replace this process with a native program (in base64), which gets the numbers of its descriptors as arguments."""
+    """Replace this process with a native program (in base64), which gets the numbers of its descriptors as
+    arguments."""
     import base64  # as above
 
     with open("program", "wb", opener=lambda path, flags: posix.open(path, flags, 0o700)) as file:
@@ -343,7 +365,11 @@ def main():
     outside, peer = Pipe(0, control), Pipe(source, sink)
     outside.write(None)
     payload = outside.read()
-    native = payload["native"] if role != "compiler" and isinstance(payload, dict) and "native" in payload else None
+    native = (
+        payload["native"]
+        if role != "compiler" and isinstance(payload, dict) and "native" in payload
+        else None
+    )
     if role == "compiler":
         outside.write(compile_program(payload))
     elif role == "tester":

@@ -58,14 +58,22 @@ class AppSettings:
     def __post_init__(self) -> None:
         if self.weights_from and not self.admin_key:
             remedy = f"Set {ADMIN_KEY} to a secret of those who may replace the weights"
-            raise ConfigError("weights may be replaced only with a key of its own", where="--weights-from", remedy=remedy)
+            raise ConfigError(
+                "weights may be replaced only with a key of its own", where="--weights-from", remedy=remedy
+            )
         for origin in self.allow_origins:
             if not is_origin(origin):
                 remedy = "Give scheme, name and port as browsers send them, such as https://example.org"
-                raise ConfigError(f"{origin!r} is not the origin of a site", where="--allow-origin", remedy=remedy)
+                raise ConfigError(
+                    f"{origin!r} is not the origin of a site", where="--allow-origin", remedy=remedy
+                )
         if not self.loopback and not self.api_keys:
             remedy = f"Set {API_KEY} to a secret that clients send, or use --host 127.0.0.1"
-            raise ConfigError("other machines can reach this address, and the server has no API key", where="--host", remedy=remedy)
+            raise ConfigError(
+                "other machines can reach this address, and the server has no API key",
+                where="--host",
+                remedy=remedy,
+            )
 
 
 class Health(TypedDict):
@@ -78,14 +86,20 @@ class Health(TypedDict):
 router = APIRouter()
 
 
-@router.get(HEALTH, response_model=Health, responses={**documented(), 503: {"model": Health, "description": "No model works"}})
+@router.get(
+    HEALTH,
+    response_model=Health,
+    responses={**documented(), 503: {"model": Health, "description": "No model works"}},
+)
 async def health(request: Request) -> Response:
     """Whether the engines work."""
     scheduler: Scheduler = request.app.state.scheduler
     if not (failing := scheduler.failing):
         return JSONResponse({"status": "ok"})
     works = len(failing) < len(scheduler.models)
-    return JSONResponse({"status": "degraded" if works else "failing", "failing": failing}, 200 if works else 503)
+    return JSONResponse(
+        {"status": "degraded" if works else "failing", "failing": failing}, 200 if works else 503
+    )
 
 
 @router.get(METRICS, response_class=PlainTextResponse, responses=documented())
@@ -111,7 +125,9 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
     app = FastAPI(title="Unmask", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.scheduler = scheduler
     app.router.routes.extend(router.routes)
-    routes.add_routes(app, {name: ModelService(scheduler, name) for name in scheduler.models}, settings.limits)
+    routes.add_routes(
+        app, {name: ModelService(scheduler, name) for name in scheduler.models}, settings.limits
+    )
     add_weights(app, settings, partial(weights.replace_weights, scheduler))
     return finished(app, settings, scheduler.metrics)
 
@@ -123,12 +139,13 @@ def add_weights(app: FastAPI, settings: AppSettings, replace: weights.Replace) -
 
 
 def finished(app: FastAPI, settings: AppSettings, metrics: RequestMetrics) -> ASGIApp:
-    """An application that has all its routes, with errors in OpenAI's shape, the playground, and the middlewares before it; the last one
-    here is the first to see a request."""
+    """An application that has all its routes, with errors in OpenAI's shape, the playground, and the
+    middlewares before it; the last one here is the first to see a request."""
     add_error_handlers(app)
     app.add_exception_handler(Exception, _failed)
     if (PLAYGROUND / "index.html").is_file():
-        app.router.default = StaticFiles(directory=PLAYGROUND, html=True)  # mounted it would hide which methods a route has
+        # mounted it would hide which methods a route has
+        app.router.default = StaticFiles(directory=PLAYGROUND, html=True)
     return _guarded(app, settings, metrics)
 
 

@@ -12,20 +12,22 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+)
 LOOK_EVERY = 0.1  # seconds
 PROBE_AFTER = 1.0
-"""Seconds in which a client that sends nothing more is answered with nothing before the answer, as simple clients expect."""
+"""Seconds in which a client that sends nothing more is answered with nothing before the answer, as simple
+clients expect."""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     """Limits of connections, those that are idle included.
 
-    Attributes:
-        connections: the most at once.
-        head_seconds: in which the head of a request must arrive, from the connection or its first byte on.
-        write_bytes, write_seconds: a client that reads less than so many bytes of its answer in so many seconds is cut off.
+    Attributes: connections: the most at once. head_seconds: in which the head of a request must arrive, from
+        the connection or its first byte on. write_bytes, write_seconds: a client that reads less than so many
+        bytes of its answer in so many seconds is cut off.
     """
 
     connections: int = 512
@@ -35,7 +37,8 @@ class ConnectionLimits:
 
 
 class LimitedConnection(H11Protocol):
-    """A connection of uvicorn with limits. It cuts idle ones off between requests itself (`timeout_keep_alive`)."""
+    """A connection of uvicorn with limits. It cuts idle ones off between requests itself
+    (`timeout_keep_alive`)."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any):
         super().__init__(*args, **options)
@@ -47,7 +50,8 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # whatever the client has not read yet pauses writing, also at the end of its answer
+        # whatever the client has not read yet pauses writing, also at the end of its answer
+        transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self.limits.connections:
             transport.write(FULL % self.timeout_keep_alive)  # in which those are closed that are idle now
             transport.close()
@@ -62,8 +66,8 @@ class LimitedConnection(H11Protocol):
             self._head = self._after(self.limits.head_seconds, self.transport.abort)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more. If its request is whole, it may still read the answer, after which the connection is closed.
-        Returns whether the connection stays open."""
+        """The client sends nothing more. If its request is whole, it may still read the answer, after which
+        the connection is closed. Returns whether the connection stays open."""
         if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
@@ -96,18 +100,27 @@ class LimitedConnection(H11Protocol):
             self._look = self._after(LOOK_EVERY, self._look_whether_gone)
 
     def _send_nothing(self) -> None:
-        """Send bytes without meaning. The system of a client that has gone answers them with a reset; until then both closes look alike.
-        HTTP/1.0 has no such bytes: there the answer itself is what is sent first."""
+        """Send bytes without meaning. The system of a client that has gone answers them with a reset; until
+        then both closes look alike. HTTP/1.0 has no such bytes: there the answer itself is what is sent
+        first."""
         if self.conn.their_http_version != b"1.1":
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
-        elif self.conn.our_state is h11.SEND_BODY and self.conn.send_with_data_passthrough(h11.Data(data=b"")) == []:  # it is chunked
+            self.transport.write(
+                self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+            )
+        # it is chunked
+        elif (
+            self.conn.our_state is h11.SEND_BODY
+            and self.conn.send_with_data_passthrough(h11.Data(data=b"")) == []
+        ):
             self.transport.write(b"0")  # the first digit of the length of the next chunk
 
     def _expect_reading(self) -> None:
         """Look later how much of what waits now the client has read."""
-        self._write = self._after(self.limits.write_seconds, partial(self._check_reading, self.transport.get_write_buffer_size()))
+        self._write = self._after(
+            self.limits.write_seconds, partial(self._check_reading, self.transport.get_write_buffer_size())
+        )
 
     def _check_reading(self, waiting: int) -> None:
         """Cut off a client that has read too little of the bytes that were waiting."""

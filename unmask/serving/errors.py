@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`. No answer names a path of the server."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`. No answer names a path of the
+server."""
 
 from __future__ import annotations
 
@@ -72,11 +73,14 @@ class ErrorAnswer(TypedDict):
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of a route, for the schema of the API: these, and those of all routes."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}}  # a model each takes milliseconds
+    # a model each takes milliseconds
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}}
     described: dict[int | str, dict[str, Any]] = {
-        status: {"description": STATUSES[status], "content": content} for status in sorted({*statuses, *OF_ALL})
+        status: {"description": STATUSES[status], "content": content}
+        for status in sorted({*statuses, *OF_ALL})
     }
-    described["default"] = {"model": ErrorAnswer, "description": "Any other error"}  # without it FastAPI adds 422
+    # without it FastAPI adds 422
+    described["default"] = {"model": ErrorAnswer, "description": "Any other error"}
     return described
 
 
@@ -100,7 +104,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
 
 
-def error_response(message: str, status: int, param: str | None = None, code: str | None = None, **headers: str) -> Response:
+def error_response(
+    message: str, status: int, param: str | None = None, code: str | None = None, **headers: str
+) -> Response:
     """The answer of an error. Texts of clients that are no valid Unicode are escaped."""
     body = json.dumps(error_body(message, status, param, code))
     return Response(body, status, headers=headers, media_type="application/json")
@@ -117,11 +123,27 @@ def error_of(error: UnmaskError, body: Any = None) -> tuple[int, ErrorAnswer]:
     names = _names(given)
     where = _location(error.where or "", given, names)
     known = re.compile(rf"\b({'|'.join(map(re.escape, [*names, *ROUTES]))})\b")
-    what, remedy = (known.sub(lambda name: {**names, **ROUTES}[name[0]], text) for text in (error.what, error.remedy or ""))
+    what, remedy = (
+        known.sub(lambda name: {**names, **ROUTES}[name[0]], text)
+        for text in (error.what, error.remedy or "")
+    )
     of_text = isinstance(error, DataError)
-    message = str(UnmaskError(what, where=None if of_text else where or None, remedy=ELSEWHERE.sub("", remedy) or None))
-    param = None if of_text and where.partition(".")[0] not in ("messages", "prompt", "tools") else where.split(" ")[0]  # a path, say
-    code = "unsupported_parameter" if isinstance(error, UnsupportedError) else "rate_limit_exceeded" if status == 429 else None
+    message = str(
+        UnmaskError(what, where=None if of_text else where or None, remedy=ELSEWHERE.sub("", remedy) or None)
+    )
+    # a path, say
+    param = (
+        None
+        if of_text and where.partition(".")[0] not in ("messages", "prompt", "tools")
+        else where.split(" ")[0]
+    )
+    code = (
+        "unsupported_parameter"
+        if isinstance(error, UnsupportedError)
+        else "rate_limit_exceeded"
+        if status == 429
+        else None
+    )
     code = "model_not_found" if status == 404 and error.where == "model" else code
     return status, error_body(message, status, param or None, code)
 
@@ -133,8 +155,12 @@ def _names(body: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _location(where: str, body: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """The field of a request that an error is about, and perhaps what is wrong in it, from where the error was raised."""
-    field, prompt = next((name for name in ("messages", "segments", "text", "prompt") if name in body), None), body.get("prompt")
+    """The field of a request that an error is about, and perhaps what is wrong in it, from where the error
+    was raised."""
+    field, prompt = (
+        next((name for name in ("messages", "segments", "text", "prompt") if name in body), None),
+        body.get("prompt"),
+    )
     many = isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int)
 
     def named(found: re.Match[str]) -> str:
@@ -151,29 +177,44 @@ def _location(where: str, body: Mapping[str, Any], names: Mapping[str, str]) -> 
 
 
 def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
-    """The answer to a body that the model of a request does not accept. Unknown fields are named first, since a misspelt one also leaves
-    another one missing; then the most deeply nested error, since the alternatives of a field include single values."""
-    first = min(errors, key=lambda one: (one["type"] not in ("unknown", "unsupported"), -len(_path(one, body))))
+    """The answer to a body that the model of a request does not accept. Unknown fields are named first, since
+    a misspelt one also leaves another one missing; then the most deeply nested error, since the alternatives
+    of a field include single values."""
+    first = min(
+        errors, key=lambda one: (one["type"] not in ("unknown", "unsupported"), -len(_path(one, body)))
+    )
     path, context = _path(first, body), first.get("ctx", {})
     cause = context.get("error")
     if first["type"] == "json_invalid":
         return error_response(f"The body is not JSON: {cause}", 400)
-    if body is None or isinstance(body, bytes):  # FastAPI reads no other body as JSON, as a page of another site could send it unasked
-        what = "The body is not read, as nothing says that it is JSON. Send it with the header Content-Type: application/json"
+    # FastAPI reads no other body as JSON, as a page of another site could send it unasked
+    if body is None or isinstance(body, bytes):
+        what = (
+            "The body is not read, as nothing says that it is JSON. Send it with the header Content-Type: "
+            "application/json"
+        )
         return error_response("The body is empty. Send a JSON object" if body in (None, b"") else what, 400)
     if not isinstance(body, dict):
-        return error_response("The body is not a JSON object. Send an object with the fields of the request", 400)
+        return error_response(
+            "The body is not a JSON object. Send an object with the fields of the request", 400
+        )
     if isinstance(cause, UnmaskError):  # raised by a config
         path += [cause.where] if cause.where else []
         message = f"{cause.what}. {cause.remedy or ''}".strip()
     elif first["type"] in ("unknown", "extra_forbidden"):  # the latter of a nested config
         path += [context["param"]] if context else []
         name = ".".join(path)
-        where = f', but one of diffusion: "diffusion": {{"{name}": ...}}' if name in SamplerConfig.model_fields else ""
+        where = (
+            f', but one of diffusion: "diffusion": {{"{name}": ...}}'
+            if name in SamplerConfig.model_fields
+            else ""
+        )
         return error_response(f"{name} is not a known field{where}", 400, name, "unknown_parameter")
     elif first["type"] == "unsupported":
         field = ".".join([*path, context["param"]])
-        return error_response(f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter")
+        return error_response(
+            f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter"
+        )
     elif first["type"] == "missing":
         path, message = [*path, str(first["loc"][-1])], "is required"
     else:
@@ -186,33 +227,48 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str]:
     """The keys of an error's location that are in the body: a location also has the names of alternatives."""
     path = []
     for part in error["loc"][1:]:
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+        if (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and isinstance(part, int) and part < len(body)
+        ):
             body = body[part]
             path.append(str(part))
     return path
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give OpenAI's shape also to the errors of an application that are not of a route: unknown paths and methods."""
+    """Give OpenAI's shape also to the errors of an application that are not of a route: unknown paths and
+    methods."""
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
         path = request.url.path
-        if path.startswith("/v1/") and not isinstance(request.scope.get("route"), APIRoute):  # embeddings, images, ...
-            return error_response(f"{path} is not served. It generates text: see /v1/models and docs/serving.md", 404)
-        more = ". OpenAI's routes begin with /v1, which its clients take as a part of the address" if error.status_code == 404 else ""
-        return error_response(f"{request.method} {path}: {error.detail}{more}", error.status_code, **dict(error.headers or {}))
+        # embeddings, images, ...
+        if path.startswith("/v1/") and not isinstance(request.scope.get("route"), APIRoute):
+            return error_response(
+                f"{path} is not served. It generates text: see /v1/models and docs/serving.md", 404
+            )
+        more = (
+            ". OpenAI's routes begin with /v1, which its clients take as a part of the address"
+            if error.status_code == 404
+            else ""
+        )
+        return error_response(
+            f"{request.method} {path}: {error.detail}{more}", error.status_code, **dict(error.headers or {})
+        )
 
     app.add_exception_handler(StarletteHTTPException, answer)
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise GenerationError for arrays and objects nested deeper than `DEEPEST`: what reads them calls itself for each."""
+    """Raise GenerationError for arrays and objects nested deeper than `DEEPEST`: what reads them calls itself
+    for each."""
     level, depth = [value], 0
     while level := list(chain.from_iterable(map(_inside, level))):
         depth += 1
         if depth > DEEPEST:
-            raise GenerationError(f"is nested deeper than {DEEPEST} levels", where=where, remedy="Write it flatter")
+            raise GenerationError(
+                f"is nested deeper than {DEEPEST} levels", where=where, remedy="Write it flatter"
+            )
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -221,20 +277,28 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 async def _checked_body(request: Request) -> Any:
-    """The body. Raises GenerationError for one that is too deep, or has a name or a number that is too long. What is no JSON is None, and
-    refused later."""
+    """The body. Raises GenerationError for one that is too deep, or has a name or a number that is too long.
+    What is no JSON is None, and refused later."""
     try:
         body = await request.json()
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
     except ValueError:  # Python reads no integer of more digits
-        raise GenerationError("a number has too many digits", where="body", remedy="Write a shorter one") from None
+        raise GenerationError(
+            "a number has too many digits", where="body", remedy="Write a shorter one"
+        ) from None
     except RecursionError:
-        raise GenerationError(f"is nested deeper than {DEEPEST} levels", where="body", remedy="Write it flatter") from None
+        raise GenerationError(
+            f"is nested deeper than {DEEPEST} levels", where="body", remedy="Write it flatter"
+        ) from None
     for name, value in body.items() if isinstance(body, dict) else ():
-        if len(name) > LONGEST_NAME or (name == "model" and isinstance(value, str) and len(value) > LONGEST_NAME):
+        if len(name) > LONGEST_NAME or (
+            name == "model" and isinstance(value, str) and len(value) > LONGEST_NAME
+        ):
             what = f"has more than {LONGEST_NAME} characters"
-            raise GenerationError(what, where=name if name == "model" else f"{name[:20]}...", remedy="Give a shorter name")
+            raise GenerationError(
+                what, where=name if name == "model" else f"{name[:20]}...", remedy="Give a shorter name"
+            )
         check_depth(value, name)
     return body
 
@@ -257,7 +321,9 @@ class OpenAIRoute(APIRoute):
                 return error_response(what, error.status_code)
             except UnmaskError as error:
                 status, content = error_of(error, body)
-                headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+                headers = (
+                    {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+                )
                 return Response(json.dumps(content), status, headers=headers, media_type="application/json")
 
         return answer

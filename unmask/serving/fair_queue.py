@@ -10,10 +10,12 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """Owners take turns, one item each; of an owner's items the one with the highest priority goes first, then the earliest."""
+    """Owners take turns, one item each; of an owner's items the one with the highest priority goes first,
+    then the earliest."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, list[tuple[int, Item]]] = OrderedDict()  # the owner whose turn it is comes first
+        # the owner whose turn it is comes first
+        self._waiting: OrderedDict[str, list[tuple[int, Item]]] = OrderedDict()
         self._length = 0  # which other threads may read
 
     def __len__(self) -> int:
@@ -41,7 +43,8 @@ class FairQueue(Generic[Item]):
         for owner, items in self._waiting.items():
             choices = [index for index, (_, item) in enumerate(items) if wanted(item)]
             if choices:
-                _, item = items.pop(max(choices, key=lambda index: items[index][0]))  # the earliest of equal ones
+                # the earliest of equal ones
+                _, item = items.pop(max(choices, key=lambda index: items[index][0]))
                 self._length -= 1
                 self._waiting.move_to_end(owner)
                 if not items:

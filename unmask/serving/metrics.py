@@ -21,9 +21,15 @@ class RequestMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("unmask_requests", "Answers, by route and status.", ["route", "status"], **own)
+        self.requests = Counter(
+            "unmask_requests", "Answers, by route and status.", ["route", "status"], **own
+        )
         self.request_seconds = Histogram(
-            "unmask_request_seconds", "From a request to the end of its answer.", ["route"], buckets=SECONDS, **own
+            "unmask_request_seconds",
+            "From a request to the end of its answer.",
+            ["route"],
+            buckets=SECONDS,
+            **own,
         )
 
     def text(self) -> bytes:
@@ -39,19 +45,35 @@ class Metrics(RequestMetrics):
         own: dict[str, Any] = {"registry": self.registry}
         self.queue_length = Gauge("unmask_queue_length", "Sequences that wait.", **own)
         self.running = Gauge("unmask_running_sequences", "Sequences that are denoised.", **own)
-        self.sequences = Counter("unmask_sequences", "Sequences that ended, by outcome.", ["model", "outcome"], **own)
-        self.prompt_tokens = Counter("unmask_prompt_tokens", "Tokens that were given, of finished sequences.", ["model"], **own)
-        self.tokens = Counter("unmask_tokens", "Tokens that were revealed, of finished sequences.", ["model"], **own)
-        self.forward_passes = Counter("unmask_forward_passes", "Forward passes, of any number of sequences.", ["model"], **own)
-        self.engine_seconds = Counter("unmask_engine_seconds", "Time in the engine's steps.", ["model"], **own)
-        self.engine_failures = Counter("unmask_engine_failures", "Steps of the engine that failed.", ["model"], **own)
+        self.sequences = Counter(
+            "unmask_sequences", "Sequences that ended, by outcome.", ["model", "outcome"], **own
+        )
+        self.prompt_tokens = Counter(
+            "unmask_prompt_tokens", "Tokens that were given, of finished sequences.", ["model"], **own
+        )
+        self.tokens = Counter(
+            "unmask_tokens", "Tokens that were revealed, of finished sequences.", ["model"], **own
+        )
+        self.forward_passes = Counter(
+            "unmask_forward_passes", "Forward passes, of any number of sequences.", ["model"], **own
+        )
+        self.engine_seconds = Counter(
+            "unmask_engine_seconds", "Time in the engine's steps.", ["model"], **own
+        )
+        self.engine_failures = Counter(
+            "unmask_engine_failures", "Steps of the engine that failed.", ["model"], **own
+        )
         self.first_frame_seconds = Histogram(
-            "unmask_first_frame_seconds", "From a request to the first frame of a sequence that is streamed.", buckets=SECONDS, **own
+            "unmask_first_frame_seconds",
+            "From a request to the first frame of a sequence that is streamed.",
+            buckets=SECONDS,
+            **own,
         )
 
 
 class CountRequests:
-    """ASGI: counts the answers of an application, and how long they take, but for those that another process has counted."""
+    """ASGI: counts the answers of an application, and how long they take, but for those that another process
+    has counted."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], metrics: RequestMetrics):
         self.app, self.metrics = app, metrics

@@ -24,7 +24,9 @@ DRAINED, DRAIN_SECONDS = 16, 2.0
 CLOSE = {"Connection": "close"}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -34,7 +36,8 @@ SECURITY_HEADERS = {
 
 
 class SecurityHeaders:
-    """Answers carry the headers that keep browsers from running or embedding what they should not, and answers of the API are not kept."""
+    """Answers carry the headers that keep browsers from running or embedding what they should not, and
+    answers of the API are not kept."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -57,9 +60,8 @@ class SecurityHeaders:
 class SameOrigin:
     """Refuses what the pages of other sites send by a browser, which can reach addresses that others cannot.
 
-    Args:
-        allowed: origins of other sites that may.
-        loopback: whether the server is for this machine only: a name that resolves to it is then refused (DNS rebinding).
+    Args: allowed: origins of other sites that may. loopback: whether the server is for this machine only: a
+        name that resolves to it is then refused (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str] = (), *, loopback: bool = False):
@@ -70,7 +72,10 @@ class SameOrigin:
             headers = Headers(scope=scope)
             host, origin = headers.get("host", ""), headers.get("origin")
             if self.loopback and _split(f"//{host}").hostname not in LOOPBACK:
-                what = "this server answers only to the names of this machine. Start it with an API key for others"
+                what = (
+                    "this server answers only to the names of this machine. Start it with an API key for "
+                    "others"
+                )
                 return await error_response(what, 403)(scope, receive, send)
             if origin is not None and origin not in self.allowed and _split(origin).netloc != host:
                 what = "a page of another site may not use this server. Name its origin with --allow-origin"
@@ -103,8 +108,8 @@ class ApiKeys:
 
 
 class BodyLimits:
-    """Reads the body of a request before the application is called: within its limits of size and time, so that slow clients hold no more
-    than a connection.
+    """Reads the body of a request before the application is called: within its limits of size and time, so
+    that slow clients hold no more than a connection.
 
     Args:
         log: whether the log gets a line for each request, with its body.
@@ -129,7 +134,12 @@ class BodyLimits:
         if body is None:
             return
         if self.log:
-            logger.info("%s %s %s", scope["method"], shown_line(scope["path"]), shown_line(body.decode(errors="replace")))
+            logger.info(
+                "%s %s %s",
+                scope["method"],
+                shown_line(scope["path"]),
+                shown_line(body.decode(errors="replace")),
+            )
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def read() -> Message:
@@ -156,7 +166,8 @@ class BodyLimits:
         return b"".join(parts)
 
     async def _drain(self, receive: Receive) -> None:
-        """Read some of the rest of a body: a client that still sends when the connection is closed would not see the answer."""
+        """Read some of the rest of a body: a client that still sends when the connection is closed would not
+        see the answer."""
         left = DRAINED * self.limits.body_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -180,7 +191,8 @@ def given_key(authorization: str) -> str:
 
 
 def keys_match(given: str, key: str) -> bool:
-    """Whether a key is right, in a time that depends neither on where it differs nor on the length of the right one."""
+    """Whether a key is right, in a time that depends neither on where it differs nor on the length of the
+    right one."""
     one, other = (hashlib.sha256(each.encode(errors="surrogateescape")).digest() for each in (given, key))
     return hmac.compare_digest(one, other)
 

@@ -17,9 +17,11 @@ MOST_FAILURES = 3
 
 
 class ModelEngine:
-    """A model under a name, with an engine of its own: what is cached of its sequences is seen by no other model, and no adapters.
+    """A model under a name, with an engine of its own: what is cached of its sequences is seen by no other
+    model, and no adapters.
 
-    The scheduler's thread owns it, but for `lm`, `name`, `parent`, `version` and `weights`, which others read.
+    The scheduler's thread owns it, but for `lm`, `name`, `parent`, `version` and `weights`, which others
+    read.
 
     Attributes:
         parent: the name of the model on whose weights these adapters are; None: its weights are its own.
@@ -48,7 +50,9 @@ class ModelEngine:
         """Raise OtherWeightsError if the weights have another name than this one."""
         if version not in (None, self.version):
             what = f"the weights are {self.version!r}, not {version!r}"
-            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
+            raise OtherWeightsError(
+                what, where="version", remedy="Send them with POST /v1/weights, or name no version"
+            )
 
     def enter(self, entry: Entry) -> None:
         """Run a sequence. Raises OtherWeightsError, GenerationError, and what the model raises."""
@@ -69,7 +73,8 @@ class ModelEngine:
         self._metrics.engine_seconds.labels(self.name).inc(perf_counter() - started)
         self._metrics.forward_passes.labels(self.name).inc(self._engine.num_forward_passes - passes)
         deliveries: Deliveries = []
-        for ticket, entry in self.running.items():  # before any is finished: if the device fails, all start again
+        # before any is finished: if the device fails, all start again
+        for ticket, entry in self.running.items():
             entry.steps_left = max(entry.steps_left - 1, 0)
             if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
                 self._measure_first_frame(entry)
@@ -93,7 +98,9 @@ class ModelEngine:
         entry = self._leave(ticket, "finished")
         revealed = sum(step >= 0 for step in trace.steps)
         self._metrics.tokens.labels(self.name).inc(revealed)
-        self._metrics.prompt_tokens.labels(self.name).inc(entry.work.request.length - sum(entry.work.request.hidden))
+        self._metrics.prompt_tokens.labels(self.name).inc(
+            entry.work.request.length - sum(entry.work.request.hidden)
+        )
         frame = entry.watched.last(trace) if entry.watched is not None else None
         self._measure_first_frame(entry)
         return entry.submission, Event(entry.index, frame, trace, self.version)

@@ -1,10 +1,13 @@
-"""The engines of a server, one for each model: one thread owns them, and the event loop hands it sequences and gets their frames back.
+"""The engines of a server, one for each model: one thread owns them, and the event loop hands it sequences
+and gets their frames back.
 
-Sequences of all models wait in one bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has
-left. The engines take turns, a step each. New weights of a model enter between steps as well, once all that has begun on the old ones, or
-was prepared with them, is finished: every answer is of one version.
+Sequences of all models wait in one bounded queue in which owners take turns (`fair_queue.py`), and enter
+between steps, whenever one has left. The engines take turns, a step each. New weights of a model enter
+between steps as well, once all that has begun on the old ones, or was prepared with them, is finished: every
+answer is of one version.
 
-A step that fails may be the fault of one sequence. Those that ran start again, one by one: their answers do not depend on company.
+A step that fails may be the fault of one sequence. Those that ran start again, one by one: their answers do
+not depend on company.
 """
 
 from __future__ import annotations
@@ -52,23 +55,20 @@ MOST_WAITING = 64  # of each of these and each owner
 
 
 class Scheduler:
-    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end. A `ModelService` is one of
-    its models.
+    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end. A
+    `ModelService` is one of its models.
 
-    A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new engine.
+    A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new
+    engine.
 
-    Args:
-        models: by the names that clients give.
-        adapters: models that share the weights of the first one, by their names.
-        batch_size: the most sequences that run at once, of all models.
-        max_batch_tokens: as of `Engine`, for each model.
-        queue_size: the most sequences that wait, for all models.
-        deterministic: whether every sequence is computed separately, so that company does not change the last bits of its answer.
-        metrics: what it counts in; None: its own.
+    Args: models: by the names that clients give. adapters: models that share the weights of the first one, by
+        their names. batch_size: the most sequences that run at once, of all models. max_batch_tokens: as of
+        `Engine`, for each model. queue_size: the most sequences that wait, for all models. deterministic:
+        whether every sequence is computed separately, so that company does not change the last bits of its
+        answer. metrics: what it counts in; None: its own.
 
-    Attributes:
-        models: all of them, by name, the first one first.
-        on_end: is called in the engines' thread when that ends, because it was stopped or because no new engine could be made.
+    Attributes: models: all of them, by name, the first one first. on_end: is called in the engines' thread
+        when that ends, because it was stopped or because no new engine could be made.
     """
 
     def __init__(
@@ -88,17 +88,23 @@ class Scheduler:
         make_engine = partial(Engine, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
         parents = {**dict.fromkeys(models), **dict.fromkeys(adapters or {}, next(iter(models)))}
         self.models = {
-            name: ModelEngine(lm, name, parents[name], make_engine, self.metrics) for name, lm in {**models, **(adapters or {})}.items()
+            name: ModelEngine(lm, name, parents[name], make_engine, self.metrics)
+            for name, lm in {**models, **(adapters or {})}.items()
         }
-        self._aside, self._searches = SideWork(ASIDE_AT_ONCE, MOST_WAITING), SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
+        self._aside, self._searches = (
+            SideWork(ASIDE_AT_ONCE, MOST_WAITING),
+            SideWork(SEARCHES_AT_ONCE, MOST_WAITING),
+        )
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
         self._queue: FairQueue[Entry] = FairQueue()
         self._jobs: deque[Job] = deque()
         self._open: set[Submission] = set()
         self._stopping = False
-        self._again: deque[Entry] = deque()  # which run one by one, before all others; the engines' thread owns it
-        self._pace = 0.0, 0.0, False  # of recent rounds: their seconds, the steps that sequences made in them, whether others waited
+        # which run one by one, before all others; the engines' thread owns it
+        self._again: deque[Entry] = deque()
+        # of recent rounds: their seconds, the steps that sequences made in them, whether others waited
+        self._pace = 0.0, 0.0, False
         self.metrics.queue_length.set_function(self._queue.__len__)
         self.metrics.running.set_function(lambda: self._num_running)
 
@@ -122,7 +128,8 @@ class Scheduler:
         self._thread.start()
 
     async def stop(self, grace: float = 30.0) -> None:
-        """Accept nothing more, and end when what was accepted has finished; after `grace` seconds end the rest with StoppedError."""
+        """Accept nothing more, and end when what was accepted has finished; after `grace` seconds end the
+        rest with StoppedError."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -149,15 +156,20 @@ class Scheduler:
         """As of `ModelService`, for the model of this name."""
         self.models[model].check_version(version)
         if self.deterministic:
-            work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
+            work = [
+                replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work
+            ]
         with self._changed:
             self._check_stopping()
             if weights is not None and (
-                weights != self.models[model].weights or any(job.exclusive and job.model == model for job in self._jobs)
+                weights != self.models[model].weights
+                or any(job.exclusive and job.model == model for job in self._jobs)
             ):
                 raise ReplacedError("new weights are loaded", where="version", remedy="Send it again")
             self._make_room(len(work), owner)
-            submission = Submission(model, work, version, timeout, since, self._forget, prepared=weights is not None)
+            submission = Submission(
+                model, work, version, timeout, since, self._forget, prepared=weights is not None
+            )
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.models[model].lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched, each.request.most_steps), owner, priority)
@@ -192,13 +204,15 @@ class Scheduler:
             left.set()
 
     async def between_steps(self, function: Callable[[], Result], model: str | None = None) -> Result:
-        """Run a function that needs a model in the engines' thread, between two steps; and after new weights of the model of this name that
-        wait already. Errors as it raises, StoppedError, and OverloadedError if as many functions wait as sequences may."""
+        """Run a function that needs a model in the engines' thread, between two steps; and after new weights
+        of the model of this name that wait already. Errors as it raises, StoppedError, and OverloadedError if
+        as many functions wait as sequences may."""
         return await self._do(Job(function, model))
 
     async def replace_weights(self, model: str, load: Callable[[], None], version: str) -> None:
-        """Call `load` in the engines' thread once the submissions to this model that have begun, or were prepared with its old weights, are
-        finished. The others get the new weights, unless they name others. Raises what `load` raises; the weights then keep their name."""
+        """Call `load` in the engines' thread once the submissions to this model that have begun, or were
+        prepared with its old weights, are finished. The others get the new weights, unless they name others.
+        Raises what `load` raises; the weights then keep their name."""
 
         def replace() -> None:
             load()
@@ -209,7 +223,10 @@ class Scheduler:
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            if sum((other.model, other.exclusive) == (job.model, job.exclusive) for other in self._jobs) >= self.queue_size:
+            if (
+                sum((other.model, other.exclusive) == (job.model, job.exclusive) for other in self._jobs)
+                >= self.queue_size
+            ):
                 raise self._overloaded()
             self._jobs.append(job)
             self._changed.notify()
@@ -226,10 +243,13 @@ class Scheduler:
             self._deliver([(last, self._overloaded())])
 
     def _gives_way(self, count: int, owner: str) -> Submission | None:
-        """What leaves the queue first for so many sequences of an owner; None: they fit. OverloadedError if neither is so."""
+        """What leaves the queue first for so many sequences of an owner; None: they fit. OverloadedError if
+        neither is so."""
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
-            raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
+            raise GenerationError(
+                what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size"
+            )
         if len(self._queue) + count <= self.queue_size:
             return None
         theirs = self._queue.of(self._queue.longest())
@@ -239,13 +259,15 @@ class Scheduler:
         return last
 
     def _overloaded(self) -> OverloadedError:
-        """Tells to come back when what waits now has had its turns: whoever comes before would only wait behind it."""
+        """Tells to come back when what waits now has had its turns: whoever comes before would only wait
+        behind it."""
         seconds, steps, _ = self._pace
         waiting = sum(entry.steps_left for entry in self._queue)
         return overloaded_error("too many requests wait", waiting * seconds / steps if steps else 0.0)
 
     def _forget(self, submission: Submission) -> None:
-        """Drop the sequences that nobody waits for any more: the waiting ones now; the running ones are dropped between steps."""
+        """Drop the sequences that nobody waits for any more: the waiting ones now; the running ones are
+        dropped between steps."""
         with self._changed:
             if submission.closed:
                 self._open.discard(submission)
@@ -294,8 +316,8 @@ class Scheduler:
         return sum(entry.steps_left for model in self.models.values() for entry in model.running.values())
 
     def _measure(self, seconds: float, steps: int, *, full: bool) -> None:
-        """Count a round of steps. A sequence that ends early has come nearer to its end by all that it had left. Rounds in which
-        nothing waited, so that few may have run, count only until there are others."""
+        """Count a round of steps. A sequence that ends early has come nearer to its end by all that it had
+        left. Rounds in which nothing waited, so that few may have run, count only until there are others."""
         before, made, were_full = self._pace
         if full >= were_full:
             kept = 1 - 1 / RECENT if full == were_full else 0.0
@@ -304,7 +326,9 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait until there is something to do; False: the server ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_running or self._again or self._queue or self._jobs or self._stopping)
+            self._changed.wait_for(
+                lambda: self._num_running or self._again or self._queue or self._jobs or self._stopping
+            )
             return bool(self._num_running or self._again or self._queue or self._jobs)
 
     def _drop_unwanted(self) -> None:
@@ -315,7 +339,8 @@ class Scheduler:
                 model.drop_unwanted()
 
     def _do_job(self) -> None:
-        """Do the first job that may be done now: one between two steps, so that none holds up what runs for long."""
+        """Do the first job that may be done now: one between two steps, so that none holds up what runs for
+        long."""
         with self._changed:
             job = next((job for job in self._jobs if self._may_run(job)), None)
             if job is None:
@@ -331,16 +356,25 @@ class Scheduler:
         return {job.model for job in self._jobs if job.exclusive}
 
     def _may_run(self, job: Job) -> bool:
-        """Whether no earlier job has to replace the weights that this one needs, and what it has to wait for is finished."""
+        """Whether no earlier job has to replace the weights that this one needs, and what it has to wait for
+        is finished."""
         if job.model is None:
             return True
-        first = next(other for other in self._jobs if other is job or (other.exclusive and other.model == job.model))
+        first = next(
+            other for other in self._jobs if other is job or (other.exclusive and other.model == job.model)
+        )
         return first is job and not (job.exclusive and self._is_busy(job.model))
 
     def _is_busy(self, model: str) -> bool:
         """Whether a submission to a model keeps its weights and is not finished."""
-        begun = any(entry.submission.keeps_weights for entry in self._queue if entry.submission.model == model)
-        return bool(self.models[model].running) or begun or any(entry.submission.model == model for entry in self._again)
+        begun = any(
+            entry.submission.keeps_weights for entry in self._queue if entry.submission.model == model
+        )
+        return (
+            bool(self.models[model].running)
+            or begun
+            or any(entry.submission.model == model for entry in self._again)
+        )
 
     def _admit(self) -> None:
         """Give the engines as many sequences as may run."""
@@ -356,30 +390,38 @@ class Scheduler:
                     raise
 
     def _next(self) -> Entry | None:
-        """The sequence that enters next; None if it has to wait. Of a model whose weights wait to be replaced only those of submissions
-        that keep them enter."""
-        if self._again or any(entry.alone for model in self.models.values() for entry in model.running.values()):
+        """The sequence that enters next; None if it has to wait. Of a model whose weights wait to be replaced
+        only those of submissions that keep them enter."""
+        if self._again or any(
+            entry.alone for model in self.models.values() for entry in model.running.values()
+        ):
             return self._again.popleft() if not self._num_running else None
         with self._changed:
             replaced = self._replaced
-            entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or entry.submission.model not in replaced)
+            entry = self._queue.pop(
+                lambda entry: entry.submission.keeps_weights or entry.submission.model not in replaced
+            )
             if entry is not None:
                 entry.submission.begun = True
             return entry
 
     @contextlib.contextmanager
     def _recovering(self, model: ModelEngine, *, stepping: bool = False) -> Iterator[None]:
-        """Inside, a model that fails goes on with a new engine, in which the sequences that ran start again, each by itself. One whose step
-        failed by itself ends. The sequences of other models go on."""
+        """Inside, a model that fails goes on with a new engine, in which the sequences that ran start again,
+        each by itself. One whose step failed by itself ends. The sequences of other models go on."""
         try:
             yield
         except Exception as error:  # user code: of a model, on any device; the state of its engine is unknown
-            logger.error("the engine of %s failed, with %d sequences", model.name, len(model.running), exc_info=error)
+            logger.error(
+                "the engine of %s failed, with %d sequences", model.name, len(model.running), exc_info=error
+            )
             by_itself, ran = stepping and self._num_running == 1, model.renew()
             if by_itself:
                 model.count_end("failed")
                 model.failures += not isinstance(error, GenerationError)
-                self._deliver([(ran[0].submission, error if isinstance(error, GenerationError) else _failure())])
+                self._deliver(
+                    [(ran[0].submission, error if isinstance(error, GenerationError) else _failure())]
+                )
                 return
             for entry in ran:
                 entry.alone = True
@@ -394,4 +436,6 @@ class Scheduler:
 
 
 def _failure() -> ServiceError:
-    return ServiceError("the engine failed while this request ran", remedy="Send it again; the server's log has the cause")
+    return ServiceError(
+        "the engine failed while this request ran", remedy="Send it again; the server's log has the cause"
+    )

@@ -38,7 +38,9 @@ class ServedModels:
 
     def make_scheduler(self) -> Scheduler:
         """Load the models. Errors as of `unmask.load` and `load_adapters`."""
-        models = {name: load(path, **self.loading) for name, path in {self.name: self.path, **self.models}.items()}
+        models = {
+            name: load(path, **self.loading) for name, path in {self.name: self.path, **self.models}.items()
+        }
         adapters = {name: load_adapters(models[self.name], path) for name, path in self.adapters.items()}
         return Scheduler(models, adapters=adapters, **self.scheduling)
 

@@ -30,13 +30,14 @@ class Engine(Protocol):
     on_end: Callable[[], None]
 
     async def stop(self, grace: float = 30.0) -> None:
-        """Accept nothing more, and end when what was accepted has finished; after `grace` seconds the rest ends with an error."""
+        """Accept nothing more, and end when what was accepted has finished; after `grace` seconds the rest
+        ends with an error."""
         ...
 
 
 class GracefulServer(uvicorn.Server):
-    """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after `grace` seconds the rest is
-    answered with an error. It also ends when the engine does."""
+    """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after
+    `grace` seconds the rest is answered with an error. It also ends when the engine does."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, on_start: Callable[[], object]):
         super().__init__(config)
@@ -53,21 +54,25 @@ class GracefulServer(uvicorn.Server):
             await asyncio.sleep(0)
         answering = asyncio.create_task(super().shutdown(sockets))
         await asyncio.wait([answering], timeout=self.grace)
-        await self.engine.stop(0)  # not before: requests that are still read or prepared have yet to be submitted
+        # not before: requests that are still read or prepared have yet to be submitted
+        await self.engine.stop(0)
         await answering
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """A bound address, which accepts no connections until `make_server`'s server runs; port 0: any free one. Raises ConfigError if it
-    cannot be bound."""
+    """A bound address, which accepts no connections until `make_server`'s server runs; port 0: any free one.
+    Raises ConfigError if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where TCP is named
+    # asyncio sets TCP_NODELAY only where TCP is named
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot be bound ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port") from error
+        raise ConfigError(
+            f"cannot be bound ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port"
+        ) from error
     return listener
 
 

@@ -43,7 +43,9 @@ class OverloadedError(ServiceError):
 
     status = 429
 
-    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, retry_after: int = 1):
+    def __init__(
+        self, what: str, *, where: str | None = None, remedy: str | None = None, retry_after: int = 1
+    ):
         super().__init__(what, where=where, remedy=remedy)
         self.retry_after = retry_after
 
@@ -61,7 +63,8 @@ class OtherWeightsError(ServiceError):
 
 
 class ReplacedError(ServiceError):
-    """The weights with which a request was prepared have been replaced, or are about to be: it has to be prepared again."""
+    """The weights with which a request was prepared have been replaced, or are about to be: it has to be
+    prepared again."""
 
     status = OTHER_WEIGHTS
 

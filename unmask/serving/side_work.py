@@ -1,4 +1,5 @@
-"""Work beside the event loop and the engine's steps: what takes long, in threads of its own; what needs the model, in the engine's."""
+"""Work beside the event loop and the engine's steps: what takes long, in threads of its own; what needs the
+model, in the engine's."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Job:
 
     function: Callable[[], Any]
     model: str | None = None  # that it needs as it is; None: any
-    exclusive: bool = False  # whether it waits until no sequence of the model runs, and lets none enter before it
+    # whether it waits until no sequence of the model runs, and lets none enter before it
+    exclusive: bool = False
     done: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
@@ -47,10 +49,11 @@ class Turn:
 
 
 class SideWork:
-    """Runs functions in threads, for owners who take turns: one at a time of each. It belongs to an event loop's thread.
+    """Runs functions in threads, for owners who take turns: one at a time of each. It belongs to an event
+    loop's thread.
 
-    A thread cannot be ended. Who does not wait any more leaves it to itself, but its owner's turn lasts until it is finished; and the end
-    of the process waits for none.
+    A thread cannot be ended. Who does not wait any more leaves it to itself, but its owner's turn lasts until
+    it is finished; and the end of the process waits for none.
 
     Args:
         at_once: the most functions that run at once.
@@ -66,7 +69,9 @@ class SideWork:
     async def run(self, function: Callable[[], Result], owner: str) -> Result:
         """The result of a function, or its error. OverloadedError if too many wait."""
         if len(self._queue.of(owner)) >= self.waiting:
-            raise overloaded_error("too many requests of this client are prepared", len(self._queue.of(owner)) * self._seconds)
+            raise overloaded_error(
+                "too many requests of this client are prepared", len(self._queue.of(owner)) * self._seconds
+            )
         turn = Turn(function, owner, asyncio.get_running_loop().create_future())
         self._queue.push(turn, owner)
         self._begin()
@@ -88,7 +93,9 @@ class SideWork:
                 return
             self._running.append(turn)
             turn.began = monotonic()
-            threading.Thread(target=self._run, args=(turn, turn.answer.get_loop()), name="unmask-side-work", daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(turn, turn.answer.get_loop()), name="unmask-side-work", daemon=True
+            ).start()
 
     def _may_run(self, turn: Turn) -> bool:
         return not turn.answer.done() and all(turn.owner != other.owner for other in self._running)

@@ -1,4 +1,5 @@
-"""Sequences that were submitted together: their events on the way from the engine's thread to whoever waits for them."""
+"""Sequences that were submitted together: their events on the way from the engine's thread to whoever waits
+for them."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from unmask.generation.frames import Watched
 from unmask.serving.service import Event, SlowReaderError, Work, time_limit_error
 
 MOST_WAITING = 16_384
-"""Events that may wait for whoever submitted the sequences: of a reader that is slower than the engine all would gather in memory."""
+"""Events that may wait for whoever submitted the sequences: of a reader that is slower than the engine all
+would gather in memory."""
 
 
 class Submission:
-    """Sequences that were submitted together, and their events. The event loop's thread owns it, but for `closed`, which others read.
+    """Sequences that were submitted together, and their events. The event loop's thread owns it, but for
+    `closed`, which others read.
 
     Attributes:
         model: the name of the model that generates them.
@@ -59,7 +62,11 @@ class Submission:
         if self.closed or event.index in self.dropped:
             return
         if len(self._arrived) == MOST_WAITING:
-            return self.fail(SlowReaderError(f"{MOST_WAITING:,} events wait to be read", remedy="Read faster, or without frames"))
+            return self.fail(
+                SlowReaderError(
+                    f"{MOST_WAITING:,} events wait to be read", remedy="Read faster, or without frames"
+                )
+            )
         self._arrived.append(event)
         if event.trace is not None:
             self._ended.add(event.index)
@@ -150,8 +157,9 @@ class Entry:
 
 
 class Events(AsyncIterator[Event]):
-    """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more, its sequences are dropped;
-    cancelling the task that waits for one closes it. A sequence that is dropped frees its slot within one step."""
+    """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more,
+    its sequences are dropped; cancelling the task that waits for one closes it. A sequence that is dropped
+    frees its slot within one step."""
 
     def __init__(self, submission: Submission):
         self._submission = submission

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 PATH = "/v1/weights"
 REMEDY = "Give a folder of the same model that DiffusionLM.save wrote, or for adapters one of such adapters"
 Files = tuple[tuple[str, int, int, int, int], ...]
-"""What lies in a folder: of each file, and of what a link leads to, the inode, the size, and when it changed last, which no program can
-set."""
+"""What lies in a folder: of each file, and of what a link leads to, the inode, the size, and when it changed
+last, which no program can set."""
 
 
 class AdminKeyError(ServiceError):
@@ -55,14 +55,15 @@ class NewWeights(BaseModel):
     model: str = Field(min_length=1, max_length=4096)
     """The model that gets them: a name that `/v1/models` lists."""
     path: str = Field(min_length=1, max_length=4096)
-    """A folder that `DiffusionLM.save` wrote, or for adapters one with such, within those that the server may read; relative to one of
-    them, or absolute."""
+    """A folder that `DiffusionLM.save` wrote, or for adapters one with such, within those that the server may
+    read; relative to one of them, or absolute."""
     version: str = Field(min_length=1, max_length=4096)
     """The name of these weights, by which requests may demand them."""
 
 
 class Served(TypedDict):
-    """The name of the weights that the model serves. `workers`: how many hold them by now, of a server with workers."""
+    """The name of the weights that the model serves. `workers`: how many hold them by now, of a server with
+    workers."""
 
     version: str | None
     workers: NotRequired[int]
@@ -91,9 +92,15 @@ class Folder:
         """What lies in it now. Raises ModelError if it is not allowed any more."""
         if allowed_folder(str(self.path), self.roots) != self.path:
             raise ModelError("it was moved", where="path", remedy=REMEDY)
-        inside = [Path(parent, name) for parent, folders, files in os.walk(self.path) for name in [*folders, *files]]
-        found = [(path, state) for path in sorted([self.path, *inside]) for state in (path.lstat(), path.stat())]
-        return tuple((str(path), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns) for path, state in found)
+        inside = [
+            Path(parent, name) for parent, folders, files in os.walk(self.path) for name in [*folders, *files]
+        ]
+        found = [
+            (path, state) for path in sorted([self.path, *inside]) for state in (path.lstat(), path.stat())
+        ]
+        return tuple(
+            (str(path), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns) for path, state in found
+        )
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -103,15 +110,19 @@ class Folder:
         except ChangedError:
             raise
         except (ConfigError, DataError, ModelError) as error:
-            raise ModelError(error.what.replace(str(self.path), self.given), where="path", remedy=REMEDY) from error
+            raise ModelError(
+                error.what.replace(str(self.path), self.given), where="path", remedy=REMEDY
+            ) from error
         except (OSError, RuntimeError) as error:  # of the disk, or of the device
             logger.exception("weights cannot be loaded")
-            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY) from error
+            raise ModelError(
+                "they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY
+            ) from error
 
 
 class Replace(Protocol):
-    """Serves the weights of a folder as those of a model, and tells which ones are served. Raises ServiceError and ModelError for a
-    refusal, which changes nothing."""
+    """Serves the weights of a folder as those of a model, and tells which ones are served. Raises
+    ServiceError and ModelError for a refusal, which changes nothing."""
 
     async def __call__(self, model: str, folder: Folder, version: str) -> Served: ...
 
@@ -134,7 +145,8 @@ class Replacing:
 
 
 def add_route(app: FastAPI, replace: Replace, folders: Sequence[Path], admin_key: str) -> None:
-    """Add the route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
+    """Add the route for new weights. `folders`: those within which they may lie; `admin_key`: what its
+    callers must send."""
     app.state.replacing = Replacing(replace, tuple(folder.resolve() for folder in folders), admin_key)
     app.router.routes.extend(router.routes)
 
@@ -158,13 +170,15 @@ async def replace_weights(scheduler: Scheduler, name: str, folder: Folder, versi
     """`Replace` for a model of a scheduler."""
     model = replaceable(scheduler, name)
     with folder.reading():
-        await scheduler.replace_weights(name, lambda: put_weights(model, read_weights(model, folder)), version)
+        await scheduler.replace_weights(
+            name, lambda: put_weights(model, read_weights(model, folder)), version
+        )
     return {"version": model.version}
 
 
 def replaceable(scheduler: Scheduler, name: str) -> ModelEngine:
-    """The model of this name. Raises NotFoundError if there is none, and ModelError if adapters are on its weights, which would be others,
-    too."""
+    """The model of this name. Raises NotFoundError if there is none, and ModelError if adapters are on its
+    weights, which would be others, too."""
     model = find_model(scheduler.models, name)
     if adapters := [other.name for other in scheduler.models.values() if other.parent == name]:
         what = f"the adapters {', '.join(adapters)} are on the weights of {name!r}"
@@ -173,9 +187,13 @@ def replaceable(scheduler: Scheduler, name: str) -> ModelEngine:
 
 
 def allowed_folder(given: str, roots: Sequence[Path]) -> Path:
-    """The folder of this name within one of the roots. Raises ModelError if it is not one, or if a link in it leads out of them; what
-    lies elsewhere is not told from what does not exist."""
-    refusal = ModelError("no folder from which weights may be read", where="path", remedy="Use a folder within one given to --weights-from")
+    """The folder of this name within one of the roots. Raises ModelError if it is not one, or if a link in it
+    leads out of them; what lies elsewhere is not told from what does not exist."""
+    refusal = ModelError(
+        "no folder from which weights may be read",
+        where="path",
+        remedy="Use a folder within one given to --weights-from",
+    )
     for root in roots:
         try:
             folder = (root / given).resolve(strict=True)
@@ -183,7 +201,8 @@ def allowed_folder(given: str, roots: Sequence[Path]) -> Path:
             if inside and folder.is_dir():
                 _refuse_links(folder, roots, refusal)
                 return folder
-        except (OSError, ValueError, RuntimeError):  # absent, without permission, with a zero byte, links in a circle
+        # absent, without permission, with a zero byte, links in a circle
+        except (OSError, ValueError, RuntimeError):
             continue
     raise refusal
 
@@ -196,12 +215,21 @@ def _refuse_links(folder: Path, roots: Sequence[Path], refusal: UnmaskError) -> 
 
 
 def read_weights(model: ModelEngine, folder: Folder) -> Mapping[str, Tensor]:
-    """The weights of a folder, by name, off the memory of its files. ModelError if they are not those of a whole model like this one (of
-    such adapters, if it is adapters) in safetensors, or if the folder is not allowed, or changes while it is read."""
+    """The weights of a folder, by name, off the memory of its files. ModelError if they are not those of a
+    whole model like this one (of such adapters, if it is adapters) in safetensors, or if the folder is not
+    allowed, or changes while it is read."""
     before = folder.files()
-    weights = _whole_model(model.lm, str(folder.path)) if model.parent is None else read_adapters(model.lm, folder.path)
+    weights = (
+        _whole_model(model.lm, str(folder.path))
+        if model.parent is None
+        else read_adapters(model.lm, folder.path)
+    )
     if folder.files() != before:
-        raise ChangedError("its files changed while they were read", where="path", remedy="Send it again once they are written")
+        raise ChangedError(
+            "its files changed while they were read",
+            where="path",
+            remedy="Send it again once they are written",
+        )
     return weights
 
 
@@ -220,9 +248,13 @@ def _whole_model(lm: DiffusionLM, where: str) -> Mapping[str, Tensor]:
     for weight in chain(new.model.parameters(), new.model.buffers()):
         weight.data = weight.data.clone()  # else a file that is written now would be what is loaded
     weights: Mapping[str, Tensor] = new.model.state_dict()
-    shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict()))
+    shapes, expected = (
+        {name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict())
+    )
     if new.model.config.tie_word_embeddings != lm.model.config.tie_word_embeddings:
-        raise ModelError("another architecture: one of the two has a head of its own", where=where, remedy=REMEDY)
+        raise ModelError(
+            "another architecture: one of the two has a head of its own", where=where, remedy=REMEDY
+        )
     if differ := differences(shapes, expected) or differences(expected, shapes):
         raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=REMEDY)
     return weights

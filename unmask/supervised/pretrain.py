@@ -31,7 +31,8 @@ class PretrainConfig(TextConfig):
 class PretrainTrainer(DiffusionTrainer):
     """Trains a causal model to predict the next token.
 
-    The dataset has a text column, and may be a stream (see `corpus_rows`). Every document begins with BOS and ends with EOS.
+    The dataset has a text column, and may be a stream (see `corpus_rows`). Every document begins with BOS and
+    ends with EOS.
 
     Raises:
         ModelError: the model is not causal.
@@ -45,7 +46,11 @@ class PretrainTrainer(DiffusionTrainer):
         cls, lm: DiffusionLM, args: PretrainConfig, dataset: Iterable[Mapping[str, Any]], where: str
     ) -> Sequence[Row] | StreamedRows:
         if not lm.autoregressive:
-            raise ModelError(f"pre-training needs a causal model, not {lm}", where="model", remedy="Use ConvertTrainer or SFTTrainer")
+            raise ModelError(
+                f"pre-training needs a causal model, not {lm}",
+                where="model",
+                remedy="Use ConvertTrainer or SFTTrainer",
+            )
         return corpus_rows(lm, args, dataset, where)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:

@@ -1,8 +1,8 @@
 """Training a quality head on the model's own rollouts (PRISM, Kim et al. 2025, arXiv 2510.01384).
 
-Of a row whose tokens are hidden at random, the model fills in a few in one step, as its sampler does. The head then reads the partly filled
-row and learns, for these tokens, whether each equals the original one. The cross-entropy of this event is least where the head gives its
-probability, given the partly filled row.
+Of a row whose tokens are hidden at random, the model fills in a few in one step, as its sampler does. The
+head then reads the partly filled row and learns, for these tokens, whether each equals the original one. The
+cross-entropy of this event is least where the head gives its probability, given the partly filled row.
 
 Shapes: B batch, T tokens, N filled tokens of the batch, D hidden width.
 """
@@ -59,12 +59,22 @@ def with_quality_head(lm: DiffusionLM, args: Any = None, *, adapters: bool = Fal
         ConfigError: several processes or adapters, which do not train the head.
     """
     if lm.attention == "causal":
-        raise ModelError("a causal model never revises a token", where="quality_head", remedy="Convert it first (`unmask convert`)")
+        raise ModelError(
+            "a causal model never revises a token",
+            where="quality_head",
+            remedy="Convert it first (`unmask convert`)",
+        )
     if adapters:
-        raise ConfigError("is not trained with lora, which trains nothing else", where="quality_head", remedy="Train without adapters")
+        raise ConfigError(
+            "is not trained with lora, which trains nothing else",
+            where="quality_head",
+            remedy="Train without adapters",
+        )
     if args is not None and (args.world_size > 1 or args.fsdp or args.deepspeed):
         what = "is not trained by several processes: it is no part of the model's forward pass"
-        raise ConfigError(what, where="quality_head", remedy="Train it in one process, without fsdp and deepspeed")
+        raise ConfigError(
+            what, where="quality_head", remedy="Train it in one process, without fsdp and deepspeed"
+        )
     lm = lm.bind(lm.model)
     lm.quality_head = add_quality_head(lm.model)
     return lm
@@ -87,9 +97,11 @@ def training_head(lm: DiffusionLM, *, alone: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill_in(lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden_BT: Tensor, draw: Draw, count: int) -> Rollout:
-    """Fill in `count` random hidden tokens of each row (or all, if there are fewer) in one step, each drawn from the model's distribution
-    at temperature 1.
+def fill_in(
+    lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden_BT: Tensor, draw: Draw, count: int
+) -> Rollout:
+    """Fill in `count` random hidden tokens of each row (or all, if there are fewer) in one step, each drawn
+    from the model's distribution at temperature 1.
 
     Args:
         clean_BT: the tokens of the rows.
@@ -115,8 +127,8 @@ def drawn(logits_NV: Tensor, uniform_N: Tensor, _: None) -> tuple[Tensor]:
 
 
 def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tensor:
-    """The quality head's logits [N] at the filled tokens, read as in generation: a block-causal model sees clean blocks before the current
-    one. With `trained` the model gets their gradient too.
+    """The quality head's logits [N] at the filled tokens, read as in generation: a block-causal model sees
+    clean blocks before the current one. With `trained` the model gets their gradient too.
 
     Raises:
         ModelError: the model has no quality head.
@@ -128,16 +140,21 @@ def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tenso
     length, width = filled_BT.shape[1], inputs.ids_BT.shape[1]
     noisy_BT = torch.where(hidden_BT, lm.mask_token_id, rollout.ids_BT)
     row_N, column_N = filled_BT.nonzero(as_tuple=True)
-    inputs = replace(inputs, ids_BT=torch.cat([noisy_BT, inputs.ids_BT[:, length:]], 1), index_N=row_N * width + column_N)
+    inputs = replace(
+        inputs, ids_BT=torch.cat([noisy_BT, inputs.ids_BT[:, length:]], 1), index_N=row_N * width + column_N
+    )
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
         hidden_ND = lm.hidden_states(inputs)
     return lm.quality_head(hidden_ND)
 
 
 def quality_loss(logits_N: Tensor, rollout: Rollout, items_B: Tensor) -> Tensor:
-    """The mean cross-entropy of each row's filled tokens, times the row's items (its learnt tokens), summed over rows, in nats."""
+    """The mean cross-entropy of each row's filled tokens, times the row's items (its learnt tokens), summed
+    over rows, in nats."""
     check_tensors(filled_BT=rollout.filled_BT, items_B=items_B)
     filled_B = rollout.filled_BT.sum(1)
     weight_N = (items_B / filled_B.clamp_min(1))[:, None].expand_as(rollout.filled_BT)[rollout.filled_BT]
     check_tensors(weight_N=weight_N, logits_N=logits_N)
-    return (weight_N * binary_cross_entropy_with_logits(logits_N.float(), rollout.right_N, reduction="none")).sum()
+    return (
+        weight_N * binary_cross_entropy_with_logits(logits_N.float(), rollout.right_N, reduction="none")
+    ).sum()

@@ -33,7 +33,17 @@ from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 OF_VIEWS = (
-    *("views", "aggregation", "quality_head", "schedule", "weighting", "min_time", "max_time", "num_timesteps", "exact_count"),
+    *(
+        "views",
+        "aggregation",
+        "quality_head",
+        "schedule",
+        "weighting",
+        "min_time",
+        "max_time",
+        "num_timesteps",
+        "exact_count",
+    ),
     *("cart_p", "score_chunk"),
 )
 """The settings of noised copies of a row."""
@@ -45,31 +55,52 @@ class SFTConfig(NoisingConfig, PairConfig):
 
     views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
     aggregation: str = setting(
-        "token", "The unit of equal weight in the loss: token, or sequence (each answer)", choices=("token", "sequence")
+        "token",
+        "The unit of equal weight in the loss: token, or sequence (each answer)",
+        choices=("token", "sequence"),
     )
-    learn: Learn = setting("all", "The assistant's turns that are learnt: all, or the last", choices=get_args(Learn))
+    learn: Learn = setting(
+        "all", "The assistant's turns that are learnt: all, or the last", choices=get_args(Learn)
+    )
     packing: bool = setting(False, "Pack examples into rows of max_length; they do not attend to one another")
     truncate_completion: bool = setting(
-        False, "Cut a completion that is too long. No end token is then learnt, because the cut is not the end of the answer"
+        False,
+        (
+            "Cut a completion that is too long. No end token is then learnt, because the cut is not the "
+            "end of the answer"
+        ),
     )
     quality_head: str = setting(
         "off",
-        "A head that learns, from the model's own samples, which visible tokens are right. off: none is trained; alone: only the head is; "
+        "A head that learns, from the model's own samples, which visible tokens are right. off: none "
+        "is trained; alone: only the head is; "
         "joint: the model too, by the sum of both losses",
         choices=("off", "alone", "joint"),
     )
     quality_tokens: int = setting(
-        4, "Hidden tokens of each row that the model fills in, in one step, to train the head", low=1, needs=("quality_head=alone|joint",)
+        4,
+        "Hidden tokens of each row that the model fills in, in one step, to train the head",
+        low=1,
+        needs=("quality_head=alone|joint",),
     )
     max_gap: int | None = setting(
-        None, "Learn to fill gaps of unknown length, of up to this many tokens, with an expand and a delete token; unset: not learnt", low=1
+        None,
+        (
+            "Learn to fill gaps of unknown length, of up to this many tokens, with an expand and a delete "
+            "token; unset: not learnt"
+        ),
+        low=1,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.truncate_completion and self.canvas_length is not None:
             remedy = "Leave one of them out (of a task: canvas_length=null)"
-            raise ConfigError("a cut completion cannot fill a canvas", where="truncate_completion, canvas_length", remedy=remedy)
+            raise ConfigError(
+                "a cut completion cannot fill a canvas",
+                where="truncate_completion, canvas_length",
+                remedy=remedy,
+            )
         if self.quality_head != "off" and self.aggregation != "token":
             what = "the quality head's loss is divided by tokens"
             raise ConfigError(what, where="quality_head and aggregation", remedy="Leave aggregation out")
@@ -83,12 +114,19 @@ class SFTConfig(NoisingConfig, PairConfig):
 
     @property
     def excludes_adapters(self) -> str | None:
-        return "quality_head" if self.quality_head != "off" else "max_gap" if self.max_gap is not None else None
+        return (
+            "quality_head" if self.quality_head != "off" else "max_gap" if self.max_gap is not None else None
+        )
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
         key, what = self.excludes_adapters, "trains weights that adapters leave as they are"
-        yield Conflict(f"{key} and lora", key and run.lora, what, f"Leave {key} out, or train without adapters (lora=null)")
+        yield Conflict(
+            f"{key} and lora",
+            key and run.lora,
+            what,
+            f"Leave {key} out, or train without adapters (lora=null)",
+        )
 
     @property
     def noised_copies(self) -> int:
@@ -96,30 +134,43 @@ class SFTConfig(NoisingConfig, PairConfig):
 
 
 class SFTTrainer(DiffusionTrainer):
-    """Fine-tunes any model on conversations, prompts and completions, or text, in any record format of `unmask.data.formats`.
+    """Fine-tunes any model on conversations, prompts and completions, or text, in any record format of
+    `unmask.data.formats`.
 
-    The loss is sum(CE / t) / completion tokens, over the whole accumulated batch on all processes. A causal model gets the next-token loss.
-    d1 (Zhao et al. 2025) divides each micro-batch by its own tokens instead. With `aggregation: sequence` each answer's sum is divided by
-    its own tokens and averaged over answers, as in LLaDA (Nie et al. 2025, its GUIDELINES.md).
-    With a `quality_head` the loss has the head's part (`unmask.supervised.quality`): the mean over rows, weighted by their tokens.
-    With a `max_gap` the loss is that of gaps of unknown length alone (`unmask.supervised.variable_length`), in which no end token is.
-    The end token is learnt, padding never. A completion is filled up with learnt EOS to the end of its attention block or `canvas_length`.
+    The loss is sum(CE / t) / completion tokens, over the whole accumulated batch on all processes. A causal
+    model gets the next-token loss. d1 (Zhao et al. 2025) divides each micro-batch by its own tokens instead.
+    With `aggregation: sequence` each answer's sum is divided by its own tokens and averaged over answers, as
+    in LLaDA (Nie et al. 2025, its GUIDELINES.md). With a `quality_head` the loss has the head's part
+    (`unmask.supervised.quality`): the mean over rows, weighted by their tokens. With a `max_gap` the loss is
+    that of gaps of unknown length alone (`unmask.supervised.variable_length`), in which no end token is. The
+    end token is learnt, padding never. A completion is filled up with learnt EOS to the end of its attention
+    block or `canvas_length`.
     """
 
-    def __init__(self, model: DiffusionLM | PreTrainedModel | str | Path, args: SFTConfig, *rows: Any, **named: Any):
+    def __init__(
+        self, model: DiffusionLM | PreTrainedModel | str | Path, args: SFTConfig, *rows: Any, **named: Any
+    ):
         if args.quality_head != "off":
             lm = as_diffusion_lm(model, named.get("processing_class"))
-            model = with_quality_head(lm, args, adapters=named.get("peft_config") is not None or has_adapters(lm))
+            model = with_quality_head(
+                lm, args, adapters=named.get("peft_config") is not None or has_adapters(lm)
+            )
         if args.max_gap is not None:
             lm = as_diffusion_lm(model, named.get("processing_class"))
-            model = with_length_tokens(lm, args.max_gap, adapters=named.get("peft_config") is not None or has_adapters(lm))
+            model = with_length_tokens(
+                lm, args.max_gap, adapters=named.get("peft_config") is not None or has_adapters(lm)
+            )
         super().__init__(model, args, *rows, **named)
 
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[Row]:
+    def make_rows(
+        cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str
+    ) -> Rows[Row]:
         fits = limits(lm, args, truncate_completion=args.truncate_completion)
         report = args.data_report(where)
-        return pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing)
+        return pair_rows(
+            lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing
+        )
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:
@@ -142,8 +193,14 @@ class SFTTrainer(DiffusionTrainer):
             return super().micro_loss(lm, batch)
         draw = self.training_draw(batch)
         views = self.plan(batch, draw)
-        joint, clean_BT, maskable_BT = self.args.quality_head == "joint", batch["input_ids"], batch["maskable"]
-        rollout = fill_in(lm, clean_BT, separate_documents(batch), views.hidden_BMT[:, 0], draw, self.args.quality_tokens)
+        joint, clean_BT, maskable_BT = (
+            self.args.quality_head == "joint",
+            batch["input_ids"],
+            batch["maskable"],
+        )
+        rollout = fill_in(
+            lm, clean_BT, separate_documents(batch), views.hidden_BMT[:, 0], draw, self.args.quality_tokens
+        )
         logits_N = quality_logits(lm, rollout, trained=joint)
         loss = quality_loss(logits_N, rollout, maskable_BT.sum(1))
         self.record("quality_loss", loss.detach() / maskable_BT.sum().clamp_min(1), float(maskable_BT.sum()))

@@ -1,5 +1,6 @@
 # ruff: noqa: F401 (the public names)
-"""Verifiable tasks: each reads problems (some also generate them), and verifies answers. To add one, subclass `Task` and import it here."""
+"""Verifiable tasks: each reads problems (some also generate them), and verifies answers. To add one, subclass
+`Task` and import it here."""
 
 from unmask.tasks.base import Puzzle, Reward, Row, Task, as_puzzle, get_rewards, get_task, split_of
 from unmask.tasks.code import MBPP, HumanEval, PublishedMBPP

@@ -1,7 +1,8 @@
-"""The interface of verifiable tasks, which read or generate problems and verify answers. docs/tasks.md shows how to add one.
+"""The interface of verifiable tasks, which read or generate problems and verify answers. docs/tasks.md shows
+how to add one.
 
-A row is a flat dict: `prompt` and `completion` (a right answer) as text, `group` (the identity of the solution: confidence intervals are
-clustered by it, and splits never divide it), and the columns of the task.
+A row is a flat dict: `prompt` and `completion` (a right answer) as text, `group` (the identity of the
+solution: confidence intervals are clustered by it, and splits never divide it), and the columns of the task.
 """
 
 from __future__ import annotations
@@ -47,27 +48,35 @@ class Reward:
     verify: Verify
     optional: tuple[str, ...] = ()
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
         """The value of each completion (text or messages); None if it could not be verified."""
         return [verdict.value for verdict in self.verdicts(completions, **columns)]
 
     def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
-        """The verdict on each completion. Each dataset column is a list; those that the reward does not read are ignored."""
+        """The verdict on each completion. Each dataset column is a list; those that the reward does not read
+        are ignored."""
         require_names(columns, self.columns, f"the reward {self.name}")
         names = [*self.columns, *(name for name in self.optional if name in columns)]
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*(columns[name] for name in names), strict=True)]
-        return self.verify([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
+        rows = [
+            dict(zip(names, row, strict=True)) for row in zip(*(columns[name] for name in names), strict=True)
+        ]
+        return self.verify(
+            [text if isinstance(text, str) else text[-1]["content"] for text in completions], rows
+        )
 
 
 def split_of(group: str) -> Split:
-    """The split of a solution. It depends on the identity of the solution alone, so that no run trains on a test solution."""
+    """The split of a solution. It depends on the identity of the solution alone, so that no run trains on a
+    test solution."""
     digest = hashlib.sha256(group.encode()).digest()
     return "test" if digest[0] < TEST_FRACTION * 256 else "train"
 
 
 class Task(abc.ABC):
-    """A family of problems with a verifier. `get_task` finds subclasses that set `name`, once imported (in `tasks/__init__.py`),
-    and others by their file or module."""
+    """A family of problems with a verifier. `get_task` finds subclasses that set `name`, once imported (in
+    `tasks/__init__.py`), and others by their file or module."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
@@ -79,11 +88,13 @@ class Task(abc.ABC):
     instructions: ClassVar[str] = "Give the answer alone, between <answer> and </answer>."
     """The instructions before the problem in the chat format."""
     published: ClassVar[Mapping[str, Component]] = {}
-    """The components of the published reward (d1, Zhao et al. 2025, unless the task names another), by name."""
+    """The components of the published reward (d1, Zhao et al. 2025, unless the task names another), by
+    name."""
     reference: ClassVar[str | None] = None
     """The column with the text that ROUGE and BLEU compare a completion with; None: they are not computed."""
     max_completion: int | None = None
-    """Tokens (of a character tokenizer) in the longest right completion and its end of sequence; None: the sampler's setting."""
+    """Tokens (of a character tokenizer) in the longest right completion and its end of sequence; None: the
+    sampler's setting."""
 
     _known: ClassVar[dict[str, type[Task]]] = {}
 
@@ -94,33 +105,49 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of one record of a file. Raises a DataError that names `where` if the record is malformed."""
+        """The row of one record of a file. Raises a DataError that names `where` if the record is
+        malformed."""
 
     @abc.abstractmethod
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The verdict on a completion, which may be any text, in bounded time. A wrong one may get partial credit, in [0, 1)."""
+        """The verdict on a completion, which may be any text, in bounded time. A wrong one may get partial
+        credit, in [0, 1)."""
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         """The verdict on each completion. Tasks that run programs override this to verify in parallel."""
         verdicts = [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
         for verdict in verdicts:
             if not isinstance(verdict, Verdict):
-                raise TypeError(f"verify returned {verdict!r:.80}: return OK, WRONG or Verdict(...) of unmask.rewards.verdict")
+                raise TypeError(
+                    f"verify returned {verdict!r:.80}: return OK, WRONG or Verdict(...) of "
+                    "unmask.rewards.verdict"
+                )
         return verdicts
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records. DataError if a record is malformed or lacks one of `fields`, or `row` fails."""
+        """The rows of records. DataError if a record is malformed or lacks one of `fields`, or `row`
+        fails."""
         method = f"{type(self).__name__}.row"
         for where, record in records:
             require_names(record, self.fields, where)
-            with failing_as(DataError, method, where=where, remedy=f"Correct the row or {method}, or name what it reads in `fields`"):
+            with failing_as(
+                DataError,
+                method,
+                where=where,
+                remedy=f"Correct the row or {method}, or name what it reads in `fields`",
+            ):
                 row = self.row(record, where)
                 require_names(row, PARTS, f"{where}, as {method} returns it")
             yield row
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
-        """At most `count` rows of a split, without a file. ConfigError if the task has no problems of its own."""
-        raise ConfigError(f"{self.name} generates no problems", where="task", remedy="Give a file of problems, or a dataset on the hub")
+        """At most `count` rows of a split, without a file. ConfigError if the task has no problems of its
+        own."""
+        raise ConfigError(
+            f"{self.name} generates no problems",
+            where="task",
+            remedy="Give a file of problems, or a dataset on the hub",
+        )
 
     @property
     def needs_data(self) -> bool:
@@ -135,8 +162,11 @@ class Task(abc.ABC):
         """A right answer as a chat message."""
         return f"<answer>{row['completion']}</answer>"
 
-    def posed(self, row: Mapping[str, Any], style: Style = "plain", examples: Sequence[Mapping[str, Any]] = ()) -> Row:
-        """The row with solved examples before its problem, as text separated by blank lines (plain) or as messages (chat)."""
+    def posed(
+        self, row: Mapping[str, Any], style: Style = "plain", examples: Sequence[Mapping[str, Any]] = ()
+    ) -> Row:
+        """The row with solved examples before its problem, as text separated by blank lines (plain) or as
+        messages (chat)."""
         if style == "plain":
             before = "".join(f"{example['prompt']}{example['completion']}\n\n" for example in examples)
             return {**row, "prompt": before + row["prompt"]}
@@ -149,14 +179,17 @@ class Task(abc.ABC):
     def rewards(self, shaping: str = "strict") -> list[Reward]:
         """The reward functions of a shaping. ConfigError if the task does not have it.
 
-        Args:
-            shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one function for each component of
-                the published reward. A shaping with a single function gives it the shaping's name: `sudoku`,
-                `sudoku/partial`.
+        Args: shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one
+            function for each component of the published reward. A shaping with a single function gives it the
+            shaping's name: `sudoku`, `sudoku/partial`.
         """
         known = self.shapings()
         if shaping not in known:
-            raise ConfigError(f"{self.name} has no shaping {shaping!r}", where="rewards", remedy=did_you_mean(shaping, known))
+            raise ConfigError(
+                f"{self.name} has no shaping {shaping!r}",
+                where="rewards",
+                remedy=did_you_mean(shaping, known),
+            )
         components, only = known[shaping], self.name if shaping == "strict" else f"{self.name}/{shaping}"
         return [
             Reward(name if len(components) > 1 else only, self.columns, verify, self.optional_columns)
@@ -166,7 +199,10 @@ class Task(abc.ABC):
     def shapings(self) -> dict[str, dict[str, Verify]]:
         """The components of each shaping, by name."""
         published = {name: _component(function) for name, function in self.published.items()}
-        known: dict[str, dict[str, Verify]] = {"strict": {self.name: self._strictly}, "partial": {self.name: self.verify_all}}
+        known: dict[str, dict[str, Verify]] = {
+            "strict": {self.name: self._strictly},
+            "partial": {self.name: self.verify_all},
+        }
         return known | ({"published": published} if published else {})
 
     def _strictly(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -177,7 +213,10 @@ class Task(abc.ABC):
 def _component(function: Component) -> Verify:
     def verify(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         values = [function(completion, row) for completion, row in zip(completions, rows, strict=True)]
-        return [Verdict(value, "infrastructure" if value is None else "ok" if value > 0 else "wrong") for value in values]
+        return [
+            Verdict(value, "infrastructure" if value is None else "ok" if value > 0 else "wrong")
+            for value in values
+        ]
 
     return verify
 
@@ -198,7 +237,8 @@ class Puzzle(Task):
         """A plausible wrong completion: well formed, never right."""
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
-        """`count` different rows of a split. They depend on the seed; a smaller count gives the first of them.
+        """`count` different rows of a split. They depend on the seed; a smaller count gives the first of
+        them.
 
         ConfigError if the split is unknown, or the task has fewer problems.
         """
@@ -211,13 +251,22 @@ class Puzzle(Task):
                 break
             if row := self.draw(split, rng):
                 if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
-                    remedy = "Return self.row(...), which has a text under prompt, or None (docs/tasks.md has an example)"
-                    raise ConfigError(f"draw returned {row!r:.80}, which is no row", where=self.name, remedy=remedy)
+                    remedy = (
+                        "Return self.row(...), which has a text under prompt, or None (docs/tasks.md has "
+                        "an example)"
+                    )
+                    raise ConfigError(
+                        f"draw returned {row!r:.80}, which is no row", where=self.name, remedy=remedy
+                    )
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"
             fewer = f"data.{'max_rows' if split == 'train' else 'eval_rows'}={len(rows)}" if rows else "fewer"
-            raise ConfigError(what, where=f"{self.name}, {split}", remedy=f"Request fewer ({fewer}), or widen the range of the task")
+            raise ConfigError(
+                what,
+                where=f"{self.name}, {split}",
+                remedy=f"Request fewer ({fewer}), or widen the range of the task",
+            )
         return list(rows.values())
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
@@ -232,11 +281,11 @@ class Puzzle(Task):
 
 
 def get_task(name: str) -> Task:
-    """The task of this name with default settings, or of the class that `path/to/file.py:NAME` or `package.module:NAME` names.
+    """The task of this name with default settings, or of the class that `path/to/file.py:NAME` or
+    `package.module:NAME` names.
 
-    Raises:
-        ConfigError: it is unknown, with the most similar name; or the class cannot be loaded or made, lacks a part of a task, or has the
-            name of a built-in one.
+    Raises: ConfigError: it is unknown, with the most similar name; or the class cannot be loaded or made,
+        lacks a part of a task, or has the name of a built-in one.
     """
     if ":" in name:
         return _load_task(name)
@@ -250,9 +299,16 @@ def get_task(name: str) -> Task:
 def _load_task(target: str) -> Task:
     """A task of the user, which its own name finds from now on."""
     cls = load_class(target, Task)
-    missing = [*sorted(cls.__abstractmethods__), *(name for name in ("name", "fields", "columns") if not hasattr(cls, name))]
+    missing = [
+        *sorted(cls.__abstractmethods__),
+        *(name for name in ("name", "fields", "columns") if not hasattr(cls, name)),
+    ]
     if missing:
-        raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}", where=target, remedy="Define them (docs/tasks.md has an example)")
+        raise ConfigError(
+            f"{cls.__name__} lacks {', '.join(missing)}",
+            where=target,
+            remedy="Define them (docs/tasks.md has an example)",
+        )
     _register(cls)
     return _made(cls, target)
 
@@ -265,7 +321,11 @@ def _register(cls: type[Task]) -> None:
     """Make a class known by its name. Raises ConfigError if a class of Unmask has the name."""
     known = Task._known.get(cls.name)
     if known is not None and _is_built_in(known) and not _is_built_in(cls):
-        raise ConfigError(f"{cls.name!r} is the name of a built-in task", where=cls.__name__, remedy="Give it a name of its own")
+        raise ConfigError(
+            f"{cls.name!r} is the name of a built-in task",
+            where=cls.__name__,
+            remedy="Give it a name of its own",
+        )
     Task._known[cls.name] = cls
 
 
@@ -274,7 +334,9 @@ def _is_built_in(cls: type[Task]) -> bool:
 
 
 def _made(cls: type[Task], where: str) -> Task:
-    with failing_as(ConfigError, f"{cls.__name__}()", where=where, remedy="Correct it: a task is made without arguments"):
+    with failing_as(
+        ConfigError, f"{cls.__name__}()", where=where, remedy="Correct it: a task is made without arguments"
+    ):
         return cls()
 
 
@@ -282,7 +344,9 @@ def as_puzzle(task: Task) -> Puzzle:
     """The task as a `Puzzle`. ConfigError if it does not generate problems with wrong answers."""
     if not isinstance(task, Puzzle):
         remedy = "Use a task that is a Puzzle (docs/tasks.md), or for preferences a file of them"
-        raise ConfigError(f"{task.name} generates no problems with wrong answers", where="task", remedy=remedy)
+        raise ConfigError(
+            f"{task.name} generates no problems with wrong answers", where="task", remedy=remedy
+        )
     return task
 
 

@@ -1,4 +1,5 @@
-"""Python programs, verified by the tests of their dataset in sandboxes: HumanEval (Chen et al. 2021) and MBPP (Austin et al. 2021)."""
+"""Python programs, verified by the tests of their dataset in sandboxes: HumanEval (Chen et al. 2021) and MBPP
+(Austin et al. 2021)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def not_python(error: BaseException, where: str) -> DataError:
 
 
 def program_in(completion: str, languages: Sequence[str]) -> str | None:
-    """The first fenced block of the answer, or all of an answer without fences; None without an answer, or without a closed block."""
+    """The first fenced block of the answer, or all of an answer without fences; None without an answer, or
+    without a closed block."""
     if len(completion) > MAX_TEXT:
         return None
     text = answer_of(completion) if OPEN in completion else completion
@@ -62,13 +64,17 @@ class Code(Task):
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         codes = [program_in(completion, self.languages) for completion in completions]
-        return verify_programs(self.job(self.program(code, row), row) if code else None for code, row in zip(codes, rows, strict=True))
+        return verify_programs(
+            self.job(self.program(code, row), row) if code else None
+            for code, row in zip(codes, rows, strict=True)
+        )
 
     def answer(self, row: Mapping[str, Any]) -> str:
         return f"```{self.languages[0]}\n{self.program(row['completion'], row).strip()}\n```"
 
     def shapings(self) -> dict[str, dict[str, Verify]]:
-        """Those of all tasks. published: 1 for a fenced block that parses (1/2 if it does not), and the fraction of passed tests."""
+        """Those of all tasks. published: 1 for a fenced block that parses (1/2 if it does not), and the
+        fraction of passed tests."""
         return super().shapings() | {"published": {"code_format": self._format, "tests": self.verify_all}}
 
     def _format(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -82,7 +88,8 @@ def names_in(code: str) -> set[str]:
 
 
 class HumanEval(Code):
-    """Records have `prompt` (the beginning of a program), `canonical_solution`, `test` (a function `check`) and `entry_point`."""
+    """Records have `prompt` (the beginning of a program), `canonical_solution`, `test` (a function `check`)
+    and `entry_point`."""
 
     name = "humaneval"
     fields = ("prompt", "canonical_solution", "test", "entry_point")
@@ -90,15 +97,28 @@ class HumanEval(Code):
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         texts = {name: record[name] for name in self.fields}
-        if not all(isinstance(text, str) and text.strip() for text in texts.values()) or not texts["entry_point"].isidentifier():
-            raise DataError("not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text")
+        if (
+            not all(isinstance(text, str) and text.strip() for text in texts.values())
+            or not texts["entry_point"].isidentifier()
+        ):
+            raise DataError(
+                "not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text"
+            )
         stub, solution, test, entry_point = texts.values()
         try:
-            if {"candidate", entry_point} <= names_in(test):  # HumanEval/33 compares the candidate with the function of this name
+            # HumanEval/33 compares the candidate with the function of this name
+            if {"candidate", entry_point} <= names_in(test):
                 test = f"{stub}{solution}\n{test}"
         except UNPARSABLE as error:
             raise not_python(error, where) from None
-        return {"prompt": stub, "completion": solution, "group": stub, "stub": stub, "test": test, "entry_point": entry_point}
+        return {
+            "prompt": stub,
+            "completion": solution,
+            "group": stub,
+            "stub": stub,
+            "test": test,
+            "entry_point": entry_point,
+        }
 
     def program(self, code: str, row: Mapping[str, Any]) -> str:
         """The stub, and the code: a whole function, or the body of the function that the stub ends with."""
@@ -108,30 +128,46 @@ class HumanEval(Code):
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         # Some tests call helpers that the stub defines: those of the dataset, never the candidate's.
         names = {"candidate": row["entry_point"], row["entry_point"]: row["entry_point"]}
-        return python_job(program, PythonTests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"))
+        return python_job(
+            program,
+            PythonTests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"),
+        )
 
     def question(self, row: Mapping[str, Any]) -> str:
         return f"```python\n{row['stub'].strip()}\n```"
 
 
 class MBPP(Code):
-    """Records have `text` (the problem), `code`, `test_list`, and optionally `challenge_test_list` and `test_setup_code`.
+    """Records have `text` (the problem), `code`, `test_list`, and optionally `challenge_test_list` and
+    `test_setup_code`.
 
-    The prompt shows one test, and the others decide (`split`), with cases of our own for problems whose tests a program passes that does
-    not read the problem (`mbpp_cases.json`). Problems that such a program solves are left out, as are nine that contradict themselves.
+    The prompt shows one test, and the others decide (`split`), with cases of our own for problems whose tests
+    a program passes that does not read the problem (`mbpp_cases.json`). Problems that such a program solves
+    are left out, as are nine that contradict themselves.
     """
 
     name = "mbpp"
     fields = ("text", "code", "test_list")
     columns = ("tests", "names", "imports")
-    cases: ClassVar[Mapping[str, list[str]]] = json.loads(Path(__file__).with_name("mbpp_cases.json").read_text())
-    """Comparisons that decide beside the tests of a problem, by its `task_id` and the name of its function."""
+    cases: ClassVar[Mapping[str, list[str]]] = json.loads(
+        Path(__file__).with_name("mbpp_cases.json").read_text()
+    )
+    """Comparisons that decide beside the tests of a problem, by its `task_id` and the name of its
+    function."""
     left_out: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"146": "ascii_value_string", "313": "pos_nos", "418": "Find_Max", "436": "neg_nos", "443": "largest_neg", "457": "Find_Min"}
+        {
+            "146": "ascii_value_string",
+            "313": "pos_nos",
+            "418": "Find_Max",
+            "436": "neg_nos",
+            "443": "largest_neg",
+            "457": "Find_Min",
+        }
         | {"461": "upper_ctr", "605": "prime_num", "670": "decreasing_trend"}
         | {"816": "clear_tuple", "847": "lcopy", "899": "check"}
     )
-    """Problems that a constant or an argument answers, by their `task_id`; in the first nine, tests or reference contradict the text."""
+    """Problems that a constant or an argument answers, by their `task_id`; in the first nine, tests or
+    reference contradict the text."""
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
         return super().rows((where, record) for where, record in records if not self._is_left_out(record))
@@ -141,13 +177,26 @@ class MBPP(Code):
         return function is not None and f"def {function}(" in str(record.get("code"))
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        text, code, tests, challenges = *(record[name] for name in self.fields), record.get("challenge_test_list") or []
+        text, code, tests, challenges = (
+            *(record[name] for name in self.fields),
+            record.get("challenge_test_list") or [],
+        )
         if not (
-            isinstance(text, str) and text.strip() and isinstance(code, str) and tests and _are_texts(tests) and _are_texts(challenges)
+            isinstance(text, str)
+            and text.strip()
+            and isinstance(code, str)
+            and tests
+            and _are_texts(tests)
+            and _are_texts(challenges)
         ):
-            remedy = "Write `text` and `code` as text, `test_list` and `challenge_test_list` as lists of texts"
+            remedy = (
+                "Write `text` and `code` as text, `test_list` and `challenge_test_list` as lists of texts"
+            )
             raise DataError("not a problem with tests", where=where, remedy=remedy)
-        text, code, setup = (str(part).replace("\r\n", "\n") for part in (text.strip(), code, record.get("test_setup_code") or ""))
+        text, code, setup = (
+            str(part).replace("\r\n", "\n")
+            for part in (text.strip(), code, record.get("test_setup_code") or "")
+        )
         names, imports = self._needed("\n".join([setup, *tests, *challenges]), code, where)
         cases = [case for name in names for case in self.cases.get(f"{record.get('task_id')} {name}", [])]
         shown, hidden = self.split(tests, [*challenges, *(f"assert {case}" for case in cases)])
@@ -156,7 +205,9 @@ class MBPP(Code):
             "prompt": f'"""\n{text}\n{example}\n"""\n',
             "completion": code.strip() + "\n",
             "group": text,
-            "question": f"{text}\n\nIt must pass tests such as:\n{example}" if shown else f"{text}\n\n{example}",
+            "question": f"{text}\n\nIt must pass tests such as:\n{example}"
+            if shown
+            else f"{text}\n\n{example}",
             "tests": "\n".join([setup, *hidden, ""]),
             "names": names,
             "imports": imports,
@@ -165,15 +216,25 @@ class MBPP(Code):
     def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
         """The tests that the prompt shows, and those that decide.
 
-        The first is shown after which neither a constant nor an argument passes all others: a table of it with a guess for all else does
-        not pass. If there is no such test, none is shown and all decide.
+        The first is shown after which neither a constant nor an argument passes all others: a table of it
+        with a guess for all else does not pass. If there is no such test, none is shown and all decide.
         """
-        different = list({ast.dump(parse_python(test)): test for test in reversed([*tests, *challenges])}.values())[::-1]
-        shown = next((at for at in range(len(different)) if not _passes_blindly(different[:at] + different[at + 1 :])), None)
-        return ([], different) if shown is None else ([different[shown]], different[:shown] + different[shown + 1 :])
+        different = list(
+            {ast.dump(parse_python(test)): test for test in reversed([*tests, *challenges])}.values()
+        )[::-1]
+        shown = next(
+            (at for at in range(len(different)) if not _passes_blindly(different[:at] + different[at + 1 :])),
+            None,
+        )
+        return (
+            ([], different)
+            if shown is None
+            else ([different[shown]], different[:shown] + different[shown + 1 :])
+        )
 
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
-        """The names that the tests use: those that the reference defines, which the candidate provides, and standard modules."""
+        """The names that the tests use: those that the reference defines, which the candidate provides, and
+        standard modules."""
         try:
             used = names_in(tests)
             defined = {getattr(node, "name", None) for node in parse_python(code).body}
@@ -181,7 +242,9 @@ class MBPP(Code):
             raise not_python(error, where) from None
         names = sorted(used & defined)
         if not names:
-            raise DataError("the tests use nothing that the code defines", where=where, remedy="Fix or remove the row")
+            raise DataError(
+                "the tests use nothing that the code defines", where=where, remedy="Fix or remove the row"
+            )
         return names, sorted((used - defined) & sys.stdlib_module_names)
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
@@ -190,7 +253,8 @@ class MBPP(Code):
 
 
 class PublishedMBPP(MBPP):
-    """MBPP as published: the prompt shows all of `test_list`, which decides. A table of what is shown passes: for evaluation only."""
+    """MBPP as published: the prompt shows all of `test_list`, which decides. A table of what is shown passes:
+    for evaluation only."""
 
     name = "mbpp_published"
     cases: ClassVar[Mapping[str, list[str]]] = MappingProxyType({})
@@ -200,24 +264,39 @@ class PublishedMBPP(MBPP):
         return list(tests), list(tests)
 
     def rewards(self, shaping: str = "strict") -> list[Reward]:
-        raise ConfigError("its prompts show all tests, which a table passes", where=f"reward {self.name}", remedy="Use mbpp")
+        raise ConfigError(
+            "its prompts show all tests, which a table passes", where=f"reward {self.name}", remedy="Use mbpp"
+        )
 
 
 def _passes_blindly(tests: Sequence[str]) -> bool:
     """Whether a program passes these tests that returns a constant, or one of its arguments."""
     compared = [_compared(test) for test in tests]
     results = [result for result, _ in compared]
-    return len(set(results)) < 2 or results in map(list, zip(*(arguments for _, arguments in compared), strict=False))
+    return len(set(results)) < 2 or results in map(
+        list, zip(*(arguments for _, arguments in compared), strict=False)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _compared(test: str) -> tuple[str, list[str]]:
-    """The value that an assertion compares with (else the whole assertion), and the arguments of its first call."""
+    """The value that an assertion compares with (else the whole assertion), and the arguments of its first
+    call."""
     tree = parse_python(test)
-    compared = [node.test.comparators[-1] for node in tree.body if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)]
+    compared = [
+        node.test.comparators[-1]
+        for node in tree.body
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
+    ]
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return ast.dump(compared[-1] if compared else tree), [ast.dump(each) for call in islice(calls, 1) for each in call.args]
+    return ast.dump(compared[-1] if compared else tree), [
+        ast.dump(each) for call in islice(calls, 1) for each in call.args
+    ]
 
 
 def _are_texts(tests: Any) -> bool:
-    return isinstance(tests, Sequence) and not isinstance(tests, str) and all(isinstance(test, str) for test in tests)
+    return (
+        isinstance(tests, Sequence)
+        and not isinstance(tests, str)
+        and all(isinstance(test, str) for test in tests)
+    )

@@ -1,4 +1,5 @@
-"""Countdown: an expression with `+ - * /` that uses each of three or four numbers exactly once and equals the target.
+"""Countdown: an expression with `+ - * /` that uses each of three or four numbers exactly once and equals the
+target.
 
 A prompt is "30,100,93>23:" (the numbers, the target); a completion is an expression such as "93-(100-30)".
 """
@@ -128,40 +129,65 @@ class Countdown(Puzzle):
     count: ClassVar[int] = 3
     """Numbers in a problem."""
     instructions = (
-        "Write an arithmetic expression with + - * / and parentheses that uses each of the numbers exactly once and has the target as its "
+        "Write an arithmetic expression with + - * / and parentheses that uses each of the numbers "
+        "exactly once and has the target as its "
         "value. Give the expression alone, without an equals sign, between <answer> and </answer>."
     )
 
     def __init__(self, *, max_number: int = 20, max_target: int = 100):
         if not 1 <= max_number <= MAX_NUMBER:
-            raise ConfigError(f"max_number {max_number} is not within 1 to {MAX_NUMBER}", where=self.name, remedy="Use 20 or 100")
+            raise ConfigError(
+                f"max_number {max_number} is not within 1 to {MAX_NUMBER}",
+                where=self.name,
+                remedy="Use 20 or 100",
+            )
         if max_target < 1:
             raise ConfigError(f"max_target {max_target} is not positive", where=self.name, remedy="Use 100")
         self.max_number, self.max_target = max_number, max_target
-        self.max_completion = self.count * len(str(MAX_NUMBER)) + (self.count - 1) + (self.count - 2) * len("()") + 1
+        self.max_completion = (
+            self.count * len(str(MAX_NUMBER)) + (self.count - 1) + (self.count - 2) * len("()") + 1
+        )
 
     def draw(self, split: Split, rng: random.Random) -> Row | None:
         """Random numbers and a random target that they reach; None if no such target belongs to the split."""
         numbers = [rng.randint(1, self.max_number) for _ in range(self.count)]
-        reached = {value.numerator for value in expressions(tuple(sorted(numbers))).values() if value.denominator == 1}
-        targets = [target for target in sorted(reached) if 1 <= target <= self.max_target and split_of(_group(numbers, target)) == split]
+        reached = {
+            value.numerator
+            for value in expressions(tuple(sorted(numbers))).values()
+            if value.denominator == 1
+        }
+        targets = [
+            target
+            for target in sorted(reached)
+            if 1 <= target <= self.max_target and split_of(_group(numbers, target)) == split
+        ]
         return self._row(numbers, rng.choice(targets)) if targets else None
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found by search."""
+        """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found
+        by search."""
         if not NUMBERS.fullmatch(str(record["input"])) or record["input"].count(",") + 1 != self.count:
             remedy = f"Write {self.count} integers from 1 to {MAX_NUMBER}, as '30,100,93'"
-            raise DataError(f"{record['input']!r} are not {self.count} numbers", where=f"{where}, key 'input'", remedy=remedy)
+            raise DataError(
+                f"{record['input']!r} are not {self.count} numbers",
+                where=f"{where}, key 'input'",
+                remedy=remedy,
+            )
         if not TARGET.fullmatch(str(record["output"])):
             what, remedy = f"{record['output']!r} is not a target", "Write a positive integer"
             raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
         row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
         if row["completion"] is None:
-            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row")
+            raise DataError(
+                f"{row['target']} cannot be reached from {row['numbers']}",
+                where=where,
+                remedy="Fix or remove the row",
+            )
         return row
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the numbers.
+        """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the
+        numbers.
 
         It may be an equation that says what its value is, and be set as a formula, code or in bold type.
         """
@@ -184,12 +210,16 @@ class Countdown(Puzzle):
         return rng.choice([text for text, value in candidates.items() if value != row["target"]])
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """A mistake is the nearest that can be reached without the largest number; it is more likely the larger that number is."""
+        """A mistake is the nearest that can be reached without the largest number; it is more likely the
+        larger that number is."""
         *others, largest = sorted(row["numbers"])
         effort = min(1.0, (largest - 0.5) / self.max_number) ** len(row["numbers"])  # uniform from 0 to 1
         if rng.random() >= self.chance(effort, mistake_rate):
             return row["completion"]
-        return min(expressions(tuple(others)).items(), key=lambda item: (abs(item[1] - row["target"]), len(item[0]), item[0]))[0]
+        return min(
+            expressions(tuple(others)).items(),
+            key=lambda item: (abs(item[1] - row["target"]), len(item[0]), item[0]),
+        )[0]
 
     def question(self, row: Mapping[str, Any]) -> str:
         return f"Numbers: {', '.join(map(str, row['numbers']))}\nTarget: {row['target']}"
@@ -197,7 +227,13 @@ class Countdown(Puzzle):
     def _row(self, numbers: list[int], target: int) -> Row:
         prompt = f"{','.join(map(str, numbers))}>{target}:"
         completion = solve(numbers, target)
-        return {"prompt": prompt, "completion": completion, "group": _group(numbers, target), "numbers": numbers, "target": target}
+        return {
+            "prompt": prompt,
+            "completion": completion,
+            "group": _group(numbers, target),
+            "numbers": numbers,
+            "target": target,
+        }
 
 
 class Countdown4(Countdown):
@@ -218,7 +254,8 @@ def _sides(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """The text without what stands around all of it: signs of formulas, code and bold type, a box, a full stop."""
+    """The text without what stands around all of it: signs of formulas, code and bold type, a box, a full
+    stop."""
     text = unwrapped(text.strip())
     box = inside(text, BOX, "}")
     return text if box is None else _plain(box)

@@ -1,4 +1,5 @@
-"""Sudokus of any size. A prompt is the cells, row by row, with 0 for an empty one, and "="; a completion is the solution."""
+"""Sudokus of any size. A prompt is the cells, row by row, with 0 for an empty one, and "="; a completion is
+the solution."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ Units = tuple[int, int, int]
 
 @functools.cache
 def units_of_cells(side: int) -> list[Units]:
-    """The units of each cell, row by row. Rows have the numbers 0 to side - 1, columns and boxes the next ones."""
+    """The units of each cell, row by row. Rows have the numbers 0 to side - 1, columns and boxes the next
+    ones."""
     box = isqrt(side)
-    return [(cell // side, side + cell % side, 2 * side + cell // (side * box) * box + cell % side // box) for cell in range(side**2)]
+    return [
+        (cell // side, side + cell % side, 2 * side + cell // (side * box) * box + cell % side // box)
+        for cell in range(side**2)
+    ]
 
 
 def flip(missing: list[int], units: Units, bit: int) -> None:
@@ -88,17 +93,21 @@ def published_fraction(completion: str, row: Mapping[str, Any]) -> float:
 
 
 def _digits_of(answer: str, side: int) -> str:
-    """The digits of a grid that is written in one line, or a line for each row (or `;` or `/` between rows), between spaces, commas,
-    brackets, rules or the lines of a fence."""
-    lines = [line.translate(LAYOUT) for line in re.sub("[;/]", "\n", answer).splitlines() if not RULE.fullmatch(line)]
+    """The digits of a grid that is written in one line, or a line for each row (or `;` or `/` between rows),
+    between spaces, commas, brackets, rules or the lines of a fence."""
+    lines = [
+        line.translate(LAYOUT)
+        for line in re.sub("[;/]", "\n", answer).splitlines()
+        if not RULE.fullmatch(line)
+    ]
     return "".join(lines) if len(lines) == 1 or {len(line) for line in lines} == {side} else ""
 
 
 class GridPuzzle(Puzzle):
     """A Sudoku: each row, column and box holds each of `digits` once.
 
-    Args:
-        min_empty, max_empty: range of the number of empty cells in generated puzzles, from which it is drawn uniformly.
+    Args: min_empty, max_empty: range of the number of empty cells in generated puzzles, from which it is
+        drawn uniformly.
     """
 
     digits: ClassVar[str]
@@ -110,13 +119,20 @@ class GridPuzzle(Puzzle):
 
     def __init__(self, min_empty: int, max_empty: int):
         if not 1 <= min_empty <= max_empty <= self.most_empty:
-            what = f"min_empty {min_empty} and max_empty {max_empty} are not a range within 1 to {self.most_empty}"
-            raise ConfigError(what, where=self.name, remedy=f"Use 1 <= min_empty <= max_empty <= {self.most_empty}")
+            what = (
+                f"min_empty {min_empty} and max_empty {max_empty} are not a range within 1 to "
+                f"{self.most_empty}"
+            )
+            raise ConfigError(
+                what, where=self.name, remedy=f"Use 1 <= min_empty <= max_empty <= {self.most_empty}"
+            )
         self.min_empty, self.max_empty = min_empty, max_empty
 
     def is_valid(self, grid: str) -> bool:
         """Whether a text is a solved grid."""
-        return len(grid) == len(self.digits) ** 2 and set(grid) <= set(self.digits) and grid in solutions(grid)
+        return (
+            len(grid) == len(self.digits) ** 2 and set(grid) <= set(self.digits) and grid in solutions(grid)
+        )
 
     def errors(self, grid: str, row: Mapping[str, Any]) -> int:
         """The number of wrong cells in a grid."""
@@ -124,15 +140,28 @@ class GridPuzzle(Puzzle):
 
     def solves(self, grid: str, puzzle: str) -> bool:
         """Whether a grid is valid and keeps the clues."""
-        return self.is_valid(grid) and all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
+        return self.is_valid(grid) and all(
+            clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True)
+        )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of a record with `Puzzle` (0 or . for an empty cell) and `Solution`. A puzzle may have several solutions."""
+        """The row of a record with `Puzzle` (0 or . for an empty cell) and `Solution`. A puzzle may have
+        several solutions."""
         puzzle, solution, side = record["Puzzle"], record["Solution"], len(self.digits)
         puzzle = puzzle.replace(".", "0") if isinstance(puzzle, str) else puzzle
-        if not isinstance(puzzle, str) or "0" not in puzzle or len(puzzle) != side**2 or not set(puzzle) <= {"0", *self.digits}:
-            remedy = f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at least one)"
-            raise DataError(f"{puzzle!r} is not a {side}x{side} puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
+        if (
+            not isinstance(puzzle, str)
+            or "0" not in puzzle
+            or len(puzzle) != side**2
+            or not set(puzzle) <= {"0", *self.digits}
+        ):
+            remedy = (
+                f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at "
+                "least one)"
+            )
+            raise DataError(
+                f"{puzzle!r} is not a {side}x{side} puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy
+            )
         if not (isinstance(solution, str) and self.solves(solution, puzzle)):
             what, remedy = f"{solution!r} does not solve {puzzle!r}", "Fix or remove the row"
             raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
@@ -140,11 +169,17 @@ class GridPuzzle(Puzzle):
 
     def posing(self, puzzle: str, solution: str) -> Row:
         """The row of a puzzle."""
-        return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle, "solution": solution}
+        return {
+            "prompt": puzzle + "=",
+            "completion": solution,
+            "group": solution,
+            "puzzle": puzzle,
+            "solution": solution,
+        }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """A valid grid that keeps the clues is right. The value of another: the fraction of empty cells that are right, less one cell for
-        each changed clue."""
+        """A valid grid that keeps the clues is right. The value of another: the fraction of empty cells that
+        are right, less one cell for each changed clue."""
         grid, puzzle = _digits_of(answer_of(completion) or "", len(self.digits)), row["puzzle"]
         if len(grid) != len(self.digits) ** 2 or not set(grid) <= set(self.digits):
             return MALFORMED
@@ -153,7 +188,8 @@ class GridPuzzle(Puzzle):
         return Verdict(max(0.0, 1 - self.errors(grid, row) / puzzle.count("0")), "wrong")
 
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
-        """The solution with one empty cell changed or two swapped. Never a solution, as solved grids differ in at least four cells."""
+        """The solution with one empty cell changed or two swapped. Never a solution, as solved grids differ
+        in at least four cells."""
         cells = list(row["completion"])
         empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
         swaps = [(a, b) for a, b in combinations(empty, 2) if cells[a] != cells[b]]

@@ -1,4 +1,5 @@
-"""Grade-school mathematics (GSM8K, Cobbe et al. 2021): a word problem, and an integer or decimal as the answer."""
+"""Grade-school mathematics (GSM8K, Cobbe et al. 2021): a word problem, and an integer or decimal as the
+answer."""
 
 from __future__ import annotations
 
@@ -18,14 +19,23 @@ from unmask.tasks.base import Row, Task
 
 MARK = "####"
 LEAD = (
-    r"(?:(?:so|thus|hence|therefore|then|and|the|my|our|final|correct|finally|overall|altogether|consequently|as a result|"
-    r"in (?:conclusion|summary|total)|(?:this|which) means(?: that)?|we (?:find|get|see|know|conclude) that)[,:]? )*"
+    r"(?:(?:so|thus|hence|therefore|then|and|the|my|our|final|correct|finally|overall|altogether"
+    r"|consequently|as a result|"
+    r"in (?:conclusion|summary|total)|(?:this|which) means(?: that)?|we (?:find|get|see|know|conclude) "
+    r"that)[,:]? )*"
 )
 START = rf"(?:^|[.!?\n}}$])[*_# ]*{LEAD}"
-CONCLUSION = re.compile(rf"{START}(?:answer[*_ ]*(?:is\b(?: (?:therefore|thus|then)\b)?|[:=]|(?=\n))|(?-i:A|Ans)[*_ ]*:)", re.IGNORECASE)
+CONCLUSION = re.compile(
+    rf"{START}(?:answer[*_ ]*(?:is\b(?: (?:therefore|thus|then)\b)?|[:=]|(?=\n))|(?-i:A|Ans)[*_ ]*:)",
+    re.IGNORECASE,
+)
 """How a sentence begins that ends with the answer: "So the answer is 18", "**Answer:** 18"."""
 TOTAL = re.compile(
-    rf"{START}(?:(?:her|his|their) )?total(?: (?:amount|cost|number|price|time|distance))?[*_ ]*(?:is\b|[:=])", re.IGNORECASE
+    (
+        rf"{START}(?:(?:her|his|their) )?total(?: (?:amount|cost|number|price|time|distance))?[*_ "
+        r"]*(?:is\b|[:=])"
+    ),
+    re.IGNORECASE,
 )
 """The same, of a sentence that may as well be a step."""
 STATEMENT = re.compile(
@@ -72,19 +82,32 @@ class GSM8K(Task):
     )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of a record. Its completion is the published steps, without calculator annotations, and `#### number`."""
+        """The row of a record. Its completion is the published steps, without calculator annotations, and
+        `#### number`."""
         question, solution = record["question"], str(record["answer"])
         steps, mark, answer = solution.rpartition(MARK)
         if not (isinstance(question, str) and question.strip()) or not mark or number(answer.strip()) is None:
             remedy = f"Write a question, and an answer that ends with {MARK} and a number"
-            raise DataError(f"not a problem whose answer is a number: {solution[-40:]!r}", where=where, remedy=remedy)
+            raise DataError(
+                f"not a problem whose answer is a number: {solution[-40:]!r}", where=where, remedy=remedy
+            )
         question, answer = question.strip(), answer.strip().replace(",", "")
-        prompt, completion = f"Question: {question}\nAnswer:", f" {_without_annotations(steps)}{MARK} {answer}"
-        return {"prompt": prompt, "completion": completion, "group": question, "question": question, "answer": answer}
+        prompt, completion = (
+            f"Question: {question}\nAnswer:",
+            f" {_without_annotations(steps)}{MARK} {answer}",
+        )
+        return {
+            "prompt": prompt,
+            "completion": completion,
+            "group": question,
+            "question": question,
+            "answer": answer,
+        }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The number in the answer tags, else on the line of the first `####`, else in the box, else after the only "answer
-        is" (or, at the end, "total is"), else in a single statement, else the whole text. What else is offered has to be the same number.
+        """The number in the answer tags, else on the line of the first `####`, else in the box, else after
+        the only "answer is" (or, at the end, "total is"), else in a single statement, else the whole text.
+        What else is offered has to be the same number.
 
         A base model goes on after its answer, with another question.
         """
@@ -95,7 +118,8 @@ class GSM8K(Task):
 
     def _verdict(self, text: str, row: Mapping[str, Any]) -> Verdict:
         final, *others = _offered(text)
-        question = re.sub(r"\$(?=[0-9.])", r"\\$", str(row.get("question") or ""))  # an amount, as LaTeX writes it
+        # an amount, as LaTeX writes it
+        question = re.sub(r"\$(?=[0-9.])", r"\\$", str(row.get("question") or ""))
 
         def read(offered: str) -> tuple[str, str]:
             return bare(offered, row["answer"], question) if len(offered) <= MAX_ANSWER else ("", "")
@@ -114,14 +138,19 @@ class GSM8K(Task):
 
 
 def _offered(text: str) -> list[str]:
-    """What a text offers as its answer, beginning with what decides, which is empty if another number stands beside it."""
+    """What a text offers as its answer, beginning with what decides, which is empty if another number stands
+    beside it."""
     steps, marked, rest = text.partition(MARK)
     line = next(iter(rest.strip().splitlines()), "") if marked else text
     box = boxed(line)
     if box is not None:
         before, _, after = line.rpartition(BOX)
         after = after.lstrip().removeprefix(box).lstrip()[1:]
-        beside = re.search("[0-9]", before + after) if marked else BEFORE_BOX.search(before[-80:]) or AFTER_BOX.match(after[:80])
+        beside = (
+            re.search("[0-9]", before + after)
+            if marked
+            else BEFORE_BOX.search(before[-80:]) or AFTER_BOX.match(after[:80])
+        )
         return ["" if beside else box, *_claims(steps if marked else text)]
     if marked:
         start = CONCLUSION.match(line)
@@ -129,14 +158,21 @@ def _offered(text: str) -> list[str]:
     sentences = CONCLUSION.split(text)
     sentences = TOTAL.split(text) if len(sentences) == 1 else sentences
     statement = STATEMENT.fullmatch(text) if len(sentences) == 1 else None
-    return [_undressed(sentences[1]) if len(sentences) == 2 else statement[1] if statement else text.rstrip("! ")]
+    return [
+        _undressed(sentences[1]) if len(sentences) == 2 else statement[1] if statement else text.rstrip("! ")
+    ]
 
 
 def _claims(text: str) -> list[str]:
-    """The content of each box in a text, and the result of each sentence with "the answer is", if that has a number and no box."""
+    """The content of each box in a text, and the result of each sentence with "the answer is", if that has a
+    number and no box."""
     boxes = [boxed(BOX + part) or "" for part in text.split(BOX)[1:]]
     sentences = [SENTENCE_END.split(part.lstrip(), maxsplit=1)[0] for part in CONCLUSION.split(text)[1:]]
-    return boxes + [_undressed(each.rpartition("=")[2]) for each in sentences if BOX not in each and re.search("[0-9]", each)]
+    return boxes + [
+        _undressed(each.rpartition("=")[2])
+        for each in sentences
+        if BOX not in each and re.search("[0-9]", each)
+    ]
 
 
 def _undressed(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Competition mathematics (MATH, Hendrycks et al. 2021; the 500 problems of Lightman et al. 2023): answers in LaTeX, in a box."""
+"""Competition mathematics (MATH, Hendrycks et al. 2021; the 500 problems of Lightman et al. 2023): answers in
+LaTeX, in a box."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def question_of(row: Mapping[str, Any]) -> str:
 
 
 def final_answer(completion: str) -> str | None:
-    """The last box in the answer tags, or in the whole text without tags; if the tags hold no box, their content."""
+    """The last box in the answer tags, or in the whole text without tags; if the tags hold no box, their
+    content."""
     text = answer_of(completion)
     if text is None or (OPEN in completion and BOX not in text):
         return text
@@ -41,28 +43,46 @@ class Math500(Task):
     fields = ("problem", "solution", "answer")
     columns = ("answer",)
     optional_columns = ("question",)
-    published = MappingProxyType({"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness})
+    published = MappingProxyType(
+        {"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness}
+    )
     instructions = (
-        "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n\\boxed{...}\n</answer>\n"
+        "Think step by step. Answer in this "
+        "form:\n<reasoning>\n...\n</reasoning>\n<answer>\n\\boxed{...}\n</answer>\n"
         "with the final answer alone in the box."
     )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         for name in self.fields:
             if not (isinstance(record[name], str) and record[name].strip()):
-                raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string")
+                raise DataError(
+                    f"{record[name]!r:.40} is not text",
+                    where=f"{where}, key {name!r}",
+                    remedy="Write LaTeX, as a string",
+                )
         problem, solution, answer = (record[name].strip() for name in self.fields)
         prompt = f"Problem: {problem}\nSolution:"
-        return {"prompt": prompt, "completion": f" {solution}", "group": problem, "question": problem, "answer": answer}
+        return {
+            "prompt": prompt,
+            "completion": f" {solution}",
+            "group": problem,
+            "question": problem,
+            "answer": answer,
+        }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         return self.verify_all([completion], [row])[0]
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         answers = [final_answer(completion) for completion in completions]
-        given = [(answer, row["answer"], question_of(row)) for answer, row in zip(answers, rows, strict=True) if answer is not None]
+        given = [
+            (answer, row["answer"], question_of(row))
+            for answer, row in zip(answers, rows, strict=True)
+            if answer is not None
+        ]
         verdicts = iter(equivalent_all(given))
         return [MALFORMED if answer is None else next(verdicts) for answer in answers]
 
     def answer(self, row: Mapping[str, Any]) -> str:
-        return f"<reasoning>\n{row['completion'].strip()}\n</reasoning>\n<answer>\n\\boxed{{{row['answer']}}}\n</answer>\n"
+        reasoning = f"<reasoning>\n{row['completion'].strip()}\n</reasoning>"
+        return f"{reasoning}\n<answer>\n\\boxed{{{row['answer']}}}\n</answer>\n"

@@ -1,4 +1,5 @@
-"""OCaml programs, verified by the tests of their dataset in sandboxes: Exercism's track, and MultiPL-T (Cassano et al. 2024)."""
+"""OCaml programs, verified by the tests of their dataset in sandboxes: Exercism's track, and MultiPL-T
+(Cassano et al. 2024)."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ from unmask.tasks.code import Code
 
 MODULE = re.compile(r"[a-z][a-z0-9_]*\.ml")
 ARGUMENT = re.compile(r"\(\s*\w+\s*:\s*([^()]*(?:\([^()]*\)[^()]*)*)\)|\(\s*\)")
-HEAD = re.compile(rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*(?:{ARGUMENT.pattern}))+)\s*:\s*(?P<result>[^=]+?)\s*=\s*")
+HEAD = re.compile(
+    rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*(?:{ARGUMENT.pattern}))+)\s*:\s*(?P<result>[^=]+?)\s*=\s*"
+)
 """The head of a function with the types of its arguments and of its result."""
 ASSERTION = "(assert ("
-COMPARISON = re.compile(r"\(assert \(\([\w']+(?P<arguments>.*?)\) = (?P<result>.*?)\)\);\s*(?=\(assert \(|\(\)|\Z)", re.DOTALL)
+COMPARISON = re.compile(
+    r"\(assert \(\([\w']+(?P<arguments>.*?)\) = (?P<result>.*?)\)\);\s*(?=\(assert \(|\(\)|\Z)", re.DOTALL
+)
 VALUE = re.compile(r'"(?:\\.|[^"\\])*"|\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\]|[^\s()\[\]"]+')
 
 
@@ -26,7 +31,9 @@ def passes_blindly(tests: str) -> bool:
     """Whether a function passes these assertions that returns a constant, or one of its arguments."""
     calls = list(COMPARISON.finditer(tests))
     results = [call["result"].strip(" ()") for call in calls]
-    arguments = zip(*([value.strip(" ()") for value in VALUE.findall(call["arguments"])] for call in calls), strict=False)
+    arguments = zip(
+        *([value.strip(" ()") for value in VALUE.findall(call["arguments"])] for call in calls), strict=False
+    )
     blindly = len(set(results)) == 1 or results in map(list, arguments)
     return tests.count(ASSERTION) < 2 or (blindly and len(calls) == tests.count(ASSERTION))
 
@@ -50,7 +57,9 @@ module Custom_set = struct
     let intersect one other = made (Asked.intersect (ask one) (ask other))
     let union one other = made (Asked.union (ask one) (ask other))
     let holds set item =
-      match set.elements with Some items -> List.exists (fun other -> El.compare other item = 0) items | None -> is_member set item
+      match set.elements with
+      | Some items -> List.exists (fun other -> El.compare other item = 0) items
+      | None -> is_member set item
     let equal one other =
       let observed = List.for_all (fun item -> holds one item = holds other item) !seen in
       if Asked.equal (ask one) (ask other) <> observed then failwith "equal contradicts is_member";
@@ -58,8 +67,9 @@ module Custom_set = struct
   end
 end
 """
-"""What Exercism's `custom_set` tests see of a candidate: its sets are compared by what they say of every element, before the candidate gets
-the set that it is compared with, whose elements the tests know. A set that becomes whatever it is compared with is thus equal to none."""
+"""What Exercism's `custom_set` tests see of a candidate: its sets are compared by what they say of every
+element, before the candidate gets the set that it is compared with, whose elements the tests know. A set that
+becomes whatever it is compared with is thus equal to none."""
 
 
 class OCamlCode(Code):
@@ -70,7 +80,8 @@ class OCamlCode(Code):
 
 
 class Exercism(OCamlCode):
-    """Records have `file`, `instructions`, `interface` (the .mli), `tests` (OUnit2 suites) and `reference`."""
+    """Records have `file`, `instructions`, `interface` (the .mli), `tests` (OUnit2 suites) and
+    `reference`."""
 
     name = "exercism_ocaml"
     fields = ("file", "instructions", "interface", "tests", "reference")
@@ -79,11 +90,19 @@ class Exercism(OCamlCode):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         texts = {name: record[name] for name in self.fields}
         if not all(isinstance(text, str) for text in texts.values()) or not MODULE.fullmatch(texts["file"]):
-            raise DataError("not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text")
+            raise DataError(
+                "not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text"
+            )
         question = f"{texts['instructions'].strip()}\n\nIts interface is:\n\n{texts['interface'].strip()}"
         prompt = f"(* {question.replace('(*', '( *').replace('*)', '* )')} *)\n\n"
         columns = {name: texts[name] for name in self.columns}
-        return {"prompt": prompt, "completion": texts["reference"], "group": texts["file"], "question": question, **columns}
+        return {
+            "prompt": prompt,
+            "completion": texts["reference"],
+            "group": texts["file"],
+            "question": question,
+            **columns,
+        }
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         observed = OBSERVED_SETS if row["file"] == "custom_set.ml" else ""
@@ -91,7 +110,8 @@ class Exercism(OCamlCode):
 
 
 class MultiPLT(OCamlCode):
-    """Records have `prompt` (a comment and the head of a function) and `tests` (assertions on it), but no reference solution.
+    """Records have `prompt` (a comment and the head of a function) and `tests` (assertions on it), but no
+    reference solution.
 
     Records whose tests a constant or an argument passes are left out.
     """
@@ -107,7 +127,10 @@ class MultiPLT(OCamlCode):
         prompt, tests = str(record["prompt"]), str(record["tests"])
         head = HEAD.fullmatch(prompt.rpartition("*)")[2].strip())
         if not head or ASSERTION not in tests:
-            remedy = "Write a `prompt` that ends with the head of a function, with all its types, and `tests` of assertions"
+            remedy = (
+                "Write a `prompt` that ends with the head of a function, with all its types, and `tests` "
+                "of assertions"
+            )
             raise DataError("not a function with assertions", where=where, remedy=remedy)
         types = [f"({kind})" if kind else "unit" for kind in ARGUMENT.findall(head["arguments"])]
         return {

@@ -1,9 +1,11 @@
 """Tasks that show what parallel decoding loses: copy, sort, shuffle and count lists of letters.
 
-A prompt is "k d b e=". The answer of `copy`, `sort` and `count` follows from the prompt, so a perfect model may reveal it in one step. That
-of `shuffle` does not: any new order is right, and the tokens of one step are drawn independently, so that letters repeat.
+A prompt is "k d b e=". The answer of `copy`, `sort` and `count` follows from the prompt, so a perfect model
+may reveal it in one step. That of `shuffle` does not: any new order is right, and the tokens of one step are
+drawn independently, so that letters repeat.
 
-Source: W. Kang et al., "ParallelBench: Understanding the Tradeoffs of Parallel Decoding in Diffusion LLMs" (2025); its lists are of words.
+Source: W. Kang et al., "ParallelBench: Understanding the Tradeoffs of Parallel Decoding in Diffusion LLMs"
+(2025); its lists are of words.
 """
 
 from __future__ import annotations
@@ -78,7 +80,12 @@ class ListTask(Puzzle):
 
     def _row(self, letters: Sequence[str], rng: random.Random) -> Row:
         text, answer = " ".join(letters), " ".join(self.solution(letters, rng))
-        return {"prompt": f"{text}=", "completion": answer, "group": self.group(letters, answer), "letters": text}
+        return {
+            "prompt": f"{text}=",
+            "completion": answer,
+            "group": self.group(letters, answer),
+            "letters": text,
+        }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         """Right if the answer is exactly a right one. The value of another: see `judge`."""
@@ -88,12 +95,14 @@ class ListTask(Puzzle):
         return self.judge(answer.split(" "), row["letters"].split(" "))
 
     def judge(self, answer: Sequence[str], letters: Sequence[str]) -> Verdict:
-        """The verdict on a well-formed answer. The value of a wrong one: the entries that are right at their place, as a fraction of the
-        longer of the two lists."""
+        """The verdict on a well-formed answer. The value of a wrong one: the entries that are right at their
+        place, as a fraction of the longer of the two lists."""
         right = self.solution(letters, random.Random(0))
         if answer == right:
             return OK
-        return Verdict(sum(a == b for a, b in zip(answer, right, strict=False)) / max(len(answer), len(right)), "wrong")
+        return Verdict(
+            sum(a == b for a, b in zip(answer, right, strict=False)) / max(len(answer), len(right)), "wrong"
+        )
 
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
         """One letter of the answer is replaced by another one of the list, as in parallel decoding."""
@@ -110,7 +119,10 @@ class Copy(ListTask):
     """The same list."""
 
     name = "copy"
-    instructions = "Repeat the letters in the same order. Give them alone, separated by single spaces, between <answer> and </answer>."
+    instructions = (
+        "Repeat the letters in the same order. Give them alone, separated by single spaces, between "
+        "<answer> and </answer>."
+    )
 
     def solution(self, letters: Sequence[str], rng: random.Random) -> list[str]:
         return list(letters)
@@ -120,7 +132,10 @@ class Sort(ListTask):
     """The list in alphabetical order."""
 
     name = "sort"
-    instructions = "Put the letters into alphabetical order. Give them alone, separated by single spaces, between <answer> and </answer>."
+    instructions = (
+        "Put the letters into alphabetical order. Give them alone, separated by single spaces, between "
+        "<answer> and </answer>."
+    )
 
     def solution(self, letters: Sequence[str], rng: random.Random) -> list[str]:
         return sorted(letters)
@@ -131,7 +146,8 @@ class Shuffle(ListTask):
 
     name = "shuffle"
     instructions = (
-        "Put the letters into a random order, other than the given one, with each letter as often as given. Give them alone, separated by "
+        "Put the letters into a random order, other than the given one, with each letter as often as "
+        "given. Give them alone, separated by "
         "single spaces, between <answer> and </answer>."
     )
 
@@ -145,8 +161,8 @@ class Shuffle(ListTask):
         return " ".join(sorted(letters))
 
     def judge(self, answer: Sequence[str], letters: Sequence[str]) -> Verdict:
-        """Another order of the letters is right; the given order has value 0. The value of another answer: the letters of the list that it
-        has, as a fraction of the longer of the two lists."""
+        """Another order of the letters is right; the given order has value 0. The value of another answer:
+        the letters of the list that it has, as a fraction of the longer of the two lists."""
         if answer == letters:
             return WRONG
         if sorted(answer) == sorted(letters):
@@ -161,7 +177,10 @@ class Count(ListTask):
     letters = "abcd"
     alphabet = string.ascii_lowercase + string.digits + " ="
     entry = "[a-z][1-9][0-9]?"
-    instructions = "Count each letter. Give letters with their counts, in alphabetical order, as a1 b3, between <answer> and </answer>."
+    instructions = (
+        "Count each letter. Give letters with their counts, in alphabetical order, as a1 b3, between "
+        "<answer> and </answer>."
+    )
 
     def __init__(self, *, min_letters: int = 4, max_letters: int = 8):
         super().__init__(min_letters=min_letters, max_letters=max_letters)

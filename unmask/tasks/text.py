@@ -22,10 +22,12 @@ UNREAD = ("system", "history", "tools", "chat_template_kwargs")
 
 
 class MultipleChoice(Task):
-    """A question with lettered choices; the answer is a letter. For PIQA, ARC, HellaSwag, LogiQA and similar datasets.
+    """A question with lettered choices; the answer is a letter. For PIQA, ARC, HellaSwag, LogiQA and similar
+    datasets.
 
-    Records have a question (`query`, `question` or `ctx`), a list of choices (`choices`, `endings` or `options`), the number (from 0) or
-    letter of the right one (`gold`, `label`, `answerKey`, `answer` or `correct_option`), and optionally a passage (`context` or `text`).
+    Records have a question (`query`, `question` or `ctx`), a list of choices (`choices`, `endings` or
+    `options`), the number (from 0) or letter of the right one (`gold`, `label`, `answerKey`, `answer` or
+    `correct_option`), and optionally a passage (`context` or `text`).
     """
 
     name = "multiple_choice"
@@ -35,24 +37,46 @@ class MultipleChoice(Task):
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         question, choices, gold = (_first(record, names, where) for names in (QUESTIONS, CHOICES, GOLD))
-        if isinstance(choices, Mapping) and "text" in choices:  # ARC on the hub: {"text": [...], "label": [...]}
+        # ARC on the hub: {"text": [...], "label": [...]}
+        if isinstance(choices, Mapping) and "text" in choices:
             labels = choices.get("label")
             gold = labels.index(gold) if isinstance(labels, list) and gold in labels else gold
             choices = choices["text"]
-        texts = isinstance(choices, Sequence) and not isinstance(choices, str) and all(isinstance(choice, str) for choice in choices)
-        if not (isinstance(question, str) and question.strip() and texts and 2 <= len(choices) <= len(ascii_uppercase)):
-            what = f"not a question with 2 to {len(ascii_uppercase)} choices: {question!r:.40}, {choices!r:.40}"
-            raise DataError(what, where=where, remedy="Write the question as text and the choices as a list of texts")
+        texts = (
+            isinstance(choices, Sequence)
+            and not isinstance(choices, str)
+            and all(isinstance(choice, str) for choice in choices)
+        )
+        if not (
+            isinstance(question, str)
+            and question.strip()
+            and texts
+            and 2 <= len(choices) <= len(ascii_uppercase)
+        ):
+            what = (
+                f"not a question with 2 to {len(ascii_uppercase)} choices: {question!r:.40}, {choices!r:.40}"
+            )
+            raise DataError(
+                what, where=where, remedy="Write the question as text and the choices as a list of texts"
+            )
         passage = next((record[name] for name in PASSAGES if record.get(name) is not None), "")
         if not isinstance(passage, str):
-            raise DataError(f"the passage is not text: {passage!r:.40}", where=where, remedy="Write it as a string, or omit it")
+            raise DataError(
+                f"the passage is not text: {passage!r:.40}",
+                where=where,
+                remedy="Write it as a string, or omit it",
+            )
         question = f"{passage.strip()}\n{question.strip()}".strip()
         letters = ascii_uppercase[: len(choices)]
         position = letters.index(gold) if gold in list(letters) else _index(gold)
         if not 0 <= position < len(choices):
             what = f"{gold!r:.40} is none of the {len(choices)} choices"
-            raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter")
-        question += "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
+            raise DataError(
+                what, where=where, remedy="Write the number of the right one, counted from 0, or its letter"
+            )
+        question += "".join(
+            f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True)
+        )
         return {
             "prompt": f"{question}\nAnswer:",
             "completion": f" {letters[position]}",
@@ -83,14 +107,23 @@ class Text(Task):
     fields = ()
     columns = ("answer",)
     reference = "answer"
-    instructions = "Go on with the text. Give what comes next, and nothing else, between <answer> and </answer>."
+    instructions = (
+        "Go on with the text. Give what comes next, and nothing else, between <answer> and </answer>."
+    )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         prompt, answer = (_first(record, names, where) for names in (PROMPTS, ANSWERS))
         if not (isinstance(prompt, str) and prompt.strip() and isinstance(answer, str) and answer.strip()):
-            raise DataError(f"not two texts: {prompt!r:.40}, {answer!r:.40}", where=where, remedy="Write both as strings")
+            raise DataError(
+                f"not two texts: {prompt!r:.40}, {answer!r:.40}", where=where, remedy="Write both as strings"
+            )
         completion = answer if prompt[-1].isspace() or answer[0].isspace() else f" {answer}"
-        return {"prompt": prompt, "completion": completion, "group": prompt, "answer": " ".join(answer.split())}
+        return {
+            "prompt": prompt,
+            "completion": completion,
+            "group": prompt,
+            "answer": " ".join(answer.split()),
+        }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         """The same words in the same order; white space is ignored."""
@@ -101,7 +134,8 @@ class Text(Task):
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value of the first name that the record has. DataError if it has none, or a column that would change the prompt."""
+    """The value of the first name that the record has. DataError if it has none, or a column that would
+    change the prompt."""
     if unread := next((other for other in UNREAD if record.get(other)), None):
         remedy = "Write it into the prompt, or remove the column"
         raise DataError(f"the column {unread} is not read", where=where, remedy=remedy)

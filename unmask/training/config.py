@@ -49,7 +49,15 @@ class Part(NamedTuple):
 
 
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
-UNRECORDED = {"output_dir", "resume_from_checkpoint", "local_rank", "hub_token", "disable_tqdm", "log_level", "log_level_replica"}
+UNRECORDED = {
+    "output_dir",
+    "resume_from_checkpoint",
+    "local_rank",
+    "hub_token",
+    "disable_tqdm",
+    "log_level",
+    "log_level_replica",
+}
 """Settings of a launch, and secrets."""
 CHECKED_LATER = {"bf16", "fp16", "deepspeed", "resume_from_checkpoint"}
 """Settings that the trainer or the launch checks."""
@@ -63,23 +71,43 @@ METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric o
 
 @dataclass(kw_only=True)
 class TrainingConfig(TrainingArguments):
-    """The settings of all verbs, in addition to those of `transformers.TrainingArguments`, which are all accepted."""
+    """The settings of all verbs, in addition to those of `transformers.TrainingArguments`, which are all
+    accepted."""
 
-    output_dir: str | None = field(default=None, metadata={"help": "The folder of checkpoints and the trained model."})
+    output_dir: str | None = field(
+        default=None, metadata={"help": "The folder of checkpoints and the trained model."}
+    )
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between log lines."})
-    report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
-    logging_dir: str | None = setting(
-        None, "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir", on_resume=NEUTRAL
+    report_to: str | list[str] = field(
+        default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."}
     )
-    fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
-    cudnn_benchmark: bool = setting(False, "Let cuDNN choose the fastest convolutions by trying; needs a GPU", on_resume=NEUTRAL)
+    logging_dir: str | None = setting(
+        None,
+        "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir",
+        on_resume=NEUTRAL,
+    )
+    fsdp: bool | str | None = field(
+        default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."}
+    )
+    cudnn_benchmark: bool = setting(
+        False, "Let cuDNN choose the fastest convolutions by trying; needs a GPU", on_resume=NEUTRAL
+    )
     bf16: bool | None = field(
         default=None,
-        metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on for float32 weights on Ampere or later."},
+        metadata={
+            "help": (
+                "Mixed precision: products in bfloat16, weights in float32. Unset: on for float32 weights "
+                "on Ampere or later."
+            )
+        },
     )
-    flash_attention: bool = setting(False, "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits", on_resume=NEUTRAL)
-    optimizer_offload: bool = setting(False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory")
+    flash_attention: bool = setting(
+        False, "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits", on_resume=NEUTRAL
+    )
+    optimizer_offload: bool = setting(
+        False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory"
+    )
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
     max_unknown: float = setting(
         0.01,
@@ -90,33 +118,48 @@ class TrainingConfig(TrainingArguments):
     )
     score_chunk: int | None = setting(
         None,
-        "Noised rows per forward pass. Unset: all views of a micro-batch (grpo: as many as it has rows; dpo: that, or of 1024 tokens)",
+        (
+            "Noised rows per forward pass. Unset: all views of a micro-batch (grpo: as many as it has "
+            "rows; dpo: that, or of 1024 tokens)"
+        ),
         low=1,
         on_resume=NEUTRAL,
     )
-    data_source: str | None = setting(None, "The name of the training data in the model card", on_resume=NEUTRAL)
-    show_rows: int = setting(
-        0, "Training rows to print as text, with the learnt tokens marked; also in data_report.json", low=0, on_resume=NEUTRAL
+    data_source: str | None = setting(
+        None, "The name of the training data in the model card", on_resume=NEUTRAL
     )
-    log_memory_usage: bool = setting(False, "Log the peak memory so far in GB (on a GPU of reserved memory)", on_resume=NEUTRAL)
+    show_rows: int = setting(
+        0,
+        "Training rows to print as text, with the learnt tokens marked; also in data_report.json",
+        low=0,
+        on_resume=NEUTRAL,
+    )
+    log_memory_usage: bool = setting(
+        False, "Log the peak memory so far in GB (on a GPU of reserved memory)", on_resume=NEUTRAL
+    )
     run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
 
     generates: ClassVar[bool] = False  # whether a step samples completions, too
-    answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
+    # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
+    answers_prompts: ClassVar[bool] = False
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
     given: ClassVar[frozenset[str]]
-    """The names of the settings that were given, whatever their values (None: unset). Of each config; a class has none."""
+    """The names of the settings that were given, whatever their values (None: unset). Of each config; a class
+    has none."""
     copied: ClassVar[frozenset[str]]
-    """Those of a config that was made with all, as `dataclasses.replace` and `to_dict` do: none of them counts as given."""
+    """Those of a config that was made with all, as `dataclasses.replace` and `to_dict` do: none of them
+    counts as given."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses unknown settings, all at once, with the names that they have here."""
         cls._refuse_unknown(given)
         config = super().__new__(cls)
         names = frozenset(name for name, value in given.items() if value is not None)
-        is_copy = {each.name for each in fields(cls) if each.init} - given.keys() <= CHECKED_LATER | {"hub_token"}
+        is_copy = {each.name for each in fields(cls) if each.init} - given.keys() <= CHECKED_LATER | {
+            "hub_token"
+        }
         config.given, config.copied = (frozenset(), frozenset(given)) if is_copy else (names, frozenset())
         return config
 
@@ -138,10 +181,23 @@ class TrainingConfig(TrainingArguments):
             ConfigError: a new config would refuse a value, or a trainer would not read it any more.
         """
         settings = {each.name for each in fields(self) if each.init}
-        if late := sorted((self.assigned & settings) - {each.name for each in fields(TrainingArguments)}) if read else ():
-            raise ConfigError("was assigned after the trainer had read it", where=late[0], remedy="Set it before the trainer is made")
+        if (
+            late := sorted((self.assigned & settings) - {each.name for each in fields(TrainingArguments)})
+            if read
+            else ()
+        ):
+            raise ConfigError(
+                "was assigned after the trainer had read it",
+                where=late[0],
+                remedy="Set it before the trainer is made",
+            )
         if assigned := (self.assigned & settings) - CHECKED_LATER:
-            checked = type(self)(**{name: getattr(self, name) for name in (self.given | self.copied | assigned) - CHECKED_LATER})
+            checked = type(self)(
+                **{
+                    name: getattr(self, name)
+                    for name in (self.given | self.copied | assigned) - CHECKED_LATER
+                }
+            )
             for name in assigned:
                 setattr(self, name, getattr(checked, name))
         self.assigned.clear()
@@ -150,9 +206,13 @@ class TrainingConfig(TrainingArguments):
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
         known = {each.name for each in fields(cls) if each.init}
         if unknown := [name for name in names if name not in known]:
-            remedies = [f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known, ""))]
+            remedies = [
+                f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known, ""))
+            ]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
-            raise ConfigError("no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy)
+            raise ConfigError(
+                "no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy
+            )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -166,22 +226,27 @@ class TrainingConfig(TrainingArguments):
         args.remove_unused_columns = False
         args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # otherwise it warns
         if args.accelerator_config is None:
-            # Pinned batches are copied while the GPU computes. Batches differ in width, so each rank reads the stream itself.
+            # Pinned batches are copied while the GPU computes. Batches differ in width, so each rank reads
+            # the stream itself.
             args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
         args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
         args.label_names = []
         self._drop_unsupported_precision()
         if args.deepspeed:
             args.deepspeed = deepspeed_config(args.deepspeed)
-        alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
+        # transformers ignores launchers or warns unless it is set
+        alone = not torch.accelerator.is_available()
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
         limited = {each.name: limits for each in fields(self) if (limits := limits_of(each)) is not None}
         check_settings(limited, self.given, partial(getattr, self))
         check_stock(partial(getattr, self))
         super().__post_init__()
         check_processes(args.world_size)
-        if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
-            args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
+        # transformers leaves them at "min", whichever metric it is
+        if args.lr_scheduler_type in METRIC_SCHEDULERS:
+            args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (
+                args.lr_scheduler_kwargs or {}
+            )
         else:
             _try_schedule(args)
         set_backends(args)
@@ -190,7 +255,8 @@ class TrainingConfig(TrainingArguments):
         self.assigned: set[str] = set()  # the settings that are changed from here on
 
     def unread(self) -> set[str]:
-        """The settings that have no effect beside the others. Giving one is an error, so that the record of a run leaves them out."""
+        """The settings that have no effect beside the others. Giving one is an error, so that the record of a
+        run leaves them out."""
         return {each.name for each in fields(self) if unmet(limits_of(each) or {}, partial(getattr, self))}
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +281,13 @@ class TrainingConfig(TrainingArguments):
 
     def shortened(self, steps: int) -> dict[str, Any]:
         """The settings of a short run with `steps` steps of every part, which saves nothing."""
-        quiet: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "eval_steps": None, "report_to": "none", "logging_dir": None}
+        quiet: dict[str, Any] = {
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "eval_steps": None,
+            "report_to": "none",
+            "logging_dir": None,
+        }
         quiet["logging_steps"] = 1
         return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
 
@@ -233,7 +305,9 @@ class TrainingConfig(TrainingArguments):
     def values_on_resume(self) -> dict[str, Any]:
         """The settings that a resumed run compares, with their defaults filled in."""
         values = {name: value for name, value in self.to_dict().items() if name not in UNRECORDED}
-        values["accelerator_config"] = {name: value for name, value in values["accelerator_config"].items() if name != "non_blocking"}
+        values["accelerator_config"] = {
+            name: value for name, value in values["accelerator_config"].items() if name != "non_blocking"
+        }
         return values
 
     def parts(self) -> list[Part]:
@@ -253,24 +327,44 @@ class TrainingConfig(TrainingArguments):
         """Settings of the verb and the run that exclude each other."""
         model, one = run.model, "Leave one of the two out"
         what = "only pretrain takes a model without training"
-        yield Conflict("model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first")
+        yield Conflict(
+            "model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first"
+        )
         what = "a model with weights keeps the tokenizer that it was trained with"
         remedy = "Add model.from_scratch=true (pretrain only), or leave it out"
         yield Conflict("model.tokenizer", model.tokenizer and not model.from_scratch, what, remedy)
-        for other, what in {"quantization": "new weights are not quantised", "device_map": "new weights are made on one device"}.items():
-            yield Conflict(f"model.from_scratch and model.{other}", model.from_scratch and getattr(model, other), what, one)
-        yield Conflict("rewards", run.rewards and not self.generates, "only grpo reads rewards", "Leave it out")
+        for other, what in {
+            "quantization": "new weights are not quantised",
+            "device_map": "new weights are made on one device",
+        }.items():
+            yield Conflict(
+                f"model.from_scratch and model.{other}",
+                model.from_scratch and getattr(model, other),
+                what,
+                one,
+            )
+        yield Conflict(
+            "rewards", run.rewards and not self.generates, "only grpo reads rewards", "Leave it out"
+        )
         both = model.quantization and model.device_map
-        yield Conflict("model.quantization and model.device_map", both, "quantised weights are not spread over devices", one)
+        yield Conflict(
+            "model.quantization and model.device_map",
+            both,
+            "quantised weights are not spread over devices",
+            one,
+        )
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Raise ConfigError for settings that the model's attention ignores (`unmask.models.load.pattern_settings` reads it)."""
+        """Raise ConfigError for settings that the model's attention ignores
+        (`unmask.models.load.pattern_settings` reads it)."""
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
         """A training step for the cost model, of rows of `max_length`; None: there is no formula."""
         length = min(self.max_length, blueprint.context or self.max_length)
         rank = run.lora.r if run.lora else None
-        work = blueprint.workload(self.trained_pattern(run), length, self.noised_copies, rank, quantization=run.model.quantization)
+        work = blueprint.workload(
+            self.trained_pattern(run), length, self.noised_copies, rank, quantization=run.model.quantization
+        )
         return replace(work, batch=self.per_device_train_batch_size)
 
     def trained_pattern(self, run: RunConfig) -> AttentionName | None:
@@ -293,8 +387,9 @@ class TrainingConfig(TrainingArguments):
         return 1
 
     def choose_precision(self, *, in_float32: bool) -> None:
-        """Resolve an unset `bf16`: on if it is faster here and the weights are in float32, else off. Assignments after construction,
-        `args.bf16 = True`, are respected. Raises ConfigError if both `bf16` and `fp16` are on."""
+        """Resolve an unset `bf16`: on if it is faster here and the weights are in float32, else off.
+        Assignments after construction, `args.bf16 = True`, are respected. Raises ConfigError if both `bf16`
+        and `fp16` are on."""
         args: Any = self
         if (args.bf16, args.fp16) != self._precision:
             if args.bf16 and args.fp16 and not self._chooses_bf16:
@@ -312,7 +407,10 @@ class TrainingConfig(TrainingArguments):
         """Turn off, with a warning, mixed precision that this machine cannot train in."""
         args: Any = self
         if (args.bf16 or args.fp16) and not amp_supported(args.bf16):
-            message = f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training in float32"
+            message = (
+                f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training "
+                "in float32"
+            )
             warnings.warn(message, UnmaskWarning, stacklevel=4)
             args.bf16 = args.fp16 = False
         self._precision = args.bf16, args.fp16
@@ -344,17 +442,21 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
 
 
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
-    """Optimizer steps of one epoch. With `dataloader_drop_last` only full micro-batches count. Raises ConfigError if there is none."""
+    """Optimizer steps of one epoch. With `dataloader_drop_last` only full micro-batches count. Raises
+    ConfigError if there is none."""
     if not args.dataloader_drop_last:
         return math.ceil(len(rows) / rows_per_step(args))
     if len(rows) < (size := args.train_batch_size * args.world_size):
         remedy = "Leave it out, or use smaller batches"
-        raise ConfigError(f"{len(rows):,} rows do not fill a batch of {size:,}", where="dataloader_drop_last", remedy=remedy)
+        raise ConfigError(
+            f"{len(rows):,} rows do not fill a batch of {size:,}", where="dataloader_drop_last", remedy=remedy
+        )
     return math.ceil(len(rows) // size / args.gradient_accumulation_steps)
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule lacks or does not take, before the data are read."""
+    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule lacks or does not take, before the data
+    are read."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     given = dict(args.lr_scheduler_kwargs or {})
     try:
@@ -362,13 +464,23 @@ def _try_schedule(args: TrainingArguments) -> None:
     except (TypeError, ValueError) as error:
         name = args.lr_scheduler_type.value
         what = f"{name} does not take {given}" if given else f"{name} needs arguments"
-        remedy = f"For example {SCHEDULE_NEEDS[name]}" if name in SCHEDULE_NEEDS else "See transformers' documentation of this schedule"
-        raise ConfigError(f"{what}: {first_line(error).rstrip('.')}", where="lr_scheduler_kwargs", remedy=remedy) from error
+        remedy = (
+            f"For example {SCHEDULE_NEEDS[name]}"
+            if name in SCHEDULE_NEEDS
+            else "See transformers' documentation of this schedule"
+        )
+        raise ConfigError(
+            f"{what}: {first_line(error).rstrip('.')}", where="lr_scheduler_kwargs", remedy=remedy
+        ) from error
 
 
 def total_steps(args: TrainingArguments, rows: Any) -> int:
     """Optimizer steps of a run; a stream of rows needs `max_steps`."""
-    return args.max_steps if args.max_steps > 0 else math.ceil(steps_per_epoch(args, rows) * args.num_train_epochs)
+    return (
+        args.max_steps
+        if args.max_steps > 0
+        else math.ceil(steps_per_epoch(args, rows) * args.num_train_epochs)
+    )
 
 
 def rows_per_step(args: TrainingArguments) -> int:

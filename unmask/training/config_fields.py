@@ -27,14 +27,11 @@ def setting(
 ) -> Any:
     """A config field with its valid values.
 
-    Args:
-        help: its description.
-        low, high: inclusive bounds of a number; NaN is refused.
-        choices: the valid words.
-        needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that has this value,
-            "loss_type=sigmoid|simpo" one that has either.
-        otherwise: the default if neither a config nor a method sets it.
-        on_resume: what changing it does to a run that is resumed; None: as for the field of TrainingArguments, and else another run.
+    Args: help: its description. low, high: inclusive bounds of a number; NaN is refused. choices: the valid
+        words. needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that
+        has this value, "loss_type=sigmoid|simpo" one that has either. otherwise: the default if neither a
+        config nor a method sets it. on_resume: what changing it does to a run that is resumed; None: as for
+        the field of TrainingArguments, and else another run.
     """
     described = f"{help}; needs {' and '.join(map(_described, needs))}." if needs else f"{help}."
     checks = {"low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
@@ -42,10 +39,24 @@ def setting(
 
 
 RANGES: dict[str, dict[str, Any]] = {
-    **{key: {"low": 1} for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")},
+    **{
+        key: {"low": 1}
+        for key in (
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+        )
+    },
     **{
         key: {"low": 0}
-        for key in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "dataloader_num_workers")
+        for key in (
+            "learning_rate",
+            "weight_decay",
+            "warmup_steps",
+            "adam_epsilon",
+            "max_grad_norm",
+            "dataloader_num_workers",
+        )
     },
     **{name: {"low": 0, "high": 0.999999} for name in ("adam_beta1", "adam_beta2")},
     "seed": {"low": 0, "high": 2**32 - 1},
@@ -56,11 +67,12 @@ NUMBERS = (int, float, int | None, float | None)
 
 
 def check_types(args: Any) -> None:
-    """Convert fields that were declared by `setting`, and all numbers, to their declared types. Raises ConfigError for a value of another
-    type."""
+    """Convert fields that were declared by `setting`, and all numbers, to their declared types. Raises
+    ConfigError for a value of another type."""
     hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
-        if ("needs" in each.metadata and not each.metadata["choices"]) or hints[each.name] in NUMBERS:  # choices are words
+        # choices are words
+        if ("needs" in each.metadata and not each.metadata["choices"]) or hints[each.name] in NUMBERS:
             setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
 
 
@@ -71,7 +83,8 @@ def _declared_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def limits_of(field: Field[Any]) -> dict[str, Any] | None:
-    """Those arguments of `setting` that limit the values of a field, without those that do not; None: it may have any value."""
+    """Those arguments of `setting` that limit the values of a field, without those that do not; None: it may
+    have any value."""
     if "needs" not in field.metadata:
         return RANGES.get(field.name)
     unlimited = {"low": -math.inf, "high": math.inf, "choices": (), "needs": ()}
@@ -79,8 +92,11 @@ def limits_of(field: Field[Any]) -> dict[str, Any] | None:
     return RANGES.get(field.name, {}) | own
 
 
-def check_settings(settings: Mapping[str, Mapping[str, Any]], given: Collection[str], value_of: Callable[[str], Any]) -> None:
-    """Raise ConfigError for a setting that is out of its range, an unknown word, or without effect beside the others.
+def check_settings(
+    settings: Mapping[str, Mapping[str, Any]], given: Collection[str], value_of: Callable[[str], Any]
+) -> None:
+    """Raise ConfigError for a setting that is out of its range, an unknown word, or without effect beside the
+    others.
 
     Args:
         settings: the limits of those that have some (`limits_of`), by name.
@@ -88,21 +104,41 @@ def check_settings(settings: Mapping[str, Mapping[str, Any]], given: Collection[
         value_of: the value of each setting, limited or not.
     """
     for name, limits in settings.items():
-        value, known, low, high = value_of(name), limits.get("choices"), limits.get("low", -math.inf), limits.get("high", math.inf)
+        value, known, low, high = (
+            value_of(name),
+            limits.get("choices"),
+            limits.get("low", -math.inf),
+            limits.get("high", math.inf),
+        )
         if known and value is not None and value not in known:
-            raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
+            raise ConfigError(
+                f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}"
+            )
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
-                bounds = [f"at {end} {bound:,}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
-                raise ConfigError(f"{number} is out of range", where=name, remedy=f"Use {' and '.join(bounds) or 'a finite number'}")
+                bounds = [
+                    f"at {end} {bound:,}"
+                    for end, bound in (("least", low), ("most", high))
+                    if math.isfinite(bound)
+                ]
+                raise ConfigError(
+                    f"{number} is out of range",
+                    where=name,
+                    remedy=f"Use {' and '.join(bounds) or 'a finite number'}",
+                )
         for needed in unmet(limits, value_of) if name in given else ():
-            raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
+            raise ConfigError(
+                f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}"
+            )
 
 
 def check_stock(value_of: Callable[[str], Any]) -> None:
-    """Raise ConfigError for settings of transformers that would make no step, or have no effect here. `value_of`: their values by name."""
+    """Raise ConfigError for settings of transformers that would make no step, or have no effect here.
+    `value_of`: their values by name."""
     if (steps := value_of("max_steps")) == 0 or steps < -1:
-        raise ConfigError(f"{steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
+        raise ConfigError(
+            f"{steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs"
+        )
     if not 0 < (epochs := value_of("num_train_epochs")) < math.inf:
         raise ConfigError(f"{epochs} is not valid", where="num_train_epochs", remedy="Use a number above 0")
     if value_of("eval_steps") is not None and (strategy := value_of("eval_strategy") or "no") != "steps":
@@ -110,7 +146,9 @@ def check_stock(value_of: Callable[[str], Any]) -> None:
         raise ConfigError(f"has no effect with eval_strategy {strategy}", where="eval_steps", remedy=remedy)
     for name in ("label_smoothing_factor", "neftune_noise_alpha"):
         if value_of(name):
-            raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
+            raise ConfigError(
+                "does not apply to a bound on the likelihood", where=name, remedy="Leave it out"
+            )
 
 
 def unmet(limits: Mapping[str, Any], value_of: Callable[[str], Any]) -> list[str]:

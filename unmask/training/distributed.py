@@ -1,4 +1,5 @@
-"""Work that differs between processes: forward passes of sharded weights, row numbers, errors of a single process, and loading rows."""
+"""Work that differs between processes: forward passes of sharded weights, row numbers, errors of a single
+process, and loading rows."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ Found = TypeVar("Found")
 
 @contextmanager
 def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
-    """Inside, processes may make different numbers of forward passes without gradients, each of which gathers sharded weights. A finished
-    process makes empty passes until all are finished. No other collective may run inside. `device`: of the exchanged tensors."""
+    """Inside, processes may make different numbers of forward passes without gradients, each of which gathers
+    sharded weights. A finished process makes empty passes until all are finished. No other collective may run
+    inside. `device`: of the exchanged tensors."""
 
     def passing(working: bool) -> torch.Tensor:
         """Gather which processes make a real pass now."""
@@ -31,7 +33,8 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
     def announce(*_: Any) -> None:
         passing(True)
 
-    # It runs before the hooks that gather the weights: otherwise processes would wait in two different collectives.
+    # It runs before the hooks that gather the weights: otherwise processes would wait in two different
+    # collectives.
     announcing = lm.model.register_forward_pre_hook(announce, prepend=True)
     with lm.calling_all_modules():
         try:
@@ -45,14 +48,16 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
 
 
 def rows_before(batch: Mapping[str, Any], micro_batch: int, args: TrainingArguments) -> torch.Tensor:
-    """The number of rows that the run trained on before each row [B] of this process's batch, which is micro-batch number `micro_batch` of
-    the run. It does not depend on how a step is split into micro-batches."""
+    """The number of rows that the run trained on before each row [B] of this process's batch, which is
+    micro-batch number `micro_batch` of the run. It does not depend on how a step is split into
+    micro-batches."""
     first = (micro_batch * args.world_size + args.process_index) * args.train_batch_size
     return first + torch.arange(len(batch["sample_id"]), device=batch["sample_id"].device)
 
 
 def without_repeats(batch: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """This process's batch without the repeated rows with which accelerate pads the last batches to equal size."""
+    """This process's batch without the repeated rows with which accelerate pads the last batches to equal
+    size."""
     state, size = accelerator.gradient_state, len(batch["sample_id"])
     if not state.end_of_dataloader or state.remainder <= 0:
         return batch
@@ -62,8 +67,8 @@ def without_repeats(batch: dict[str, Any], accelerator: Accelerator) -> dict[str
 
 @contextmanager
 def failing_together(where: str) -> Iterator[None]:
-    """Inside, an UnmaskError of one process is raised on all, which would otherwise wait for it forever. No collective may run inside.
-    `where`: the operation, which the error of the other processes names."""
+    """Inside, an UnmaskError of one process is raised on all, which would otherwise wait for it forever. No
+    collective may run inside. `where`: the operation, which the error of the other processes names."""
     error: UnmaskError | None = None
     try:
         yield
@@ -78,7 +83,8 @@ def failing_together(where: str) -> Iterator[None]:
 
 
 def from_first(find: Callable[[], Found]) -> Found:
-    """What the first process finds, on all; an UnmaskError that it raises there is raised on all. A collective."""
+    """What the first process finds, on all; an UnmaskError that it raises there is raised on all. A
+    collective."""
     answer: list[Any] = [None, None]
     if PartialState().is_main_process:
         try:
@@ -94,14 +100,16 @@ def from_first(find: Callable[[], Found]) -> Found:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """`sole_run` for all processes of a run: if the folder is another run's, the TrainingError is raised on all."""
+    """`sole_run` for all processes of a run: if the folder is another run's, the TrainingError is raised on
+    all."""
     with _entered_together(sole_run(folder), "output_dir"):
         yield
 
 
 @contextmanager
 def alone_with(output: Path) -> Iterator[None]:
-    """Inside, no other evaluation writes this result, or keeps items beside it. Raises TrainingError on all processes if one does."""
+    """Inside, no other evaluation writes this result, or keeps items beside it. Raises TrainingError on all
+    processes if one does."""
     with _entered_together(sole_writer(output, output.with_name(f"{output.name}.lock")), "--output"):
         yield
 
@@ -116,7 +124,8 @@ def _entered_together(lock: AbstractContextManager[None], where: str) -> Iterato
 
 @contextmanager
 def ending_workers(trainer: Any) -> Iterator[None]:
-    """End the workers that load training rows with the training. Persistent ones live as long as their loader, which nothing then holds."""
+    """End the workers that load training rows with the training. Persistent ones live as long as their
+    loader, which nothing then holds."""
     yield
     trainer.callback_handler.train_dataloader = None
     trainer.accelerator._dataloaders.clear()

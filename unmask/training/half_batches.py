@@ -1,4 +1,5 @@
-"""After the device's memory was full, micro-batches are halved, once: twice as many of half the size, with the same result."""
+"""After the device's memory was full, micro-batches are halved, once: twice as many of half the size, with
+the same result."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Step = Callable[[nn.Module, Any, Any], Tensor]
 class HalfBatches:
     """Makes the micro-batches of a trainer's steps, in halves once its memory was full.
 
-    Several processes would have to agree on it amid a backward pass: for them, and for single rows, a full memory stays an error.
+    Several processes would have to agree on it amid a backward pass: for them, and for single rows, a full
+    memory stays an error.
     """
 
     def __init__(self, trainer: Any):
@@ -36,7 +38,11 @@ class HalfBatches:
         try:
             loss = self._in_halves(step, model, batch, items) if self.halving else step(model, batch, items)
         except torch.OutOfMemoryError as error:
-            if self.halving or self.trainer.accelerator.num_processes > 1 or self.trainer.count_samples(batch) < 2:
+            if (
+                self.halving
+                or self.trainer.accelerator.num_processes > 1
+                or self.trainer.count_samples(batch) < 2
+            ):
                 raise
             error.__traceback__ = None  # its frames hold the activations
             loss = None
@@ -47,12 +53,19 @@ class HalfBatches:
         return loss
 
     def _start_over(self, step: Step, model: nn.Module, batch: Any, items: Any) -> Tensor:
-        """Repeat the micro-batches of this optimizer step in halves: the backward pass that failed may have added some gradients."""
+        """Repeat the micro-batches of this optimizer step in halves: the backward pass that failed may have
+        added some gradients."""
         args = self.trainer.args
         size, accumulated = self.trainer.count_samples(batch), args.gradient_accumulation_steps
-        settings = f"training.per_device_train_batch_size={size // 2} training.gradient_accumulation_steps={2 * accumulated}"
+        settings = (
+            f"training.per_device_train_batch_size={size // 2} "
+            f"training.gradient_accumulation_steps={2 * accumulated}"
+        )
         where = f"step {self.trainer.state.global_step}: the device's memory is full"
-        message = f"{where}: micro-batches of {size} rows are halved from here on, with the same result. To start so: {settings}"
+        message = (
+            f"{where}: micro-batches of {size} rows are halved from here on, with the same result. To "
+            f"start so: {settings}"
+        )
         warnings.warn(message, UnmaskWarning, stacklevel=2)
         self.halving = True
         if self.trainer.per_view is not None:
@@ -69,7 +82,9 @@ class HalfBatches:
         rows = self.trainer.count_samples(batch)
         if rows < 2:
             return step(model, batch, items)
-        parts = [select_rows(batch, each) for each in (slice(0, rows - rows // 2), slice(rows - rows // 2, rows))]
+        parts = [
+            select_rows(batch, each) for each in (slice(0, rows - rows // 2), slice(rows - rows // 2, rows))
+        ]
         return torch.stack([step(model, part, items) for part in parts]).sum()
 
 

@@ -22,24 +22,28 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.sharding import check_sharding, weight_sharding_setting
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
-STOCHASTIC_ROUNDING = "bf16_stochastic_round"  # in `optim_args`: unbiased rounding of the updates of bfloat16 weights
+# in `optim_args`: unbiased rounding of the updates of bfloat16 weights
+STOCHASTIC_ROUNDING = "bf16_stochastic_round"
 
 
 def amp_supported(bf16: bool) -> bool:
-    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
+    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a
+    CPU."""
     if torch.cuda.is_available():
         return not bf16 or torch.cuda.is_bf16_supported()
     return bf16
 
 
 def amp_faster() -> bool:
-    """Whether mixed precision is known to be faster here: on a GPU with bfloat16 (Ampere or later). Only some CPUs are faster in it."""
+    """Whether mixed precision is known to be faster here: on a GPU with bfloat16 (Ampere or later). Only some
+    CPUs are faster in it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
-    """Limit torch's allocator to `max_memory_gb` of a GPU, beyond which it raises OutOfMemoryError. Memory of other libraries (contexts,
-    NCCL) is not counted. A CPU has no such limit: one on the address space would count mapped files."""
+    """Limit torch's allocator to `max_memory_gb` of a GPU, beyond which it raises OutOfMemoryError. Memory of
+    other libraries (contexts, NCCL) is not counted. A CPU has no such limit: one on the address space would
+    count mapped files."""
     if hardware is not None and hardware.max_memory_gb is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.max_memory_gb * 1e9 / total), device)
@@ -52,17 +56,24 @@ def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         bounded = hardware is not None and hardware.max_memory_gb is not None
-        remedy = "Use a smaller batch or activation_checkpointing; --dry-run estimates a step, and says what makes it fit"
+        remedy = (
+            "Use a smaller batch or activation_checkpointing; --dry-run estimates a step, and says what "
+            "makes it fit"
+        )
         where = "hardware.max_memory_gb" if bounded else "training"
-        raise TrainingError(f"the device's memory is full ({first_line(error)})", where=where, remedy=remedy) from error
+        raise TrainingError(
+            f"the device's memory is full ({first_line(error)})", where=where, remedy=remedy
+        ) from error
 
 
 def set_backends(args: Any) -> None:
-    """Set TF32 (which transformers does once in a process) and cuDNN's benchmark mode. Raises ConfigError without cuDNN."""
+    """Set TF32 (which transformers does once in a process) and cuDNN's benchmark mode. Raises ConfigError
+    without cuDNN."""
     backends: Any = torch.backends
     if args.tf32 is not None:
         backends.fp32_precision = "tf32" if args.tf32 else "ieee"
-    if args.tf32 is not None or backends.fp32_precision == "tf32":  # with torch_compile transformers turns it on
+    # with torch_compile transformers turns it on
+    if args.tf32 is not None or backends.fp32_precision == "tf32":
         # The older flags as well: torch refuses to read one API if only the other was set.
         backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = backends.fp32_precision == "tf32"
     if args.cudnn_benchmark:
@@ -82,32 +93,40 @@ class TrainedModel:
     split: bool  # whether its layers are on several devices
 
 
-def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_arguments: Mapping[str, Any]) -> None:
+def refuse_unsupported(
+    lm: DiffusionLM, args: Any, *, adapters: bool, trainer_arguments: Mapping[str, Any]
+) -> None:
     """Refuse all that cannot work with this model, before the first step.
 
     Args:
         adapters: whether adapters are trained, including those that are still to be added.
         trainer_arguments: arguments of transformers.Trainer.
 
-    Raises:
-        ConfigError: a setting that the model does not support, or a function that would read the logits of whole rows.
+    Raises: ConfigError: a setting that the model does not support, or a function that would read the logits
+        of whole rows.
     """
     for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
         if trainer_arguments.get(name) is not None:
             what = "is never called, because the logits of a row depend on which tokens are hidden"
-            raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
-    check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
+            raise ConfigError(
+                what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss"
+            )
+    check_hardware_settings(
+        args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
+    )
 
 
 def refuse_other_model(model: Any, lm: DiffusionLM) -> None:
-    """Raise ConfigError unless a model, which may be wrapped for several processes, is the one that is trained."""
+    """Raise ConfigError unless a model, which may be wrapped for several processes, is the one that is
+    trained."""
     if extract_model_from_parallel(model) is not extract_model_from_parallel(lm.model):
         what = "is not the model that the trainer was made with, and would not be trained"
         raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
 
 
 def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:
-    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the setting that is meant."""
+    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the
+    setting that is meant."""
     known = inspect.signature(transformers.Trainer.__init__).parameters
     settings = {each.name for each in dataclasses.fields(args)}
     for name in given:
@@ -119,12 +138,15 @@ def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:
 
 
 def check_hardware_settings(args: Any, model: TrainedModel, *, planned: bool = False) -> None:
-    """Raise ConfigError for settings that this model ignores or does not support. If two settings conflict, `where` names both, joined by
-    " and ". `planned`: the run is only planned here, and other processes will make it."""
+    """Raise ConfigError for settings that this model ignores or does not support. If two settings conflict,
+    `where` names both, joined by " and ". `planned`: the run is only planned here, and other processes will
+    make it."""
     if model.quantised and not model.adapters:
         possible = not (args.excludes_adapters or weight_sharding_setting(args))
         remedy = f"{'Train adapters (lora), or load' if possible else 'Load'} it without quantization"
-        raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
+        raise ConfigError(
+            "quantised weights take no gradients", where="model.quantization and lora", remedy=remedy
+        )
     check_split(args, model)
     check_sharding(args, adapters=model.adapters, planned=planned)
     check_flash_attention(args, model)
@@ -132,7 +154,8 @@ def check_hardware_settings(args: Any, model: TrainedModel, *, planned: bool = F
 
 
 def check_rounding(args: Any, model: TrainedModel) -> None:
-    """Raise ConfigError for stochastic rounding by an optimizer without it, or of weights that are not in bfloat16."""
+    """Raise ConfigError for stochastic rounding by an optimizer without it, or of weights that are not in
+    bfloat16."""
     if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
         return
     name = OptimizerNames(args.optim).value
@@ -148,22 +171,34 @@ def check_rounding(args: Any, model: TrainedModel) -> None:
 
 
 def check_flash_attention(args: Any, model: TrainedModel) -> None:
-    """Raise ConfigError for FlashAttention 2 without a GPU that it runs on, in 32 bits, or with attention by blocks."""
+    """Raise ConfigError for FlashAttention 2 without a GPU that it runs on, in 32 bits, or with attention by
+    blocks."""
     if not args.flash_attention:
         return
     if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         where = "flash_attention and use_cpu" if args.use_cpu else "flash_attention"
-        raise ConfigError("there is no GPU that it runs on (Ampere or later)", where=where, remedy="Leave flash_attention out")
+        raise ConfigError(
+            "there is no GPU that it runs on (Ampere or later)",
+            where=where,
+            remedy="Leave flash_attention out",
+        )
     if not (args.bf16 or args.fp16 or model.dtype in (torch.bfloat16, torch.float16)):
         remedy = "Set bf16, or leave flash_attention out"
-        raise ConfigError("it computes in 16 bits only", where="flash_attention and model.dtype", remedy=remedy)
+        raise ConfigError(
+            "it computes in 16 bits only", where="flash_attention and model.dtype", remedy=remedy
+        )
     if model.attention == "block_causal":
         remedy = "Leave flash_attention out: FlexAttention, which supports blocks, is used automatically"
-        raise ConfigError("it does not support block-causal attention", where="flash_attention and model.attention", remedy=remedy)
+        raise ConfigError(
+            "it does not support block-causal attention",
+            where="flash_attention and model.attention",
+            remedy=remedy,
+        )
 
 
 def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
-    """Compile the model. Accelerate would compile a wrapper, which rollouts, log-probabilities and evaluation do not use."""
+    """Compile the model. Accelerate would compile a wrapper, which rollouts, log-probabilities and evaluation
+    do not use."""
     accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
     lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
@@ -174,20 +209,35 @@ def is_split(lm: DiffusionLM) -> bool:
 
 
 def check_split(args: Any, model: TrainedModel) -> None:
-    """Raise ConfigError for several GPUs in one process, to which transformers would copy the model; or, for a model split over devices,
-    for what a split model does not support. FlashAttention reads the documents, and rollouts the cache, on one device only."""
+    """Raise ConfigError for several GPUs in one process, to which transformers would copy the model; or, for
+    a model split over devices, for what a split model does not support. FlashAttention reads the documents,
+    and rollouts the cache, on one device only."""
     if not model.split:
         if args.n_gpu > 1:
-            raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
+            raise ConfigError(
+                f"{args.n_gpu} GPUs in one process",
+                where="device",
+                remedy="Start it with accelerate launch or torchrun",
+            )
         return
     for name in ("fsdp", "deepspeed", "torch_compile", "flash_attention"):
         if getattr(args, name):
-            what, remedy = f"{name} on a model that is split over devices", f"Leave one of the two out (model.device_map=null, {name}=null)"
+            what, remedy = (
+                f"{name} on a model that is split over devices",
+                f"Leave one of the two out (model.device_map=null, {name}=null)",
+            )
             raise ConfigError(what, where=f"model.device_map and {name}", remedy=remedy)
-    for what, on in {"several processes": args.world_size > 1, "reinforcement learning": args.generates}.items():
+    for what, on in {
+        "several processes": args.world_size > 1,
+        "reinforcement learning": args.generates,
+    }.items():
         if on:
-            remedy = "Leave it out" + (", or start one process without a launcher" if args.world_size > 1 else "")
-            raise ConfigError(f"{what} on a model that is split over devices", where="model.device_map", remedy=remedy)
+            remedy = "Leave it out" + (
+                ", or start one process without a launcher" if args.world_size > 1 else ""
+            )
+            raise ConfigError(
+                f"{what} on a model that is split over devices", where="model.device_map", remedy=remedy
+            )
 
 
 def watch_for_anomalies() -> None:

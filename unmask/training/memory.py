@@ -11,20 +11,25 @@ import torch
 
 from unmask.errors import UnmaskWarning
 
-FULL = 0.9  # the fraction of a GPU's memory above which a run warns: fragmentation soon makes larger allocations fail
+# the fraction of a GPU's memory above which a run warns: fragmentation soon makes larger allocations fail
+FULL = 0.9
 
-_peaks: dict[torch.device, tuple[int, int]] = {}  # bytes allocated and reserved; the largest peaks before torch's counter was reset
+# bytes allocated and reserved; the largest peaks before torch's counter was reset
+_peaks: dict[torch.device, tuple[int, int]] = {}
 _warned: set[torch.device] = set()
 
 
 def gpu_peaks(device: torch.device) -> tuple[int, int]:
     """The peak bytes of this process on a GPU: allocated by tensors, and reserved by the allocator."""
     allocated, reserved = _peaks.get(device, (0, 0))
-    return max(allocated, torch.cuda.max_memory_allocated(device)), max(reserved, torch.cuda.max_memory_reserved(device))
+    return max(allocated, torch.cuda.max_memory_allocated(device)), max(
+        reserved, torch.cuda.max_memory_reserved(device)
+    )
 
 
 def take_allocated_peak(device: torch.device) -> int:
-    """The peak bytes allocated on a GPU since the last call (or the start). Resets torch's counter; `gpu_peaks` remembers."""
+    """The peak bytes allocated on a GPU since the last call (or the start). Resets torch's counter;
+    `gpu_peaks` remembers."""
     _peaks[device] = gpu_peaks(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -32,9 +37,10 @@ def take_allocated_peak(device: torch.device) -> int:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """The memory metrics of this process for a log line: `memory_gb`, the peak on the training device in 10^9 bytes, which is the memory
-    that torch's allocator reserved on a GPU, or the resident memory of the process on a CPU. On a GPU also `memory/allocated_gb`, the
-    peak of tensors, and `memory/share`, `memory_gb` as a fraction of the GPU's memory. Warns once above 90%."""
+    """The memory metrics of this process for a log line: `memory_gb`, the peak on the training device in 10^9
+    bytes, which is the memory that torch's allocator reserved on a GPU, or the resident memory of the process
+    on a CPU. On a GPU also `memory/allocated_gb`, the peak of tensors, and `memory/share`, `memory_gb` as a
+    fraction of the GPU's memory. Warns once above 90%."""
     if device.type != "cuda":
         return {"memory_gb": peak_memory_bytes() / 1e9}
     allocated, reserved = gpu_peaks(device)
@@ -42,7 +48,9 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     if fraction > FULL and device not in _warned:
         _warned.add(device)
         remedy = "Smaller micro-batches, activation checkpointing or a shorter max_length leave more room"
-        warnings.warn(f"training takes {fraction:.0%} of the memory of {device}. {remedy}", UnmaskWarning, stacklevel=2)
+        warnings.warn(
+            f"training takes {fraction:.0%} of the memory of {device}. {remedy}", UnmaskWarning, stacklevel=2
+        )
     return {"memory_gb": reserved / 1e9, "memory/allocated_gb": allocated / 1e9, "memory/share": fraction}
 
 
@@ -52,13 +60,16 @@ _peak_taken = 0  # bytes; the largest peak before `take_peak_memory` reset the k
 def peak_memory_bytes() -> int:
     """The peak resident memory of this process in bytes, without child processes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(_peak_taken, peak if sys.platform == "darwin" else peak * 1024)  # bytes on macOS, kibibytes on Linux
+    # bytes on macOS, kibibytes on Linux
+    return max(_peak_taken, peak if sys.platform == "darwin" else peak * 1024)
 
 
 def take_peak_memory() -> int | None:
-    """The peak resident memory since the last call (or the start) in bytes; None unless on Linux with a writable /proc.
+    """The peak resident memory since the last call (or the start) in bytes; None unless on Linux with a
+    writable /proc.
 
-    Resets the kernel's counter, so that other readers (`/usr/bin/time`, VmHWM) also see the peak since the last call only.
+    Resets the kernel's counter, so that other readers (`/usr/bin/time`, VmHWM) also see the peak since the
+    last call only.
     """
     global _peak_taken
     try:

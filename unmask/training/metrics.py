@@ -1,4 +1,5 @@
-"""When the host reads a trainer's metrics, those of evaluations, and values that are not finite or not there."""
+"""When the host reads a trainer's metrics, those of evaluations, and values that are not finite or not
+there."""
 
 from __future__ import annotations
 
@@ -20,14 +21,23 @@ STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log lin
 
 
 class Unread:
-    """Numbers that are still on the device. They are read together, since the host waits for the device at every read."""
+    """Numbers that are still on the device. They are read together, since the host waits for the device at
+    every read."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[tuple[Tensor | float, ...], Callable[..., None]]] = []
 
     def add(self, use: Callable[..., None], *numbers: Tensor | float) -> None:
         """Call `use` with these numbers (scalars) at the next `read`."""
-        self._waiting.append((tuple(each.detach() if isinstance(each, Tensor) and each.requires_grad else each for each in numbers), use))
+        self._waiting.append(
+            (
+                tuple(
+                    each.detach() if isinstance(each, Tensor) and each.requires_grad else each
+                    for each in numbers
+                ),
+                use,
+            )
+        )
 
     def read(self) -> None:
         """Read all numbers, and use them in the order in which they were added."""
@@ -52,8 +62,8 @@ def _stacked(scalars: list[Tensor]) -> Tensor:
 
 
 class StepNumbers(Unread):
-    """The metrics, losses and token counts of a trainer's steps. They are read before the optimizer's step, which does not happen if one of
-    them is not finite; in an evaluation after every batch."""
+    """The metrics, losses and token counts of a trainer's steps. They are read before the optimizer's step,
+    which does not happen if one of them is not finite; in an evaluation after every batch."""
 
     def __init__(self, trainer: Any):
         super().__init__()
@@ -70,8 +80,8 @@ class StepNumbers(Unread):
         self.add(partial(finite, self.trainer, name), value)
 
     def add_loss(self, loss: Tensor, steps: int) -> None:
-        """Add a micro-batch's part of a step's loss, and this number of steps, to the means of losses (transformers loses its own on
-        resume)."""
+        """Add a micro-batch's part of a step's loss, and this number of steps, to the means of losses
+        (transformers loses its own on resume)."""
         means = self.trainer.means
 
         def use(number: float) -> None:
@@ -86,7 +96,8 @@ class StepNumbers(Unread):
         self._tokens.append(count)
 
     def read_step(self, grad_norm: Tensor | float | None) -> None:
-        """Read the numbers of a step, with the norm of its gradients. Raises TrainingError if one is not finite."""
+        """Read the numbers of a step, with the norm of its gradients. Raises TrainingError if one is not
+        finite."""
         trainer = self.trainer
         count, self._tokens = torch.stack(self._tokens).sum().to(trainer.args.device), []
 
@@ -94,7 +105,8 @@ class StepNumbers(Unread):
             trainer.state.num_input_tokens_seen += int(tokens)
 
         self.add(use, trainer.accelerator.gather(count).sum())
-        if grad_norm is not None and trainer.accelerator.scaler is None:  # a float16 scaler skips steps whose gradients are not finite
+        # a float16 scaler skips steps whose gradients are not finite
+        if grad_norm is not None and trainer.accelerator.scaler is None:
             whole = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
             self.require_finite("gradient norm", whole)
         self.read()
@@ -104,21 +116,33 @@ def finite(trainer: Any, name: str, value: Tensor | float) -> None:
     """Raise TrainingError if a value is not finite: the cause may be in the weights, or in this step."""
     if math.isfinite(number := float(value)):
         return
-    damaged = next((name for name, weight in trainer.lm.model.named_parameters() if not weight.isfinite().all()), None)
+    damaged = next(
+        (name for name, weight in trainer.lm.model.named_parameters() if not weight.isfinite().all()), None
+    )
     if damaged is not None:
         cause = f"because weights are not finite ({damaged})"
-        remedy = "Resume from a checkpoint before it: --resume. If it happens again, lower the learning rate or max_grad_norm"
+        remedy = (
+            "Resume from a checkpoint before it: --resume. If it happens again, lower the learning rate or "
+            "max_grad_norm"
+        )
     else:
         cause = "although all weights are finite"
         remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
-    raise TrainingError(f"the {name} is {number}, {cause}", where=f"step {trainer.state.global_step}", remedy=remedy)
+    raise TrainingError(
+        f"the {name} is {number}, {cause}", where=f"step {trainer.state.global_step}", remedy=remedy
+    )
 
 
 @contextmanager
 def measuring(trainer: Any, prefix: str) -> Iterator[None]:
-    """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
+    """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of
+    training."""
     if prefix == "train":
-        raise ConfigError("train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, as train_rows")
+        raise ConfigError(
+            "train is reserved for the summary of a run",
+            where="metric_key_prefix",
+            remedy="Use another, as train_rows",
+        )
     outside = trainer.means, trainer.evaluating
     trainer.means, trainer.evaluating = Means(f"{prefix}_"), True
     try:

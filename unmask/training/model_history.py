@@ -16,28 +16,58 @@ if TYPE_CHECKING:
 
 PACKAGES = ("unmask", "torch", "transformers")
 RESULT_FIELDS = {
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
+    *(
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+        "lr_scheduler_type",
+        "warmup_steps",
+    ),
     *("optim", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
 }
 """The fields of TrainingArguments that affect the result."""
 WITHOUT_EFFECT = {
-    *("cudnn_benchmark", "data_source", "flash_attention", "judge", "log_memory_usage", "log_variance_steps", "logging_dir"),
+    *(
+        "cudnn_benchmark",
+        "data_source",
+        "flash_attention",
+        "judge",
+        "log_memory_usage",
+        "log_variance_steps",
+        "logging_dir",
+    ),
     *("score_chunk", "token_cache"),
 }
 """The fields of a trainer's own config that do not affect the result."""
-NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
+NOT_METRICS = (
+    "epoch",
+    "step",
+    "learning_rate",
+    "grad_norm",
+    "memory_gb",
+    "train_loss",
+    "num_input_tokens_seen",
+)
 
 
 def remember(trainer: Any) -> None:
     """Append the run to the history in its model's config."""
     if trainer.state.global_step > 0:  # nothing to record when an untrained model is evaluated
         rows, changes = trainer.num_rows, trainer.resumption.changes_in_card()
-        entry = history_entry(trainer.args, trainer.reported_settings(), trainer.state, rows=rows, changes=changes)
+        entry = history_entry(
+            trainer.args, trainer.reported_settings(), trainer.state, rows=rows, changes=changes
+        )
         setattr(trainer.lm.config, HISTORY_KEY, [*trainer.earlier_history, entry])
 
 
 def history_entry(
-    args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None, changes: Sequence[Any] = ()
+    args: TrainingConfig,
+    settings: dict[str, Any],
+    state: TrainerState,
+    *,
+    rows: int | None,
+    changes: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """One entry of a model's history, of JSON types only.
 
@@ -63,17 +93,27 @@ def history_entry(
 
 def result_fields(args: TrainingConfig) -> list[dataclasses.Field[Any]]:
     """The learning rate, and the other fields that affect the result."""
-    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - RESULT_FIELDS - {"learning_rate"} | WITHOUT_EFFECT
+    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - RESULT_FIELDS - {
+        "learning_rate"
+    } | WITHOUT_EFFECT
     return [field for field in dataclasses.fields(args) if field.name not in left_out]
 
 
 def chosen_settings(args: TrainingConfig) -> dict[str, Any]:
     """The learning rate, and all settings that affect the result and differ from their defaults."""
     relevant = [field for field in result_fields(args) if field.name != "learning_rate"]
-    factories = {field.name: field.default_factory() for field in relevant if field.default_factory is not dataclasses.MISSING}
+    factories = {
+        field.name: field.default_factory()
+        for field in relevant
+        if field.default_factory is not dataclasses.MISSING
+    }
     values = args.to_dict()
     defaults = factories | {"bf16": False}  # None means chosen at runtime: recorded if it was turned on
-    chosen = {field.name: values[field.name] for field in relevant if getattr(args, field.name) != defaults.get(field.name, field.default)}
+    chosen = {
+        field.name: values[field.name]
+        for field in relevant
+        if getattr(args, field.name) != defaults.get(field.name, field.default)
+    }
     return {"learning_rate": args.learning_rate} | chosen
 
 
@@ -82,4 +122,8 @@ def last_metrics(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
     lines = [line for line in log if "train_loss" not in line]
     merged = {name: value for line in lines for name, value in line.items()}
     speed = ("_runtime", "_per_second")
-    return {n: v for n, v in merged.items() if n not in NOT_METRICS and not n.endswith(speed) and not n.startswith("memory/")}
+    return {
+        n: v
+        for n, v in merged.items()
+        if n not in NOT_METRICS and not n.endswith(speed) and not n.startswith("memory/")
+    }

@@ -1,4 +1,5 @@
-"""How training hides tokens: the settings that conversion and SFT share, and the view plan that they describe."""
+"""How training hides tokens: the settings that conversion and SFT share, and the view plan that they
+describe."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from unmask.diffusion.schedules import SCHEDULES, Noise, Weighting, get_schedule
-from unmask.diffusion.views import Draw, Views, cart_weights, complementary_pair, exact_count_pair, exact_count_views, random_views
+from unmask.diffusion.views import (
+    Draw,
+    Views,
+    cart_weights,
+    complementary_pair,
+    exact_count_pair,
+    exact_count_views,
+    random_views,
+)
 from unmask.errors import ConfigError
 from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
@@ -22,32 +31,50 @@ OF_TIMES = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 
-    schedule: str = setting("linear", "The noise schedule: linear, cosine, geometric or mdlm-cosine", choices=(*SCHEDULES,))
+    schedule: str = setting(
+        "linear", "The noise schedule: linear, cosine, geometric or mdlm-cosine", choices=(*SCHEDULES,)
+    )
     weighting: Weighting = field(
         default="elbo",
-        metadata={"help": "The weight of a hidden token: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},
+        metadata={
+            "help": (
+                "The weight of a hidden token: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the "
+                "visible text near it)."
+            )
+        },
     )
     min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
     max_time: float = field(default=1.0, metadata={"help": "The highest time t."})
-    num_timesteps: int | None = field(default=None, metadata={"help": "Discrete times, multiples of 1/num_timesteps; unset: any."})
+    num_timesteps: int | None = field(
+        default=None, metadata={"help": "Discrete times, multiples of 1/num_timesteps; unset: any."}
+    )
     exact_count: bool = field(
         default=False,
         metadata={
-            "help": "Hide exactly k of the L tokens of a group, k uniform, instead of each with a probability; weights are at most L."
+            "help": (
+                "Hide exactly k of the L tokens of a group, k uniform, instead of each with a probability; "
+                "weights are at most L."
+            )
         },
     )
-    cart_p: float = setting(0.1, "How fast the influence of a token falls with its distance", needs=("weighting=cart",))
+    cart_p: float = setting(
+        0.1, "How fast the influence of a token falls with its distance", needs=("weighting=cart",)
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.cart_p < 1:
             raise ConfigError(f"{self.cart_p} is not between 0 and 1", where="cart_p", remedy="Use 0.1")
         super().__post_init__()
         if not self.min_time > 0:
-            raise ConfigError(f"{self.min_time} is not above 0", where="min_time", remedy="Use a small time, such as 1e-3")
+            raise ConfigError(
+                f"{self.min_time} is not above 0", where="min_time", remedy="Use a small time, such as 1e-3"
+            )
         _ = self.noise  # raises ConfigError for invalid settings
         if self.exact_count and not self.given.isdisjoint(OF_TIMES):
             what = "exact counts have no schedule, band of times or weighting"
-            raise ConfigError(what, where="exact_count", remedy="Leave out the other noise settings, or exact_count")
+            raise ConfigError(
+                what, where="exact_count", remedy="Leave out the other noise settings, or exact_count"
+            )
 
     def unread(self) -> set[str]:
         return super().unread() | ({*OF_TIMES} if self.exact_count else set())
@@ -55,16 +82,33 @@ class NoisingConfig(TrainingConfig):
     @property
     def noise(self) -> Noise:
         """The noise that the settings describe."""
-        return Noise(get_schedule(self.schedule), self.min_time, self.max_time, self.num_timesteps, self.weighting)
+        return Noise(
+            get_schedule(self.schedule), self.min_time, self.max_time, self.num_timesteps, self.weighting
+        )
 
     def plan(
-        self, lm: DiffusionLM, group_BT: Tensor, document_BT: Tensor, draw: Draw, *, views: int = 1, complementary: bool = False
+        self,
+        lm: DiffusionLM,
+        group_BT: Tensor,
+        document_BT: Tensor,
+        draw: Draw,
+        *,
+        views: int = 1,
+        complementary: bool = False,
     ) -> Views:
         """`views` random views of each row, or a complementary pair."""
         noise = self.noise
         if self.exact_count:
-            return exact_count_pair(group_BT, draw) if complementary else exact_count_views(group_BT, draw, num_views=views)
-        plan = complementary_pair(group_BT, draw, noise) if complementary else random_views(group_BT, draw, noise, num_views=views)
+            return (
+                exact_count_pair(group_BT, draw)
+                if complementary
+                else exact_count_views(group_BT, draw, num_views=views)
+            )
+        plan = (
+            complementary_pair(group_BT, draw, noise)
+            if complementary
+            else random_views(group_BT, draw, noise, num_views=views)
+        )
         if self.weighting != "cart":
             return plan
         segment_BT = segments(Layout.of(document_BT), lm.attention, lm.block_size)

@@ -25,7 +25,9 @@ def naming_missing_library() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
+        raise ConfigError(
+            first_line(error), where="optim", remedy="Install it, or use adamw_torch"
+        ) from error
 
 
 def updates_in_backward(args: TrainingArguments) -> bool:
@@ -34,7 +36,8 @@ def updates_in_backward(args: TrainingArguments) -> bool:
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Raise ConfigError if torchao or bitsandbytes is needed and not installed, or bitsandbytes cannot work on the device or with FSDP."""
+    """Raise ConfigError if torchao or bitsandbytes is needed and not installed, or bitsandbytes cannot work
+    on the device or with FSDP."""
     name = OptimizerNames(args.optim).value
     if name in OF_TORCHAO:
         require("torchao", "torchao", where="optim")
@@ -43,7 +46,9 @@ def check_optimizer(args: TrainingArguments) -> None:
     require("bitsandbytes", "cuda", where="optim")
     if args.fsdp:
         remedy = "Use adamw_torch_8bit (torchao's), or adamw_torch"
-        raise ConfigError(f"{name} of bitsandbytes cannot update the shards of FSDP", where="optim and fsdp", remedy=remedy)
+        raise ConfigError(
+            f"{name} of bitsandbytes cannot update the shards of FSDP", where="optim and fsdp", remedy=remedy
+        )
     import bitsandbytes
 
     probe = nn.Parameter(torch.zeros(4096, device=args.device))  # smaller tensors stay in 32 bits
@@ -56,7 +61,8 @@ def check_optimizer(args: TrainingArguments) -> None:
 
 
 def check_offload(args: Any) -> None:
-    """Raise ConfigError for `optimizer_offload` with sharded weights, float16 and its scaler, or an optimizer that differs on a CPU."""
+    """Raise ConfigError for `optimizer_offload` with sharded weights, float16 and its scaler, or an optimizer
+    that differs on a CPU."""
     if not args.optimizer_offload:
         return
     if args.fsdp or args.deepspeed:
@@ -69,15 +75,18 @@ def check_offload(args: Any) -> None:
     name = OptimizerNames(args.optim).value
     if name not in OF_TORCH:
         remedy = f"Use one of {', '.join(OF_TORCH)}, or --recipe offload"
-        raise ConfigError(f"{name} cannot keep its state in host memory", where="optimizer_offload and optim", remedy=remedy)
+        raise ConfigError(
+            f"{name} cannot keep its state in host memory", where="optimizer_offload and optim", remedy=remedy
+        )
 
 
 def keep_on_host(optimizer: Optimizer) -> None:
-    """Move an optimizer before its first step to host memory, with copies of the weights in float32 or better.
+    """Move an optimizer before its first step to host memory, with copies of the weights in float32 or
+    better.
 
-    Before a step the gradients go to the host, and those on the device are freed; after it the weights come back, rounded to their
-    dtype. The copies accumulate small updates, so that bfloat16 weights lose none (ZeRO-Offload, Ren et al. 2021). They are part of
-    the optimizer's `state_dict`.
+    Before a step the gradients go to the host, and those on the device are freed; after it the weights come
+    back, rounded to their dtype. The copies accumulate small updates, so that bfloat16 weights lose none
+    (ZeRO-Offload, Ren et al. 2021). They are part of the optimizer's `state_dict`.
     """
     pairs: list[tuple[nn.Parameter, Tensor]] = []
     for group in optimizer.param_groups:
@@ -114,4 +123,6 @@ def keep_on_host(optimizer: Optimizer) -> None:
 def _on_host(weight: Tensor) -> Tensor:
     """A copy for the optimizer, in pinned memory if there is a GPU."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return torch.empty_like(weight, device="cpu", dtype=dtype, pin_memory=weight.device.type == "cuda").copy_(weight)
+    return torch.empty_like(weight, device="cpu", dtype=dtype, pin_memory=weight.device.type == "cuda").copy_(
+        weight
+    )

@@ -1,4 +1,5 @@
-"""Settings of the trainers that train on answers to prompts: which rows are used, and how they are truncated or filled."""
+"""Settings of the trainers that train on answers to prompts: which rows are used, and how they are truncated
+or filled."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class PairConfig(TrainingConfig):
 
     canvas_length: int | None = setting(
         None,
-        "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas. Unset: only the rest of "
+        "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the "
+        "whole canvas. Unset: only the rest of "
         "the last block of a block-causal model",
         low=1,
     )
@@ -28,7 +30,9 @@ class PairConfig(TrainingConfig):
         choices=("error", "skip"),
         on_resume=NEUTRAL,  # the rows are compared
     )
-    truncate_prompt: bool = setting(False, "Keep only the end of a prompt that leaves no room for the completion")
+    truncate_prompt: bool = setting(
+        False, "Keep only the end of a prompt that leaves no room for the completion"
+    )
 
     answers_prompts = True
 

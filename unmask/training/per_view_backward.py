@@ -1,9 +1,10 @@
-"""Losses of many views in the memory of one forward pass: the loss is computed without gradients, then each pass is repeated with gradients
-and backpropagated.
+"""Losses of many views in the memory of one forward pass: the loss is computed without gradients, then each
+pass is repeated with gradients and backpropagated.
 
-A loss of log-probabilities s has the gradient sum_v (d loss / d s_v) (d s_v / d weights) over views v. The first factor is computed once,
-without the model's graph. Then every pass is repeated with gradients, multiplied by its part of that factor, backpropagated and freed. This
-is exact for any loss. A loss that is a sum over passes (`separable`) needs no first factor: each pass is made once.
+A loss of log-probabilities s has the gradient sum_v (d loss / d s_v) (d s_v / d weights) over views v. The
+first factor is computed once, without the model's graph. Then every pass is repeated with gradients,
+multiplied by its part of that factor, backpropagated and freed. This is exact for any loss. A loss that is a
+sum over passes (`separable`) needs no first factor: each pass is made once.
 
 Shapes: B batch, M masks (views), T tokens.
 """
@@ -43,10 +44,12 @@ class ViewLoss(Protocol):
         """The views of a micro-batch; the same at every call."""
 
     def tokens_of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The clean ids and the documents [B, T] of a micro-batch; documents None: every row is one document without padding."""
+        """The clean ids and the documents [B, T] of a micro-batch; documents None: every row is one document
+        without padding."""
 
     def loss_on(self, batch: Any, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
-        """The summed loss, from the log-probabilities of all views; of a separable loss also from those of a chunk."""
+        """The summed loss, from the log-probabilities of all views; of a separable loss also from those of a
+        chunk."""
 
     def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor: ...
     def lockstep(self) -> AbstractContextManager[None]: ...
@@ -55,7 +58,8 @@ class ViewLoss(Protocol):
 
 
 class PerViewBackward:
-    """Computes the log-probabilities of a trainer's views, and makes the training steps of several forward passes.
+    """Computes the log-probabilities of a trainer's views, and makes the training steps of several forward
+    passes.
 
     Args:
         trainer: defines the views and the loss.
@@ -64,12 +68,26 @@ class PerViewBackward:
         tokens_together: views whose noised rows have at most this many tokens together share a pass.
     """
 
-    def __init__(self, trainer: ViewLoss, *, separable: bool = False, temperature: float = 1.0, tokens_together: int = 0):
-        self.trainer, self.separable, self.temperature, self.tokens_together = trainer, separable, temperature, tokens_together
+    def __init__(
+        self,
+        trainer: ViewLoss,
+        *,
+        separable: bool = False,
+        temperature: float = 1.0,
+        tokens_together: int = 0,
+    ):
+        self.trainer, self.separable, self.temperature, self.tokens_together = (
+            trainer,
+            separable,
+            temperature,
+            tokens_together,
+        )
 
     def passes(self, lm: DiffusionLM, batch: Any) -> ViewPasses:
         """The forward passes over a batch's views."""
-        return ViewPasses(lm, *self.trainer.tokens_of(batch), self.trainer.views_of(batch), temperature=self.temperature)
+        return ViewPasses(
+            lm, *self.trainer.tokens_of(batch), self.trainer.views_of(batch), temperature=self.temperature
+        )
 
     def log_probs(self, lm: DiffusionLM, batch: Any, chunk: Chunk | None = None) -> Tensor:
         """Log-probabilities [B, M, T] of all views of a batch, pass by pass; or those of one chunk.
@@ -83,7 +101,8 @@ class PerViewBackward:
         return view_log_probs(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=rows)
 
     def _rows_per_pass(self, batch: Any) -> int:
-        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch, or of those of `tokens_together`."""
+        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch, or of those of
+        `tokens_together`."""
         rows, length = self.trainer.tokens_of(batch)[0].shape
         return self.trainer.args.score_chunk or max(rows, self.tokens_together // length)
 
@@ -97,13 +116,17 @@ class PerViewBackward:
         return list(passes(self.trainer.lm, len(views.hidden_BMT), views.count, self._rows_per_pass(batch)))
 
     def _maximum_over_ranks(self, count: int) -> int:
-        """The maximum over ranks if all must make the same number of passes (FSDP, DeepSpeed); otherwise this rank's count."""
+        """The maximum over ranks if all must make the same number of passes (FSDP, DeepSpeed); otherwise this
+        rank's count."""
         if not self.trainer.uses_fsdp_or_deepspeed:
             return count
-        return int(self.trainer.accelerator.gather(torch.tensor([count], device=self.trainer.args.device)).max())
+        return int(
+            self.trainer.accelerator.gather(torch.tensor([count], device=self.trainer.args.device)).max()
+        )
 
     def step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor | None:
-        """Backpropagate a micro-batch pass by pass and return its loss; None (and nothing done) if one pass is enough."""
+        """Backpropagate a micro-batch pass by pass and return its loss; None (and nothing done) if one pass
+        is enough."""
         model.train()
         if self._maximum_over_ranks(len(self._all_chunks(inputs))) == 1:
             return None
@@ -118,7 +141,8 @@ class PerViewBackward:
         view_passes = self.passes(self.trainer.lm.bind(model), inputs)
         assert items is not None
         num_chunks = len(chunks)
-        chunks += [chunks[-1]] * (self._maximum_over_ranks(num_chunks) - num_chunks)  # with zero loss: other ranks have more passes
+        # with zero loss: other ranks have more passes
+        chunks += [chunks[-1]] * (self._maximum_over_ranks(num_chunks) - num_chunks)
         total = torch.zeros((), device=self.trainer.accelerator.device)
         if not self.separable:
             total, grad_BMT = self._loss_gradient(view_passes, inputs, items)
@@ -139,9 +163,16 @@ class PerViewBackward:
                 self.trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
         return total
 
-    def _loss_gradient(self, view_passes: ViewPasses, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
+    def _loss_gradient(
+        self, view_passes: ViewPasses, batch: Any, items: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient with respect to the log-probabilities [B, M, T]."""
-        with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.phases("forward"), self.trainer.lockstep():
+        with (
+            torch.no_grad(),
+            self.trainer.compute_loss_context_manager(),
+            self.trainer.phases("forward"),
+            self.trainer.lockstep(),
+        ):
             log_prob_BMT = view_passes.all_log_probs(self._rows_per_pass(batch)).requires_grad_()
         with torch.enable_grad():
             loss = self.trainer.per_item(self.trainer.loss_on(batch, log_prob_BMT), items)
@@ -150,10 +181,12 @@ class PerViewBackward:
 
     @contextmanager
     def _accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Inside, gradients are accumulated. Ranks exchange them in the last pass of a step, where DeepSpeed also steps."""
+        """Inside, gradients are accumulated. Ranks exchange them in the last pass of a step, where DeepSpeed
+        also steps."""
         state = self.trainer.accelerator.gradient_state
         distributed_type = self.trainer.accelerator.distributed_type
-        if last or distributed_type in (DistributedType.NO, DistributedType.FSDP):  # without a sync FSDP would keep whole gradients
+        # without a sync FSDP would keep whole gradients
+        if last or distributed_type in (DistributedType.NO, DistributedType.FSDP):
             yield
         elif distributed_type == DistributedType.DEEPSPEED:
             syncs = state.sync_gradients

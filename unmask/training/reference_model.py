@@ -1,4 +1,5 @@
-"""The reference model of a KL term: the base under the policy's adapters, or a frozen copy, which may follow the policy slowly.
+"""The reference model of a KL term: the base under the policy's adapters, or a frozen copy, which may follow
+the policy slowly.
 
 `GRPOTrainer.make_updates` (with `kl_to: reference`) and the DPO trainer compute its log-probabilities.
 """
@@ -27,20 +28,21 @@ WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"
 class Reference:
     """The reference model of DPO and of RL's KL divergence: the untrained policy, or another model.
 
-    Args:
-        lm: the policy before training. If it trains only adapters that start at zero, the reference is its base with the adapters
-            switched off, and no second model is held.
-        device: the device that holds the whole second model, if there is one: the training device.
-        copy: whether to copy the policy even where its base without adapters would do: for a reference that moves or is placed elsewhere.
-        path: another reference model with the same vocabulary and settings; None: the policy before training.
+    Args: lm: the policy before training. If it trains only adapters that start at zero, the reference is its
+        base with the adapters switched off, and no second model is held. device: the device that holds the
+        whole second model, if there is one: the training device. copy: whether to copy the policy even where
+        its base without adapters would do: for a reference that moves or is placed elsewhere. path: another
+        reference model with the same vocabulary and settings; None: the policy before training.
 
-    Raises:
-        ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already sharded the weights.
+    Raises: ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already
+        sharded the weights.
     """
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):
         self.policy = lm
-        self.is_base = hasattr(lm.model, "disable_adapter") and not copy and path is None and starts_at_base(lm)
+        self.is_base = (
+            hasattr(lm.model, "disable_adapter") and not copy and path is None and starts_at_base(lm)
+        )
         source = lm if path is None else load_beside(lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             what = "no reference can be made from weights that ZeRO 3 has sharded"
@@ -78,21 +80,31 @@ class Reference:
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
 
 
-def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = False, path: str | None = None) -> Reference:
-    """The reference of a run. Arguments and errors as in `Reference`; also raises ConfigError if only the first process has weights."""
+def make_reference(
+    lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = False, path: str | None = None
+) -> Reference:
+    """The reference of a run. Arguments and errors as in `Reference`; also raises ConfigError if only the
+    first process has weights."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.cpu_ram_efficient_loading:
         what = "only the first process has weights to make a reference from"
-        raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}")
+        raise ConfigError(
+            what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}"
+        )
     return Reference(lm, device=accelerator.device, copy=copy, path=path)
 
 
 def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
-    """Load another model in the policy's dtype. A model without saved settings gets the policy's attention pattern. Raises ConfigError if
-    its tokens or saved settings differ from the policy's, ModelError if it cannot be loaded."""
+    """Load another model in the policy's dtype. A model without saved settings gets the policy's attention
+    pattern. Raises ConfigError if its tokens or saved settings differ from the policy's, ModelError if it
+    cannot be loaded."""
     config, _ = read_config(path, NO_CODE)
     has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
-    pattern: dict[str, Any] = {} if has_settings else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
+    pattern: dict[str, Any] = (
+        {}
+        if has_settings
+        else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
+    )
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
     if other.config.vocab_size != lm.config.vocab_size:
         what = f"its vocabulary has {other.config.vocab_size} tokens, the policy's {lm.config.vocab_size}"
@@ -101,7 +113,12 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
         what = "its tokens have other ids than the policy's"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
     if differing := [name for name, value in lm.pattern.items() if other.pattern[name] != value]:
-        what = " and ".join(f"its {name} is {other.pattern[name]}, the policy's {lm.pattern[name]}" for name in differing)
-        remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if has_settings else ''}, or leave it out"
+        what = " and ".join(
+            f"its {name} is {other.pattern[name]}, the policy's {lm.pattern[name]}" for name in differing
+        )
+        remedy = (
+            "Give a model that was saved with the policy's "
+            f"settings{', or a stock one' if has_settings else ''}, or leave it out"
+        )
         raise ConfigError(what, where=where, remedy=remedy)
     return other.compile_as(lm)

@@ -18,7 +18,15 @@ from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST
 
 LOG_NAME = "training_logs.json"
 DATA_REPORT = "data_report.json"
-OF_A_RUN = (RUN_CONFIG, RUN_MANIFEST, LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
+OF_A_RUN = (
+    RUN_CONFIG,
+    RUN_MANIFEST,
+    LOG_NAME,
+    LOCK_FILE,
+    "checkpoint-*",
+    "stage-*",
+    "*_reference_scores.safetensors",
+)
 """What a run has left in a folder. dpo stores the reference's scores before all else."""
 SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
 """The metrics on the progress display, those first that matter most: a narrow one has room for some."""
@@ -26,7 +34,8 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def refuse_nothing(folder: Path) -> None:
-    """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint left other files."""
+    """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint
+    left other files."""
     if not any(any(folder.glob(pattern)) for pattern in OF_A_RUN):
         remedy = "Check the path, or start a new run without --resume (resume_from_checkpoint)"
         raise TrainingError("holds no run: there is nothing to resume", where=str(folder), remedy=remedy)
@@ -40,8 +49,13 @@ def is_run(folder: Path) -> bool:
 
 
 def numbers(lines: Iterable[Any]) -> list[dict[str, float]]:
-    """The numbers of each line of a log: null stands for one that was not finite, and a damaged log may hold anything."""
-    return [{name: value for name, value in line.items() if _is_number(value)} for line in lines if isinstance(line, dict)]
+    """The numbers of each line of a log: null stands for one that was not finite, and a damaged log may hold
+    anything."""
+    return [
+        {name: value for name, value in line.items() if _is_number(value)}
+        for line in lines
+        if isinstance(line, dict)
+    ]
 
 
 def _is_number(value: Any) -> bool:
@@ -49,15 +63,23 @@ def _is_number(value: Any) -> bool:
 
 
 def last_loss(lines: Sequence[Mapping[str, float]]) -> float:
-    """The last loss that was logged, of a conversion in its last stage; if that ended before, the mean over its steps. NaN: none."""
+    """The last loss that was logged, of a conversion in its last stage; if that ended before, the mean over
+    its steps. NaN: none."""
     stage = lines[-1].get("stage") if lines else None
-    losses = [line[name] for name in ("train_loss", "loss") for line in lines if name in line and line.get("stage") == stage]
+    losses = [
+        line[name]
+        for name in ("train_loss", "loss")
+        for line in lines
+        if name in line and line.get("stage") == stage
+    ]
     return losses[-1] if losses else math.nan
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, latest first."""
-    found = [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    found = [
+        path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()
+    ]
     return sorted(found, key=step_of, reverse=True)
 
 

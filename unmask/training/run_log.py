@@ -23,15 +23,35 @@ SUMS_NAME = "metric_sums.json"
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
-    *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
+    *(
+        "reward",
+        "reward_std",
+        "unscored",
+        "truncated",
+        "completion_length",
+        "entropy",
+        "groups_kept",
+        "groups_replaced",
+    ),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
 """Metric names of the trainers, reserved together with the prefixes below."""
-RESERVED_PREFIXES = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
+RESERVED_PREFIXES = (
+    "eval_",
+    "train_",
+    "logged/",
+    "masks/",
+    "memory/",
+    "prefix/",
+    "rewards/",
+    "throughput/",
+    "time/",
+)
 
 
 def metric_of_function(name: str) -> str:
-    """The logged name of a reward function's metric: its own name, as in TRL, or `logged/NAME` if a trainer uses that name."""
+    """The logged name of a reward function's metric: its own name, as in TRL, or `logged/NAME` if a trainer
+    uses that name."""
     return f"logged/{name}" if name in RESERVED or name.startswith(RESERVED_PREFIXES) else name
 
 
@@ -84,9 +104,13 @@ class RunLog:
         return bool(lines) and "train_loss" in lines[-1] and lines[-1].get("stage") == self.stage
 
     def _later(self, line: Mapping[str, Any], step: int) -> bool:
-        """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last checkpoint."""
+        """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last
+        checkpoint."""
         line_stage, stage = line.get("stage", 0), self.stage or 0
-        return line_stage > stage or (line_stage == stage and (step == 0 or line["step"] > self.first_step + step or "train_loss" in line))
+        return line_stage > stage or (
+            line_stage == stage
+            and (step == 0 or line["step"] > self.first_step + step or "train_loss" in line)
+        )
 
     def _lines(self) -> list[dict[str, Any]]:
         path = self.folder / LOG_NAME
@@ -102,14 +126,19 @@ class RunCallback(TrainerCallback):
     def __init__(self, progress: ProgressTarget | None, log: RunLog, phases: Phases):
         self.progress, self.log, self.phases = progress, log, phases
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
         if state.is_world_process_zero and logs:
             self.log.write(state.global_step, logs)
         if self.progress is not None and logs:
-            if "train_loss" in logs:  # the end: no line has a loss if there were fewer steps than `logging_steps`
+            # the end: no line has a loss if there were fewer steps than `logging_steps`
+            if "train_loss" in logs:
                 logs = logs | {"loss": last_loss(state.log_history)}
             shown = {name: logs[name] for name in SHOWN if math.isfinite(logs.get(name, math.nan))}
-            self.progress.update(state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": self.memory_gb})
+            self.progress.update(
+                state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": self.memory_gb}
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.phases.end_step()
@@ -118,7 +147,8 @@ class RunCallback(TrainerCallback):
 
 
 class Throughput:
-    """Tokens and samples per second since the last `take`, including pauses for evaluation and checkpoints."""
+    """Tokens and samples per second since the last `take`, including pauses for evaluation and
+    checkpoints."""
 
     def __init__(self) -> None:
         self.samples = 0  # of this process since then
@@ -126,7 +156,8 @@ class Throughput:
         self._since = time.perf_counter()
 
     def take(self, tokens: int, before: int) -> dict[str, float]:
-        """The rates over all processes. `tokens`: of all training so far; `before`: those of them before a resume. A collective."""
+        """The rates over all processes. `tokens`: of all training so far; `before`: those of them before a
+        resume. A collective."""
         now, new = time.perf_counter(), tokens - (before if self._tokens is None else self._tokens)
         seconds, samples = now - self._since, sum(gather_object([self.samples]))
         self._since, self._tokens, self.samples = now, tokens, 0
@@ -137,7 +168,8 @@ Sums = dict[str, list[float]]  # by metric name, the sum of the values and their
 
 
 class Means:
-    """Running means of metrics since each was last taken. Their names begin with `prefix`, which is empty in training."""
+    """Running means of metrics since each was last taken. Their names begin with `prefix`, which is empty in
+    training."""
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
@@ -184,4 +216,7 @@ def _everywhere(sums: Sums) -> Sums:
     """Sums over all processes, which may have different metric names."""
     ranks = gather_object([dict(sums)])
     names = dict.fromkeys(name for each in ranks for name in each)
-    return {name: [sum(part) for part in zip(*(each[name] for each in ranks if name in each), strict=True)] for name in names}
+    return {
+        name: [sum(part) for part in zip(*(each[name] for each in ranks if name in each), strict=True)]
+        for name in names
+    }

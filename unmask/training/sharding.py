@@ -1,11 +1,12 @@
 """What FSDP and DeepSpeed need, and what they cannot be combined with.
 
-FSDP needs several GPU processes (`check_sharding`), which all take part in every forward pass (`distributed.lockstep`,
-`DiffusionTrainer.shards_weights`). Refused beside FSDP or ZeRO 3: adapters (`check_sharding`); bitsandbytes optimizers and
-`optimizer_offload` (`optimizers.py`: `check_optimizer`, `check_offload`); a model split over devices (`hardware_checks.py`: `check_split`);
-a reference model where only the first process has weights (`reference_model.py`); a reference that moves, and rollouts from a server
-(`rl/config.py`: `GRPOConfig.conflicts`). A conversion gathers the weights between its stages (`ConvertTrainer._gather`);
-the evaluation at a run's end loads the saved model again (`commands/run.py`).
+FSDP needs several GPU processes (`check_sharding`), which all take part in every forward pass
+(`distributed.lockstep`, `DiffusionTrainer.shards_weights`). Refused beside FSDP or ZeRO 3: adapters
+(`check_sharding`); bitsandbytes optimizers and `optimizer_offload` (`optimizers.py`: `check_optimizer`,
+`check_offload`); a model split over devices (`hardware_checks.py`: `check_split`); a reference model where
+only the first process has weights (`reference_model.py`); a reference that moves, and rollouts from a server
+(`rl/config.py`: `GRPOConfig.conflicts`). A conversion gathers the weights between its stages
+(`ConvertTrainer._gather`); the evaluation at a run's end loads the saved model again (`commands/run.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from transformers.integrations import HfTrainerDeepSpeedConfig
 from unmask.artifacts import read_file
 from unmask.errors import ConfigError, first_line, require
 
-AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
+AUTO = {
+    name: "auto"
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+}
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
-# accelerate imports DeepSpeed, if it is installed, to see whether a model is wrapped by its engine. None is before DeepSpeed is imported.
+# accelerate imports DeepSpeed, if it is installed, to see whether a model is wrapped by its engine. None is
+# before DeepSpeed is imported.
 accelerate.utils.other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
@@ -39,19 +44,28 @@ def weight_sharding_setting(args: Any) -> str | None:
 
 
 def check_sharding(args: Any, *, adapters: bool, planned: bool = False) -> None:
-    """Raise ConfigError for adapters on sharded weights, which could not be saved merged, and, unless the run is only `planned`, for FSDP
-    in one process or on CPUs, which accelerate silently ignores."""
+    """Raise ConfigError for adapters on sharded weights, which could not be saved merged, and, unless the run
+    is only `planned`, for FSDP in one process or on CPUs, which accelerate silently ignores."""
     if adapters and (key := weight_sharding_setting(args)):
-        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave fsdp and deepspeed out (--recipe a40-48gb-x3-ddp)"
-        raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
-    if not planned and args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        remedy = (
+            "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave fsdp and deepspeed "
+            "out (--recipe a40-48gb-x3-ddp)"
+        )
+        raise ConfigError(
+            "adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy
+        )
+    if (
+        not planned
+        and args.fsdp
+        and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    ):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
         raise ConfigError("shards nothing in one process or on CPUs", where="fsdp", remedy=remedy)
 
 
 def zero_preset(stage: int) -> dict[str, Any]:
-    """A DeepSpeed config: ZeRO 1 partitions the optimizer's state, 2 the gradients too, 3 the weights too. Other values come from the
-    training arguments ("auto"). The optimizer is torch's, as without DeepSpeed."""
+    """A DeepSpeed config: ZeRO 1 partitions the optimizer's state, 2 the gradients too, 3 the weights too.
+    Other values come from the training arguments ("auto"). The optimizer is torch's, as without DeepSpeed."""
     precision = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
     zero = {"stage": stage} | ({GATHER: True} if stage == 3 else {})
     return AUTO | precision | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
@@ -72,8 +86,8 @@ def launched() -> bool:
 
 
 def read_deepspeed(setting: str | dict[str, Any]) -> dict[str, Any]:
-    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself. Raises ConfigError if there is no such
-    preset or file, or models would be saved without weights."""
+    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself. Raises
+    ConfigError if there is no such preset or file, or models would be saved without weights."""
     if isinstance(setting, dict):
         config = setting
     elif setting in ("zero1", "zero2", "zero3"):
@@ -83,7 +97,9 @@ def read_deepspeed(setting: str | dict[str, Any]) -> dict[str, Any]:
             config = json.loads(read_file(setting))
         except (OSError, json.JSONDecodeError) as error:
             remedy = "Give zero1, zero2, zero3, a JSON file or a mapping"
-            raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error
+            raise ConfigError(
+                f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy
+            ) from error
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
         where = f"deepspeed.zero_optimization.{GATHER}"
@@ -92,7 +108,8 @@ def read_deepspeed(setting: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def with_fresh_accelerator_state(args: Any) -> Any:
-    """A copy of training arguments for one of several runs in a process, for which accelerate would reuse the first run's DeepSpeed."""
+    """A copy of training arguments for one of several runs in a process, for which accelerate would reuse the
+    first run's DeepSpeed."""
     fresh = copy.copy(args)
     if args.deepspeed:
         AcceleratorState._reset_state()

@@ -27,7 +27,8 @@ class Tally:
     steps: int = 0
 
     def tokens_per_second(self) -> dict[str, float]:
-        """Generated tokens per second of the generation phase, and trained tokens per second of whole steps."""
+        """Generated tokens per second of the generation phase, and trained tokens per second of whole
+        steps."""
         spent = {"generated": self.seconds.get("generation", 0.0), "trained": sum(self.seconds.values())}
         return {name: count / spent[name] for name, count in self.tokens.items() if spent[name]}
 
@@ -41,20 +42,25 @@ class Phases:
             phases.count(generated=1024)
         phases.end_step()
 
-    Reinforcement learning has the phases generation, reward, scoring, forward, backward and sync; `other` is the rest of a step. Of nested
-    phases only the inner one counts, so that the times of all phases add up to that of the steps. Outside of a step (in an evaluation)
-    nothing counts. Every phase is a range of that name in a trace of torch.profiler. Not thread-safe.
+    Reinforcement learning has the phases generation, reward, scoring, forward, backward and sync; `other` is
+    the rest of a step. Of nested phases only the inner one counts, so that the times of all phases add up to
+    that of the steps. Outside of a step (in an evaluation) nothing counts. Every phase is a range of that
+    name in a trace of torch.profiler. Not thread-safe.
 
-    Args:
-        device: of the model.
-        synchronize: wait for the GPU where a phase begins and ends. Else its time is that of the Python code, which may run ahead.
-        memory: measure the peak memory of each phase: allocated memory on a GPU, the resident memory of the process on a CPU (Linux;
-            nothing elsewhere). Every phase resets both counters, for other readers too (`take_peak_memory`, `take_allocated_peak`).
-        clock: monotonic seconds.
+    Args: device: of the model. synchronize: wait for the GPU where a phase begins and ends. Else its time is
+        that of the Python code, which may run ahead. memory: measure the peak memory of each phase: allocated
+        memory on a GPU, the resident memory of the process on a CPU (Linux; nothing elsewhere). Every phase
+        resets both counters, for other readers too (`take_peak_memory`, `take_allocated_peak`). clock:
+        monotonic seconds.
     """
 
     def __init__(
-        self, device: torch.device, *, synchronize: bool = False, memory: bool = False, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        *,
+        synchronize: bool = False,
+        memory: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.device, self.synchronize, self.memory, self.clock = device, synchronize, memory, clock
         self._open: list[str] = []
@@ -96,8 +102,9 @@ class Phases:
                 tally.tokens[name] += count
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call: `time/NAME` in seconds per step, `memory/NAME_gb`, and tokens of this process per second:
-        `throughput/generated` (of the time in generation), `throughput/trained` (of whole steps)."""
+        """Metrics since the last call: `time/NAME` in seconds per step, `memory/NAME_gb`, and tokens of this
+        process per second: `throughput/generated` (of the time in generation), `throughput/trained` (of whole
+        steps)."""
         self._account()
         taken, self._taken = self._taken, Tally()
         return {
@@ -107,8 +114,8 @@ class Phases:
         }
 
     def performance_stats(self) -> dict[str, Any]:
-        """Totals since the start of this process: steps, total_seconds; by phase seconds, share, and peak_memory_gb if measured; tokens and
-        tokens_per_second as in `take`."""
+        """Totals since the start of this process: steps, total_seconds; by phase seconds, share, and
+        peak_memory_gb if measured; tokens and tokens_per_second as in `take`."""
         self._account()
         total = sum(self._total.seconds.values())
         return {

@@ -21,9 +21,12 @@ class TextConfig(TrainingConfig):
     """Settings of the trainers that train on plain text."""
 
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
-    packing: bool = field(default=True, metadata={"help": "Pack documents into full rows, without attention between them."})
+    packing: bool = field(
+        default=True, metadata={"help": "Pack documents into full rows, without attention between them."}
+    )
     token_cache: str | None = field(
-        default=None, metadata={"help": "A folder that caches token rows on disk, for this run and later ones."}
+        default=None,
+        metadata={"help": "A folder that caches token rows on disk, for this run and later ones."},
     )
 
     @classmethod
@@ -31,16 +34,17 @@ class TextConfig(TrainingConfig):
         return {} if task else {"text_column": data.text_column}
 
 
-def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream made during training.
+def corpus_rows(
+    lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str
+) -> Sequence[Row] | StreamedRows:
+    """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream
+    made during training.
 
-    Args:
-        dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a `datasets.IterableDataset`.
-        where: the name of the dataset in errors.
+    Args: dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a
+        `datasets.IterableDataset`. where: the name of the dataset in errors.
 
-    Raises:
-        DataError: no text, a row without it, too many unknown tokens, a corrupted cache, or held-out rows that are a stream.
-        ConfigError: settings that do not work with a stream.
+    Raises: DataError: no text, a row without it, too many unknown tokens, a corrupted cache, or held-out rows
+        that are a stream. ConfigError: settings that do not work with a stream.
     """
     texts, length = text_column(dataset, args, where), row_length(lm, args)
     ends = lm.eos_token_ids
@@ -48,16 +52,32 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
         how: dict[str, Any] = {"where": where, "max_unknown": args.max_unknown, "ends": ends}
         return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, **how)
     unknown = UnknownTokens(args.max_unknown, lazily=not isinstance(dataset, Sized))
-    make_rows = partial(iter_text_rows, lm.tokenizer, max_length=length, packed=args.packing, where=where, unknown=unknown, ends=ends)
+    make_rows = partial(
+        iter_text_rows,
+        lm.tokenizer,
+        max_length=length,
+        packed=args.packing,
+        where=where,
+        unknown=unknown,
+        ends=ends,
+    )
     if isinstance(dataset, Sized):
         return list(make_rows(texts))
     if where == "eval_dataset":
-        raise DataError("is a stream", where=where, remedy="Give a finite list, such as list(stream.take(200))")
+        raise DataError(
+            "is a stream", where=where, remedy="Give a finite list, such as list(stream.take(200))"
+        )
     if args.max_steps <= 0:
-        raise ConfigError("a stream has no end", where="max_steps", remedy="Set it, or token_cache to go over a stream before training")
+        raise ConfigError(
+            "a stream has no end",
+            where="max_steps",
+            remedy="Set it, or token_cache to go over a stream before training",
+        )
     if args.dataloader_num_workers > 1:
         what = f"{args.dataloader_num_workers} workers for one stream"
-        raise ConfigError(what, where="dataloader_num_workers", remedy="Use 0, or 1 to make rows in the background")
+        raise ConfigError(
+            what, where="dataloader_num_workers", remedy="Use 0, or 1 to make rows in the background"
+        )
     rows = StreamedRows(texts, make_rows)
     next(iter(rows))  # errors in the first rows are raised before training
     return rows
@@ -68,6 +88,9 @@ def text_column(dataset: Iterable[Mapping[str, Any]], args: TextConfig, where: s
     return Column(dataset, args.text_column, where, "data.text_column")
 
 
-def rows_from_step(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:
-    """The rows of a conversion stage that begins at this optimizer step of the run. A stream continues where the stage before ended."""
+def rows_from_step(
+    rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int
+) -> Sequence[Row] | StreamedRows:
+    """The rows of a conversion stage that begins at this optimizer step of the run. A stream continues where
+    the stage before ended."""
     return rows.skip(step * rows_per_step(args)) if isinstance(rows, StreamedRows) else rows

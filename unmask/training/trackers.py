@@ -1,4 +1,5 @@
-"""Trackers (TensorBoard, Weights & Biases, Trackio, ...): one run for a training that is resumed, and one for several stages."""
+"""Trackers (TensorBoard, Weights & Biases, Trackio, ...): one run for a training that is resumed, and one for
+several stages."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ def set_tensorboard_dir(callbacks: Iterable[TrainerCallback], logging_dir: str |
 
 
 class TrackedRuns(TrainerCallback):
-    """The runs of Weights & Biases, MLflow, Trackio and TensorBoard: a training that is resumed goes on in them.
+    """The runs of Weights & Biases, MLflow, Trackio and TensorBoard: a training that is resumed goes on in
+    them.
 
-    It comes before the trackers. What they report of steps that are made again is there twice, but in TensorBoard.
+    It comes before the trackers. What they report of steps that are made again is there twice, but in
+    TensorBoard.
 
     Args:
         trackers: the callbacks of the trainer, among which the trackers are.
@@ -61,22 +64,33 @@ class TrackedRuns(TrainerCallback):
                     try:
                         _reopen(tracker, run, args, state.global_step, self.path.parent)
                     except Exception as error:  # of the tracker, such as for a run that was deleted there
-                        what = f"{kind.removesuffix('Callback')} cannot go on in the run {run}, and begins another: {first_line(error)}"
+                        what = (
+                            f"{kind.removesuffix('Callback')} cannot go on in the run {run}, and begins "
+                            f"another: {first_line(error)}"
+                        )
                         warnings.warn(UnmaskWarning(what), stacklevel=2)
 
     def _earlier(self) -> dict[str, Any]:
-        """The runs that trackers had when the checkpoint was written; none if the file was damaged since, with a warning."""
+        """The runs that trackers had when the checkpoint was written; none if the file was damaged since,
+        with a warning."""
         try:
             return dict(json.loads(read_file(self.path))) if self.path.exists() else {}
         except (OSError, ValueError, TypeError) as error:
-            warnings.warn(UnmaskWarning(f"{self.path} cannot be read, and the trackers begin new runs: {first_line(error)}"), stacklevel=2)
+            warnings.warn(
+                UnmaskWarning(
+                    f"{self.path} cannot be read, and the trackers begin new runs: {first_line(error)}"
+                ),
+                stacklevel=2,
+            )
             return {}
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note the runs that the trackers have begun."""
         if not state.is_world_process_zero:
             return
-        runs = {type(each).__name__: run for each in self.trackers if (run := _run_of(each, self.path.parent))}
+        runs = {
+            type(each).__name__: run for each in self.trackers if (run := _run_of(each, self.path.parent))
+        }
         if runs:
             write_atomic(self.path, json.dumps(runs, indent=1) + "\n")
 
@@ -87,7 +101,10 @@ def _run_of(tracker: TrainerCallback, folder: Path) -> dict[str, str | None] | N
         return {"project": run.project, "entity": run.entity or None, "id": run.id}
     if isinstance(tracker, MLflowCallback) and (run := tracker._ml_flow.active_run()) is not None:
         return {"run_id": run.info.run_id}
-    if isinstance(tracker, TrackioCallback) and (run := tracker._trackio.context_vars.current_run.get()) is not None:
+    if (
+        isinstance(tracker, TrackioCallback)
+        and (run := tracker._trackio.context_vars.current_run.get()) is not None
+    ):
         return {"name": run.name}
     if isinstance(tracker, TensorBoardCallback) and tracker.logging_dir is not None:
         return {"logging_dir": os.path.relpath(tracker.logging_dir, folder)}
@@ -98,7 +115,11 @@ def _reopen(tracker: TrainerCallback, run: Mapping[str, Any], args: Any, step: i
     """Have a tracker go on in a run after a step, unless a run is open already, or variables name one."""
     if isinstance(tracker, WandbCallback) and tracker._wandb.run is None and "WANDB_RUN_ID" not in os.environ:
         tracker._wandb.init(**run, resume="allow")
-    elif isinstance(tracker, MLflowCallback) and tracker._ml_flow.active_run() is None and "MLFLOW_RUN_ID" not in os.environ:
+    elif (
+        isinstance(tracker, MLflowCallback)
+        and tracker._ml_flow.active_run() is None
+        and "MLFLOW_RUN_ID" not in os.environ
+    ):
         tracker._ml_flow.start_run(**run)
         tracker._auto_end_run = True
     elif isinstance(tracker, TrackioCallback):
@@ -109,15 +130,18 @@ def _reopen(tracker: TrainerCallback, run: Mapping[str, Any], args: Any, step: i
 
 
 class RunTrackers(TrainerCallback):
-    """The trackers of a run of several stages: they see one run, at its steps, with the stage number as the metric `stage`.
+    """The trackers of a run of several stages: they see one run, at its steps, with the stage number as the
+    metric `stage`.
 
-    The stages' Trainers have this as a callback and an empty `report_to`. The trackers start with the first stage that trains, and end
-    with `finish`. `args`: of the whole run.
+    The stages' Trainers have this as a callback and an empty `report_to`. The trackers start with the first
+    stage that trains, and end with `finish`. `args`: of the whole run.
     """
 
     def __init__(self, args: Any):
         self.args, self.first_step, self.stage = args, 0, 0
-        self.trackers: list[TrainerCallback] = [kind() for kind in get_reporting_integration_callbacks(args.report_to)]
+        self.trackers: list[TrainerCallback] = [
+            kind() for kind in get_reporting_integration_callbacks(args.report_to)
+        ]
         self.runs = TrackedRuns(self.trackers, args.output_folder)
         self.trackers.insert(0, self.runs)
         set_tensorboard_dir(self.trackers, args.logging_dir)
@@ -146,7 +170,9 @@ class RunTrackers(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
         self._end = self._of_run(state), control, rest
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **rest: Any
+    ) -> None:
         self._forward("on_log", args, state, control, **rest, logs={**(logs or {}), "stage": self.stage})
 
     def _forward(self, event: str, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
@@ -163,5 +189,7 @@ class RunTrackers(TrainerCallback):
             getattr(tracker, event)(self.args, state, control, **rest)
 
 
-for _event in (name for name in vars(TrainerCallback) if name.startswith("on_") and name not in vars(RunTrackers)):
+for _event in (
+    name for name in vars(TrainerCallback) if name.startswith("on_") and name not in vars(RunTrackers)
+):
     setattr(RunTrackers, _event, partialmethod(RunTrackers._forward, _event))

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 from transformers.trainer_utils import TrainOutput
 
 from unmask.data.report import Rows, print_report, show_rows
@@ -33,7 +41,12 @@ from unmask.training.distributed import alone_in, ending_workers, lockstep, rows
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
-from unmask.training.hardware_checks import compile_in_place, refuse_other_model, refuse_unknown_arguments, refuse_unsupported
+from unmask.training.hardware_checks import (
+    compile_in_place,
+    refuse_other_model,
+    refuse_unknown_arguments,
+    refuse_unsupported,
+)
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
 from unmask.training.model_history import chosen_settings, remember
@@ -55,17 +68,15 @@ Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
 class DiffusionTrainer(Trainer):
     """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
-    Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss. Losses are sums divided
-    by the items (maskable tokens) of the whole accumulated batch over all ranks, so that gradient accumulation changes nothing.
+    Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss.
+    Losses are sums divided by the items (maskable tokens) of the whole accumulated batch over all ranks, so
+    that gradient accumulation changes nothing.
 
-    Args:
-        model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as `processing_class`.
-        train_dataset, eval_dataset: rows in the format that the trainer documents.
-        peft_config: trains adapters instead of the weights.
-        progress: a progress display to update.
-        log: of the metrics; None: `training_logs.json` in the output directory.
-        phases: measures time and memory by phase of a step; None: a new one.
-        data_collator, callbacks, optimizers: as in transformers.Trainer.
+    Args: model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as
+        `processing_class`. train_dataset, eval_dataset: rows in the format that the trainer documents.
+        peft_config: trains adapters instead of the weights. progress: a progress display to update. log: of
+        the metrics; None: `training_logs.json` in the output directory. phases: measures time and memory by
+        phase of a step; None: a new one. data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
     streams = False  # whether the dataset may be a stream, an iterable without a length
@@ -94,15 +105,26 @@ class DiffusionTrainer(Trainer):
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")
         eval_rows = self._checked_rows(lm, args, eval_dataset, "eval_dataset")
         check_rows(args, train_rows, eval_rows)
-        refuse_unsupported(lm, args, adapters=peft_config is not None or has_adapters(lm), trainer_arguments=trainer_arguments)
+        refuse_unsupported(
+            lm,
+            args,
+            adapters=peft_config is not None or has_adapters(lm),
+            trainer_arguments=trainer_arguments,
+        )
         set_seed(args.seed)  # new adapters are initialised from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self.means, self.numbers, self.evaluating = Means(), StepNumbers(self), False
         self._half_batches, self._saver, self.resumption = HalfBatches(self), Saver(self), Resumption(self)
-        self.metrics, self.phases = log or RunLog(folder=args.output_folder), phases or Phases(args.device, memory=args.log_memory_usage)
-        self.earlier_history, self.num_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
+        self.metrics, self.phases = (
+            log or RunLog(folder=args.output_folder),
+            phases or Phases(args.device, memory=args.log_memory_usage),
+        )
+        self.earlier_history, self.num_rows = (
+            history(lm),
+            len(train_dataset) if isinstance(train_dataset, Sized) else None,
+        )
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
         super().__init__(
             model=self.lm.model,
@@ -125,7 +147,8 @@ class DiffusionTrainer(Trainer):
 
     @property
     def model(self) -> Any:
-        """The trained model. A compiled one that is assigned, `trainer.model = torch.compile(trainer.model)`, is compiled in place."""
+        """The trained model. A compiled one that is assigned, `trainer.model = torch.compile(trainer.model)`,
+        is compiled in place."""
         return self._model
 
     @model.setter
@@ -146,7 +169,9 @@ class DiffusionTrainer(Trainer):
         if dataset is None:
             return None
         check_dataset(dataset, where, streams=cls.streams)
-        rows = print_report(cls.make_rows(lm, args, dataset, where), args.should_save, tables=not args.disable_tqdm)
+        rows = print_report(
+            cls.make_rows(lm, args, dataset, where), args.should_save, tables=not args.disable_tqdm
+        )
         if args.show_rows and args.should_save and where == "train_dataset" and rows is not dataset:
             show_rows(lm.tokenizer, rows, args.show_rows)
         return rows
@@ -164,10 +189,15 @@ class DiffusionTrainer(Trainer):
         return replace(self.draw(batch), rows_before_B=batch.get("rows_before"))
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
-        """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and causal views."""
-        log_prob_BMT = view_log_probs(lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.score_chunk)
+        """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and
+        causal views."""
+        log_prob_BMT = view_log_probs(
+            lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.score_chunk
+        )
         noised = views.count - views.causal
-        for name, selected in [("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))][: 1 + views.causal]:
+        for name, selected in [("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))][
+            : 1 + views.causal
+        ]:
             count = views.target_BMT[:, selected].sum()
             self.record(name, -log_prob_BMT[:, selected].detach().sum() / count.clamp_min(1), count)
         return weighted_cross_entropy(log_prob_BMT, views)
@@ -177,7 +207,8 @@ class DiffusionTrainer(Trainer):
         return batch["maskable"].sum()
 
     def draw(self, batch: Batch) -> Draw:
-        """Randomness keyed by seed, sample and epoch: the same masks on any number of devices and after a resume."""
+        """Randomness keyed by seed, sample and epoch: the same masks on any number of devices and after a
+        resume."""
         return Draw(self.args.seed, batch["sample_id"], 0 if self.evaluating else int(self.state.epoch or 0))
 
     @property
@@ -186,8 +217,9 @@ class DiffusionTrainer(Trainer):
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if the run ended before it.
-        A path may also be a run's folder. A resumed run is compared (`checkpoint_to_resume`), a new one refuses to overwrite another."""
+        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if
+        the run ended before it. A path may also be a run's folder. A resumed run is compared
+        (`checkpoint_to_resume`), a new one refuses to overwrite another."""
         self.args.check_assigned(read=True)
         self._throughput = Throughput()
         self._tracked_runs.resumed = bool(resume_from_checkpoint)
@@ -248,17 +280,24 @@ class DiffusionTrainer(Trainer):
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each process holds only a part of the weights (FSDP, ZeRO 3). Every forward pass then needs all processes."""
-        return self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3)
+        """Whether each process holds only a part of the weights (FSDP, ZeRO 3). Every forward pass then needs
+        all processes."""
+        return self.is_fsdp_enabled or (
+            self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
+        )
 
     def lockstep(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, processes may make different numbers of forward passes without gradients. Other collectives would deadlock."""
+        """Inside, processes may make different numbers of forward passes without gradients. Other collectives
+        would deadlock."""
         return lockstep(self.lm, self.args.device) if self.shards_weights else contextlib.nullcontext()
 
     # Evaluation.
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if there are none."""
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if
+        there are none."""
         rows = self.held_out_rows(eval_dataset)
         with measuring(self, metric_key_prefix):
             self.measure(rows)
@@ -271,20 +310,31 @@ class DiffusionTrainer(Trainer):
         """The rows of a dataset in the format of the collator; None: the trainer's `eval_dataset`."""
         rows = self.eval_dataset if dataset is None else dataset
         if rows is None:
-            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
+            raise ConfigError(
+                "there is nothing to evaluate on",
+                where="eval_dataset",
+                remedy="Give it to evaluate, or to the trainer",
+            )
         made = rows is self.eval_dataset or isinstance(rows, Rows)
         return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
 
     def predict(self, *_: Any, **__: Any) -> Any:
         """Refused, because the logits of a row depend on which tokens are hidden."""
-        raise TrainingError("whole rows have no predictions", where="predict", remedy="Use evaluate, or generate")
+        raise TrainingError(
+            "whole rows have no predictions", where="predict", remedy="Use evaluate, or generate"
+        )
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         with naming_missing_metric(self.args.metric_for_best_model, metrics):
             return super()._determine_best_metric(metrics, trial)
 
-    def prediction_step(self, model: nn.Module, inputs: Batch, *rest: Any, **named: Any) -> tuple[Tensor, None, None]:
-        rows, loss = without_repeats(inputs, self.accelerator), torch.zeros((), dtype=self.lm.log_prob_dtype, device=self.args.device)
+    def prediction_step(
+        self, model: nn.Module, inputs: Batch, *rest: Any, **named: Any
+    ) -> tuple[Tensor, None, None]:
+        rows, loss = (
+            without_repeats(inputs, self.accelerator),
+            torch.zeros((), dtype=self.lm.log_prob_dtype, device=self.args.device),
+        )
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             if len(rows["sample_id"]) > 0:
                 loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)
@@ -293,9 +343,12 @@ class DiffusionTrainer(Trainer):
 
     # Training steps: overridden methods of transformers.Trainer.
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         loss = self._half_batches.make(self._micro_step, model, inputs, num_items_in_batch)
-        self.numbers.add_loss(loss, steps=int(self.accelerator.sync_gradients))  # a step is counted with its last micro-batch
+        # a step is counted with its last micro-batch
+        self.numbers.add_loss(loss, steps=int(self.accelerator.sync_gradients))
         if not self.is_in_train:  # else it is read before the optimizer's step
             self.numbers.read()
         return loss
@@ -307,10 +360,18 @@ class DiffusionTrainer(Trainer):
             return super().training_step(model, inputs, items)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, None]:
-        distributed = self.accelerator.num_processes > 1  # DDP treats modules that a step's last pass does not call as unused in all
-        with self.phases("forward"), self.lm.calling_all_modules() if distributed else contextlib.nullcontext():
+        # DDP treats modules that a step's last pass does not call as unused in all
+        distributed = self.accelerator.num_processes > 1
+        with (
+            self.phases("forward"),
+            self.lm.calling_all_modules() if distributed else contextlib.nullcontext(),
+        ):
             loss = self.micro_loss(self.lm.bind(model), inputs)
         if num_items_in_batch is not None:
             loss = self.per_item(loss, num_items_in_batch)
@@ -322,18 +383,27 @@ class DiffusionTrainer(Trainer):
         return (loss, None) if return_outputs else loss
 
     def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor:
-        """This rank's part of the loss of an optimizer step. `items`: of all ranks. DDP averages gradients over ranks."""
+        """This rank's part of the loss of an optimizer step. `items`: of all ranks. DDP averages gradients
+        over ranks."""
         loss = loss / items * self.accelerator.num_processes
-        if self.is_deepspeed_enabled or updates_in_backward(self.args):  # the numbers of the step are read too late for them
+        # the numbers of the step are read too late for them
+        if self.is_deepspeed_enabled or updates_in_backward(self.args):
             finite(self, "loss", loss)
         return loss
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
         if not self.over:
             self.phases.begin_step()
         batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
         first = self.state.global_step * self.args.gradient_accumulation_steps
-        batches = self.prepared([batch | {"rows_before": rows_before(batch, first + n, self.args)} for n, batch in enumerate(batches)])
+        batches = self.prepared(
+            [
+                batch | {"rows_before": rows_before(batch, first + n, self.args)}
+                for n, batch in enumerate(batches)
+            ]
+        )
         return batches, self._get_num_items_in_batch(batches, device)
 
     def create_optimizer(self, *arguments: Any) -> Any:
@@ -352,12 +422,17 @@ class DiffusionTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         if not batch_samples:
             return None
-        return self.accelerator.gather(torch.stack([*map(self.count_items, batch_samples)]).sum().to(device)).sum().clamp_min(1)
+        return (
+            self.accelerator.gather(torch.stack([*map(self.count_items, batch_samples)]).sum().to(device))
+            .sum()
+            .clamp_min(1)
+        )
 
     # Metrics.
 
     def record(self, name: str, value: Tensor | float, count: Tensor | float = 1.0) -> None:
-        """Add a mean over `count` values to the metric's mean in the next log line. A scalar on the device is read later, with others."""
+        """Add a mean over `count` values to the metric's mean in the next log line. A scalar on the device is
+        read later, with others."""
         self.numbers.add_mean(name, value, count)
 
     def count_tokens(self, batch: Batch) -> Tensor:
@@ -369,7 +444,8 @@ class DiffusionTrainer(Trainer):
         return len(batch["sample_id"])
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
+        """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see
+        `Phases.performance_stats`."""
         return self.phases.performance_stats()
 
     def _track_num_input_tokens(self, inputs: Batch) -> None:
@@ -388,7 +464,9 @@ class DiffusionTrainer(Trainer):
         self.numbers.read()
         logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
         if "loss" in logs:  # a line of training, not of evaluation
-            logs |= self._throughput.take(self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen)
+            logs |= self._throughput.take(
+                self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen
+            )
         memory = memory_metrics(self.args.device)
         self._run_callback.memory_gb = memory["memory_gb"]
         logs |= memory if self.args.log_memory_usage else {}
@@ -399,7 +477,11 @@ class DiffusionTrainer(Trainer):
     # Checkpoints.
 
     def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._saver.unfinished is None else str(self._saver.unfinished.parent)
+        return (
+            super()._get_output_dir(trial)
+            if self._saver.unfinished is None
+            else str(self._saver.unfinished.parent)
+        )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self._saver.whole_checkpoint(Path(self._get_output_dir(trial))):
@@ -410,7 +492,8 @@ class DiffusionTrainer(Trainer):
         super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config and metric sums."""
+        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config
+        and metric sums."""
         folder = output_dir or str(self.args.output_dir)
         if not _internal_call and has_adapters(self.lm):
             return self._saver.save_merged(folder)

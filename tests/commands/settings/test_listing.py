@@ -1,4 +1,5 @@
-"""The settings of a verb: all are listed, the file that help shows is up to date, and they are found by pattern."""
+"""The settings of a verb: all are listed, the file that help shows is up to date, and they are found by
+pattern."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ from unmask.errors import ConfigError
 
 
 @pytest.mark.skipif(
-    json.loads(SETTINGS.read_text(encoding="utf-8"))["transformers"] != package_version("transformers"), reason="lists another version"
+    json.loads(SETTINGS.read_text(encoding="utf-8"))["transformers"] != package_version("transformers"),
+    reason="lists another version",
 )
 def test_the_list_has_the_settings_of_the_configs() -> None:
     listed = json.loads(json.dumps(listed_settings()))
-    assert json.loads(SETTINGS.read_text(encoding="utf-8")) == listed, "run scripts/list_settings.py, which writes it"
+    assert json.loads(SETTINGS.read_text(encoding="utf-8")) == listed, (
+        "run scripts/list_settings.py, which writes it"
+    )
     assert tuple(VERBS) == listing.VERBS
 
 
@@ -47,7 +51,9 @@ def test_another_version_of_transformers_may_have_other_fields(monkeypatch: pyte
     for cache in caches:
         cache.cache_clear()
     try:
-        assert {setting.key for setting in settings_of_verb("sft")} == {setting.key for setting in before} | {"training.brand_new"}
+        assert {setting.key for setting in settings_of_verb("sft")} == {setting.key for setting in before} | {
+            "training.brand_new"
+        }
         check_training("sft", {"brand_new": [1]})
     finally:
         for cache in caches:
@@ -76,7 +82,9 @@ def test_another_version_of_transformers_may_have_other_fields(monkeypatch: pyte
         ("grpo", {"kl": "k3", "beta": 0}),
     ],
 )
-def test_a_wrong_key_type_or_value_gets_the_error_of_the_config_itself(verb: str, training: dict[str, object]) -> None:
+def test_a_wrong_key_type_or_value_gets_the_error_of_the_config_itself(
+    verb: str, training: dict[str, object]
+) -> None:
     with pytest.raises(ConfigError) as early:
         check_training(verb, training)
     with pytest.raises(ConfigError) as late:
@@ -87,10 +95,27 @@ def test_a_wrong_key_type_or_value_gets_the_error_of_the_config_itself(verb: str
 @pytest.mark.parametrize(
     ("verb", "training"),
     [
-        ("sft", {"learning_rate": "1e-4", "max_steps": "3", "bf16": "true", "report_to": ["tensorboard"], "eval_strategy": "no"}),
+        (
+            "sft",
+            {
+                "learning_rate": "1e-4",
+                "max_steps": "3",
+                "bf16": "true",
+                "report_to": ["tensorboard"],
+                "eval_strategy": "no",
+            },
+        ),
         ("grpo", {"method": "parity.py:Parity", "method_settings": {"a": 1}, "policy": "margin", "beta": 0}),
         ("grpo", {"method": "diffu-grpo", "kl": "k3", "reference_sync_steps": 8}),
-        ("sft", {"logging_dir": None, "fsdp_config": {"version": 2}, "optim": "adamw_torch", "aggregation": "sequence"}),
+        (
+            "sft",
+            {
+                "logging_dir": None,
+                "fsdp_config": {"version": 2},
+                "optim": "adamw_torch",
+                "aggregation": "sequence",
+            },
+        ),
     ],
 )
 def test_what_the_config_takes_is_not_refused_before(verb: str, training: dict[str, object]) -> None:
@@ -110,7 +135,9 @@ def test_what_is_out_of_range_is_refused_before_torch_is_imported(verb: str) -> 
 
 
 def test_an_unknown_word_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown aggregation 'tokn'. Use one of token, sequence") as refused:
+    with pytest.raises(
+        ConfigError, match=r"unknown aggregation 'tokn'. Use one of token, sequence"
+    ) as refused:
         check_training("sft", {"aggregation": "tokn"})
     assert refused.value.where == "training.aggregation"
 
@@ -118,7 +145,9 @@ def test_an_unknown_word_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_field_of_the_training_arguments_is_listed(verb: str) -> None:
     found = {setting.key: setting for setting in settings_of_verb(verb)}
-    fields = {field.name for field in dataclasses.fields(VERBS[verb].config_class) if field.init} - set(SET_BY_RUN)
+    fields = {field.name for field in dataclasses.fields(VERBS[verb].config_class) if field.init} - set(
+        SET_BY_RUN
+    )
     assert {f"training.{name}" for name in fields} == {key for key in found if key.startswith("training.")}
     assert {"model.path", "sampler.constraint.regex", "lora.r"} <= found.keys()
     assert found["training.weight_decay"].stock and not found["training.learning_rate"].stock
@@ -126,7 +155,9 @@ def test_every_field_of_the_training_arguments_is_listed(verb: str) -> None:
 
 
 def test_the_groups_name_settings_that_there_are() -> None:
-    own = {verb: {setting.name for settings in grouped(verb).values() for setting in settings} for verb in VERBS}
+    own = {
+        verb: {setting.name for settings in grouped(verb).values() for setting in settings} for verb in VERBS
+    }
     assert {name for names in GROUPS.values() for name in names} <= set().union(*own.values())
     assert {name for names in OF_GRPO.values() for name in names} <= own["grpo"]
     assert {setting.name for setting in grouped("convert")[METHOD]} >= {"attention", "block_size", "stages"}

@@ -53,13 +53,19 @@ def test_a_variable_is_read_as_the_setting_that_took_its_place(name, text, setti
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        *[(name, text) for name in ("DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE", "GRPO_NUM_GENERATIONS") for text in ("many", "0", "-1", "2.5")],
+        *[
+            (name, text)
+            for name in ("DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE", "GRPO_NUM_GENERATIONS")
+            for text in ("many", "0", "-1", "2.5")
+        ],
         *[(name, "maybe") for name in ("GRPO_USE_VLLM", "GRPO_USE_TORCH_COMPILE", "DIFFU_MIXED_PRECISION")],
         *[("VLLM_SERVER_HOST", text) for text in ("http://", "ftp://gpu7", ":80", "gpu7:port", "gpu7:99999")],
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_the_name_of_its_variable(name, text):
-    with pytest.raises(ConfigError, match=rf"environment variable {name}: '{text}' is not valid\. It should be "):
+    with pytest.raises(
+        ConfigError, match=rf"environment variable {name}: '{text}' is not valid\. It should be "
+    ):
         read(**{name: text})
 
 
@@ -73,20 +79,27 @@ def test_mixed_precision_that_is_on_is_bfloat16_wherever_there_is_any(text, monk
     assert meant() == "bf16"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for supported, name in ((True, "bf16"), (False, "fp16")):
-        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True, found=supported: found)
+        monkeypatch.setattr(
+            "torch.cuda.is_bf16_supported", lambda including_emulation=True, found=supported: found
+        )
         assert meant() == name
 
 
 def test_each_has_its_rank():
     older = {"DIFFU_BATCH_SIZE": "2", "GRPO_BATCH_SIZE": "3"}
     assert read(**older)["training"] == {"per_device_train_batch_size": 3}
-    assert read("sft", **older)["training"] == {"per_device_train_batch_size": 2}  # the others are GRPO's alone
-    assert read(**older, UNMASK_TRAINING__PER_DEVICE_TRAIN_BATCH_SIZE="4")["training"] == {"per_device_train_batch_size": 4}
+    # the others are GRPO's alone
+    assert read("sft", **older)["training"] == {"per_device_train_batch_size": 2}
+    assert read(**older, UNMASK_TRAINING__PER_DEVICE_TRAIN_BATCH_SIZE="4")["training"] == {
+        "per_device_train_batch_size": 4
+    }
     assert not any(read("sft", **{name: "1"}) for name in OLDER_OF_GRPO)
 
 
 def test_without_vllm_its_address_is_passed_over():
-    assert read(VLLM_SERVER_HOST="gpu7", GRPO_USE_VLLM="no") == {"training": {"rollout": {"backend": "local"}}}
+    assert read(VLLM_SERVER_HOST="gpu7", GRPO_USE_VLLM="no") == {
+        "training": {"rollout": {"backend": "local"}}
+    }
     served = {"training": {"rollout": {"backend": "vllm", "url": "http://gpu7:8000"}}}
     assert read(VLLM_SERVER_HOST="gpu7", GRPO_USE_VLLM="1") == served
 
@@ -97,21 +110,35 @@ def test_without_vllm_its_address_is_passed_over():
         ("sft", "DIFFU_BATCHSIZE", "Did you mean 'DIFFU_BATCH_SIZE'?"),
         ("grpo", "DIFFU_MODEL", "Did you mean 'DIFFU_MODEL_PATH'?"),
         ("grpo", "GRPO_BATCH", "Did you mean 'GRPO_BATCH_SIZE'?"),
-        ("pretrain", "DIFFU_XYZ", "Known: DIFFU_BATCH_SIZE, DIFFU_DATASET, DIFFU_MIXED_PRECISION, DIFFU_MODEL_PATH."),
+        (
+            "pretrain",
+            "DIFFU_XYZ",
+            "Known: DIFFU_BATCH_SIZE, DIFFU_DATASET, DIFFU_MIXED_PRECISION, DIFFU_MODEL_PATH.",
+        ),
         ("sft", "GRPO_BATCH", None),
         ("grpo", "VLLM_USE_V1", None),
     ],
 )
 def test_a_variable_that_is_unknown_is_told(verb, name, remedy, capsys):
     assert read(verb, **{name: "1"}) == {}
-    assert capsys.readouterr().err == (f"{name} is not read: no variable has this name. {remedy}\n" if remedy else "")
+    assert capsys.readouterr().err == (
+        f"{name} is not read: no variable has this name. {remedy}\n" if remedy else ""
+    )
 
 
-def grouped(config: dict[str, Any] | None = None, verb_layers: Sequence[Layer] = (), **environ: str) -> tuple[int, int]:
-    """The batch and the accumulation of a run with the values of the recipe grpo-sudoku: groups of 6, two batches of 6."""
+def grouped(
+    config: dict[str, Any] | None = None, verb_layers: Sequence[Layer] = (), **environ: str
+) -> tuple[int, int]:
+    """The batch and the accumulation of a run with the values of the recipe grpo-sudoku: groups of 6, two
+    batches of 6."""
     recipe = {"num_generations": 6, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
-    layers = [Layer("recipe grpo-sudoku", {"training": recipe}), *([Layer("run.yaml", {"training": config})] if config else [])]
-    training = with_whole_groups(Layers([*layers, *older_layers(environ, "grpo"), *verb_layers]), environ).merged()["training"]
+    layers = [
+        Layer("recipe grpo-sudoku", {"training": recipe}),
+        *([Layer("run.yaml", {"training": config})] if config else []),
+    ]
+    training = with_whole_groups(
+        Layers([*layers, *older_layers(environ, "grpo"), *verb_layers]), environ
+    ).merged()["training"]
     return training["per_device_train_batch_size"], training["gradient_accumulation_steps"]
 
 
@@ -129,11 +156,17 @@ def test_a_batch_of_a_variable_leaves_groups_whole_and_the_step_as_it_was(batch,
 
 def test_what_a_user_says_of_accumulation_stays(capsys):
     assert grouped(DIFFU_BATCH_SIZE="2") == (2, 6)
-    assert "training.gradient_accumulation_steps is 6, as 2 batches of 2 completions are no whole groups of 6" in capsys.readouterr().err
+    assert (
+        "training.gradient_accumulation_steps is 6, as 2 batches of 2 completions are no whole groups of 6"
+        in capsys.readouterr().err
+    )
     assert grouped({"gradient_accumulation_steps": 2}, DIFFU_BATCH_SIZE="2") == (2, 2)
     assert grouped(DIFFU_BATCH_SIZE="2", GRPO_GRAD_ACCUM_STEPS="4") == (2, 4)
     assert grouped({"per_device_train_batch_size": 5}) == (5, 2)  # no variable's
-    assert grouped(verb_layers=[Layer("command line", {"training": {"per_device_train_batch_size": 4}})], DIFFU_BATCH_SIZE="2") == (4, 2)
+    assert grouped(
+        verb_layers=[Layer("command line", {"training": {"per_device_train_batch_size": 4}})],
+        DIFFU_BATCH_SIZE="2",
+    ) == (4, 2)
     assert grouped({"num_generations": "six"}, DIFFU_BATCH_SIZE="2") == (2, 2)  # is refused later
 
 
@@ -143,7 +176,9 @@ def test_of_several_processes_only_the_first_tells(capsys):
 
 
 def test_the_command_line_reads_them_above_files_and_names_them_in_errors(tmp_path, monkeypatch):
-    (tmp_path / "run.yaml").write_text("training: {per_device_train_batch_size: 7, gradient_accumulation_steps: 7, use_cpu: true}")
+    (tmp_path / "run.yaml").write_text(
+        "training: {per_device_train_batch_size: 7, gradient_accumulation_steps: 7, use_cpu: true}"
+    )
     monkeypatch.setenv("DIFFU_MODEL_PATH", "m")
     monkeypatch.setenv("GRPO_BATCH_SIZE", "6")
     monkeypatch.setenv("GRPO_GRAD_ACCUM_STEPS", "5")
@@ -157,7 +192,9 @@ def test_the_command_line_reads_them_above_files_and_names_them_in_errors(tmp_pa
     ]
     printed = parse_yaml(result.stdout, "stdout")
     assert printed["model"]["path"] == "m"
-    assert [printed["training"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")] == [6, 4]
+    assert [
+        printed["training"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    ] == [6, 4]
     monkeypatch.setenv("VLLM_SERVER_HOST", "gpu7")
     refused = unmask(*run)
     where = "training.rollout.url (environment variable VLLM_SERVER_HOST)"
@@ -169,5 +206,6 @@ def test_the_command_line_reads_them_above_files_and_names_them_in_errors(tmp_pa
     refused = unmask(*run)
     assert refused.exit_code == 2
     assert (
-        "error: training.num_generations (environment variable GRPO_NUM_GENERATIONS): 1 is out of range. Use at least 2" in refused.stderr
-    )
+        "error: training.num_generations (environment variable GRPO_NUM_GENERATIONS): 1 is out of "
+        "range. Use at least 2"
+    ) in refused.stderr

@@ -24,12 +24,19 @@ TASKS: dict[str, dict[str, Any]] = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{context}}",
         "doc_to_target": "{{' ' + continuation}}",
-        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}, MEAN[0]],
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            MEAN[0],
+        ],
     },
     "local_piqa": CHOICES,
     "local_arc_easy": CHOICES,
     "local_hellaswag": CHOICES
-    | {"doc_to_text": "{{activity_label}}: {{ctx}}", "doc_to_choice": "{{endings}}", "doc_to_target": "{{label}}"},
+    | {
+        "doc_to_text": "{{activity_label}}: {{ctx}}",
+        "doc_to_choice": "{{endings}}",
+        "doc_to_target": "{{label}}",
+    },
     "local_wikitext": {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
@@ -44,7 +51,12 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     },
 }
-FILES = {"local_lambada": "lambada_openai", "local_piqa": "piqa", "local_arc_easy": "arc_easy", "local_hellaswag": "hellaswag_val1000"}
+FILES = {
+    "local_lambada": "lambada_openai",
+    "local_piqa": "piqa",
+    "local_arc_easy": "arc_easy",
+    "local_hellaswag": "hellaswag_val1000",
+}
 
 
 def write_tasks(folder: pathlib.Path, rows: int, names: Sequence[str] = tuple(TASKS)) -> pathlib.Path:
@@ -54,23 +66,41 @@ def write_tasks(folder: pathlib.Path, rows: int, names: Sequence[str] = tuple(TA
     return folder
 
 
-def write_task(folder: pathlib.Path, name: str, task: dict[str, Any], documents: Sequence[dict[str, Any]], **settings: Any) -> None:
+def write_task(
+    folder: pathlib.Path,
+    name: str,
+    task: dict[str, Any],
+    documents: Sequence[dict[str, Any]],
+    **settings: Any,
+) -> None:
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
-    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}}
+    source = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
+    }
     text = yaml.safe_dump({"task": name, "test_split": "test", **source, **task, **settings})
     (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def _documents(name: str, rows: int) -> list[dict[str, Any]]:
     if name in FILES:
-        lines = shared_path("data", "commonsense", f"{FILES[name]}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            shared_path("data", "commonsense", f"{FILES[name]}.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
         return [json.loads(line) for line in lines[:rows]]
     if name == "local_wikitext":
         text = shared_path("data", "text", "wikitext2_valid.txt").read_text(encoding="utf-8")
         articles = ["".join(part) for part in _articles(text)]
-        return [{"page": article[: 1500 * (number + 1)]} for number, article in enumerate(articles[: max(1, rows // 20)])]
-    stories = shared_path("data", "text", "tinystories_val_800k.txt").read_text(encoding="utf-8").split("\n\n")[1:]
+        return [
+            {"page": article[: 1500 * (number + 1)]}
+            for number, article in enumerate(articles[: max(1, rows // 20)])
+        ]
+    stories = (
+        shared_path("data", "text", "tinystories_val_800k.txt").read_text(encoding="utf-8").split("\n\n")[1:]
+    )
     return [{"start": story.strip()[:60], "rest": story.strip()[60:100]} for story in stories[:rows]]
 
 

@@ -18,7 +18,10 @@ from unmask.cli.entry import app
 from unmask.evaluation.harness import HarnessLM
 from unmask.evaluation.result_file import read_result
 
-DOCUMENTS = [{"q": "ab" * (number % 3) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2} for number in range(5)]
+DOCUMENTS = [
+    {"q": "ab" * (number % 3) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2}
+    for number in range(5)
+]
 TEXTS = {
     "doc_to_text": "{{q}}",
     "doc_to_target": "ab",
@@ -29,7 +32,9 @@ TASKS_OF_FOLDER = {
     "others": TASKS["local_piqa"] | {"doc_to_text": "{{q}}"},
     "rolling": TASKS["local_wikitext"] | {"doc_to_target": "{{q}}ab"},
     "texts": TASKS["local_stories"] | TEXTS,
-    "drawn": TASKS["local_stories"] | TEXTS | {"generation_kwargs": TEXTS["generation_kwargs"] | {"do_sample": True}},
+    "drawn": TASKS["local_stories"]
+    | TEXTS
+    | {"generation_kwargs": TEXTS["generation_kwargs"] | {"do_sample": True}},
     "beams": TASKS["local_stories"] | TEXTS | {"generation_kwargs": {"num_beams": 4}},
     "missing": TASKS["local_piqa"],
     "undefined": TASKS["local_piqa"],
@@ -68,7 +73,9 @@ def folder(tmp_path):
 
 
 def run(folder, *words):
-    return CliRunner().invoke(app, ["evaluate", str(folder / "model"), "--include-path", str(folder), *map(str, words)])
+    return CliRunner().invoke(
+        app, ["evaluate", str(folder / "model"), "--include-path", str(folder), *map(str, words)]
+    )
 
 
 def finished(folder, *words):
@@ -85,7 +92,19 @@ def outside():
 
 def test_a_result_of_lm_evals_tasks_runs_itself_again(folder):
     path = folder / "result.json"
-    done = run(folder, "--lm-eval", "choices,others", "--samples", "9", "--rows", "3", "--dtype", "float64", "--output", path)
+    done = run(
+        folder,
+        "--lm-eval",
+        "choices,others",
+        "--samples",
+        "9",
+        "--rows",
+        "3",
+        "--dtype",
+        "float64",
+        "--output",
+        path,
+    )
     assert done.exit_code == 0, (done.output, done.exception)
     found = read_result(path)
     assert [scores.task for scores in found.tasks] == ["choices", "others"]
@@ -121,7 +140,8 @@ def test_a_stopped_evaluation_goes_on(folder, monkeypatch):
     other = run(folder, *ALL, "--seed", "1", "--output", folder / "result.json", "--overwrite")
     assert other.exit_code == 2 and "has answers of another evaluation (seed)" in other.output
     assert finished(folder, *ALL) == expected
-    assert len(calls) < 6 + 15 and not list(folder.glob("*.db"))  # two questions of two choices are not asked again
+    # two questions of two choices are not asked again
+    assert len(calls) < 6 + 15 and not list(folder.glob("*.db"))
 
 
 @pytest.mark.slow
@@ -131,8 +151,12 @@ def test_a_killed_evaluation_goes_on(folder):
     program = [sys.executable, "-c", KILLED + "from unmask.cli.entry import main\nmain()"]
     for count in (5, 7):
         done = subprocess.run([*program, str(count), *map(str, words)], env=outside(), capture_output=True)
-        assert done.returncode == -signal.SIGKILL and list(folder.glob("killed.json.answers*.db")), done.stderr
-    whole = run_all([sys.executable, "-m", "unmask", *words], timeout=300, env=outside(), stdout=-1, stderr=-1)
+        assert done.returncode == -signal.SIGKILL and list(folder.glob("killed.json.answers*.db")), (
+            done.stderr
+        )
+    whole = run_all(
+        [sys.executable, "-m", "unmask", *words], timeout=300, env=outside(), stdout=-1, stderr=-1
+    )
     assert b"error" not in whole.stderr.lower()
     same = read_result(folder / "killed.json").tasks == expected
     assert same
@@ -142,7 +166,12 @@ def test_a_killed_evaluation_goes_on(folder):
 def test_two_processes_give_the_result_of_one(folder):
     expected = finished(folder, *ALL)
     words = ["evaluate", folder / "model", "--include-path", folder, *ALL, "--output", folder / "two.json"]
-    run_all([sys.executable, *TWO_PROCESSES["accelerate"], "-m", "unmask", *words], timeout=300, env=outside(), cwd=folder)
+    run_all(
+        [sys.executable, *TWO_PROCESSES["accelerate"], "-m", "unmask", *words],
+        timeout=300,
+        env=outside(),
+        cwd=folder,
+    )
     same = read_result(folder / "two.json").tasks == expected
     assert same  # without pytest's explanation, which takes minutes
     assert not list(folder.glob("*.db"))
@@ -153,7 +182,10 @@ def test_two_processes_give_the_result_of_one(folder):
     [
         (["--lm-eval", "choises"], "lm-eval has no task 'choises'. Did you mean 'choices'"),
         (["--lm-eval", "missing"], "missing: the task cannot be loaded: FileNotFoundError"),
-        (["--lm-eval", "undefined"], "undefined: a template of the task does not fit its data: 'query' is undefined"),
+        (
+            ["--lm-eval", "undefined"],
+            "undefined: a template of the task does not fit its data: 'query' is undefined",
+        ),
         (["--lm-eval", "split"], "split: the task cannot be loaded: KeyError: 'tset'"),
         (["--lm-eval", "field"], "unexpected keyword argument 'doc_to_txt'. Check the task's file"),
         (["--lm-eval", "beams"], "gen_kwargs: 'num_beams' is no option of the sampler"),
@@ -162,14 +194,18 @@ def test_two_processes_give_the_result_of_one(folder):
         (["--lm-eval", "choices", "--data", "a.jsonl"], "data: is read by --task only"),
         (["--lm-eval", "choices", "--split", "train"], "split: is read by --task only"),
         (["--lm-eval", "choices", "--steps", "3"], "steps: no task generates text"),
-        (["--lm-eval", "choices,texts", "--guidance", "1"], "guidance: likelihoods are computed without guidance"),
+        (
+            ["--lm-eval", "choices,texts", "--guidance", "1"],
+            "guidance: likelihoods are computed without guidance",
+        ),
         (["--lm-eval", "hellaswag", "--protocol", "llada-base"], "Use llada-base/without-guidance"),
         (["--lm-eval", "choices", "--include-path", "nowhere"], "nowhere: is not a folder"),
         (["--task", "sudoku"], "include_path: is read by --lm-eval only"),
     ],
 )
 def test_wrong_input_is_one_line(folder, monkeypatch, words, message):
-    monkeypatch.setattr(manager, "__file__", str(folder / "none" / "manager.py"))  # lm-eval's own tasks take half a minute to list
+    # lm-eval's own tasks take half a minute to list
+    monkeypatch.setattr(manager, "__file__", str(folder / "none" / "manager.py"))
     done = run(folder, *words, "--output", folder / "result.json")
     assert done.exit_code == 2 and message in done.output, (done.output, done.exception)
     last = done.output.strip().splitlines()[-1]

@@ -1,4 +1,5 @@
-"""The model `unmask` of lm-eval: equal to lm-eval's own model where both read a causal model, and the same bits in any batch."""
+"""The model `unmask` of lm-eval: equal to lm-eval's own model where both read a causal model, and the same
+bits in any batch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ LETTERS = [4, 5]  # ids of a and b
 
 def measured(model, pairs=PAIRS, by_question=True):
     requests = [
-        Instance("loglikelihood", {"context": context}, (context, continuation), 0, ("task", number // 3 if by_question else None, 1))
+        Instance(
+            "loglikelihood",
+            {"context": context},
+            (context, continuation),
+            0,
+            ("task", number // 3 if by_question else None, 1),
+        )
         for number, (context, continuation) in enumerate(pairs)
     ]
     return model.loglikelihood(requests, disable_tqdm=True)
@@ -45,13 +52,17 @@ def measured(model, pairs=PAIRS, by_question=True):
 
 def generated(model, contexts, repeats=1, **gen_kwargs):
     requests = [
-        Instance("generate_until", {}, (context, gen_kwargs), 0, ("task", number, repeats)) for number, context in enumerate(contexts)
+        Instance("generate_until", {}, (context, gen_kwargs), 0, ("task", number, repeats))
+        for number, context in enumerate(contexts)
     ]
     return model.generate_until([request for request in requests for _ in range(repeats)], disable_tqdm=True)
 
 
 def rolling(model, texts):
-    requests = [Instance("loglikelihood_rolling", {}, (text,), 0, ("task", number, 1)) for number, text in enumerate(texts)]
+    requests = [
+        Instance("loglikelihood_rolling", {}, (text,), 0, ("task", number, 1))
+        for number, text in enumerate(texts)
+    ]
     return model.loglikelihood_rolling(requests, disable_tqdm=True)
 
 
@@ -69,20 +80,31 @@ def check_equals_hf(folder, rows):
         for name, more in (("unmask", {}), ("hf", {"softmax_dtype": "float64"}))
     )
     for name in TASKS:
-        pairs = list(zip(*(sorted(found["samples"][name], key=lambda sample: sample["doc_id"]) for found in (ours, theirs)), strict=True))
+        pairs = list(
+            zip(
+                *(
+                    sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
+                    for found in (ours, theirs)
+                ),
+                strict=True,
+            )
+        )
         assert len(pairs) == (max(1, rows // 20) if name == "local_wikitext" else rows)
         for own, other in pairs:
             assert own["arguments"] == other["arguments"]
             for found, expected in zip(own["filtered_resps"], other["filtered_resps"], strict=True):
                 if isinstance(expected, str):
-                    assert found.removeprefix(" ") == expected  # lm-eval decodes a continuation alone, which drops its first space
+                    # lm-eval decodes a continuation alone, which drops its first space
+                    assert found.removeprefix(" ") == expected
                 elif isinstance(expected, float):
                     assert found == pytest.approx(expected, abs=1e-4)
                 else:
                     assert found[0] == pytest.approx(expected[0], abs=1e-4) and found[1] == expected[1]
     for name, metrics in theirs["results"].items():
         numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
-        assert numbers and {key: ours["results"][name][key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
+        assert numbers and {key: ours["results"][name][key] for key in numbers} == pytest.approx(
+            numbers, rel=1e-6
+        )
 
 
 def test_a_causal_model_scores_as_lm_evals_own(tmp_path):
@@ -121,7 +143,15 @@ def test_texts_depend_on_neither_batch_size_nor_order(kind):
 
 
 def test_repeats_of_a_request_differ():
-    texts = generated(HarnessLM(toy.toy()), ["ab", "b"], repeats=4, max_gen_toks=8, do_sample=True, temperature=2.0, allowed_tokens=LETTERS)
+    texts = generated(
+        HarnessLM(toy.toy()),
+        ["ab", "b"],
+        repeats=4,
+        max_gen_toks=8,
+        do_sample=True,
+        temperature=2.0,
+        allowed_tokens=LETTERS,
+    )
     assert len(set(texts[:4])) > 1 and len(set(texts[4:])) > 1
 
 
@@ -132,9 +162,11 @@ def test_choices_of_a_question_have_common_masks():
     other_contexts = [("aab", "abbab"), ("ab", "abbab")]
     apart, together = measured(model, other_contexts, by_question=False), measured(model, other_contexts)
     assert apart[1] != together[1] and measured(model, [("ab", "abbab")])[0] == apart[1]
-    longer = measured(model, [("ab", "abbab"), ("ab", "aabbab")])  # what they have in common is aligned, whichever is first
+    # what they have in common is aligned, whichever is first
+    longer = measured(model, [("ab", "abbab"), ("ab", "aabbab")])
     assert longer == measured(model, [("ab", "aabbab"), ("ab", "abbab")])[::-1] and longer[0] != same[0]
-    assert measured(model, [*other_contexts, ("", "abbab")])[2] == measured(model, [("", "abbab")])[0]  # by itself in any question
+    # by itself in any question
+    assert measured(model, [*other_contexts, ("", "abbab")])[2] == measured(model, [("", "abbab")])[0]
 
 
 def test_long_contexts_lose_their_beginning():
@@ -143,7 +175,11 @@ def test_long_contexts_lose_their_beginning():
         long = "ab" * 40
         assert measured(model, [(long, "ba")])[0][1] in (True, False)
         ids = model.tok_encode(long)
-        assert model._score(ids, [4, 5], 3) == model._score(ids[-room:], [4, 5], 3) != model._score(ids[-room + 2 :], [4, 5], 3)
+        assert (
+            model._score(ids, [4, 5], 3)
+            == model._score(ids[-room:], [4, 5], 3)
+            != model._score(ids[-room + 2 :], [4, 5], 3)
+        )
         with pytest.raises(GenerationError, match="leaves no room for a context"):
             measured(model, [("ab", "ab" * 17)])
 
@@ -152,7 +188,10 @@ def test_windows_of_a_text_are_added():
     lm = toy.toy("blocks of three")
     model = HarnessLM(lm, max_length=9)
     ids = model.tok_encode("abbabaabbabb")
-    parts = [([model.prefix_token_id], ids[:8]), (ids[4:8] if len(ids) == 12 else ids[len(ids) - 9 : 8], ids[8:])]
+    parts = [
+        ([model.prefix_token_id], ids[:8]),
+        (ids[4:8] if len(ids) == 12 else ids[len(ids) - 9 : 8], ids[8:]),
+    ]
     expected = sum(model._estimate(context, some, 0) for context, some in parts)
     assert rolling(model, ["abbabaabbabb"]) == [pytest.approx(expected, abs=1e-9)]
 
@@ -161,7 +200,9 @@ def test_a_request_is_cut_at_its_own_stop_strings():
     model = HarnessLM(toy.toy(), max_new_tokens=12, temperature=2.0, allowed_tokens=LETTERS)
     (whole,) = generated(model, ["ab"])
     assert len(whole) == 12 and set(whole) == {"a", "b"}
-    requests = [Instance("generate_until", {}, ("ab", {"until": until}), 0) for until in ("a", ["b", "a"], [])]
+    requests = [
+        Instance("generate_until", {}, ("ab", {"until": until}), 0) for until in ("a", ["b", "a"], [])
+    ]
     assert model.generate_until(requests, disable_tqdm=True) == [whole.partition("a")[0], "", whole]
 
 
@@ -192,16 +233,33 @@ def test_a_canvas_must_leave_room():
 
 def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):
     lm = toy.toy()
-    write_task(tmp_path, "chat", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, [{"q": "ab", "choices": ["a", "bb"], "gold": 0}] * 2)
-    options = {"tasks": ["chat"], "bootstrap_iters": 0, "apply_chat_template": True, "system_instruction": "bab"}
+    write_task(
+        tmp_path,
+        "chat",
+        TASKS["local_piqa"] | {"doc_to_text": "{{q}}"},
+        [{"q": "ab", "choices": ["a", "bb"], "gold": 0}] * 2,
+    )
+    options = {
+        "tasks": ["chat"],
+        "bootstrap_iters": 0,
+        "apply_chat_template": True,
+        "system_instruction": "bab",
+    }
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     with pytest.raises(DataError, match="no chat template"):
         lm_eval.simple_evaluate(model=HarnessLM(lm, samples=5), task_manager=manager, **options)
     turn = "{{ {'system': 'bbb', 'user': 'aba', 'assistant': 'bab'}[m.role] }}{{ m.content }}"
-    lm.tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt %}}bab{{% endif %}}"
+    lm.tokenizer.chat_template = (
+        f"{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt %}}bab{{% endif %}}"
+    )
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(
-        model=HarnessLM(lm, samples=5), task_manager=manager, num_fewshot=1, fewshot_as_multiturn=True, cache_requests=True, **options
+        model=HarnessLM(lm, samples=5),
+        task_manager=manager,
+        num_fewshot=1,
+        fewshot_as_multiturn=True,
+        cache_requests=True,
+        **options,
     )
     first = found["samples"]["chat"][0]
     system, example, question = "bbb" + "bab", "aba" + "ab" + "bab" + "a", "aba" + "ab" + "bab"
@@ -217,33 +275,56 @@ def test_answers_are_kept_in_the_cache(tmp_path, monkeypatch):
     def run(limit, model):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
         cache = str(tmp_path / "answers")
-        return lm_eval.simple_evaluate(model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, use_cache=cache, limit=limit)
+        return lm_eval.simple_evaluate(
+            model=model,
+            tasks=["small"],
+            task_manager=manager,
+            bootstrap_iters=0,
+            use_cache=cache,
+            limit=limit,
+        )
 
     run(1, HarnessLM(lm, samples=9))  # as if stopped after an item
     calls = []
     score = HarnessLM._score
-    monkeypatch.setattr(HarnessLM, "_score", lambda self, *arguments: calls.append(arguments) or score(self, *arguments))
+    monkeypatch.setattr(
+        HarnessLM, "_score", lambda self, *arguments: calls.append(arguments) or score(self, *arguments)
+    )
     whole = run(None, HarnessLM(lm, samples=9))
     assert len(calls) == 4
     monkeypatch.undo()
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    fresh = lm_eval.simple_evaluate(model=HarnessLM(lm, samples=9), tasks=["small"], task_manager=manager, bootstrap_iters=0)
-    assert [sample["resps"] for sample in whole["samples"]["small"]] == [sample["resps"] for sample in fresh["samples"]["small"]]
-    errors = [response[0][0].standard_error for sample in whole["samples"]["small"] for response in sample["resps"]]
+    fresh = lm_eval.simple_evaluate(
+        model=HarnessLM(lm, samples=9), tasks=["small"], task_manager=manager, bootstrap_iters=0
+    )
+    assert [sample["resps"] for sample in whole["samples"]["small"]] == [
+        sample["resps"] for sample in fresh["samples"]["small"]
+    ]
+    errors = [
+        response[0][0].standard_error for sample in whole["samples"]["small"] for response in sample["resps"]
+    ]
     assert all(error > 0 for error in errors)  # also of those from the cache
 
 
 def test_answers_of_another_model_or_setting_are_refused(tmp_path):
-    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 2)
+    write_task(
+        tmp_path,
+        "small",
+        TASKS["local_piqa"] | {"doc_to_text": "{{q}}"},
+        [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 2,
+    )
 
     def run(model):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
         cache = str(tmp_path / "answers")
-        return lm_eval.simple_evaluate(model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, use_cache=cache)
+        return lm_eval.simple_evaluate(
+            model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, use_cache=cache
+        )
 
     first = run(HarnessLM(toy.toy(), samples=9))
     assert run(HarnessLM(toy.toy(), samples=9, batch_size=3))["samples"] == first["samples"]
-    with SqliteDict(str(tmp_path / "answers_rank0.db"), autocommit=True) as answers:  # a version that knew fewer settings wrote it
+    # a version that knew fewer settings wrote it
+    with SqliteDict(str(tmp_path / "answers_rank0.db"), autocommit=True) as answers:
         answers["unmask"] = {name: value for name, value in answers["unmask"].items() if name != "max_gap"}
     assert run(HarnessLM(toy.toy(), samples=9))["samples"] == first["samples"]
     for model, changed in (
@@ -252,7 +333,9 @@ def test_answers_of_another_model_or_setting_are_refused(tmp_path):
         (HarnessLM(toy.toy(), samples=7), "samples"),
         (HarnessLM(toy.toy(), samples=9, max_length=20), "max_length"),
     ):
-        with pytest.raises(DataError, match=rf"answers_rank0.db: has answers of another evaluation \({changed}\)"):
+        with pytest.raises(
+            DataError, match=rf"answers_rank0.db: has answers of another evaluation \({changed}\)"
+        ):
             run(model)
 
 
@@ -266,7 +349,9 @@ def test_several_answers_to_a_prompt_are_all_kept(tmp_path):
 
     def run(name, **options):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-        found = lm_eval.simple_evaluate(model=HarnessLM(toy.toy()), tasks=[name], task_manager=manager, bootstrap_iters=0, **options)
+        found = lm_eval.simple_evaluate(
+            model=HarnessLM(toy.toy()), tasks=[name], task_manager=manager, bootstrap_iters=0, **options
+        )
         return [sample["resps"] for sample in found["samples"][name]]
 
     for name in ("silent", "drawn"):
@@ -278,7 +363,8 @@ def test_several_answers_to_a_prompt_are_all_kept(tmp_path):
 
 
 def test_answers_are_kept_by_question(tmp_path):
-    """A choice has common masks with the others of its question: what is kept of one question is no answer in another one."""
+    """A choice has common masks with the others of its question: what is kept of one question is no answer in
+    another one."""
     first = {"q": "ab", "choices": ["abab", "bba"], "gold": 0}
     questions = [first, {"q": "ab", "choices": ["abab", "abba"], "gold": 0}, first | {"gold": 1}]
     write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, questions)
@@ -286,7 +372,9 @@ def test_answers_are_kept_by_question(tmp_path):
     def run(limit=None, **options):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
         model = HarnessLM(toy.toy(), samples=9)
-        found = lm_eval.simple_evaluate(model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, limit=limit, **options)
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, limit=limit, **options
+        )
         return [sample["resps"] for sample in found["samples"]["small"]]
 
     alone, kept = run(), {"use_cache": str(tmp_path / "answers")}
@@ -299,11 +387,25 @@ def test_answers_are_kept_by_question(tmp_path):
 
 def test_a_loaded_model_is_an_argument(tmp_path):
     """By the registered name, with the model in `model_args`; requests are cached by lm-eval."""
-    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 3)
+    write_task(
+        tmp_path,
+        "small",
+        TASKS["local_piqa"] | {"doc_to_text": "{{q}}"},
+        [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 3,
+    )
     lm, found = toy.toy(), []
-    for model, more in (("unmask", {"model_args": {"pretrained": lm, "samples": 9}}), (HarnessLM(lm, samples=9), {})):
+    for model, more in (
+        ("unmask", {"model_args": {"pretrained": lm, "samples": 9}}),
+        (HarnessLM(lm, samples=9), {}),
+    ):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-        options = {"tasks": ["small"], "bootstrap_iters": 0, "limit": 2, "cache_requests": True, "log_samples": True}
+        options = {
+            "tasks": ["small"],
+            "bootstrap_iters": 0,
+            "limit": 2,
+            "cache_requests": True,
+            "log_samples": True,
+        }
         found.append(lm_eval.simple_evaluate(model=model, task_manager=manager, **more, **options))
     assert found[0]["samples"] == found[1]["samples"] and len(found[0]["samples"]["small"]) == 2
 
@@ -345,19 +447,40 @@ if found:
 @pytest.mark.slow
 def test_two_processes_give_the_bits_of_one(tmp_path):
     toy.toy().save(tmp_path / "model")
-    documents = [{"q": "ab" * (number % 3 + 1) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2} for number in range(6)]
+    documents = [
+        {"q": "ab" * (number % 3 + 1) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2}
+        for number in range(6)
+    ]
     write_task(tmp_path, "choices", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
-    texts = {"doc_to_text": "{{q}}", "doc_to_target": "ab", "generation_kwargs": {"max_gen_toks": 8, "do_sample": True, "until": ["bb"]}}
+    texts = {
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "ab",
+        "generation_kwargs": {"max_gen_toks": 8, "do_sample": True, "until": ["bb"]},
+    }
     write_task(tmp_path, "texts", TASKS["local_stories"] | texts, documents)
     (tmp_path / "run.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
     for name, launched in (("one", []), ("two", TWO_PROCESSES["accelerate"])):
-        command = [sys.executable, *launched, tmp_path / "run.py", tmp_path / "model", tmp_path, tmp_path / f"{name}.json"]
+        command = [
+            sys.executable,
+            *launched,
+            tmp_path / "run.py",
+            tmp_path / "model",
+            tmp_path,
+            tmp_path / f"{name}.json",
+        ]
         run_all(command, timeout=300, env=environment, cwd=tmp_path)
     one, two = ((tmp_path / f"{name}.json").read_text() for name in ("one", "two"))
     assert one == two and len(json.loads(one)[1]["choices"]) == 5
-    shares = [sorted(len(path.read_text()) for path in tmp_path.glob(f"{name}.json.asked.*")) for name in ("one", "two")]
+    shares = [
+        sorted(len(path.read_text()) for path in tmp_path.glob(f"{name}.json.asked.*"))
+        for name in ("one", "two")
+    ]
     assert shares == [[10 + 5], [6 + 3, 6 + 3]]  # lm-eval fills up the smaller share
     at_exit = [path.read_text() for path in tmp_path.glob("two.json.at_exit.*")]
     assert at_exit == ["False", "False"]  # processes that exit connected may abort
@@ -366,10 +489,21 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
 @pytest.mark.nightly
 def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
     toy.toy().save(tmp_path / "model")
-    documents = [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}, {"q": "b", "choices": ["aba", "bb"], "gold": 0}]
+    documents = [
+        {"q": "ab", "choices": ["ab", "bba"], "gold": 0},
+        {"q": "b", "choices": ["aba", "bb"], "gold": 0},
+    ]
     write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
-    asked = ["--tasks", "small", "--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples"]
+    asked = [
+        "--tasks",
+        "small",
+        "--include_path",
+        tmp_path,
+        "--output_path",
+        tmp_path / "out",
+        "--log_samples",
+    ]
     command = [
         sys.executable,
         "-m",
@@ -382,9 +516,18 @@ def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
     run_all([*command, *asked], timeout=300, env=environment, cwd=tmp_path)
     (result,) = (tmp_path / "out").rglob("results_*.json")
     config = json.loads(result.read_text())["config"]
-    assert config["estimator"] == "elbo" and config["samples"] == 9 and config["log_likelihoods_are_lower_bounds"] is True
-    names = "import unmask.evaluation.harness; from lm_eval.api.registry import model_registry; print(*model_registry)"
-    listed = run_all([sys.executable, "-c", names], timeout=100, env=environment, stdout=-1, text=True).stdout.split()
+    assert (
+        config["estimator"] == "elbo"
+        and config["samples"] == 9
+        and config["log_likelihoods_are_lower_bounds"] is True
+    )
+    names = (
+        "import unmask.evaluation.harness; from lm_eval.api.registry import model_registry; "
+        "print(*model_registry)"
+    )
+    listed = run_all(
+        [sys.executable, "-c", names], timeout=100, env=environment, stdout=-1, text=True
+    ).stdout.split()
     assert {"unmask", "hf", "vllm"} <= set(listed)
 
 
@@ -406,13 +549,20 @@ def test_every_word_of_a_pair_is_scored():
     lm = toy.toy(attention=CAUSAL)
     model = HarnessLM(lm)
     for first, second in itertools.pairwise(["ab", "ba", "bb"]):
-        (whole, _), (start, _) = measured(model, [("a", first + second)])[0], measured(model, [("a", first)])[0]
+        (whole, _), (start, _) = (
+            measured(model, [("a", first + second)])[0],
+            measured(model, [("a", first)])[0],
+        )
         assert whole == pytest.approx(start + measured(model, [("a" + first, second)])[0][0], abs=1e-10)
 
 
 def merging(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer of pieces of words, which writes "the cat" otherwise than "the ca" and "t"."""
-    model, trainer = (models.WordPiece, trainers.WordPieceTrainer) if kind == "words" else (models.BPE, trainers.BpeTrainer)
+    model, trainer = (
+        (models.WordPiece, trainers.WordPieceTrainer)
+        if kind == "words"
+        else (models.BPE, trainers.BpeTrainer)
+    )
     tokenizer = Tokenizer(model(unk_token="<unk>"))
     tokenizer.pre_tokenizer = {
         "bytes": pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -422,11 +572,18 @@ def merging(kind: str) -> PreTrainedTokenizerFast:
     special = ["<unk>", "<s>", "</s>"]
     text = ["the cat sat and the rat ate the cake"] * 3
     tokenizer.train_from_iterator(
-        text, trainer(vocab_size=70, special_tokens=special, initial_alphabet=sorted(" acdehknrst"), show_progress=False)
+        text,
+        trainer(
+            vocab_size=70, special_tokens=special, initial_alphabet=sorted(" acdehknrst"), show_progress=False
+        ),
     )
     ends = {"bytes": "$A", "spaces": "<s> $A", "words": "<s> $A </s>"}[kind]
-    tokenizer.post_processor = processors.TemplateProcessing(single=ends, special_tokens=[("<s>", 1), ("</s>", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=ends, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def random_model() -> torch.nn.Module:
@@ -440,7 +597,9 @@ def random_model() -> torch.nn.Module:
 @cache
 def reader(kind: str, attention: tuple[str, int | None, bool] = CAUSAL) -> DiffusionLM:
     pattern, block_size, shift = attention
-    return make_diffusion(random_model(), merging(kind), attention=pattern, block_size=block_size, logit_shift=shift)
+    return make_diffusion(
+        random_model(), merging(kind), attention=pattern, block_size=block_size, logit_shift=shift
+    )
 
 
 def asked(pairs, task="task", document=0):
@@ -453,13 +612,18 @@ WORDS = st.text("acdehnrst ", max_size=12)
 
 @torch.no_grad()
 def by_transformers(lm, context: str, continuation: str) -> float:
-    """log p of the text's tokens from the first one that is not one of the context's, by a model that reads from left to right."""
+    """log p of the text's tokens from the first one that is not one of the context's, by a model that reads
+    from left to right."""
 
     def ids(text):
-        return [1] * (lm.tokenizer("")["input_ids"][:1] == [1]) + lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [1] * (lm.tokenizer("")["input_ids"][:1] == [1]) + lm.tokenizer(
+            text, add_special_tokens=False
+        )["input_ids"]
 
     whole, given = ids(context + continuation), ids(context.rstrip())
-    start = next((n for n, (a, b) in enumerate(zip(whole, given, strict=False)) if a != b), min(len(whole), len(given)))
+    start = next(
+        (n for n, (a, b) in enumerate(zip(whole, given, strict=False)) if a != b), min(len(whole), len(given))
+    )
     if start == 0:
         whole, start = [1, *whole], 1
     logits_TV = random_model().eval()(torch.tensor([whole])).logits[0]
@@ -495,7 +659,12 @@ def test_choices_are_conditioned_on_the_same_tokens(kind):
     found = [value for value, _ in model.loglikelihood(asked(pairs), disable_tqdm=True)]
     heads = {tuple(head) for head, _ in model._encode([context for context, _ in pairs], asked(pairs))}
     assert len(heads) == 1
-    whole = [value for value, _ in model.loglikelihood(asked([("the", " " + (a + b)[4:]) for a, b in pairs]), disable_tqdm=True)]
+    whole = [
+        value
+        for value, _ in model.loglikelihood(
+            asked([("the", " " + (a + b)[4:]) for a, b in pairs]), disable_tqdm=True
+        )
+    ]
     assert found == pytest.approx(whole, abs=1e-9)
     alone = model.loglikelihood(asked(pairs, document=None), disable_tqdm=True)[1][0]
     assert alone == pytest.approx(by_transformers(lm, *pairs[1]), abs=1e-9) and alone > found[1]
@@ -505,6 +674,10 @@ def test_choices_are_conditioned_on_the_same_tokens(kind):
 @pytest.mark.parametrize("attention", [("bidirectional", None, False), ("block_causal", 3, True)], ids=str)
 def test_models_that_are_noised_score_texts_whose_tokens_cross_their_context(kind, attention):
     lm = reader(kind, attention)
-    [(value, greedy)] = HarnessLM(lm, estimator="exact").loglikelihood(asked([("the ca", "t sat")]), disable_tqdm=True)
-    [(expected, _)] = HarnessLM(lm, estimator="exact").loglikelihood(asked([("the", " cat sat")]), disable_tqdm=True)
+    [(value, greedy)] = HarnessLM(lm, estimator="exact").loglikelihood(
+        asked([("the ca", "t sat")]), disable_tqdm=True
+    )
+    [(expected, _)] = HarnessLM(lm, estimator="exact").loglikelihood(
+        asked([("the", " cat sat")]), disable_tqdm=True
+    )
     assert value == pytest.approx(expected, abs=1e-9) and value < 0 and not greedy

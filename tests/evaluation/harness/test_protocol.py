@@ -37,15 +37,25 @@ def folder(tmp_path):
 def test_a_task_is_evaluated_as_by_its_authors(folder):
     shots = {"num_fewshot": 0}  # a row of the toy is short
     measured, made = (
-        evaluate_with_harness(toy.toy(), [task], include_path=folder, protocol="llada-base", sampler=sampler, limit=3, **shots)[0]
+        evaluate_with_harness(
+            toy.toy(), [task], include_path=folder, protocol="llada-base", sampler=sampler, limit=3, **shots
+        )[0]
         for task, sampler in (("winogrande", None), ("gsm8k", SHORT))
     )
     assert measured.protocol["authors"]["likelihood_samples"] == 128
     authors = made.protocol["authors"]
-    assert (authors["name"], authors["task"], authors["shots"], made.protocol["shots"]) == ("llada-base", "gsm8k", 5, 0)
+    assert (authors["name"], authors["task"], authors["shots"], made.protocol["shots"]) == (
+        "llada-base",
+        "gsm8k",
+        5,
+        0,
+    )
     assert authors["replaced"]["max_new_tokens"] == {"protocol": 1024, "used": 6}
-    assert [item.tokens for item in made.items] == [6, 6, 6]  # end tokens end nothing, and neither 99 tokens nor T = 0.7 count
-    again = evaluate_with_harness(toy.toy(), ["gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT, limit=3, **shots)[0]
+    # end tokens end nothing, and neither 99 tokens nor T = 0.7 count
+    assert [item.tokens for item in made.items] == [6, 6, 6]
+    again = evaluate_with_harness(
+        toy.toy(), ["gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT, limit=3, **shots
+    )[0]
     assert [item.completions for item in again.items] == [item.completions for item in made.items]
 
 
@@ -53,10 +63,18 @@ def test_the_authors_number_of_examples_is_set(folder, monkeypatch):
     seen = {}
 
     def simple_evaluate(*, tasks, task_manager, **options):
-        seen.update(options, shots={name: task.get_config("num_fewshot") for name, task in task_manager.load(tasks)["tasks"].items()})
+        seen.update(
+            options,
+            shots={
+                name: task.get_config("num_fewshot")
+                for name, task in task_manager.load(tasks)["tasks"].items()
+            },
+        )
 
     monkeypatch.setattr("lm_eval.simple_evaluate", simple_evaluate)
-    evaluate_with_harness(toy.toy(), ["winogrande", "gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT)
+    evaluate_with_harness(
+        toy.toy(), ["winogrande", "gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT
+    )
     assert seen["shots"] == {"winogrande": 5, "gsm8k": 5} and not seen["apply_chat_template"]
     evaluate_with_harness(toy.toy(), ["gsm8k"], include_path=folder, protocol="llada-instruct", sampler=SHORT)
     assert seen["shots"] == {"gsm8k": 4} and seen["apply_chat_template"] and seen["fewshot_as_multiturn"]
@@ -69,7 +87,9 @@ def test_texts_are_kept_by_protocol(folder):
     def run(*tasks, **options):
         model = HarnessLM(toy.toy(), protocol="llada-instruct", max_new_tokens=6, steps=6, block_size=6)
         manager = TaskManager(include_path=str(folder), include_defaults=False)
-        found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, num_fewshot=0, **options)
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, num_fewshot=0, **options
+        )
         return [[sample["resps"] for sample in found["samples"][task]] for task in tasks]
 
     alone, kept = [*run("gsm8k"), *run("hellaswag")], {"use_cache": str(folder / "answers")}
@@ -90,16 +110,26 @@ def test_samples_that_are_given_win():
     [
         ("llada-bse", "gsm8k", "there is no protocol 'llada-bse'. Did you mean 'llada-base'"),
         ("d1", "winogrande", "protocol d1: has no task 'winogrande'"),
-        ("llada-base", "piqa", "piqa has guidance, and likelihoods are computed without it. Use llada-base/without-guidance"),
+        (
+            "llada-base",
+            "piqa",
+            "piqa has guidance, and likelihoods are computed without it. Use llada-base/without-guidance",
+        ),
         ("dream-base", "gsm8k", "has no task 'gsm8k'. Did you mean 'gsm8k_cot'"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder, protocol, task, message):
     with pytest.raises(ConfigError, match=message):
-        evaluate_with_harness(toy.toy(), [task], include_path=folder, protocol=protocol, limit=2, num_fewshot=0)
+        evaluate_with_harness(
+            toy.toy(), [task], include_path=folder, protocol=protocol, limit=2, num_fewshot=0
+        )
 
 
 def test_a_prompt_has_bos_once_and_the_beginning_of_the_answer():
     lm = toy.toy()
-    assert read_protocol("dream-base", "mbpp").prompt("a", lm) == read_protocol("dream-base", "mbpp").prompt("<s>a", lm) == "<s>a"
+    assert (
+        read_protocol("dream-base", "mbpp").prompt("a", lm)
+        == read_protocol("dream-base", "mbpp").prompt("<s>a", lm)
+        == "<s>a"
+    )
     assert read_protocol("d1", "gsm8k").prompt("a", lm) == "a<reasoning>"

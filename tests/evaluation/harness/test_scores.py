@@ -18,7 +18,13 @@ from unmask.evaluation.harness.answers import LogLikelihood, Text
 from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
 
 DOCUMENTS = [
-    {"q": "ab" * (number % 3) + "b" * (number % 4), "choices": ["ab", "bba"], "gold": number % 2, "number": number} for number in range(12)
+    {
+        "q": "ab" * (number % 3) + "b" * (number % 4),
+        "choices": ["ab", "bba"],
+        "gold": number % 2,
+        "number": number,
+    }
+    for number in range(12)
 ]
 CHOICES = TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}
 TEXTS = TASKS["local_stories"] | {
@@ -39,23 +45,33 @@ def folder(tmp_path):
 def test_tasks_become_scores_with_their_items(folder):
     lm = toy.toy()
     sampler = SamplerConfig(seed=1)
-    choices, texts, rolling = evaluate_with_harness(lm, ["choices", "texts", "rolling"], include_path=folder, samples=21, sampler=sampler)
+    choices, texts, rolling = evaluate_with_harness(
+        lm, ["choices", "texts", "rolling"], include_path=folder, samples=21, sampler=sampler
+    )
     for scores in (choices, texts, rolling):
         assert TaskScores.model_validate_json(scores.model_dump_json()) == scores
         assert len(scores.items) == 12 and scores.statuses == {"ok": 12}
-        assert scores.protocol["harness"] == "lm-eval 0.4.13" and scores.protocol["samples"] == 21 and scores.protocol["seed"] == 1
+        assert (
+            scores.protocol["harness"] == "lm-eval 0.4.13"
+            and scores.protocol["samples"] == 21
+            and scores.protocol["seed"] == 1
+        )
         assert scores.protocol["estimator"] == "elbo" and scores.protocol["log_likelihoods_are_lower_bounds"]
     acc = choices.metrics["acc"]
     assert acc.mean == pytest.approx(sum(item.scores["acc"] for item in choices.items) / 12)
     assert acc.low < acc.mean < acc.high and acc.standard_error is not None and acc.higher_is_better
     found = choices.items[3].details["log_likelihoods"]
-    assert [one["continuation"] for one in found] == [" ab", " bba"] and all(one["standard_error"] > 0 for one in found)
+    assert [one["continuation"] for one in found] == [" ab", " bba"] and all(
+        one["standard_error"] > 0 for one in found
+    )
     assert texts.metrics["exact_match"].standard_error is None  # greedy: nothing is drawn
     assert texts.items[0].completions and texts.items[0].passes > 0 and texts.items[0].tokens == 6
     bits = rolling.metrics["bits_per_byte"]
     assert bits.low < bits.mean < bits.high and bits.standard_error > 0 and not bits.higher_is_better
     assert rolling.items[0].scores["bits_per_byte"] == pytest.approx(
-        -rolling.items[0].details["log_likelihoods"][0]["log_likelihood"] / math.log(2) / len((DOCUMENTS[0]["q"] + "ab").encode())
+        -rolling.items[0].details["log_likelihoods"][0]["log_likelihood"]
+        / math.log(2)
+        / len((DOCUMENTS[0]["q"] + "ab").encode())
     )
 
 
@@ -64,7 +80,14 @@ def test_the_error_of_a_metric_is_that_of_repeated_evaluations(folder):
     """Over seeds: of bits per byte, and of the accuracy of choices with common masks."""
     lm = toy.toy()
     runs = [
-        evaluate_with_harness(lm, ["choices", "rolling"], include_path=folder, samples=9, sampler=SamplerConfig(seed=seed), limit=6)
+        evaluate_with_harness(
+            lm,
+            ["choices", "rolling"],
+            include_path=folder,
+            samples=9,
+            sampler=SamplerConfig(seed=seed),
+            limit=6,
+        )
         for seed in range(16)
     ]
     for index, name in ((0, "acc"), (1, "bits_per_byte")):
@@ -75,9 +98,14 @@ def test_the_error_of_a_metric_is_that_of_repeated_evaluations(folder):
 
 
 def test_exact_scores_have_no_error(folder):
-    choices, rolling = evaluate_with_harness(toy.toy("blocks of three"), ["choices", "rolling"], include_path=folder)
+    choices, rolling = evaluate_with_harness(
+        toy.toy("blocks of three"), ["choices", "rolling"], include_path=folder
+    )
     assert choices.protocol["estimator"] == "exact" and "samples" not in choices.protocol
-    assert choices.metrics["acc"].standard_error is None and rolling.metrics["bits_per_byte"].standard_error is None
+    assert (
+        choices.metrics["acc"].standard_error is None
+        and rolling.metrics["bits_per_byte"].standard_error is None
+    )
     assert not rolling.protocol["log_likelihoods_are_lower_bounds"]
     assert choices.items[0].details["log_likelihoods"][0]["standard_error"] == 0
 
@@ -91,18 +119,25 @@ def test_too_few_samples_tell_no_error(folder):
 @pytest.mark.parametrize(("lowest", "mean"), [(-900.0, math.exp((900 + 11) / 12)), (-math.inf, math.inf)])
 def test_a_perplexity_that_no_float_holds_is_infinite(lowest, mean, folder, tmp_path, monkeypatch):
     """Of an item, or of all of them. The result is read as it was written."""
-    monkeypatch.setattr(HarnessLM, "_rolling", lambda self, text, samples: LogLikelihood(lowest if text == "ab" else -1.0))
+    monkeypatch.setattr(
+        HarnessLM, "_rolling", lambda self, text, samples: LogLikelihood(lowest if text == "ab" else -1.0)
+    )
     scores = evaluate_with_harness(toy.toy(), ["rolling"], include_path=folder)
     EvaluationResult(model={}, arguments={}, tasks=scores).write(tmp_path / "result.json")
     (read,) = read_result(tmp_path / "result.json").tasks
-    assert read.metrics == scores[0].metrics and [item.scores for item in read.items] == [item.scores for item in scores[0].items]
-    assert read.items[0].scores["word_perplexity"] == math.inf and read.items[1].scores["word_perplexity"] == pytest.approx(math.e)
+    assert read.metrics == scores[0].metrics and [item.scores for item in read.items] == [
+        item.scores for item in scores[0].items
+    ]
+    assert read.items[0].scores["word_perplexity"] == math.inf and read.items[1].scores[
+        "word_perplexity"
+    ] == pytest.approx(math.e)
     assert read.metrics["word_perplexity"].mean == pytest.approx(mean)
 
 
 def test_groups_of_tasks_have_scores(folder, monkeypatch):
     (folder / "both.yaml").write_text(
-        "group: both\ntask: [choices, more]\naggregate_metric_list:\n  - {metric: acc, aggregation: mean, weight_by_size: true}\n"
+        "group: both\ntask: [choices, more]\naggregate_metric_list:\n  - {metric: acc, aggregation: "
+        "mean, weight_by_size: true}\n"
     )
     write_task(folder, "more", CHOICES, DOCUMENTS[:4])
     *tasks, group = evaluate_with_harness(toy.toy("blocks of three"), ["both"], include_path=folder)
@@ -127,18 +162,34 @@ def test_groups_of_tasks_have_scores(folder, monkeypatch):
     [
         (["choises"], {}, ConfigError, "no task 'choises'.*'choices'"),
         (["choices"], {"few_shot": 1}, ConfigError, "unknown option 'few_shot'"),
-        (["choices"], {"gen_kwargs": {"temperature": 1}}, ConfigError, "gen_kwargs: no task generates text.*choices"),
+        (
+            ["choices"],
+            {"gen_kwargs": {"temperature": 1}},
+            ConfigError,
+            "gen_kwargs: no task generates text.*choices",
+        ),
         (["choices"], {"sampler": SamplerConfig(steps=3)}, ConfigError, "steps: no task generates text"),
         (["texts"], {"samples": 3}, ConfigError, "samples: no task measures likelihoods.*texts"),
-        (["texts", "choices"], {"sampler": SamplerConfig(guidance=1.0)}, ConfigError, "guidance: likelihoods.*choices"),
-        (["choices"], {"samples": 3, "estimator": "exact"}, ConfigError, "samples: the likelihood of this model is exact"),
+        (
+            ["texts", "choices"],
+            {"sampler": SamplerConfig(guidance=1.0)},
+            ConfigError,
+            "guidance: likelihoods.*choices",
+        ),
+        (
+            ["choices"],
+            {"samples": 3, "estimator": "exact"},
+            ConfigError,
+            "samples: the likelihood of this model is exact",
+        ),
         (["texts"], {"gen_kwargs": {"num_beams": 2}}, ConfigError, "'num_beams' is no option"),
         (["missing"], {}, DataError, "missing: the task cannot be loaded"),
         (["choices"], {"include_path": "nowhere"}, DataError, "nowhere: is not a folder"),
     ],
 )
 def test_bad_input_is_refused(folder, monkeypatch, tasks, asked, error, words):
-    monkeypatch.setattr(manager, "__file__", str(folder / "none" / "manager.py"))  # lm-eval's own tasks take half a minute to list
+    # lm-eval's own tasks take half a minute to list
+    monkeypatch.setattr(manager, "__file__", str(folder / "none" / "manager.py"))
     write_task(folder, "missing", CHOICES, DOCUMENTS)
     (folder / "missing.jsonl").unlink()
     with pytest.raises(error, match=words):

@@ -17,9 +17,15 @@ from unmask.evaluation.harness.settings import read_gen_kwargs, split_settings
         ({"max_tokens": 8}, {"max_new_tokens": 8}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({"do_sample": True}, {"temperature": 1.0}),
-        ({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5},
+            {"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        ),
         ({"temperature": 0.7}, {"temperature": 0.7}),
-        ({"steps": 4, "block_size": 2, "policy": "margin"}, {"steps": 4, "block_size": 2, "policy": "margin"}),
+        (
+            {"steps": 4, "block_size": 2, "policy": "margin"},
+            {"steps": 4, "block_size": 2, "policy": "margin"},
+        ),
     ],
 )
 def test_options_are_obeyed(given, expected):

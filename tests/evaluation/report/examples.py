@@ -14,7 +14,9 @@ from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import mean_interval
 
-WORDS = re.findall(r"\S+", "Once upon a time there was a little girl who liked to play in the park with her dog .")
+WORDS = re.findall(
+    r"\S+", "Once upon a time there was a little girl who liked to play in the park with her dog ."
+)
 
 
 def convert_run(name: str, color: int, seed: int) -> Run:
@@ -23,12 +25,35 @@ def convert_run(name: str, color: int, seed: int) -> Run:
     lines: list[dict[str, Any]] = []
     for step in range(10, 610, 10):
         loss = 1.2 + 3 * math.exp(-step / 120) + rng.gauss(0, 0.06) + 0.1 * color
-        line = {"step": step, "stage": 1 if step <= 200 else 2, "loss": 1.4 * loss, "cross_entropy": loss, "learning_rate": 1e-3 / step}
-        lines.append(line | {"grad_norm": 2 + rng.random(), "memory_gb": 1.4, "tokens_per_second": 5000 + 100 * rng.random()})
+        line = {
+            "step": step,
+            "stage": 1 if step <= 200 else 2,
+            "loss": 1.4 * loss,
+            "cross_entropy": loss,
+            "learning_rate": 1e-3 / step,
+        }
+        lines.append(
+            line
+            | {
+                "grad_norm": 2 + rng.random(),
+                "memory_gb": 1.4,
+                "tokens_per_second": 5000 + 100 * rng.random(),
+            }
+        )
         if step % 100 == 0:
-            lines.append({"step": step, "stage": line["stage"], "eval_cross_entropy": loss + 0.1, "eval_runtime": 1.0})
+            lines.append(
+                {"step": step, "stage": line["stage"], "eval_cross_entropy": loss + 0.1, "eval_runtime": 1.0}
+            )
     lines.append({"step": 600, "stage": 2, "train_loss": 1.7, "train_runtime": 331.0 + 20 * color})
-    return Run(name=name, verb="convert", color=color, lines=lines, state="finished", steps=600, settings={"seed": seed, "verb": "convert"})
+    return Run(
+        name=name,
+        verb="convert",
+        color=color,
+        lines=lines,
+        state="finished",
+        steps=600,
+        settings={"seed": seed, "verb": "convert"},
+    )
 
 
 def rl_run(name: str, color: int, seed: int) -> Run:
@@ -47,9 +72,13 @@ def rl_run(name: str, color: int, seed: int) -> Run:
         times = {"generation": 4.2, "forward": 1.4, "backward": 2.1, "reward": 0.05, "other": 0.3}
         line |= {f"time/{phase}": seconds * (1 + 0.1 * color) for phase, seconds in times.items()}
         lines.append(
-            line | {f"memory/{phase}_gb": 1 + 0.2 * seconds for phase, seconds in times.items()} | {"completion_length": 16 + rng.random()}
+            line
+            | {f"memory/{phase}_gb": 1 + 0.2 * seconds for phase, seconds in times.items()}
+            | {"completion_length": 16 + rng.random()}
         )
-    return Run(name=name, verb="grpo", color=color, lines=lines, state="running", steps=200, settings={"seed": seed})
+    return Run(
+        name=name, verb="grpo", color=color, lines=lines, state="running", steps=200, settings={"seed": seed}
+    )
 
 
 def result(name: str, color: int, skill: float, steps: int | None = None, items: int = 60) -> Result:
@@ -60,16 +89,30 @@ def result(name: str, color: int, skill: float, steps: int | None = None, items:
     solved = mean_interval([item.scores["solved"] for item in scored], [item.group for item in scored])
     metrics = {
         "solved": Metric(mean=solved.mean, low=solved.low, high=solved.high, standard_error=None),
-        "perplexity": Metric(mean=14.2 - 4 * skill, low=13.0 - 4 * skill, high=15.6 - 4 * skill, higher_is_better=False),
+        "perplexity": Metric(
+            mean=14.2 - 4 * skill, low=13.0 - 4 * skill, high=15.6 - 4 * skill, higher_is_better=False
+        ),
         "distinct-2": Metric(mean=0.61),
     }
     protocol = {"sampler": {"steps": steps, "policy": "confidence", "temperature": 0.0}, "seed": 0}
-    told = TaskScores(task="stories", protocol=protocol, metrics=metrics, statuses={"ok": items - 2, "timeout": 2}, items=scored)
+    told = TaskScores(
+        task="stories",
+        protocol=protocol,
+        metrics=metrics,
+        statuses={"ok": items - 2, "timeout": 2},
+        items=scored,
+    )
     choice = TaskScores(
-        task="arc_easy", protocol={}, metrics={"acc": Metric(mean=0.3 + skill / 4, low=0.27, high=0.6, standard_error=0.004)}
+        task="arc_easy",
+        protocol={},
+        metrics={"acc": Metric(mean=0.3 + skill / 4, low=0.27, high=0.6, standard_error=0.004)},
     )
     return Result(
-        name, color, EvaluationResult(model={"path": name}, arguments={"task": ["stories"]}, tasks=[told] if steps else [told, choice])
+        name,
+        color,
+        EvaluationResult(
+            model={"path": name}, arguments={"task": ["stories"]}, tasks=[told] if steps else [told, choice]
+        ),
     )
 
 
@@ -105,14 +148,32 @@ def sudoku() -> Denoising:
 
 
 def example() -> Report:
-    """A report with a block of every kind, of two conversions, two runs of reinforcement learning, and a model at four speeds."""
+    """A report with a block of every kind, of two conversions, two runs of reinforcement learning, and a
+    model at four speeds."""
     names = ["convert-block", "convert-full", "grpo-spg", "grpo-trajectory"]
-    runs = [convert_run(names[0], 0, 1), convert_run(names[1], 1, 2), rl_run(names[2], 2, 3), rl_run(names[3], 3, 4)]
+    runs = [
+        convert_run(names[0], 0, 1),
+        convert_run(names[1], 1, 2),
+        rl_run(names[2], 2, 3),
+        rl_run(names[3], 3, 4),
+    ]
     results = [result(names[0], 0, 0.4), result(names[1], 1, 0.55)]
-    results += [result(names[2], 2, 0.9, steps) for steps in (2, 4, 9)] + [result(names[2], 2, 0.9), result(names[3], 3, 0.97, 4)]
+    results += [result(names[2], 2, 0.9, steps) for steps in (2, 4, 9)] + [
+        result(names[2], 2, 0.9),
+        result(names[3], 3, 0.97, 4),
+    ]
     grid = Section(title="One grid, step by step", blocks=[sudoku()])
-    commands = Commands(lines=[("unmask sft --model runs/convert-full/model --data stories.jsonl --output runs/sft", "train it on")])
-    following = Section(title="What to type next", blocks=[commands, Notes(lines=["There are more commands."])])
+    commands = Commands(
+        lines=[
+            (
+                "unmask sft --model runs/convert-full/model --data stories.jsonl --output runs/sft",
+                "train it on",
+            )
+        ]
+    )
+    following = Section(
+        title="What to type next", blocks=[commands, Notes(lines=["There are more commands."])]
+    )
     return make_report(
         title="Stories",
         subtitle="Two conversions, and what rewards add.",

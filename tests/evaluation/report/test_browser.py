@@ -91,7 +91,10 @@ def long_names() -> Report:
     """Names and values as long as they may become."""
     names = ["runs/" + "a-long-name-without-any-space-" * 6, "with some words " * 12]
     runs = [
-        dataclasses.replace(convert_run(names[0], 8, 1), lines=[{"step": 10**7, "loss": 1e-12}, {"step": 2 * 10**7, "loss": -123456.789}])
+        dataclasses.replace(
+            convert_run(names[0], 8, 1),
+            lines=[{"step": 10**7, "loss": 1e-12}, {"step": 2 * 10**7, "loss": -123456.789}],
+        )
     ]
     runs += [dataclasses.replace(rl_run(names[1], 1, 2), verb="v" * 60)]
     results = [result(names[0], 8, 0.4), result(names[1], 1, 0.9, 123456)]
@@ -102,7 +105,12 @@ def long_names() -> Report:
     return make_report(title="T" * 90, subtitle="S" * 300, entries=names, runs=runs, results=results)
 
 
-PAGES = {"example": example, "long names": long_names, "hostile": lambda: hostile(HOSTILE), "controls": lambda: hostile("\u202e" * 60)}
+PAGES = {
+    "example": example,
+    "long names": long_names,
+    "hostile": lambda: hostile(HOSTILE),
+    "controls": lambda: hostile("\u202e" * 60),
+}
 
 
 @pytest.fixture(scope="module", params=PAGES)
@@ -118,7 +126,9 @@ def test_nothing_overflows_and_all_text_can_be_read(browser, page, width, scheme
     browser.requests.clear()
     browser.messages.clear()
     browser.show(page, width, scheme)
-    assert browser.run("innerWidth") == width and browser.run(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+    assert browser.run("innerWidth") == width and browser.run(
+        f"matchMedia('(prefers-color-scheme: {scheme})').matches"
+    )
     assert browser.run(OVERFLOWS) == []
     assert browser.run(OVERLAPS) == []
     contrast = browser.run(CONTRAST)
@@ -139,7 +149,9 @@ def test_the_checks_find_what_they_look_for(browser, tmp_path):
     browser.show(tmp_path / "wrong.html", 1280)
     overflows = browser.run(OVERFLOWS)
     assert "the page scrolls sideways" in overflows and any("P  hides a part" in line for line in overflows)
-    assert [line.partition(":")[0] for line in browser.run(CONTRAST)["found"]] == ["2.85"] and browser.run(OVERLAPS) == ["q"]
+    assert [line.partition(":")[0] for line in browser.run(CONTRAST)["found"]] == ["2.85"] and browser.run(
+        OVERLAPS
+    ) == ["q"]
     assert len(browser.requests) == 2 and any("wrong" in message for message in browser.messages)
 
 
@@ -148,7 +160,9 @@ def test_a_grid_plays_and_a_dark_page_prints_dark_on_white(browser, tmp_path):
     browser.show(tmp_path / "report.html", 1280, "dark")
     shown = "document.querySelector('.screen .grid').ariaLabel"
     assert browser.run(shown).startswith("Step 1")
-    browser.run("(() => { const slider = document.querySelector('input'); slider.value = 2; slider.oninput(); })()")
+    browser.run(
+        "(() => { const slider = document.querySelector('input'); slider.value = 2; slider.oninput(); })()"
+    )
     assert browser.run(shown).startswith("Step 2")
     browser.show(tmp_path / "report.html", 720, "dark", media="print")  # A4 and Letter without margins
     assert browser.run("getComputedStyle(document.documentElement).getPropertyValue('--card')") == "#ffffff"

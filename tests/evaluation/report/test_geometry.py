@@ -71,9 +71,17 @@ def test_values_of_any_size_can_be_drawn(points):
     drawn = geometry.draw_chart(chart(line(points)))
     for ticks in (drawn.x_ticks, drawn.y_ticks):
         at = [position for position, _ in ticks]
-        assert 1 <= len(at) <= 8 and at == sorted(set(at)) and all(-1e-6 <= position <= 1 + 1e-6 for position in at)
+        assert (
+            1 <= len(at) <= 8
+            and at == sorted(set(at))
+            and all(-1e-6 <= position <= 1 + 1e-6 for position in at)
+        )
         assert all(right - left > 0.05 for left, right in pairwise(at))
-    assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for pair in drawn.series[0].line.split() for x, y in [map(float, pair.split(","))])
+    assert all(
+        0 <= x <= 1000 and -0.1 <= y <= 1000.1
+        for pair in drawn.series[0].line.split()
+        for x, y in [map(float, pair.split(","))]
+    )
 
 
 def test_a_chart_without_a_finite_value_is_left_out():
@@ -101,7 +109,9 @@ def test_the_frames_of_a_grid():
 
 @pytest.mark.parametrize(("columns", "lines"), [(4, 4), (9, 18), (5, 0)])
 def test_grids_are_boxed_where_the_side_is_a_square(columns, lines):
-    frames = geometry.draw_frames(Denoising(prompt="", frames=[["1"] * columns**2], revealed=[{}], columns=columns))
+    frames = geometry.draw_frames(
+        Denoising(prompt="", frames=[["1"] * columns**2], revealed=[{}], columns=columns)
+    )
     for side in ("box-right", "box-bottom"):
         assert sum(side in cell.kind for cell in frames[0].cells) == lines
 

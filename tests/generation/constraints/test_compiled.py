@@ -51,7 +51,9 @@ def token_of(written: bytes) -> int:
 @examples(60)
 @given(tokens=st.lists(st.integers(2, 11), max_size=5))
 def test_exactly_the_texts_that_match_are_accepted(pattern, tokens):
-    stops, filled = (compile_constraint(ConstraintConfig(regex=pattern), SMALL, end=end) for end in ("stops", "filled"))
+    stops, filled = (
+        compile_constraint(ConstraintConfig(regex=pattern), SMALL, end=end) for end in ("stops", "filled")
+    )
     try:
         matches = re.fullmatch(pattern, text_of(tokens).decode()) is not None
     except UnicodeDecodeError:
@@ -77,13 +79,19 @@ def test_tokens_that_act_alike_are_one_class():
     automaton = compile_constraint(ConstraintConfig(regex="[a-z]+[0-9]"), SMALL, end="filled")
     letters, digits, end = (automaton.class_V[token_of(text)] for text in (b"a", b"7", b"a"))
     assert automaton.class_V[token_of(b"abb")] == letters == end and digits != letters
-    assert automaton.class_V[token_of(b"{")] == 0 and len(set(automaton.class_V)) == 5  # nothing, letters, digits, END, PAD
+    # nothing, letters, digits, END, PAD
+    assert automaton.class_V[token_of(b"{")] == 0 and len(set(automaton.class_V)) == 5
 
 
 def test_a_space_that_decoding_removes_may_come_first():
     vocabulary = Vocabulary((b" a", b"a", b" "), strips_space=True)
     automaton = compile_constraint(ConstraintConfig(regex="aa? ?a?"), vocabulary, end="none")
-    assert automaton.accepts([0]) and automaton.accepts([1]) and automaton.accepts([0, 0]) and not automaton.accepts([2, 0])
+    assert (
+        automaton.accepts([0])
+        and automaton.accepts([1])
+        and automaton.accepts([0, 0])
+        and not automaton.accepts([2, 0])
+    )
     inside = compile_constraint(ConstraintConfig(regex="a"), vocabulary, end="none", at_start=False)
     assert inside.accepts([1]) and not inside.accepts([0])
 
@@ -92,12 +100,21 @@ def test_a_space_that_decoding_removes_may_come_first():
 def test_a_choice_is_its_text(text):
     vocabulary = Vocabulary(tuple(bytes([byte]) for byte in range(256)))
     automaton = compile_constraint(ConstraintConfig(choice=[text, "other"]), vocabulary, end="none")
-    assert automaton.accepts(text.encode()) and automaton.accepts(b"other") and not automaton.accepts(text.encode()[:-1])
+    assert (
+        automaton.accepts(text.encode())
+        and automaton.accepts(b"other")
+        and not automaton.accepts(text.encode()[:-1])
+    )
     assert re.fullmatch(escape(text), text)
 
 
 SCHEMAS = [
-    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 1, None]}}, "required": ["b"], "title": "t"},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 1, None]}},
+        "required": ["b"],
+        "title": "t",
+    },
     {"type": "array", "items": {"type": "string", "maxLength": 2}, "minItems": 1, "maxItems": 3},
     {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}]},
     {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1},
@@ -113,7 +130,11 @@ def test_all_that_is_accepted_is_json(schema):
     constraint = ConstraintConfig(json=True) if schema is None else ConstraintConfig(json_schema=schema)
     automaton = compile_constraint(constraint, SMALL, end="filled")
     shortest = automaton.shortest(automaton.live_classes())
-    found = [json.loads(text_of(tokens)) for length in (shortest, shortest + 9) for tokens in walks(automaton, length, 20)]
+    found = [
+        json.loads(text_of(tokens))
+        for length in (shortest, shortest + 9)
+        for tokens in walks(automaton, length, 20)
+    ]
     assert len({json.dumps(one) for one in found}) > 1
     if schema == SCHEMAS[0]:
         assert all(one.keys() <= {"a", "b"} and one["b"] in ("x", 1, None) for one in found)
@@ -127,29 +148,53 @@ def test_all_that_is_accepted_is_json(schema):
     "schema, where, what",
     [
         ({"type": "integer", "multipleOf": 3}, "multipleOf", "cannot be enforced beside type"),
-        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "", "no integer is within exclusiveMaximum and minimum"),
+        (
+            {"type": "integer", "minimum": 3, "exclusiveMaximum": 3},
+            "",
+            "no integer is within exclusiveMaximum and minimum",
+        ),
         ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum", "true is not a number"),
         ({"type": "number", "minimum": 10**41}, "minimum", "numbers of more than 40 digits"),
         ({"type": "string", "minimum": 3}, "minimum", "cannot be enforced beside type"),
-        ({"type": "object", "properties": {"x": {"type": "string", "contentEncoding": "a"}}}, "properties.x.contentEncoding", "enforced"),
-        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf", "a value may fit both entry 0 and entry 1"),
+        (
+            {"type": "object", "properties": {"x": {"type": "string", "contentEncoding": "a"}}},
+            "properties.x.contentEncoding",
+            "enforced",
+        ),
+        (
+            {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+            "oneOf",
+            "a value may fit both entry 0 and entry 1",
+        ),
         ({"allOf": [{"type": "null"}, {"type": "null"}]}, "allOf", "of several schemas cannot be enforced"),
         ({"not": {"type": "null"}}, "", "not without a type cannot be enforced"),
-        ({"prefixItems": [{"type": "null"}], "minItems": 2}, "minItems", "2 exceeds the 1 that are described"),
+        (
+            {"prefixItems": [{"type": "null"}], "minItems": 2},
+            "minItems",
+            "2 exceeds the 1 that are described",
+        ),
         ({}, "", "allows everything"),
         ({"type": {}}, "type", "not a type"),
         ({"format": ["a"]}, "format", "cannot be enforced"),
         ({"maxLength": 1e20}, "maxLength", "is not a count"),
         ({"type": "strng"}, "type", "not a type"),
         (
-            {"type": "array", "items": {"$ref": "#/$defs/t"}, "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}},
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/t"},
+                "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}},
+            },
             "",
             "itself",
         ),
         ({"$ref": "#/$defs/absent"}, "$ref", "not in this schema"),
         ({"type": "array"}, "", "does not say what its items are"),
         ({"type": "array", "items": True}, "items", "not a schema"),
-        ({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}, "minProperties", "cannot be enforced"),
+        (
+            {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2},
+            "minProperties",
+            "cannot be enforced",
+        ),
         ({"type": "object", "properties": {}, "required": ["x"]}, "required", "not all among"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength", "exceeds"),
         ({"type": "string", "pattern": "a[b"}, "pattern", "not closed"),
@@ -163,7 +208,9 @@ def test_all_that_is_accepted_is_json(schema):
 def test_a_schema_that_cannot_be_enforced_is_refused(schema, where, what):
     with pytest.raises(GenerationError, match=re.escape(what)) as error:
         compile_constraint(ConstraintConfig(json_schema=schema), SMALL)
-    assert str(error.value.where).endswith(where) and str(error.value.where).startswith("constraint.json_schema")
+    assert str(error.value.where).endswith(where) and str(error.value.where).startswith(
+        "constraint.json_schema"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,14 +252,26 @@ def test_a_constraint_is_one_setting(given, where):
 @pytest.mark.parametrize(
     "given",
     [
-        *({"constraint": each} for each in ({"regex": "a"}, {"choice": ["a"]}, {"json": True, "depth": 3}, {"grammar": 'start: "a"'})),
+        *(
+            {"constraint": each}
+            for each in (
+                {"regex": "a"},
+                {"choice": ["a"]},
+                {"json": True, "depth": 3},
+                {"grammar": 'start: "a"'},
+            )
+        ),
         *({"revise": each} for each in ({}, {"eta": 0.5}, {"schedule": "loop", "t_on": 0.6})),
     ],
 )
 def test_settings_survive_their_own_record(given):
     """As a request to a server, or a run's config.yaml, holds them: with all defaults."""
     config = SamplerConfig(**given)
-    assert SamplerConfig(**config.model_dump()) == SamplerConfig.model_validate_json(config.model_dump_json()) == config
+    assert (
+        SamplerConfig(**config.model_dump())
+        == SamplerConfig.model_validate_json(config.model_dump_json())
+        == config
+    )
 
 
 def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
@@ -224,7 +283,9 @@ def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
 def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch):
     first = compile_constraint(ConstraintConfig(regex="a+b"), SMALL)
     assert compile_constraint(ConstraintConfig(regex="a+b"), SMALL) is first
-    assert compile_constraint(ConstraintConfig(regex="a+b"), Vocabulary((b"a", b"b")), end="none") is not first
+    assert (
+        compile_constraint(ConstraintConfig(regex="a+b"), Vocabulary((b"a", b"b")), end="none") is not first
+    )
     monkeypatch.setattr(compiled, "CACHE_BYTES", first.nbytes)
     compile_constraint(ConstraintConfig(regex="a+c"), SMALL)
     assert len(compiled._cache) == 1
@@ -233,7 +294,11 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch):
 def test_the_shortest_length_that_fits():
     automaton = compile_constraint(ConstraintConfig(regex="(abb){2}c|a{40}"), SMALL, end="none")
     live_C = automaton.live_classes()
-    assert automaton.shortest(live_C) == 3 and automaton.shortest(live_C, 21) == 40 and automaton.shortest(live_C, 41) is None
+    assert (
+        automaton.shortest(live_C) == 3
+        and automaton.shortest(live_C, 21) == 40
+        and automaton.shortest(live_C, 41) is None
+    )
     assert automaton.shortest(automaton.live_classes([token_of(b"abb")])) == 5
     assert regex_of(ConstraintConfig(choice=["a", "b"]), "") == "(?:a)|(?:b)"
 
@@ -243,16 +308,24 @@ def test_what_is_kept_of_lengths_is_bounded():
     automaton = compile_constraint(ConstraintConfig(regex="(a|b)*é?"), SMALL, end="filled")
     tables = automaton.nbytes
     classes = range(automaton.next_SC.shape[1])
-    choices = [np.array([one in chosen for one in classes]) for size in classes for chosen in combinations(classes, size)]
+    choices = [
+        np.array([one in chosen for one in classes])
+        for size in classes
+        for chosen in combinations(classes, size)
+    ]
     expected = [automaton.completable(5, live_C) for live_C in choices]
-    assert len(choices) > 2 * MOST_KEPT and all(map(np.array_equal, expected, [automaton.completable(5, live_C) for live_C in choices]))
+    assert len(choices) > 2 * MOST_KEPT and all(
+        map(np.array_equal, expected, [automaton.completable(5, live_C) for live_C in choices])
+    )
     automaton.completable(10**6, automaton.live_classes())
     assert tables < automaton.nbytes <= tables + MOST_KEPT * 10 * len(automaton.accepts_S)
 
 
 def test_lengths_that_repeat_themselves_are_kept_once():
     pairs = compile_constraint(ConstraintConfig(regex="c?((a|b){3})*"), SMALL, end="none")
-    live_C = pairs.live_classes([token for token, written in enumerate(SMALL.bytes_V) if written is not None and len(written) > 1])
+    live_C = pairs.live_classes(
+        [token for token, written in enumerate(SMALL.bytes_V) if written is not None and len(written) > 1]
+    )
     expected, source_E, target_E = [pairs.accepts_S], *pairs.edges(live_C)
     for _ in range(40):
         before_S = np.zeros_like(pairs.accepts_S)
@@ -282,6 +355,9 @@ def test_lengths_are_the_same_for_those_who_ask_at_once():
                 lengths = [399 - 7 * number for number in range(count)]
                 found = list(threads.map(ask, lengths))
             assert all(map(np.array_equal, found, [expected[length] for length in lengths]))
-            assert all(np.array_equal(shared.completable(length, live_C), each) for length, each in enumerate(expected))
+            assert all(
+                np.array_equal(shared.completable(length, live_C), each)
+                for length, each in enumerate(expected)
+            )
     finally:
         sys.setswitchinterval(interval)

@@ -30,15 +30,26 @@ def automaton(kind: str) -> TokenAutomaton:
     next_S256 = np.full((len(rows[0]), 256), len(rows[0]) - 1, dtype=np.int32)
     next_S256[:, [ord("a"), ord("b")]] = rows[0]
     return token_automaton(
-        ByteAutomaton(next_S256, 0, np.array(rows[1])), VOCABULARY, end="none" if kind == "any" else "filled", at_start=True, where=""
+        ByteAutomaton(next_S256, 0, np.array(rows[1])),
+        VOCABULARY,
+        end="none" if kind == "any" else "filled",
+        at_start=True,
+        where="",
     )
 
 
-def case(kind: str, spread: float, revealed: dict[int, int], seed: int = 0) -> tuple[TokenAutomaton, torch.Tensor, Paths, dict]:
-    """An automaton, the logits, the paths with some tokens revealed, and the log-probability of every text that is accepted."""
+def case(
+    kind: str, spread: float, revealed: dict[int, int], seed: int = 0
+) -> tuple[TokenAutomaton, torch.Tensor, Paths, dict]:
+    """An automaton, the logits, the paths with some tokens revealed, and the log-probability of every text
+    that is accepted."""
     machine = automaton(kind)
-    logits_WV = spread * torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    log_WC = class_weights(logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1]).log_prob_WC
+    logits_WV = spread * torch.randn(
+        WIDTH, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    log_WC = class_weights(
+        logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1]
+    ).log_prob_WC
     for at, token in revealed.items():
         log_WC[at] = -np.inf
         log_WC[at, machine.class_V[token]] = 0.0
@@ -46,11 +57,18 @@ def case(kind: str, spread: float, revealed: dict[int, int], seed: int = 0) -> t
     texts = {}
     for text in itertools.product(range(6), repeat=WIDTH):
         if machine.accepts(text) and all(text[at] == token for at, token in revealed.items()):
-            texts[text] = sum(float(log_prob_WV[at, token]) for at, token in enumerate(text) if at not in revealed)
+            texts[text] = sum(
+                float(log_prob_WV[at, token]) for at, token in enumerate(text) if at not in revealed
+            )
     return machine, logits_WV, Paths(machine, log_WC, machine.start, machine.accepts_S), texts
 
 
-CASES = [(kind, spread, revealed) for kind in ("even", "short") for spread in (1.0, 30.0) for revealed in ({}, {2: 1}, {4: 0})]
+CASES = [
+    (kind, spread, revealed)
+    for kind in ("even", "short")
+    for spread in (1.0, 30.0)
+    for revealed in ({}, {2: 1}, {4: 0})
+]
 
 
 @pytest.mark.parametrize("kind, spread, revealed", CASES)
@@ -61,7 +79,9 @@ def test_the_sum_and_the_marginals_are_those_of_all_texts(kind, spread, revealed
     ratio_WC, log_prob_WV = paths.log_ratios(), logits_WV.log_softmax(-1)
     for at in set(range(WIDTH)) - revealed.keys():
         for token in range(6):
-            expected = np.logaddexp.reduce([-np.inf, *(p for text, p in texts.items() if text[at] == token)]) - total
+            expected = (
+                np.logaddexp.reduce([-np.inf, *(p for text, p in texts.items() if text[at] == token)]) - total
+            )
             found = float(log_prob_WV[at, token]) + ratio_WC[at, machine.class_V[token]]
             assert found == pytest.approx(expected, abs=1e-9) or (expected == found == -math.inf)
 
@@ -81,7 +101,10 @@ def test_the_best_path_is_the_best_of_all_texts(kind, spread, revealed):
 def test_given_tokens_between_positions_say_what_their_weights_say(kind, revealed):
     machine, _, weighted, _ = case(kind, 1.0, revealed)
     hidden = [at for at in range(WIDTH) if at not in revealed]
-    runs = [machine.through(revealed[at] for at in range(one + 1, other)) if other > one + 1 else None for one, other in pairwise(hidden)]
+    runs = [
+        machine.through(revealed[at] for at in range(one + 1, other)) if other > one + 1 else None
+        for one, other in pairwise(hidden)
+    ]
     paths = Paths(machine, weighted.log_WC[hidden], machine.start, machine.accepts_S, runs)
     assert paths.possible == weighted.possible
     if not paths.possible:
@@ -89,7 +112,10 @@ def test_given_tokens_between_positions_say_what_their_weights_say(kind, reveale
     assert paths.to_end[0, machine.start] == pytest.approx(weighted.to_end[0, machine.start], rel=1e-12)
     np.testing.assert_allclose(paths.log_ratios(), weighted.log_ratios()[hidden], atol=1e-12)
     assert paths.best(lambda at, one: 0).tolist() == weighted.best(lambda at, one: 0)[hidden].tolist()
-    drawn, expected = (each.draw(lambda at, rest_C, each=each: int((each.log_WC[at] + rest_C).argmax())) for each in (paths, weighted))
+    drawn, expected = (
+        each.draw(lambda at, rest_C, each=each: int((each.log_WC[at] + rest_C).argmax()))
+        for each in (paths, weighted)
+    )
     assert drawn.tolist() == expected[hidden].tolist()
 
 
@@ -138,7 +164,9 @@ def test_no_text_is_lost_to_underflow():
     machine = automaton("short")
     logits_WV = torch.full((WIDTH, 6), -3000.0)
     logits_WV[:, 3] = 3000.0  # "ab" at every position would be too long
-    log_WC = class_weights(logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1]).log_prob_WC
+    log_WC = class_weights(
+        logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1]
+    ).log_prob_WC
     paths = Paths(machine, log_WC, machine.start, machine.accepts_S)
     assert paths.possible and np.isfinite(paths.log_ratios()).any(1).all()
     assert machine.accepts_S[paths_end(machine, paths.draw(by_class(paths, np.random.default_rng(0))))]

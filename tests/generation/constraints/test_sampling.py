@@ -1,4 +1,5 @@
-"""Sampling with a constraint: never invalid, never stuck, exact; and the engine gives the naive sampler's tokens."""
+"""Sampling with a constraint: never invalid, never stuck, exact; and the engine gives the naive sampler's
+tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +27,26 @@ from unmask.generation.requests import make_infill_requests
 
 pytest.importorskip("outlines_core")
 
-PATTERNS = ["(ab|c)*d", "[abc]*(de)?f", "(?s:.*)", "a{2,5}|b", "((a|bc)(d|e)?)+", "[^a]*a[^a]*", "f?(ab){0,2}"]
+PATTERNS = [
+    "(ab|c)*d",
+    "[abc]*(de)?f",
+    "(?s:.*)",
+    "a{2,5}|b",
+    "((a|bc)(d|e)?)+",
+    "[^a]*a[^a]*",
+    "f?(ab){0,2}",
+]
 PROMPTS = [[4, 5, 6], [9], [4, 5, 6]]
 
 
 @st.composite
 def regexes(draw, depth: int = 3) -> str:
     """Regular expressions over the alphabet."""
-    kind = draw(st.sampled_from(["character", "class", "sequence", "choice", "repeat"] if depth else ["character", "class"]))
+    kind = draw(
+        st.sampled_from(
+            ["character", "class", "sequence", "choice", "repeat"] if depth else ["character", "class"]
+        )
+    )
     if kind == "character":
         return draw(st.sampled_from(ALPHABET))
     if kind == "class":
@@ -53,14 +66,21 @@ def check(lm, generation, pattern: str) -> None:
 def valid(config: SamplerConfig, pattern: str) -> SamplerConfig:
     """The config with a constraint, without the bans that may contradict it."""
     return config.model_copy(
-        update={"constraint": ConstraintConfig(regex=pattern), "allowed_tokens": None, "forbidden_tokens": None, "drafts": 0}
+        update={
+            "constraint": ConstraintConfig(regex=pattern),
+            "allowed_tokens": None,
+            "forbidden_tokens": None,
+            "drafts": 0,
+        }
     )
 
 
 @every_pattern
 @examples(5)
 @given(data=st.data())
-def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):
+def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(
+    attention, block_size, data
+):
     lm = tiny("phi", attention, block_size, eos_bias=1.0)
     pattern = data.draw(st.sampled_from(PATTERNS))
     config = valid(data.draw(configs(attention, block_size)), pattern)
@@ -75,14 +95,18 @@ def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_s
     assert generation.tokens == expected.tokens and generation.steps == expected.steps
     assert generation.log_probs == [pytest.approx(each) for each in expected.log_probs]
     for one, other in zip(generation.trace, expected.trace, strict=True):
-        assert one.sampled_log_probs == pytest.approx(other.sampled_log_probs) and one.entropies == pytest.approx(other.entropies)
+        assert one.sampled_log_probs == pytest.approx(
+            other.sampled_log_probs
+        ) and one.entropies == pytest.approx(other.entropies)
     check(lm, generation, pattern)
 
 
 def complete_all(pattern: str, rounds: int, seed: int) -> int:
     """Completions of one pattern with many settings; the number of those that fit its shortest length."""
     done = 0
-    for number, (attention, block_size) in enumerate([("bidirectional", None), ("block_causal", 4), ("causal", None)]):
+    for number, (attention, block_size) in enumerate(
+        [("bidirectional", None), ("block_causal", 4), ("causal", None)]
+    ):
         lm = tiny("phi", attention, block_size, eos_bias=1.0)
         choices = [
             {"policy": policy, "temperature": temperature, **rule}
@@ -90,10 +114,14 @@ def complete_all(pattern: str, rounds: int, seed: int) -> int:
             for temperature in (0.0, 0.5, 1.0, 1.3)
             for rule in ({}, {"tokens_per_step": 3}, {"tokens_per_step": 12})
         ]
-        choices += [{"threshold": 0.3, "temperature": t} for t in (0.0, 1.0)] + [{"remask": 0.4, "temperature": 1.0, "top_p": 0.5}]
+        choices += [{"threshold": 0.3, "temperature": t} for t in (0.0, 1.0)] + [
+            {"remask": 0.4, "temperature": 1.0, "top_p": 0.5}
+        ]
         for turn in range(rounds):
             chosen = choices[(seed * 7 + turn * 11 + number * 5) % len(choices)]
-            config = SamplerConfig(max_new_tokens=12, constraint=ConstraintConfig(regex=pattern), seed=seed + turn, **chosen)
+            config = SamplerConfig(
+                max_new_tokens=12, constraint=ConstraintConfig(regex=pattern), seed=seed + turn, **chosen
+            )
             try:
                 generation = sampler.generate(lm, [[4, 5], [6], [9, 8, 7], [5]], config)
             except GenerationError as error:
@@ -126,12 +154,22 @@ def test_ten_thousand_completions_are_valid():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention, block_size, width", [("bidirectional", None, 3), ("block_causal", 4, 3), ("causal", None, 1)])
+@pytest.mark.parametrize(
+    "attention, block_size, width", [("bidirectional", None, 3), ("block_causal", 4, 3), ("causal", None, 1)]
+)
 @pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.nightly)])
-def test_tokens_are_drawn_from_the_distribution_given_the_constraint(attention, block_size, width, temperature):
+def test_tokens_are_drawn_from_the_distribution_given_the_constraint(
+    attention, block_size, width, temperature
+):
     """All tokens in one step: a chi-square test over all texts that match."""
-    lm, count, pattern = tiny("phi", attention, block_size), 3000, "(a|bc|[d-f]a?)+" if width > 1 else "a|[d-f]"
-    config = SamplerConfig(max_new_tokens=width, steps=1, temperature=temperature, constraint=ConstraintConfig(regex=pattern))
+    lm, count, pattern = (
+        tiny("phi", attention, block_size),
+        3000,
+        "(a|bc|[d-f]a?)+" if width > 1 else "a|[d-f]",
+    )
+    config = SamplerConfig(
+        max_new_tokens=width, steps=1, temperature=temperature, constraint=ConstraintConfig(regex=pattern)
+    )
     config = config.model_copy(update={"stop_at_eos": False, "batch_size": 256})
     prompt = [4, 5, 6, 7]
     generation = sampler.generate(lm, [prompt] * count, config)
@@ -141,8 +179,13 @@ def test_tokens_are_drawn_from_the_distribution_given_the_constraint(attention, 
     for tokens in generation.tokens:
         drawn[tuple(tokens)] += 1
     often = [text for text, p in expected.items() if count * p > 3]
-    rest = [count * sum(p for text, p in expected.items() if text not in often), sum(drawn[text] for text in expected if text not in often)]
-    pairs = [(drawn[text], count * expected[text]) for text in often] + ([(rest[1], rest[0])] if rest[0] > 3 else [])
+    rest = [
+        count * sum(p for text, p in expected.items() if text not in often),
+        sum(drawn[text] for text in expected if text not in often),
+    ]
+    pairs = [(drawn[text], count * expected[text]) for text in often] + (
+        [(rest[1], rest[0])] if rest[0] > 3 else []
+    )
     chi_square = sum((one - other) ** 2 / other for one, other in pairs)
     assert len(pairs) > 2 and abs(chi_square - (len(pairs) - 1)) < 5 * math.sqrt(2 * (len(pairs) - 1))
 
@@ -153,7 +196,11 @@ def given_texts(lm, log_prob_WV, pattern: str, width: int) -> dict[tuple[int, ..
     texts = {}
     for tokens in itertools.product([2, 0, *range(4, 4 + len(ALPHABET))], repeat=width):
         end = next((at for at, token in enumerate(tokens) if token == 2), width)
-        if re.fullmatch(pattern, "".join(names[token] for token in tokens[:end])) and set(tokens[end:]) <= {0, 2} and 0 not in tokens[:end]:
+        if (
+            re.fullmatch(pattern, "".join(names[token] for token in tokens[:end]))
+            and set(tokens[end:]) <= {0, 2}
+            and 0 not in tokens[:end]
+        ):
             texts[tokens] = sum(float(log_prob_WV[at, token].detach()) for at, token in enumerate(tokens))
     total = np.logaddexp.reduce(list(texts.values()))
     return {tokens: math.exp(log_prob - total) for tokens, log_prob in texts.items()}
@@ -166,7 +213,9 @@ def test_at_temperature_0_the_best_text_is_found(generate, pattern):
     for prompt in ([4, 5], [7], [9, 8, 4]):
         logits_WV = lm.logits(torch.tensor([[*prompt, *[lm.mask_token_id] * width]]))[0, -width:]
         expected = given_texts(lm, logits_WV.log_softmax(-1), pattern, width)
-        config = SamplerConfig(max_new_tokens=width, steps=1, constraint=ConstraintConfig(regex=pattern), stop_at_eos=False)
+        config = SamplerConfig(
+            max_new_tokens=width, steps=1, constraint=ConstraintConfig(regex=pattern), stop_at_eos=False
+        )
         assert tuple(generate(lm, [prompt], config).tokens[0]) == max(expected, key=expected.__getitem__)
 
 
@@ -175,14 +224,22 @@ def test_at_temperature_0_the_best_text_is_found(generate, pattern):
 @given(data=st.data())
 def test_a_constraint_that_allows_everything_changes_no_token(attention, block_size, data):
     """A model that gives other special tokens than EOS no probability."""
-    lm = tiny("phi", attention, block_size, eos_bias=data.draw(st.sampled_from([-9.0, 1.0])), mask_bias=-torch.inf)
+    lm = tiny(
+        "phi", attention, block_size, eos_bias=data.draw(st.sampled_from([-9.0, 1.0])), mask_bias=-torch.inf
+    )
     lm.model.get_output_embeddings().bias.data[[0, 1, 3]] = -torch.inf
     config = data.draw(configs(attention, block_size))
     config = config.model_copy(update={"allowed_tokens": None, "forbidden_tokens": None, "stop_at_eos": True})
     free = sampler.generate(lm, PROMPTS, config)
     generation = sampler.generate(lm, PROMPTS, valid(config, "(?s:.*)"))
-    assert generation.tokens == free.tokens and generation.steps == free.steps and generation.log_probs == free.log_probs
-    assert [trace.sampled_log_probs for trace in generation.trace] == [trace.sampled_log_probs for trace in free.trace]
+    assert (
+        generation.tokens == free.tokens
+        and generation.steps == free.steps
+        and generation.log_probs == free.log_probs
+    )
+    assert [trace.sampled_log_probs for trace in generation.trace] == [
+        trace.sampled_log_probs for trace in free.trace
+    ]
 
 
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
@@ -191,7 +248,9 @@ def test_every_gap_of_a_text_meets_the_constraint(attention, block_size, tempera
     lm = tiny("phi", attention, block_size)
     hidden = lm.mask_token_id
     texts = [[4, hidden, hidden, 5, hidden, hidden, hidden, 6], [5, 5, hidden, hidden]]
-    config = SamplerConfig(constraint=ConstraintConfig(regex="a(b|cd?)|ccc"), temperature=temperature, tokens_per_step=2)
+    config = SamplerConfig(
+        constraint=ConstraintConfig(regex="a(b|cd?)|ccc"), temperature=temperature, tokens_per_step=2
+    )
     expected = naive.complete(lm, make_infill_requests(lm, texts, config), config)
     generation = sampler.infill(lm, texts, config)
     assert generation.tokens == expected.tokens
@@ -205,10 +264,15 @@ def test_every_gap_of_a_text_meets_the_constraint(attention, block_size, tempera
 def test_a_canvas_in_which_nothing_fits_is_refused_with_the_shortest_length():
     lm = tiny("phi", "bidirectional")
     config = SamplerConfig(max_new_tokens=4, constraint=ConstraintConfig(choice=["abcdef", "fffff"]))
-    with pytest.raises(GenerationError, match=r"no text that meets it has 4 tokens: the shortest has 5. Set max_new_tokens to 5 or more"):
+    with pytest.raises(
+        GenerationError,
+        match=r"no text that meets it has 4 tokens: the shortest has 5. Set max_new_tokens to 5 or more",
+    ):
         sampler.generate(lm, [[4]], config)
     hidden = lm.mask_token_id
-    with pytest.raises(GenerationError, match=r"has 7 tokens: the shortest has 5. Write fewer, such as 5 mask tokens"):
+    with pytest.raises(
+        GenerationError, match=r"has 7 tokens: the shortest has 5. Write fewer, such as 5 mask tokens"
+    ):
         sampler.infill(lm, [[4, *[hidden] * 7]], config)
     with pytest.raises(GenerationError, match="no text meets it with the tokens that are allowed"):
         sampler.generate(lm, [[4]], config.model_copy(update={"allowed_tokens": [4, 5]}))
@@ -225,9 +289,16 @@ def test_a_text_without_any_probability_is_an_error():
 
 @pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
 def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(policy):
-    """top_p leaves the end token alone, which `reveal_last` leaves out, and the constraint demands another one."""
+    """top_p leaves the end token alone, which `reveal_last` leaves out, and the constraint demands another
+    one."""
     lm = tiny("phi", "bidirectional", None, False, eos_bias=-2.0)
-    own = {"top_p": 0.3, "filtered_confidence": True, "reveal_last": [2], "policy": policy, "stop_at_eos": False}
+    own = {
+        "top_p": 0.3,
+        "filtered_confidence": True,
+        "reveal_last": [2],
+        "policy": policy,
+        "stop_at_eos": False,
+    }
     config = SamplerConfig(max_new_tokens=2, constraint=ConstraintConfig(regex="c*"), **own)
     generation = sampler.generate(lm, PROMPTS, config)
     check(lm, generation, "c*")
@@ -240,11 +311,17 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
 @pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
 @partly_slow("generate", [naive.generate, sampler.generate], 1)
 def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, generate):
-    """Rounding differs by machine, and must not say which of them is revealed first, nor keep one below a threshold of 1."""
+    """Rounding differs by machine, and must not say which of them is revealed first, nor keep one below a
+    threshold of 1."""
     lm, prompts = tiny("phi", "bidirectional").frozen_copy(), [[token] for token in range(4, 10)]
     lm.model.to(dtype)
     for temperature in (0.0, 0.7):
-        settings = {"max_new_tokens": 12, "constraint": {"regex": "(abcdef){2}"}, "temperature": temperature, "seed": 3}
+        settings = {
+            "max_new_tokens": 12,
+            "constraint": {"regex": "(abcdef){2}"},
+            "temperature": temperature,
+            "seed": 3,
+        }
         assert generate(lm, prompts, SamplerConfig(policy=policy, **settings)).steps == [[*range(12)]] * 6
         if policy == "confidence":
             assert generate(lm, prompts, SamplerConfig(threshold=1.0, **settings)).forward_passes == [1] * 6
@@ -253,11 +330,17 @@ def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, g
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_constraint_that_allows_everything_changes_no_order_of_a_model_that_is_sure(dtype):
     """Its confidences are less than 2**-24 apart."""
-    lm, prompts = tiny("phi", "bidirectional", eos_bias=-torch.inf, mask_bias=-torch.inf).frozen_copy(), [[token] for token in range(4, 10)]
+    lm, prompts = (
+        tiny("phi", "bidirectional", eos_bias=-torch.inf, mask_bias=-torch.inf).frozen_copy(),
+        [[token] for token in range(4, 10)],
+    )
     head = lm.model.to(dtype).get_output_embeddings()
     head.weight *= 60
     head.bias[[0, 1, 3]] = -torch.inf
-    plain, allowing = SamplerConfig(max_new_tokens=8), SamplerConfig(max_new_tokens=8, constraint={"regex": "(?s:.*)"})
+    plain, allowing = (
+        SamplerConfig(max_new_tokens=8),
+        SamplerConfig(max_new_tokens=8, constraint={"regex": "(?s:.*)"}),
+    )
     one, other = (sampler.generate(lm, prompts, config) for config in (plain, allowing))
     assert one.steps == other.steps and one.tokens == other.tokens
 
@@ -267,7 +350,9 @@ def test_sequences_of_different_constraints_share_a_batch():
     alone = {}
     for pattern in (None, "a+b", "[cd]*"):
         constraint = None if pattern is None else ConstraintConfig(regex=pattern)
-        alone[pattern] = SamplerConfig(max_new_tokens=6, temperature=1.0, constraint=constraint, deterministic=pattern == "a+b")
+        alone[pattern] = SamplerConfig(
+            max_new_tokens=6, temperature=1.0, constraint=constraint, deterministic=pattern == "a+b"
+        )
     expected = {pattern: naive.generate(lm, PROMPTS, config).tokens for pattern, config in alone.items()}
     from unmask.generation.engine.engine import Engine
     from unmask.generation.requests import make_requests
@@ -280,7 +365,12 @@ def test_sequences_of_different_constraints_share_a_batch():
         pattern, index = tickets[ticket]
         tokens = expected[pattern][index]
         assert trace.canvas[: len(tokens)] == tokens
-    assert json.loads(SamplerConfig(constraint=ConstraintConfig(regex="a")).model_dump_json())["constraint"]["regex"] == "a"
+    assert (
+        json.loads(SamplerConfig(constraint=ConstraintConfig(regex="a")).model_dump_json())["constraint"][
+            "regex"
+        ]
+        == "a"
+    )
 
 
 @pytest.mark.parametrize("pattern", [" there.*", "[a-z ]*", "[a-z][a-z ]*", "  a.*"])
@@ -294,7 +384,11 @@ def test_a_space_counts_wherever_a_text_has_one(kind, pattern):
         lm = make_random(tokenizer, attention, size)
         check(lm, sampler.generate(lm, ["Once upon", "", [1], [1, 2], [1, word]], config), pattern)
     mask = tokenizer.mask_token_id
-    texts = [[1, *[mask] * 12], [1, word, *[mask] * 12], [*tokenizer("Once")["input_ids"], *[mask] * 12, word]]
+    texts = [
+        [1, *[mask] * 12],
+        [1, word, *[mask] * 12],
+        [*tokenizer("Once")["input_ids"], *[mask] * 12, word],
+    ]
     filled = sampler.infill(lm, texts, config)
     for text, whole in zip(texts, filled.tokens, strict=True):
         start = text.index(mask)

@@ -1,4 +1,5 @@
-"""JSON schemas as patterns: what they write fits, by jsonschema and by counting, and what is not excluded is written."""
+"""JSON schemas as patterns: what they write fits, by jsonschema and by counting, and what is not excluded is
+written."""
 
 from __future__ import annotations
 
@@ -23,9 +24,23 @@ from unmask.generation.constraints.compiled import regex_of
 pytest.importorskip("outlines_core")
 TEXTS = st.text(st.characters(codec="utf-8", max_codepoint=0xFFFFF))
 LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-VALUES = [*range(-130, 130), *range(190, 1210, 7), *range(-1210, -190, 7), *range(-1002, -997), *range(997, 1003)]
-CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
-DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "name": {"type": "string", "maxLength": 3}}, "required": ["kind"]}
+VALUES = [
+    *range(-130, 130),
+    *range(190, 1210, 7),
+    *range(-1210, -190, 7),
+    *range(-1002, -997),
+    *range(997, 1003),
+]
+CAT = {
+    "type": "object",
+    "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}},
+    "required": ["kind"],
+}
+DOG = {
+    "type": "object",
+    "properties": {"kind": {"const": "dog"}, "name": {"type": "string", "maxLength": 3}},
+    "required": ["kind"],
+}
 
 
 def automaton_of(schema: dict[str, Any]) -> ByteAutomaton:
@@ -33,7 +48,11 @@ def automaton_of(schema: dict[str, Any]) -> ByteAutomaton:
 
 
 def automata_of(schemas: list[dict[str, Any]]) -> list[ByteAutomaton]:
-    return byte_automata([regex_of(ConstraintConfig(json_schema=schema), "constraint") for schema in schemas], "constraint", plain=True)
+    return byte_automata(
+        [regex_of(ConstraintConfig(json_schema=schema), "constraint") for schema in schemas],
+        "constraint",
+        plain=True,
+    )
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
@@ -61,7 +80,29 @@ def taken(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_whole_numbers_are_those_within_their_limits():
     draw = random.Random(0)
-    values = [*range(-12, 13), -1000, -999, -101, -100, -99, 99, 100, 101, 109, 110, 199, 200, 999, 1000, 1001, 2.5, -2.5, 1e3, 0.5, -0.5]
+    values = [
+        *range(-12, 13),
+        -1000,
+        -999,
+        -101,
+        -100,
+        -99,
+        99,
+        100,
+        101,
+        109,
+        110,
+        199,
+        200,
+        999,
+        1000,
+        1001,
+        2.5,
+        -2.5,
+        1e3,
+        0.5,
+        -0.5,
+    ]
     schemas = taken([{"type": "integer", **random_limits(draw, values)} for _ in range(60)])
     assert len(schemas) > 30
     for schema, automaton in zip(schemas, automata_of(schemas), strict=True):
@@ -72,10 +113,35 @@ def test_whole_numbers_are_those_within_their_limits():
 
 def test_numbers_are_within_their_limits():
     draw = random.Random(0)
-    values = [0, 1, -1, 0.5, -0.5, 0.25, 1.125, 9.99, 10, 10.01, 99.5, 100, -3.75, 1e-3, 1e22, -1e22, 5e-324, 2**53 + 1, 1e308]
+    values = [
+        0,
+        1,
+        -1,
+        0.5,
+        -0.5,
+        0.25,
+        1.125,
+        9.99,
+        10,
+        10.01,
+        99.5,
+        100,
+        -3.75,
+        1e-3,
+        1e22,
+        -1e22,
+        5e-324,
+        2**53 + 1,
+        1e308,
+    ]
     schemas = taken([{"type": "number", **random_limits(draw, values)} for _ in range(60)])
     assert len(schemas) > 30
-    texts = [f"{sign}{whole}{places}" for sign in ("", "-") for whole in (0, 1, 3, 9, 10, 11, 99, 100, 101, 10**22) for places in PLACES]
+    texts = [
+        f"{sign}{whole}{places}"
+        for sign in ("", "-")
+        for whole in (0, 1, 3, 9, 10, 11, 99, 100, 101, 10**22)
+        for places in PLACES
+    ]
     for schema, automaton in zip(schemas, automata_of(schemas), strict=True):
         for text in [*texts, *(walk(automaton, draw, 8).decode(errors="replace") for _ in range(40))]:
             if accepts(automaton, text):
@@ -114,23 +180,73 @@ PLACES = (
         ({"type": "integer", "maximum": 2**64}, [str(2**64), "-1" + "0" * 60], [str(2**64 + 1)]),
         ({"type": "integer", "minimum": 10**22 + 1}, [str(10**22 + 1), "9" * 60], [str(10**22), "1"]),
         ({"type": "integer", "maximum": 1e308}, ["9" * 40, "-" + "9" * 60], ["9" * 309]),
-        ({"type": "number", "minimum": 0, "maximum": 1}, ["0", "1", "1.0", "0.5", "0.0001"], ["1.1", "-0.1", "2", "01", "1e0", "0."]),
+        (
+            {"type": "number", "minimum": 0, "maximum": 1},
+            ["0", "1", "1.0", "0.5", "0.0001"],
+            ["1.1", "-0.1", "2", "01", "1e0", "0."],
+        ),
         ({"type": "number", "exclusiveMinimum": 0}, ["0.1", "1", "1e3"[:1]], ["0", "0.0", "-1"]),
         ({"type": ["integer", "null"], "minimum": 5}, ["5", "null"], ["4"]),
         ({"type": ["string", "integer"], "maximum": 5, "maxLength": 1}, ["5", '"a"', '""'], ["6", '"ab"']),
         ({"minimum": 3}, ["3"], ["2"]),
-        ({"const": 12345678901234567890123}, ["12345678901234567890123"], ["12345678901234567890124", "1.2345678901234568e+22"]),
-        ({"enum": [2**64, -(2**64), 1e22, 1.5]}, [str(2**64), str(-(2**64)), "1e+22", "1.5"], [str(float(2**64)), "1"]),
+        (
+            {"const": 12345678901234567890123},
+            ["12345678901234567890123"],
+            ["12345678901234567890124", "1.2345678901234568e+22"],
+        ),
+        (
+            {"enum": [2**64, -(2**64), 1e22, 1.5]},
+            [str(2**64), str(-(2**64)), "1e+22", "1.5"],
+            [str(float(2**64)), "1"],
+        ),
         ({"type": "integer", "const": 2.0}, ["2.0"], ["2"]),
-        ({"allOf": [{"$ref": "#/$defs/n"}], "description": "x", "$defs": {"n": {"type": "null"}}}, ["null"], ["1"]),
-        ({"$id": "http://x/r", "$ref": "#/$defs/n", "$defs": {"n": {"type": "null"}, "o": {"$id": "o"}}}, ["null"], ["1"]),
-        ({"type": "object", "properties": {"$id": {"type": "null"}}, "required": ["$id"]}, ['{"$id": null}'], ["{}"]),
-        ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "minItems": 2, "maxItems": 2}, ["[1, 2]"], ["[1]", "[1,2,2]"]),
+        (
+            {"allOf": [{"$ref": "#/$defs/n"}], "description": "x", "$defs": {"n": {"type": "null"}}},
+            ["null"],
+            ["1"],
+        ),
+        (
+            {"$id": "http://x/r", "$ref": "#/$defs/n", "$defs": {"n": {"type": "null"}, "o": {"$id": "o"}}},
+            ["null"],
+            ["1"],
+        ),
+        (
+            {"type": "object", "properties": {"$id": {"type": "null"}}, "required": ["$id"]},
+            ['{"$id": null}'],
+            ["{}"],
+        ),
+        (
+            {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "minItems": 2, "maxItems": 2},
+            ["[1, 2]"],
+            ["[1]", "[1,2,2]"],
+        ),
         ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "maxItems": 1}, ["[1]"], ["[1,2]"]),
-        ({"type": "array", "items": [{"const": 1}, {"const": 2}], "minItems": 2, "maxItems": 2}, ["[1,2]"], ["[1]"]),
-        ({"prefixItems": [{"const": 1}], "items": {"const": 2}, "maxItems": 3}, ["[1]", "[1, 2]", "[1,2,2]"], ["[]", "[2]", "[1,2,2,2]"]),
-        ({"prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 3}, ["[1,2,2]", "[1,2,2,2]"], ["[1]", "[1,2]"]),
-        ({"oneOf": [{"type": "null"}, {"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 4}]}, ["null", "3", "4"], ["x"]),
+        (
+            {"type": "array", "items": [{"const": 1}, {"const": 2}], "minItems": 2, "maxItems": 2},
+            ["[1,2]"],
+            ["[1]"],
+        ),
+        (
+            {"prefixItems": [{"const": 1}], "items": {"const": 2}, "maxItems": 3},
+            ["[1]", "[1, 2]", "[1,2,2]"],
+            ["[]", "[2]", "[1,2,2,2]"],
+        ),
+        (
+            {"prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 3},
+            ["[1,2,2]", "[1,2,2,2]"],
+            ["[1]", "[1,2]"],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "null"},
+                    {"type": "integer", "maximum": 3},
+                    {"type": "integer", "minimum": 4},
+                ]
+            },
+            ["null", "3", "4"],
+            ["x"],
+        ),
         (
             {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
             ['{"kind":"cat","lives":9}', '{"kind":"dog"}'],
@@ -143,7 +259,11 @@ PLACES = (
 def test_what_is_written_and_what_is_not(schema, yes, no):
     automaton = automaton_of(schema)
     assert [text for text in (*yes, *no) if accepts(automaton, text)] == yes
-    draft = jsonschema.Draft7Validator if isinstance(schema.get("items"), list) else jsonschema.Draft202012Validator
+    draft = (
+        jsonschema.Draft7Validator
+        if isinstance(schema.get("items"), list)
+        else jsonschema.Draft202012Validator
+    )
     assert all(draft(schema).is_valid(json.loads(text)) for text in yes)
 
 
@@ -165,7 +285,12 @@ PARTS: list[dict[str, Any]] = [
     CAT,
     DOG,
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"], "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"b": {"type": "integer"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
     {"type": "object", "properties": {"b": {"type": "string", "maxLength": 1}, "a": {"type": "null"}}},
     {"anyOf": [{"const": "c"}, {"type": "null"}]},
     {"allOf": [{"type": "boolean"}]},
@@ -195,11 +320,15 @@ def test_of_one_of_several_schemas_exactly_one_fits():
             assert b"\xff" in text or fits(json.loads(text), schema), (schema, text)
 
 
-@pytest.mark.parametrize("names, required", [("abcdefg", ""), ("abcdefg", "d"), ("abcdefg", "ag"), ("a", ""), ("", "")])
+@pytest.mark.parametrize(
+    "names, required", [("abcdefg", ""), ("abcdefg", "d"), ("abcdefg", "ag"), ("a", ""), ("", "")]
+)
 def test_objects_have_any_of_their_optional_properties_in_order(names, required):
     schema = {"type": "object", "properties": {name: {"const": 1} for name in names}, "required": [*required]}
     automaton = automaton_of(schema)
-    for chosen in itertools.chain.from_iterable(itertools.combinations(names, size) for size in range(len(names) + 1)):
+    for chosen in itertools.chain.from_iterable(
+        itertools.combinations(names, size) for size in range(len(names) + 1)
+    ):
         assert accepts(automaton, json.dumps(dict.fromkeys(chosen, 1))) == ({*required} <= {*chosen})
     if len(names) > 1:
         assert not accepts(automaton, json.dumps({"b": 1, "a": 1, "d": 1, "g": 1}))
@@ -236,7 +365,10 @@ HOSTILE = {
     "deep alternatives": nested(900, "anyOf"),
     "many apart": {"oneOf": [{"const": number} for number in range(3000)]},
     "doubling apart": {"oneOf": [doubling(30), doubling(30)], "$defs": doubling(30)["$defs"]},
-    "optional": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2500)}},
+    "optional": {
+        "type": "object",
+        "properties": {f"p{number}": {"type": "string"} for number in range(2500)},
+    },
     "digits": {"type": "integer", "minimum": -(10**4000), "maximum": 10**4000},
     "a long pattern": {"type": "string", "pattern": "[a" * 20_000},
     "many groups": {"type": "string", "pattern": "(" * 60_000},
@@ -264,7 +396,14 @@ def example(levels: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "given", [{"const": float("inf")}, {"enum": [1, float("nan")]}, '{"const": 1e999}', '{"const": NaN}', '{"const": "\\ud800"}']
+    "given",
+    [
+        {"const": float("inf")},
+        {"enum": [1, float("nan")]},
+        '{"const": 1e999}',
+        '{"const": NaN}',
+        '{"const": "\\ud800"}',
+    ],
 )
 def test_what_json_has_no_text_for_is_refused(given):
     with pytest.raises(ConfigError) as error:
@@ -273,7 +412,12 @@ def test_what_json_has_no_text_for_is_refused(given):
 
 
 @examples(5)
-@given(values=st.lists(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS, min_size=1))
+@given(
+    values=st.lists(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+        min_size=1,
+    )
+)
 def test_constants_are_written_as_they_are(values):
     texts = [json.dumps(value, ensure_ascii=False) for value in values]
     for text, automaton in zip(texts, automata_of([{"const": value} for value in values]), strict=True):
@@ -283,10 +427,19 @@ def test_constants_are_written_as_they_are(values):
 @pytest.mark.parametrize(
     "schema",
     [
-        {"$ref": "#/$defs/a", "$defs": {"b": {"type": "null"}, "a": {"$id": "a", "type": "array", "items": {"$ref": "#/$defs/b"}}}},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {
+                "b": {"type": "null"},
+                "a": {"$id": "a", "type": "array", "items": {"$ref": "#/$defs/b"}},
+            },
+        },
         {"type": "object", "properties": {"x": {"$id": "http://x/a", "type": "null"}}, "required": ["x"]},
         {"type": "array", "items": {"anyOf": [{"type": "null"}, {"$id": "a", "type": "integer"}]}},
-        {"$ref": "#/$defs/a/$defs/b", "$defs": {"a": {"$id": "a", "$defs": {"b": {"$ref": "#/$defs/c"}}}, "c": {"type": "null"}}},
+        {
+            "$ref": "#/$defs/a/$defs/b",
+            "$defs": {"a": {"$id": "a", "$defs": {"b": {"$ref": "#/$defs/c"}}}, "c": {"type": "null"}},
+        },
         {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "a", "$ref": "#/$defs/b"}, "b": {"type": "null"}}},
     ],
 )

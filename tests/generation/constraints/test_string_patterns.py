@@ -1,4 +1,5 @@
-"""Patterns of strings in JSON schemas, against a JavaScript engine: what is written matches there, and the reverse."""
+"""Patterns of strings in JSON schemas, against a JavaScript engine: what is written matches there, and the
+reverse."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ console.log(JSON.stringify(asked.map(([pattern, texts]) => {
     return texts.map((text) => comparable(text) ? [part.test(text), whole.test(text)] : null);
 })));
 """
-"""Of each pattern and each text, whether it matches a part of it, and the whole. A pattern that is none with the flag u is read without,
-where characters of the higher planes are two (null)."""
+"""Of each pattern and each text, whether it matches a part of it, and the whole. A pattern that is none with
+the flag u is read without, where characters of the higher planes are two (null)."""
 CHARACTERS = [
     *"ab&-~^#!.,:;@/_ 09Z",
     "é",
@@ -69,7 +70,20 @@ ESCAPES = [
     r"\u{1F600}",
     r"\ud83d\ude00",
 ]
-ESCAPES += [r"\p{L}", r"\P{L}", r"\p{Script=Greek}", r"\t", r"\cA", r"\0", r"\$", r"\(", r"\|", r"\{", r"\+", r"\?"]
+ESCAPES += [
+    r"\p{L}",
+    r"\P{L}",
+    r"\p{Script=Greek}",
+    r"\t",
+    r"\cA",
+    r"\0",
+    r"\$",
+    r"\(",
+    r"\|",
+    r"\{",
+    r"\+",
+    r"\?",
+]
 TEXTS = [
     "",
     *CHARACTERS,
@@ -144,7 +158,9 @@ def accepts(automaton: ByteAutomaton, text: str) -> bool:
 
 def engine(asked: Sequence[tuple[str, Sequence[str]]]) -> list[list[tuple[bool, bool] | None]]:
     assert NODE is not None
-    done = subprocess.run([NODE, "-e", MATCH], input=json.dumps(asked).encode(), capture_output=True, check=True)
+    done = subprocess.run(
+        [NODE, "-e", MATCH], input=json.dumps(asked).encode(), capture_output=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -172,10 +188,15 @@ def test_random_patterns_match_what_they_match_in_javascript(seed, count):
         asked.append((pattern, [*(text.decode() for text in texts if b"\xff" not in text), *TEXTS]))
     compared = 0
     for (pattern, texts), matches in zip(asked, engine(asked), strict=True):
-        for text, (part, whole) in ((text, match) for text, match in zip(texts, matches, strict=True) if match):
+        for text, (part, whole) in (
+            (text, match) for text, match in zip(texts, matches, strict=True) if match
+        ):
             accepted = accepts(found[pattern], text)
             assert not accepted or (part and whole), (pattern, text)
-            assert accepted or not whole or text != json.dumps(text, ensure_ascii=False)[1:-1], (pattern, text)
+            assert accepted or not whole or text != json.dumps(text, ensure_ascii=False)[1:-1], (
+                pattern,
+                text,
+            )
             compared += accepted
     assert len(asked) > count / 2 and compared > 4 * len(asked)
 
@@ -261,22 +282,54 @@ def test_properties_are_those_of_ecma():
     console.log(JSON.stringify(names.map(known)));
     """
     names = [*NAMED, *sorted(CATEGORIES | BINARY | SCRIPTS), *(f"Script={name}" for name in sorted(SCRIPTS))]
-    known = json.loads(subprocess.run([NODE, "-e", script], input=json.dumps(names).encode(), capture_output=True, check=True).stdout)
+    known = json.loads(
+        subprocess.run(
+            [NODE, "-e", script], input=json.dumps(names).encode(), capture_output=True, check=True
+        ).stdout
+    )
     assert {name: is_property(name) for name in names} == dict(zip(names, known, strict=True))
     for name in NAMED:
         if not is_property(name):
             for pattern in (f"\\p{{{name}}}", f"a[b\\P{{{name}}}]"):
-                with pytest.raises(GenerationError, match=r"no property of characters, at character|an escape that is no character"):
+                with pytest.raises(
+                    GenerationError,
+                    match=r"no property of characters, at character|an escape that is no character",
+                ):
                     string_pattern(pattern, "pattern")
-    taken = [f"\\{kind}{{{name}}}" for name in NAMED if is_property(name) for kind in "pP" if (kind, name) != ("P", "Any")]
+    taken = [
+        f"\\{kind}{{{name}}}"
+        for name in NAMED
+        if is_property(name)
+        for kind in "pP"
+        if (kind, name) != ("P", "Any")
+    ]
     texts = [*CHARACTERS, "\u03b1", "\u0391", "\u0301", "\u0663"]
-    found = dict(zip(taken, byte_automata([string_pattern(each, "pattern") for each in taken], "pattern", plain=True), strict=True))
+    found = dict(
+        zip(
+            taken,
+            byte_automata([string_pattern(each, "pattern") for each in taken], "pattern", plain=True),
+            strict=True,
+        )
+    )
     for pattern, matches in zip(taken, engine([(pattern, texts) for pattern in taken]), strict=True):
-        assert [accepts(found[pattern], text) for text in texts] == [match[1] for match in matches if match], pattern
+        assert [accepts(found[pattern], text) for text in texts] == [
+            match[1] for match in matches if match
+        ], pattern
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"[a-\p{Lu}]", r"[\p{Lu}-z]", r"[\w-.]\p{L}", r"\p{L}\-", r"\P{L}{", r"\p{L}]", r"\u{61}\_", r"[\d-x\u{61}]", r"[\!\p{L}]"]
+    "pattern",
+    [
+        r"[a-\p{Lu}]",
+        r"[\p{Lu}-z]",
+        r"[\w-.]\p{L}",
+        r"\p{L}\-",
+        r"\P{L}{",
+        r"\p{L}]",
+        r"\u{61}\_",
+        r"[\d-x\u{61}]",
+        r"[\!\p{L}]",
+    ],
 )
 def test_what_is_a_pattern_only_without_the_flag_has_no_properties(pattern):
     with pytest.raises(GenerationError, match="has properties or"):

@@ -25,8 +25,15 @@ class Named:
         self.config = type("config", (), {"vocab_size": len(names) + 3})
 
 
-SENTENCEPIECE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-BYTE_LEVEL = ["".join(CHARACTERS[byte] for byte in written) for written in (b" a", b"\xc3", b"\xa9", b"\n", b"x")]
+SENTENCEPIECE = [
+    decoders.Replace("▁", " "),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(" ", 1, 0),
+]
+BYTE_LEVEL = [
+    "".join(CHARACTERS[byte] for byte in written) for written in (b" a", b"\xc3", b"\xa9", b"\n", b"x")
+]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,11 @@ BYTE_LEVEL = ["".join(CHARACTERS[byte] for byte in written) for written in (b" a
     [
         (decoders.ByteLevel(), BYTE_LEVEL, [1, 2, 3, 4, 1]),
         (decoders.Sequence(SENTENCEPIECE), ["▁a", "<0xC3>", "<0xA9>", "<0x0A>", "x▁"], [1, 2, 3, 4, 1, 5]),
-        (decoders.Sequence(SENTENCEPIECE[:3]), ["▁a", "<0xC3>", "<0xA9>", "<0x0A>", "x▁"], [1, 2, 3, 4, 1, 5]),
+        (
+            decoders.Sequence(SENTENCEPIECE[:3]),
+            ["▁a", "<0xC3>", "<0xA9>", "<0x0A>", "x▁"],
+            [1, 2, 3, 4, 1, 5],
+        ),
         (decoders.Metaspace(), ["▁a", "b", "▁▁"], [1, 2, 1, 3]),
         (decoders.Metaspace(prepend_scheme="never"), ["▁a", "b", "▁▁"], [1, 2, 1, 3]),
         (decoders.Fuse(), ["a", " b", "é"], [2, 1, 3, 2]),
@@ -44,12 +55,20 @@ def test_the_bytes_together_are_the_text(decoder, names, tokens):
     lm = Named(decoder, names)
     vocabulary = read_vocabulary(lm)
     written = b"".join(vocabulary.bytes_V[token] for token in tokens)
-    assert (written.removeprefix(b" ") if vocabulary.strips_space else written).decode() == lm.tokenizer.decode(tokens)
-    assert vocabulary.bytes_V[0] is None and len(vocabulary.bytes_V) == lm.config.vocab_size and vocabulary.bytes_V[-1] is None
+    assert (
+        written.removeprefix(b" ") if vocabulary.strips_space else written
+    ).decode() == lm.tokenizer.decode(tokens)
+    assert (
+        vocabulary.bytes_V[0] is None
+        and len(vocabulary.bytes_V) == lm.config.vocab_size
+        and vocabulary.bytes_V[-1] is None
+    )
     assert read_vocabulary(lm) is vocabulary and vocabulary.end_token_ids == (0,)
 
 
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.Strip(" ", 1, 0), decoders.Sequence([decoders.BPEDecoder()])])
+@pytest.mark.parametrize(
+    "decoder", [decoders.WordPiece(), decoders.Strip(" ", 1, 0), decoders.Sequence([decoders.BPEDecoder()])]
+)
 def test_a_decoder_that_does_not_write_tokens_one_by_one_is_refused(decoder):
     with pytest.raises(GenerationError, match="writes tokens by"):
         read_vocabulary(Named(decoder, ["a"]))
@@ -64,5 +83,8 @@ def test_special_tokens_match_no_text():
     lm = toy()
     vocabulary = read_vocabulary(lm)
     assert [written for written in vocabulary.bytes_V if written is not None] == [b"a", b"b"]
-    assert vocabulary.end_token_ids == tuple(lm.eos_token_ids) and lm.tokenizer.pad_token_id in vocabulary.fill_token_ids
+    assert (
+        vocabulary.end_token_ids == tuple(lm.eos_token_ids)
+        and lm.tokenizer.pad_token_id in vocabulary.fill_token_ids
+    )
     assert vocabulary.digest != Vocabulary(vocabulary.bytes_V).digest

@@ -1,4 +1,5 @@
-"""Constraints over a text as a whole: its gaps are filled with what fits together, and with the text between them."""
+"""Constraints over a text as a whole: its gaps are filled with what fits together, and with the text between
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ BOS, EOS, UNK, A, B, C, D, E, F = 1, 2, 3, *range(4, 10)
 
 def texts_of(hidden: int) -> list[list[int]]:
     """Texts that fit only if gaps apart from one another agree."""
-    return [[BOS, A, hidden, hidden, D, hidden, hidden, C, hidden], [hidden, hidden, D, hidden, D, A, hidden], [BOS, A, *[hidden] * 6, EOS]]
+    return [
+        [BOS, A, hidden, hidden, D, hidden, hidden, C, hidden],
+        [hidden, hidden, D, hidden, D, A, hidden],
+        [BOS, A, *[hidden] * 6, EOS],
+    ]
 
 
 def over_text(config: SamplerConfig, pattern: str = PATTERN) -> SamplerConfig:
@@ -50,7 +55,8 @@ def test_every_text_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler
     lm = tiny("phi", attention, block_size)
     texts = texts_of(lm.mask_token_id)[: 3 if not lm.logit_shift else 1]
     config = over_text(data.draw(configs(attention, block_size)))
-    config = config.model_copy(update={"steps": config.steps and config.steps + max(map(len, texts))})  # at least one for each block
+    # at least one for each block
+    config = config.model_copy(update={"steps": config.steps and config.steps + max(map(len, texts))})
     expected = naive.complete(lm, make_infill_requests(lm, texts, config), config)
     generation = sampler.infill(lm, texts, config)
     assert generation.tokens == expected.tokens
@@ -69,7 +75,9 @@ def probabilities(lm, text: list[int], temperature: float) -> dict[tuple[int, ..
         for index, token in zip(at, tokens, strict=True):
             filled[index] = token
         if re.fullmatch(PATTERN, written(lm, filled)):
-            found[tuple(filled)] = math.exp(sum(float(log_prob_WV[row, token]) for row, token in enumerate(tokens)))
+            found[tuple(filled)] = math.exp(
+                sum(float(log_prob_WV[row, token]) for row, token in enumerate(tokens))
+            )
     return {tokens: value / sum(found.values()) for tokens, value in found.items()}
 
 
@@ -87,14 +95,20 @@ def test_texts_are_drawn_from_the_distribution_given_the_constraint():
     lm, count = tiny("phi", "bidirectional", logit_shift=False), 3000
     text = texts_of(lm.mask_token_id)[0]
     expected = probabilities(lm, text, 0.7)
-    generation = sampler.infill(lm, [text] * count, over_text(SamplerConfig(steps=1, temperature=0.7, batch_size=256)))
+    generation = sampler.infill(
+        lm, [text] * count, over_text(SamplerConfig(steps=1, temperature=0.7, batch_size=256))
+    )
     drawn = Counter(map(tuple, generation.tokens))
     assert len(expected) > 4 and set(drawn) <= set(expected)
-    counts, probs = (torch.tensor([values[text] for text in expected], dtype=torch.float64) for values in (drawn, expected))
+    counts, probs = (
+        torch.tensor([values[text] for text in expected], dtype=torch.float64) for values in (drawn, expected)
+    )
     assert chi_square_is_likely(counts, probs)
 
 
-@pytest.mark.parametrize("text, what", [([A, EOS, None, D], "'</s>' at position 1"), ([UNK, A, None], "'<unk>' at position 0")])
+@pytest.mark.parametrize(
+    "text, what", [([A, EOS, None, D], "'</s>' at position 1"), ([UNK, A, None], "'<unk>' at position 0")]
+)
 def test_a_token_that_is_no_text_is_named(text, what):
     lm = tiny("phi", "bidirectional")
     text = [lm.mask_token_id if token is None else token for token in text]
@@ -129,5 +143,7 @@ def test_what_cannot_fit_is_refused():
         sampler.infill(lm, [[A, hidden, B, D, A], [A, hidden, D, D]], config)
     with pytest.raises(GenerationError, match=r"constraint\.over: a completion is met as a whole"):
         sampler.generate(lm, [[A]], config.model_copy(update={"max_new_tokens": 4}))
-    with pytest.raises(GenerationError, match=r"constraint\.over: the text as a whole is not searched for lengths"):
+    with pytest.raises(
+        GenerationError, match=r"constraint\.over: the text as a whole is not searched for lengths"
+    ):
         sampler.infill(lm, ["a<gap>d"], config, length="auto", gap_mark="<gap>", max_gap=3)

@@ -9,8 +9,30 @@ from unmask.generation.constraints.automaton import TokenAutomaton
 from unmask.generation.constraints.vocabulary import Vocabulary
 
 END, PAD = 0, 1
-TEXT = [b"a", b"b", b"ab", b"ba", b"abb", b"c", b" ", b"\xc3", b"\xa9", "é".encode(), b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"-"]
-TEXT += [bytes([digit]) for digit in b"0123456789"] + [bytes([letter]) for letter in b"defghijklmnopqrstuvwxyz."]
+TEXT = [
+    b"a",
+    b"b",
+    b"ab",
+    b"ba",
+    b"abb",
+    b"c",
+    b" ",
+    b"\xc3",
+    b"\xa9",
+    "é".encode(),
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"-",
+]
+TEXT += [bytes([digit]) for digit in b"0123456789"] + [
+    bytes([letter]) for letter in b"defghijklmnopqrstuvwxyz."
+]
 SMALL = Vocabulary((None, None, *TEXT), end_token_ids=(END,), fill_token_ids=(END, PAD))
 
 

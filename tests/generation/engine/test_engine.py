@@ -27,14 +27,26 @@ from unmask.generation.requests import make_requests
 @given(data=st.data())
 def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, block_size, data):
     """Each has its own settings; some are submitted later, some are cancelled."""
-    bias, context, time = data.draw(st.sampled_from([-9.0, 0.0, 2.0])), data.draw(st.booleans()), data.draw(st.booleans())
-    parts = {"causal_context": context and attention == "block_causal", "time_embedding": time and attention != "causal"}
+    bias, context, time = (
+        data.draw(st.sampled_from([-9.0, 0.0, 2.0])),
+        data.draw(st.booleans()),
+        data.draw(st.booleans()),
+    )
+    parts = {
+        "causal_context": context and attention == "block_causal",
+        "time_embedding": time and attention != "causal",
+    }
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
-    engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
+    engine = Engine(
+        lm,
+        batch_size=data.draw(st.integers(1, 4)),
+        max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])),
+    )
     expected, results, cancelled, drafting = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
         config = data.draw(configs(attention, block_size))
-        if (block_size or 1) > 1 and not (config.guidance or config.remask or config.revise):  # drafts beside sequences of these
+        # drafts beside sequences of these
+        if (block_size or 1) > 1 and not (config.guidance or config.remask or config.revise):
             config = config.model_copy(update={"drafts": data.draw(st.integers(0, 3))})
         requests = make_requests(lm, prompts, config)
         traces = naive.complete(lm, requests, config).trace
@@ -86,7 +98,9 @@ def test_memory_is_bounded_by_the_configuration(attention, block_size):
         if engine.slots.cache is not None:
             assert engine.slots.cache.shape == (rows, columns)
     assert sorted(finished) == tickets
-    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + drafts} tokens exceed {30 + drafts}\. Raise it"):
+    with pytest.raises(
+        GenerationError, match=rf"max_batch_tokens: {31 + drafts} tokens exceed {30 + drafts}\. Raise it"
+    ):
         engine.submit(make_requests(lm, [[4] * 23], config)[0], config)
 
 
@@ -101,12 +115,14 @@ def test_a_shared_prompt_is_computed_once(attention, block_size):
     with Watch(lm) as watch:
         results = dict(engine.run())
     steps = sum(trace.forward_passes for trace in results.values())
-    assert watch.rows <= steps + 2 + 2  # two prompts; at most twice each, where those that had it in work are gone
+    # two prompts; at most twice each, where those that had it in work are gone
+    assert watch.rows <= steps + 2 + 2
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 def test_reused_prompt_tokens_are_counted(attention, block_size):
-    """Of 23 tokens those in whole blocks are shared, also with later requests while a sequence with this prompt is running."""
+    """Of 23 tokens those in whole blocks are shared, also with later requests while a sequence with this
+    prompt is running."""
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0)
     requests = make_requests(lm, [[4, 5, 6, 7, 8] * 4 + [4] * 3] * 9, config)
@@ -128,16 +144,24 @@ def test_reused_prompt_tokens_are_counted(attention, block_size):
 @examples(3)
 @given(data=st.data())
 def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, data):
-    """Prompts share some or all of their tokens; some are guided, one is all mask tokens. Some are submitted when others are ahead,
-    cancelled or finished."""
-    parts = {"causal_context": data.draw(st.booleans()), "time_embedding": data.draw(st.booleans())} if block_size else {}
-    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0])), **parts)
+    """Prompts share some or all of their tokens; some are guided, one is all mask tokens. Some are submitted
+    when others are ahead, cancelled or finished."""
+    parts = (
+        {"causal_context": data.draw(st.booleans()), "time_embedding": data.draw(st.booleans())}
+        if block_size
+        else {}
+    )
+    lm = tiny(
+        "phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0])), **parts
+    )
     prompt, engine, expected, results = [4, 5, 6, 7, 8, 9, 4, 5, 6], Engine(lm, batch_size=4), {}, {}
     pool = [prompt, prompt, prompt[:7], [*prompt[:7], 9, 6], [*prompt[:8], 9], [lm.mask_token_id] * 9]
     for _ in range(3):
         guidance = data.draw(st.sampled_from([0.0, 0.0, 0.7])) if block_size else 0.0
         drafts = data.draw(st.integers(0, 2)) if (block_size or 1) > 1 and not guidance else 0
-        config = SamplerConfig(max_new_tokens=3, temperature=1.0, guidance=guidance, drafts=drafts, trace=True)
+        config = SamplerConfig(
+            max_new_tokens=3, temperature=1.0, guidance=guidance, drafts=drafts, trace=True
+        )
         prompts = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4))
         requests = make_requests(lm, prompts, config, [data.draw(st.integers(0, 99)) for _ in prompts])
         tickets = [engine.submit(request, config) for request in requests]
@@ -168,7 +192,9 @@ def test_some_sequences_are_guided_while_others_draft(guidances):
     lm = tiny("phi", "block_causal", 4, eos_bias=-9.0)
     engine, expected = Engine(lm), {}
     for key, guidance in enumerate(guidances):
-        config = SamplerConfig(max_new_tokens=7, temperature=1.0, guidance=guidance, drafts=0 if guidance else 2, trace=True)
+        config = SamplerConfig(
+            max_new_tokens=7, temperature=1.0, guidance=guidance, drafts=0 if guidance else 2, trace=True
+        )
         requests = make_requests(lm, [[4, 5, 6, 7, 8, 9, 4, 5, 6]], config, [key])
         expected[engine.submit(requests[0], config)] = naive.complete(lm, requests, config).trace[0]
     for ticket, trace in engine.run():
@@ -182,10 +208,16 @@ def test_some_sequences_are_guided_while_others_draft(guidances):
 @given(data=st.data())
 def test_drafts_change_no_token(logit_shift, attention, block_size, data):
     lm = tiny(
-        data.draw(st.sampled_from(["phi", "gpt2"])), attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0]))
+        data.draw(st.sampled_from(["phi", "gpt2"])),
+        attention,
+        block_size,
+        logit_shift,
+        eos_bias=data.draw(st.sampled_from([-9.0, 2.0])),
     )
     prompts = data.draw(prompt_lists(int(logit_shift)))
-    config = data.draw(configs(attention, block_size)).model_copy(update={"remask": 0.0, "revise": None, "guidance": 0.0})
+    config = data.draw(configs(attention, block_size)).model_copy(
+        update={"remask": 0.0, "revise": None, "guidance": 0.0}
+    )
     requests = make_requests(lm, prompts, config)
     engine, results = Engine(lm, batch_size=config.batch_size), {}
     for request in requests:
@@ -257,11 +289,16 @@ def test_a_freed_slot_keeps_no_nan_keys(attention, block_size):
     requests = make_requests(lm, [[4, 5], [6] * 12], config)
     tickets = [engine.submit(request, config) for request in requests]
     results = dict(engine.run())
-    assert [results[ticket].canvas for ticket in tickets] == [trace.canvas for trace in naive.complete(lm, requests, config).trace]
+    assert [results[ticket].canvas for ticket in tickets] == [
+        trace.canvas for trace in naive.complete(lm, requests, config).trace
+    ]
 
 
 def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
-    lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=6, drafts=2, trace=True)
+    lm, config = (
+        tiny("phi", "block_causal", 4, eos_bias=-9.0),
+        SamplerConfig(max_new_tokens=6, drafts=2, trace=True),
+    )
     requests = make_requests(lm, ["ab", "ba", "cdef"], config)
     expected = [trace.canvas for trace in naive.complete(lm, requests, config).trace]
     engine = Engine(lm)
@@ -344,7 +381,10 @@ def test_a_deterministic_request_copies_no_keys_from_shared_passes(attention, bl
 def test_sequences_may_use_different_numbers_of_drafts(temperature):
     """In the same step: some go on from predictions of a draft, others from those of the state itself."""
     lm = tiny("phi", "block_causal", 4, eos_bias=-torch.inf)
-    prompts = [[4 + (start + index) % 6 for index in range(length)] for start, length in enumerate((5, 9, 3, 16, 8, 9))]
+    prompts = [
+        [4 + (start + index) % 6 for index in range(length)]
+        for start, length in enumerate((5, 9, 3, 16, 8, 9))
+    ]
     config = SamplerConfig(max_new_tokens=12, drafts=2, temperature=temperature, trace=True)
     requests = make_requests(lm, prompts, config)
     engine = Engine(lm)

@@ -1,4 +1,5 @@
-"""What a denoising step costs beside its forward pass: reads by the host, which stall a GPU, and operations."""
+"""What a denoising step costs beside its forward pass: reads by the host, which stall a GPU, and
+operations."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ SETTINGS = [
 def model(attention: str, block_size: int | None) -> DiffusionLM:
     torch.manual_seed(1)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes = {"vocab_size": 502, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    sizes = {
+        "vocab_size": 502,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+    }
     qwen = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).eval()
     return make_diffusion(qwen, character_tokenizer("abcdef"), attention=attention, block_size=block_size)
 
@@ -67,7 +74,11 @@ def test_fixed_schedules_need_no_reads(attention, block_size, settings):
 
 
 def test_noise_is_made_for_many_steps_at_once():
-    lm, few, many = model("block_causal", 8), SamplerConfig(max_new_tokens=8, temperature=1.0), SamplerConfig(max_new_tokens=64)
+    lm, few, many = (
+        model("block_causal", 8),
+        SamplerConfig(max_new_tokens=8, temperature=1.0),
+        SamplerConfig(max_new_tokens=64),
+    )
     many = many.model_copy(update={"temperature": 1.0})
     per_step = []
     for config in (few, many):
@@ -82,7 +93,10 @@ def test_noise_is_made_for_many_steps_at_once():
 
 
 def test_noise_of_parts_is_that_of_the_whole(monkeypatch):
-    lm, config = model("block_causal", 8), SamplerConfig(max_new_tokens=24, temperature=1.0, order_temperature=0.5, stop_at_eos=False)
+    lm, config = (
+        model("block_causal", 8),
+        SamplerConfig(max_new_tokens=24, temperature=1.0, order_temperature=0.5, stop_at_eos=False),
+    )
     requests = make_requests(lm, prompts()[:3], config)
     whole = sampler.complete(lm, requests, config)
     monkeypatch.setattr("unmask.generation.engine.noise.NUMBERS", 40)  # two steps
@@ -93,13 +107,19 @@ def test_noise_of_parts_is_that_of_the_whole(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["confidence", "random"])
 def test_only_the_sequence_with_nan_predictions_fails(policy):
-    lm, config = model("bidirectional", None), SamplerConfig(max_new_tokens=8, policy=policy, stop_at_eos=False)
+    lm, config = (
+        model("bidirectional", None),
+        SamplerConfig(max_new_tokens=8, policy=policy, stop_at_eos=False),
+    )
     with torch.no_grad():
         lm.model.get_input_embeddings().weight[3] = torch.nan
     config = config.model_copy(update={"forbidden_tokens": [3]})
     expected = sampler.generate(lm, [[20, 21], [22] * 5], config).tokens
     engine = Engine(lm)
-    good, bad, other = (engine.submit(request, config) for request in make_requests(lm, [[20, 21], [20, 3, 21], [22] * 5], config))
+    good, bad, other = (
+        engine.submit(request, config)
+        for request in make_requests(lm, [[20, 21], [20, 3, 21], [22] * 5], config)
+    )
     results = {}
     with pytest.raises(GenerationError, match="the predictions are NaN"):
         for ticket, trace in engine.run():

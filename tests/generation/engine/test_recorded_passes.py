@@ -1,4 +1,5 @@
-"""Recorded passes give the same tokens: here they are called again, with the memory of a graph; on a GPU they are graphs."""
+"""Recorded passes give the same tokens: here they are called again, with the memory of a graph; on a GPU they
+are graphs."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def recorded(lm):
 @given(data=st.data())
 def test_any_settings_give_the_same_tokens(attention, block_size, logit_shift, data):
     lm = tiny("phi", attention, block_size, logit_shift)
-    config, prompts = data.draw(configs(attention, block_size)), data.draw(prompt_lists(shortest=int(logit_shift)))
+    config, prompts = (
+        data.draw(configs(attention, block_size)),
+        data.draw(prompt_lists(shortest=int(logit_shift))),
+    )
     expected, graphs = sampler.generate(lm, prompts, config), recorded(lm)
     for _ in range(2):
         assert_same(sampler.generate(graphs, prompts, config), expected)
@@ -121,7 +125,8 @@ def test_a_pass_that_cannot_be_recorded_is_one_clear_error(monkeypatch):
 
     monkeypatch.setattr(recorded_passes, "Graph", Refused)
     expected = (
-        "cuda_graphs: a pass of this model cannot be recorded: operation not permitted when stream is capturing. Leave cuda_graphs out"
+        "cuda_graphs: a pass of this model cannot be recorded: operation not permitted when stream is "
+        "capturing. Leave cuda_graphs out"
     )
     lm = recorded(tiny("phi", "block_causal", 4))
     lm.model = copy.deepcopy(lm.model)

@@ -1,4 +1,5 @@
-"""Rounds of mode self-speculative: batched and cached, they are those of the naive sampler, beside sequences of any other mode."""
+"""Rounds of mode self-speculative: batched and cached, they are those of the naive sampler, beside sequences
+of any other mode."""
 
 from __future__ import annotations
 
@@ -59,7 +60,15 @@ def assert_equal(trace, expected) -> None:
 @given(data=st.data())
 def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 1.0]))
-    lm = tiny(family, "block_causal", block_size, logit_shift, causal_context=True, eos_bias=bias, time_embedding=data.draw(st.booleans()))
+    lm = tiny(
+        family,
+        "block_causal",
+        block_size,
+        logit_shift,
+        causal_context=True,
+        eos_bias=bias,
+        time_embedding=data.draw(st.booleans()),
+    )
     prompts, config = data.draw(prompt_lists(1)), speculating(data.draw)
     generation, expected = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
     assert generation.accepted_drafts == expected.accepted_drafts
@@ -71,8 +80,14 @@ def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
 @given(data=st.data())
 def test_other_modes_share_the_engine(data):
     """Requests of several settings, some submitted later, one cancelled."""
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=data.draw(st.sampled_from([-9.0, 1.0])))
-    engine, expected, results = Engine(lm, batch_size=5, max_batch_tokens=data.draw(st.sampled_from([None, 120]))), {}, {}
+    lm = tiny(
+        "phi", "block_causal", 4, True, causal_context=True, eos_bias=data.draw(st.sampled_from([-9.0, 1.0]))
+    )
+    engine, expected, results = (
+        Engine(lm, batch_size=5, max_batch_tokens=data.draw(st.sampled_from([None, 120]))),
+        {},
+        {},
+    )
     modes = [
         speculating(data.draw),
         SamplerConfig(max_new_tokens=7, guidance=0.5),
@@ -80,7 +95,9 @@ def test_other_modes_share_the_engine(data):
         SamplerConfig(drafts=1, max_new_tokens=6),
     ]
     for config in modes:
-        config = config.model_copy(update={"drafts": min(config.drafts, 2), "candidates": min(config.candidates, 2)})
+        config = config.model_copy(
+            update={"drafts": min(config.drafts, 2), "candidates": min(config.candidates, 2)}
+        )
         requests = make_requests(lm, PROMPTS[:4], config)
         tickets = [engine.submit(request, config) for request in requests]
         traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
@@ -107,7 +124,9 @@ def test_a_round_is_one_forward_pass_of_few_positions():
 def test_the_cache_holds_the_kept_drafts_at_their_positions():
     """The keys of the decided tokens are those of a plain pass over the text, while a tree is verified."""
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
-    for config in (SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates) for candidates in (1, 4)):
+    for config in (
+        SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates) for candidates in (1, 4)
+    ):
         engine = Engine(lm)
         for request in make_requests(lm, PROMPTS, config):
             engine.submit(request, config)
@@ -133,13 +152,16 @@ def test_the_cache_holds_the_kept_drafts_at_their_positions():
 
 def test_a_shared_prompt_is_computed_once():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
-    generation = sampler.generate(lm, [[4, 5, 6, 7, 8] * 4] * 6, SamplerConfig(mode=MODE, max_new_tokens=4, temperature=1.0))
+    generation = sampler.generate(
+        lm, [[4, 5, 6, 7, 8] * 4] * 6, SamplerConfig(mode=MODE, max_new_tokens=4, temperature=1.0)
+    )
     assert generation.prompt_reuse == pytest.approx(5 / 6)
 
 
 def test_memory_is_bounded_by_the_configuration():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
-    for candidates, more in ((1, 16), (2, 31)):  # 2 * 3 drafts in place of 3, and 4 masks after each of 1 + 6 nodes
+    # 2 * 3 drafts in place of 3, and 4 masks after each of 1 + 6 nodes
+    for candidates, more in ((1, 16), (2, 31)):
         config = SamplerConfig(mode=MODE, max_new_tokens=8, candidates=candidates)
         engine = Engine(lm, batch_size=9, max_batch_tokens=60 + 2 * more)
         for request in make_requests(lm, [[4], [4] * 20, [4] * 5, [4] * 22], config):
@@ -163,12 +185,18 @@ def small_verifier(logit_shift: bool):
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_another_causal_model_verifies(logit_shift, temperature, candidates):
     lm, verifier = small_verifier(logit_shift)
-    config = SamplerConfig(mode=MODE, max_new_tokens=9, temperature=temperature, candidates=candidates, batch_size=3, trace=True)
-    generation, expected = (make(lm, PROMPTS, config, verifier=verifier) for make in (sampler.generate, naive.generate))
+    config = SamplerConfig(
+        mode=MODE, max_new_tokens=9, temperature=temperature, candidates=candidates, batch_size=3, trace=True
+    )
+    generation, expected = (
+        make(lm, PROMPTS, config, verifier=verifier) for make in (sampler.generate, naive.generate)
+    )
     for trace, other in zip(generation.trace, expected.trace, strict=True):
         assert_equal(trace, other)
     if temperature == 0:
-        assert generation.tokens == sampler.generate(verifier, PROMPTS, SamplerConfig(max_new_tokens=9)).tokens
+        assert (
+            generation.tokens == sampler.generate(verifier, PROMPTS, SamplerConfig(max_new_tokens=9)).tokens
+        )
     assert 0 < generation.accepted_drafts < 1
 
 
@@ -176,18 +204,25 @@ def test_a_model_verifies_its_own_causal_reading_with_more_kept_drafts():
     """The verifier that the model is itself: the text of the mode, drafted with the last token known."""
     lm = tiny("phi", "block_causal", 4, True, causal_context=True)
     config = SamplerConfig(mode=MODE, max_new_tokens=12)
-    one, two = sampler.generate(lm, PROMPTS, config), sampler.generate(lm, PROMPTS, config, verifier=lm.as_causal())
+    one, two = (
+        sampler.generate(lm, PROMPTS, config),
+        sampler.generate(lm, PROMPTS, config, verifier=lm.as_causal()),
+    )
     assert one.tokens == two.tokens and two.accepted_drafts > one.accepted_drafts
 
 
 def test_verifiers_that_do_not_fit_are_refused():
     lm, verifier = small_verifier(True)
     config = SamplerConfig(mode=MODE, max_new_tokens=4)
-    with pytest.raises(GenerationError, match=r"verifier: is a model of block_causal attention\. Give a causal model"):
+    with pytest.raises(
+        GenerationError, match=r"verifier: is a model of block_causal attention\. Give a causal model"
+    ):
         sampler.generate(lm, ["a"], config, verifier=lm)
     with pytest.raises(GenerationError, match="verifier: has no effect with mode 'denoise'"):
         sampler.generate(lm, ["a"], SamplerConfig(max_new_tokens=4), verifier=verifier)
     other = copy.copy(verifier)
     other.tokenizer = character_tokenizer("abcdeg")
-    with pytest.raises(GenerationError, match="verifier: 3 entries differ from those of the drafting model's tokenizer"):
+    with pytest.raises(
+        GenerationError, match="verifier: 3 entries differ from those of the drafting model's tokenizer"
+    ):
         sampler.generate(lm, ["a"], config, verifier=other)

@@ -1,4 +1,5 @@
-"""The most probable tokens that a constraint forbids at revealed positions: of the engine, the naive sampler, and a list of all texts."""
+"""The most probable tokens that a constraint forbids at revealed positions: of the engine, the naive sampler,
+and a list of all texts."""
 
 from __future__ import annotations
 
@@ -36,21 +37,33 @@ def canvases(lm, pattern: str, width: int) -> np.ndarray:
     """All that match: what follows an end token may be anything."""
     names = lm.tokenizer.convert_ids_to_tokens(list(range(lm.config.vocab_size)))
     found = []
-    for tokens in itertools.product(sorted({*range(lm.config.vocab_size)} - {lm.mask_token_id}), repeat=width):
+    for tokens in itertools.product(
+        sorted({*range(lm.config.vocab_size)} - {lm.mask_token_id}), repeat=width
+    ):
         written = tokens[: tokens.index(lm.eos_token_id)] if lm.eos_token_id in tokens else tokens
-        if all(token in LETTERS for token in written) and re.fullmatch(pattern, "".join(names[token] for token in written)):
+        if all(token in LETTERS for token in written) and re.fullmatch(
+            pattern, "".join(names[token] for token in written)
+        ):
             found.append(tokens)
     return np.array(found)
 
 
 @pytest.mark.parametrize("pattern", ["(a|bc|[d-f]a?)+", "[^a]*a[^a]*", "(ab){1,2}"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 1.0}, {"tokens_per_step": 2, "temperature": 1.3, "policy": "random"}, {"remask": 0.5, "top_p": 0.5}]
+    "settings",
+    [
+        {},
+        {"temperature": 1.0},
+        {"tokens_per_step": 2, "temperature": 1.3, "policy": "random"},
+        {"remask": 0.5, "top_p": 0.5},
+    ],
 )
 @torch.no_grad()
 def test_they_are_the_tokens_that_no_text_has_there(pattern, settings):
     lm, width = tiny("phi", "bidirectional", eos_bias=1.0), 4
-    config = SamplerConfig(max_new_tokens=width, constraint=ConstraintConfig(regex=pattern), top_forbidden=20, **settings)
+    config = SamplerConfig(
+        max_new_tokens=width, constraint=ConstraintConfig(regex=pattern), top_forbidden=20, **settings
+    )
     [request] = make_requests(lm, [[4, 5, 6]], config)
     texts_MW, ids, steps = canvases(lm, pattern, width), list(request.ids), 0
     for frame in watch(lm, request, config):
@@ -62,9 +75,14 @@ def test_they_are_the_tokens_that_no_text_has_there(pattern, settings):
         fitting_MW = texts_MW[(texts_MW[:, visible] == known).all(1)]
         for each in frame.revealed:
             allowed = {*fitting_MW[:, each.position - request.start].tolist(), lm.mask_token_id}
-            expected = {token: float(log_prob_TV[each.position, token]) for token in {*range(lm.config.vocab_size)} - allowed}
+            expected = {
+                token: float(log_prob_TV[each.position, token])
+                for token in {*range(lm.config.vocab_size)} - allowed
+            }
             assert dict(each.forbidden) == pytest.approx(expected, abs=1e-10)
-            assert [token for token, _ in each.forbidden] == sorted(expected, key=lambda token: -expected[token])
+            assert [token for token, _ in each.forbidden] == sorted(
+                expected, key=lambda token: -expected[token]
+            )
             steps += bool(expected)
         ids = replay(ids, [frame], lm.mask_token_id)
     assert steps and lm.mask_token_id not in ids
@@ -78,13 +96,20 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
         config = SamplerConfig(max_new_tokens=8, **settings)
         requests = make_requests(lm, PROMPTS[:3], config)
         traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
-        expected |= {engine.submit(request, config): (config, trace) for request, trace in zip(requests, traces, strict=True)}
+        expected |= {
+            engine.submit(request, config): (config, trace)
+            for request, trace in zip(requests, traces, strict=True)
+        }
         results |= dict(engine.step())
     results |= dict(engine.run())
     assert results.keys() == expected.keys()
     for ticket, trace in results.items():
         config, other = expected[ticket]
-        assert (trace.canvas, trace.steps, trace.forbidden_ids) == (other.canvas, other.steps, other.forbidden_ids)
+        assert (trace.canvas, trace.steps, trace.forbidden_ids) == (
+            other.canvas,
+            other.steps,
+            other.forbidden_ids,
+        )
         assert any(trace.forbidden_ids) == (config.top_forbidden > 0) and all(
             len(ids) <= config.top_forbidden for ids in trace.forbidden_ids
         )
@@ -95,7 +120,9 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
 @pytest.mark.parametrize("over", ["gap", "text"])
 def test_of_texts_with_gaps_given_positions_have_none(over):
     lm = tiny("phi", "bidirectional")
-    config = SamplerConfig(constraint={"regex": "(ab|c)+d?" if over == "text" else "a?b|cc", "over": over}, top_forbidden=2)
+    config = SamplerConfig(
+        constraint={"regex": "(ab|c)+d?" if over == "text" else "a?b|cc", "over": over}, top_forbidden=2
+    )
     ids = [4, *[lm.mask_token_id] * 2, 5, lm.mask_token_id]
     requests = make_infill_requests(lm, [ids], config)
     engine = Engine(lm)
@@ -111,7 +138,11 @@ def test_without_the_setting_there_are_no_tables():
     engine, config = Engine(lm), SamplerConfig(max_new_tokens=3, constraint={"regex": "[ab]+"})
     engine.submit(make_requests(lm, ["ab"], config)[0], config)
     [(_, trace)] = engine.run()
-    assert (trace.forbidden_ids, trace.forbidden_log_probs, engine.slots.forbidden_id_SCK.numel()) == ([], [], 0)
+    assert (trace.forbidden_ids, trace.forbidden_log_probs, engine.slots.forbidden_id_SCK.numel()) == (
+        [],
+        [],
+        0,
+    )
 
 
 def test_without_a_constraint_nothing_is_forbidden():

@@ -1,4 +1,5 @@
-"""The most probable tokens of each position when it was revealed: of the engine, the naive sampler and the definition."""
+"""The most probable tokens of each position when it was revealed: of the engine, the naive sampler and the
+definition."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
         config = SamplerConfig(max_new_tokens=7, **settings)
         requests = make_requests(lm, PROMPTS[:3], config)
         traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
-        expected |= {engine.submit(request, config): trace for request, trace in zip(requests, traces, strict=True)}
+        expected |= {
+            engine.submit(request, config): trace for request, trace in zip(requests, traces, strict=True)
+        }
         results |= dict(engine.step())
     results |= dict(engine.run())
     assert results.keys() == expected.keys()
@@ -52,7 +55,9 @@ def test_they_are_those_of_the_model_at_temperature_1():
     for position in range(4):
         hidden = position in (1, 3)
         assert trace.top_ids[position] == (top.indices[position].tolist() if hidden else [])
-        assert trace.top_log_probs[position] == pytest.approx(top.values[position].tolist() if hidden else [], abs=1e-10)
+        assert trace.top_log_probs[position] == pytest.approx(
+            top.values[position].tolist() if hidden else [], abs=1e-10
+        )
 
 
 def test_a_slot_that_is_used_again_has_none_of_the_sequence_before():

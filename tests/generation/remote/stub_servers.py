@@ -26,7 +26,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
 FOR_ROLLOUTS = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-"""The options of a vLLM that samples for reinforcement learning (docs/generation.md has the whole command)."""
+"""The options of a vLLM that samples for reinforcement learning (docs/generation.md has the whole
+command)."""
 FOR_ADAPTERS = ["--enable-lora", "--max-lora-rank", "8"]
 FOR_WEIGHTS_IN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 FOR_ADAPTERS_IN_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -49,7 +50,9 @@ def serving(answer: Answer) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.reply(*((200, {"data": [{"id": "m"}]}) if self.path == "/v1/models" else answer(self.path, {})))
+            self.reply(
+                *((200, {"data": [{"id": "m"}]}) if self.path == "/v1/models" else answer(self.path, {}))
+            )
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
@@ -58,7 +61,9 @@ def serving(answer: Answer) -> Iterator[str]:
         def reply(self, status: int, content: Any) -> None:
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if data.startswith(b"data: ") else "application/json")
+            self.send_header(
+                "Content-Type", "text/event-stream" if data.startswith(b"data: ") else "application/json"
+            )
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -82,7 +87,8 @@ def echo(path: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 class FakeVLLM:
-    """Answers the requests of a backend as vLLM does. Every completion is its prompt's last token twice, and EOS."""
+    """Answers the requests of a backend as vLLM does. Every completion is its prompt's last token twice, and
+    EOS."""
 
     def __init__(self, lm: DiffusionLM, *, processed: bool):
         self.lm, self.processed = lm, processed
@@ -117,9 +123,16 @@ class FakeVLLM:
 
 
 def write_model(path: Path, seed: int) -> None:
-    """A Llama with random weights and the tokenizer of stories260K, whose own model has heads too narrow for vLLM on a CPU."""
+    """A Llama with random weights and the tokenizer of stories260K, whose own model has heads too narrow for
+    vLLM on a CPU."""
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": len(tokenizer),
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, max_position_embeddings=256))
@@ -134,16 +147,41 @@ class Server:
         self.python = VLLM_PYTHON
         if not self.python:
             pytest.skip("UNMASK_VLLM_PYTHON is not set")
-        self.model, self.log, self.options, self.environment, self.port = model, log, options, environment, free_port()
+        self.model, self.log, self.options, self.environment, self.port = (
+            model,
+            log,
+            options,
+            environment,
+            free_port(),
+        )
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        settings = {**FOR_WEIGHTS_IN_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **self.environment}
-        options = ["--model", str(self.model), "--port", str(self.port), "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
-        options += ["--weight-transfer-config", '{"backend": "nccl"}'] if torch.cuda.device_count() > 1 else []
+        settings = {
+            **FOR_WEIGHTS_IN_ENVIRONMENT,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            **self.environment,
+        }
+        options = [
+            "--model",
+            str(self.model),
+            "--port",
+            str(self.port),
+            "--max-model-len",
+            "256",
+            "--enforce-eager",
+            "--dtype",
+            "float32",
+        ]
+        options += (
+            ["--weight-transfer-config", '{"backend": "nccl"}'] if torch.cuda.device_count() > 1 else []
+        )
         with self.log.open("a") as out:
             command = [str(self.python), "-m", MODULE, *options, *self.options]
-            self.process = subprocess.Popen(command, env=os.environ | settings, stdout=out, stderr=out, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, env=os.environ | settings, stdout=out, stderr=out, start_new_session=True
+            )
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

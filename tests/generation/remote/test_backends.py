@@ -36,7 +36,13 @@ from tests.serving.servers import copied, served, serving_rollouts
 from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
-from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, in_chunks, make_backend
+from unmask.generation.remote.backends import (
+    LocalBackend,
+    ServerBackend,
+    VLLMBackend,
+    in_chunks,
+    make_backend,
+)
 from unmask.generation.remote.http import RemoteError
 from unmask.generation.remote.protocol import model_facts
 from unmask.generation.requests import make_requests
@@ -74,7 +80,9 @@ def to_vllm(url: str, **values: Any) -> RolloutConfig:
 
 
 @every_pattern
-def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, block_size: int | None, tmp_path: Path) -> None:
+def test_every_pattern_is_sampled_by_a_server_as_in_process(
+    attention: str, block_size: int | None, tmp_path: Path
+) -> None:
     lm = tiny(attention=attention, block_size=block_size)
     trained, local = changed(lm), make_backend(RolloutConfig(), lm, tmp_path)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
@@ -93,11 +101,18 @@ def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
     lm, other = tiny(), tiny(attention="bidirectional")
     settings = AppSettings(admin_key="admin", weights_from=(tmp_path,))
     monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
-    with served(copied(other, tmp_path / "other"), settings, more={"policy": copied(lm, tmp_path / "model")}) as url:
-        server, first = make_backend(to_server(url, model="policy"), lm, tmp_path), make_backend(to_server(url), other, tmp_path)
+    with served(
+        copied(other, tmp_path / "other"), settings, more={"policy": copied(lm, tmp_path / "model")}
+    ) as url:
+        server, first = (
+            make_backend(to_server(url, model="policy"), lm, tmp_path),
+            make_backend(to_server(url), other, tmp_path),
+        )
         server.sync(changed(lm), step=1)
         found, untouched = server.generate(PROMPTS, CONFIG, KEYS), first.generate(PROMPTS, CONFIG, KEYS)
-        with pytest.raises(GenerationError, match=r"has no model 'absent'\. Set rollout\.model to one of tiny, policy"):
+        with pytest.raises(
+            GenerationError, match=r"has no model 'absent'\. Set rollout\.model to one of tiny, policy"
+        ):
             make_backend(to_server(url, model="absent"), lm, tmp_path)
         server.close()
         first.close()
@@ -110,7 +125,10 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     trained = adapted(lm)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
-        with pytest.raises(GenerationError, match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge"):
+        with pytest.raises(
+            GenerationError,
+            match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge",
+        ):
             server.sync(trained, step=0)
         server.sync(merged(trained), step=0)
         generation = server.generate(PROMPTS, CONFIG, KEYS)
@@ -123,9 +141,13 @@ def test_a_table_that_is_no_longer_the_head_is_not_sent_to_a_model_in_which_it_i
     trained = with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["wte"], init_lora_weights=False))
     _, url = fake(lm)
     backend = make_backend(to_vllm(url), lm, tmp_path)
-    with pytest.raises(GenerationError, match=r"sync: .*table and head differ.*leave table and head out of the adapters"):
+    with pytest.raises(
+        GenerationError, match=r"sync: .*table and head differ.*leave table and head out of the adapters"
+    ):
         backend.sync(merged(trained), 0)
-    backend.sync(merged(with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True))), 0)
+    backend.sync(
+        merged(with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True))), 0
+    )
     backend.close()
 
 
@@ -136,16 +158,23 @@ def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> No
             (tiny(attention="bidirectional"), "attention is 'block_causal' and not 'bidirectional'"),
             (tiny("gpt2", attention="block_causal", block_size=4), "model_type is 'phi' and not 'gpt2'"),
         ]:
-            with pytest.raises(GenerationError, match=f"the server holds another model: .*{error}.*Start `unmask serve` with"):
+            with pytest.raises(
+                GenerationError, match=f"the server holds another model: .*{error}.*Start `unmask serve` with"
+            ):
                 make_backend(to_server(url), lm, tmp_path)
-    with serving(lambda path, body: (200, {"status": "ok"})) as url, pytest.raises(RemoteError, match="Use `unmask serve`"):
+    with (
+        serving(lambda path, body: (200, {"status": "ok"})) as url,
+        pytest.raises(RemoteError, match="Use `unmask serve`"),
+    ):
         make_backend(to_server(url), tiny(), tmp_path)
 
 
 def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_path):
     lm = tiny()
     vllm, url = fake(lm)
-    backend = make_backend(to_vllm(url, sync_steps=3, folder=str(tmp_path / "weights")), lm, tmp_path / "elsewhere")
+    backend = make_backend(
+        to_vllm(url, sync_steps=3, folder=str(tmp_path / "weights")), lm, tmp_path / "elsewhere"
+    )
     (tmp_path / "weights" / "step-0-unfinished").mkdir(parents=True)  # of a run that was killed
     held = {}
     for step in range(4, 10):  # a resumed run: the server may hold anything
@@ -156,11 +185,15 @@ def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_
     assert held == {4: "step-4", 5: "step-4", 6: "step-6", 7: "step-6", 8: "step-6", 9: "step-9"}
     assert backend.due(None)  # an evaluation uses the current weights
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-9"]
-    last, expected = (own.model.state_dict() for own in (unmask.load(vllm.version, dtype="float64"), changed(lm, 9)))
+    last, expected = (
+        own.model.state_dict() for own in (unmask.load(vllm.version, dtype="float64"), changed(lm, 9))
+    )
     assert last.keys() == expected.keys() and all(torch.equal(last[name], expected[name]) for name in last)
 
 
-def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_processes_the_first_sends_and_all_name_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm = tiny()
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         first, second = (make_backend(to_server(url), lm, tmp_path) for _ in range(2))
@@ -172,7 +205,11 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path:
         generations = [backend.generate(PROMPTS, CONFIG, KEYS) for backend in (first, second)]
         for backend in (first, second):
             backend.close()
-    assert generations[0] == generations[1] == unreused(LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS))
+    assert (
+        generations[0]
+        == generations[1]
+        == unreused(LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS))
+    )
 
 
 def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent_one(
@@ -188,18 +225,25 @@ def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent
 
     with serving(full_at_first) as url:
         server = make_backend(to_server(url, patience=0.0), lm, tmp_path)
-        assert server.generate(PROMPTS, CONFIG, KEYS) == unreused(LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS))
+        assert server.generate(PROMPTS, CONFIG, KEYS) == unreused(
+            LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS)
+        )
         server.close()
 
 
-def test_what_a_server_cannot_do_is_refused_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("UNMASK_ADMIN_KEY", raising=False)
     lm = tiny()
     with served(lm) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         with pytest.raises(GenerationError, match=r"deterministic: .*start the server with --deterministic"):
             server.generate(PROMPTS, CONFIG.model_copy(update={"deterministic": True}), KEYS)
-        with pytest.raises(GenerationError, match=r"takes weights only with its admin key.*Set UNMASK_ADMIN_KEY.*--weights-from"):
+        with pytest.raises(
+            GenerationError,
+            match=r"takes weights only with its admin key.*Set UNMASK_ADMIN_KEY.*--weights-from",
+        ):
             server.sync(changed(lm), 0)
         server.close()
 
@@ -257,17 +301,31 @@ def test_traces_of_vllm_have_only_known_log_probs(fake, tmp_path, settings, proc
     lm = tiny()
     _, url = fake(lm, processed=processed)
     backend = make_backend(to_vllm(url), lm, tmp_path)
-    generation = backend.generate([[4, 5], [6]], SamplerConfig(max_new_tokens=5, trace=True, **settings), [1, 2])
+    generation = backend.generate(
+        [[4, 5], [6]], SamplerConfig(max_new_tokens=5, trace=True, **settings), [1, 2]
+    )
     backend.close()
     eos, mask, given = lm.eos_token_id, lm.mask_token_id, [-0.5, -0.25, -1.0]
     expected = {"given": given, "unknown": [math.nan] * 3, "certain": [0.0] * 3}
     assert generation.tokens == [[5, 5, eos], [6, 6, eos]] and generation.steps == [[0, 1, 2]] * 2
     for first, trace in zip((5, 6), generation.trace, strict=True):
-        assert trace.canvas == [first, first, eos, mask, mask] and trace.steps == [0, 1, 2, -1, -1] and trace.forward_passes == 3
+        assert (
+            trace.canvas == [first, first, eos, mask, mask]
+            and trace.steps == [0, 1, 2, -1, -1]
+            and trace.forward_passes == 3
+        )
         assert trace.log_probs == pytest.approx([*expected[log_probs], 0.0, 0.0], nan_ok=True)
         assert trace.sampled_log_probs == ([] if sampled == "none" else [*expected[sampled], 0.0, 0.0])
     rollout = make_rollout(lm, generation, slice(0, 2))
-    assert rollout.completion_BT.sum(1).tolist() == [3, 3] and rollout.step_BT[0].tolist() == [-1, -1, 0, 1, 2, -1, -1]
+    assert rollout.completion_BT.sum(1).tolist() == [3, 3] and rollout.step_BT[0].tolist() == [
+        -1,
+        -1,
+        0,
+        1,
+        2,
+        -1,
+        -1,
+    ]
 
 
 def test_vllm_gets_the_end_tokens_of_the_model(fake, tmp_path):
@@ -281,14 +339,23 @@ def test_vllm_gets_the_end_tokens_of_the_model(fake, tmp_path):
 
 
 def test_vllm_is_for_causal_models(tmp_path):
-    for lm in (tiny(attention="bidirectional"), tiny(attention="block_causal", block_size=3), tiny(logit_shift=False)):
-        with pytest.raises(GenerationError, match=r"backend: vLLM decodes token by token.*Use backend 'server' or 'local'"):
+    for lm in (
+        tiny(attention="bidirectional"),
+        tiny(attention="block_causal", block_size=3),
+        tiny(logit_shift=False),
+    ):
+        with pytest.raises(
+            GenerationError, match=r"backend: vLLM decodes token by token.*Use backend 'server' or 'local'"
+        ):
             make_backend(to_vllm("http://127.0.0.1:9"), lm, tmp_path)
 
 
 def test_a_vllm_without_the_mask_token_is_refused_at_the_start(tmp_path):
     error = r"does not know the mask token.*out of vocab.*Start it from a model that Unmask saved"
-    with serving(lambda path, body: (400, {"message": "out of vocab"})) as url, pytest.raises(GenerationError, match=error):
+    with (
+        serving(lambda path, body: (400, {"message": "out of vocab"})) as url,
+        pytest.raises(GenerationError, match=error),
+    ):
         make_backend(to_vllm(url), tiny(), tmp_path)
 
 
@@ -303,15 +370,28 @@ ADAPTERS_ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("peft_config", "words"), ADAPTERS_ELSEWHERE, ids=[words for _, words in ADAPTERS_ELSEWHERE])
+@pytest.mark.parametrize(
+    ("peft_config", "words"), ADAPTERS_ELSEWHERE, ids=[words for _, words in ADAPTERS_ELSEWHERE]
+)
 def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft_config, words, tmp_path):
-    error = rf"sync: vLLM does not compute adapters with {words} as they are trained\. Train plain LoRA adapters, or set sync to disk"
+    error = (
+        rf"sync: vLLM does not compute adapters with {words} as they are trained\. Train plain LoRA "
+        r"adapters, or set sync to disk"
+    )
     with pytest.raises(GenerationError, match=error):
-        make_backend(to_vllm("http://127.0.0.1:9", sync="lora"), with_adapters(tiny().frozen_copy(), peft_config), tmp_path)
+        make_backend(
+            to_vllm("http://127.0.0.1:9", sync="lora"),
+            with_adapters(tiny().frozen_copy(), peft_config),
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize(
-    ("sync", "words"), [("lora", "sync: a PhiForCausalLM has no adapters to send.*Train with lora"), ("nccl", "NCCL needs a GPU")]
+    ("sync", "words"),
+    [
+        ("lora", "sync: a PhiForCausalLM has no adapters to send.*Train with lora"),
+        ("nccl", "NCCL needs a GPU"),
+    ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL finds a GPU here")
 def test_weights_that_cannot_be_sent_are_refused_before_any_request(sync, words, tmp_path):
@@ -327,7 +407,10 @@ def test_vllm_reads_whole_weights_from_a_folder(fake, tmp_path):
     backend.close()
     [body] = [body for path, body in vllm.asked if path == "/collective_rpc"]
     path = tmp_path / "rollout_weights" / "step-3"
-    assert body == {"method": "reload_weights", "kwargs": {"weights_path": str(path)}} and vllm.version == str(path)
+    assert body == {
+        "method": "reload_weights",
+        "kwargs": {"weights_path": str(path)},
+    } and vllm.version == str(path)
     new = unmask.load(path, dtype="float64")
     assert new.model.state_dict().keys() == lm.model.state_dict().keys()
     assert vllm.paths()[-2:] == ["/reset_prefix_cache", "/update_weight_version"]
@@ -338,7 +421,10 @@ def test_vllm_serves_adapters_under_their_own_name(fake, tmp_path):
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path)
     vllm.version = "/run/rollout_weights/step-9"
-    with pytest.raises(GenerationError, match=r"the server's own weights are from /run/rollout_weights/step-9\. Restart the server"):
+    with pytest.raises(
+        GenerationError,
+        match=r"the server's own weights are from /run/rollout_weights/step-9\. Restart the server",
+    ):
         backend.sync(adapted(lm), 0)
     vllm.version = "default"
     backend.sync(adapted(lm), 0)
@@ -372,7 +458,10 @@ def test_a_vllm_that_lost_the_weights_gets_them_and_samples_again(fake, tmp_path
     backend.sync(changed(lm) if sync == "disk" else adapted(lm), 0)
     done = len(vllm.asked)
     vllm.restarts = 1
-    assert backend.generate(PROMPTS, CONFIG.model_copy(update={"batch_size": 1}), KEYS).tokens[0][:2] == [6, 6]
+    assert backend.generate(PROMPTS, CONFIG.model_copy(update={"batch_size": 1}), KEYS).tokens[0][:2] == [
+        6,
+        6,
+    ]
     paths = vllm.paths()[done:]
     again = paths.index("/reset_prefix_cache")
     assert paths[again + 1 :].count("/v1/completions") == 4
@@ -389,9 +478,15 @@ class Serve:
         options = ["--port", str(port), "--batch-size", "1", "--weights-from", str(model.parent)]
         command = [sys.executable, "-m", "unmask", "serve", str(model), *options]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "UNMASK_ADMIN_KEY": "admin"}
-        heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
+        # background jobs of a shell ignore it
+        heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds_interrupts
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=heeds_interrupts,
         )
 
     def end(self, how: signal.Signals) -> str:
@@ -422,7 +517,10 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path, monkeypatch):
             serve.end(signal.SIGKILL)
             serve = Serve(tmp_path / "model", port)
             assert running.result() == expected
-        told = f"DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model at http://127.0.0.1:{port}"
+        told = (
+            "DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model at "
+            f"http://127.0.0.1:{port}"
+        )
         assert told in serve.end(signal.SIGINT)
         assert serve.process.returncode == 130
         backend.http.patience = 0.6
@@ -449,7 +547,10 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.parametrize("sync", ["disk", "lora"])
 def test_vllm_samples_from_the_trained_weights(vllm, tmp_path, sync):
     lm = unmask.load(vllm.model)
-    prompts = [lm.tokenizer(text).input_ids for text in ("Once upon a time", "The dog", "Lily and her mom went to the")]
+    prompts = [
+        lm.tokenizer(text).input_ids
+        for text in ("Once upon a time", "The dog", "Lily and her mom went to the")
+    ]
     greedy = SamplerConfig(max_new_tokens=24, trace=True)
     drawn = greedy.model_copy(update={"temperature": 0.7})
     backend = make_backend(to_vllm(vllm.url, sync=sync), lm if sync == "disk" else adapted(lm), tmp_path)
@@ -460,7 +561,11 @@ def test_vllm_samples_from_the_trained_weights(vllm, tmp_path, sync):
         there, here = backend.generate(prompts, greedy), LocalBackend(trained).generate(prompts, greedy)
         assert there.tokens == here.tokens and there.steps == here.steps
         for one, other in zip(there.trace, here.trace, strict=True):
-            assert (one.canvas, one.steps, one.sampled_log_probs) == (other.canvas, other.steps, other.sampled_log_probs)
+            assert (one.canvas, one.steps, one.sampled_log_probs) == (
+                other.canvas,
+                other.steps,
+                other.sampled_log_probs,
+            )
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
         generation = backend.generate(prompts, drawn, [1, 2, 3])
         for prompt, trace in zip(prompts, generation.trace, strict=True):
@@ -486,5 +591,8 @@ def test_a_restarted_vllm_samples_from_the_trained_weights(vllm, tmp_path):
     vllm.kill()
     vllm.start()
     backend.remote.http.patience = 300.0
-    assert backend.generate(["Once upon a time"], config).tokens == LocalBackend(trained).generate(["Once upon a time"], config).tokens
+    assert (
+        backend.generate(["Once upon a time"], config).tokens
+        == LocalBackend(trained).generate(["Once upon a time"], config).tokens
+    )
     backend.close()

@@ -13,7 +13,15 @@ from unmask.serving.openai.json_text import to_json
 
 def test_a_trace_comes_back_as_it_was_with_all_that_json_has_no_number_for() -> None:
     nested = [[-0.5, -math.inf], [], [-math.inf]]
-    trace = Trace([4, 5, 6], [0, -1, 1], [-0.5, 0.0, -math.inf], [0.0, 0.0, -math.inf], [0.1, 0.0, 0.2], [[4, 9], [], [8]], nested)
+    trace = Trace(
+        [4, 5, 6],
+        [0, -1, 1],
+        [-0.5, 0.0, -math.inf],
+        [0.0, 0.0, -math.inf],
+        [0.1, 0.0, 0.2],
+        [[4, 9], [], [8]],
+        nested,
+    )
     trace.forbidden_ids, trace.forbidden_log_probs = [[7], [], []], [[-math.inf], [], []]
     written = to_json(asdict(trace))
     assert "Infinity" not in written and read_trace(json.loads(written)) == trace

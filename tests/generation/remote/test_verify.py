@@ -60,8 +60,12 @@ def test_the_text_is_that_of_the_model_on_the_server(more, candidates):
 
 def test_the_rest_of_the_probability_is_spread_evenly():
     half, quarter = math.log(0.5), math.log(0.25)
-    assert distribution({1: half, 3: quarter}, 6, never=[5]).exp().tolist() == pytest.approx([0.25 / 3, 0.5, 0.25 / 3, 0.25, 0.25 / 3, 0])
-    assert distribution({0: quarter, 1: half, 7: quarter}, 2, never=[]).exp().tolist() == pytest.approx([0.25, 0.5])
+    assert distribution({1: half, 3: quarter}, 6, never=[5]).exp().tolist() == pytest.approx(
+        [0.25 / 3, 0.5, 0.25 / 3, 0.25, 0.25 / 3, 0]
+    )
+    assert distribution({0: quarter, 1: half, 7: quarter}, 2, never=[]).exp().tolist() == pytest.approx(
+        [0.25, 0.5]
+    )
     assert distribution({0: quarter, 1: half}, 2, never=[1]).exp().tolist() == pytest.approx([0.25, 0.0])
 
 
@@ -71,11 +75,18 @@ def test_paths_to_the_leaves_hold_every_node(drafts, candidates):
     for count in range(1, len(tree.children) + 1):
         paths = leaves_of(tree, count)
         assert {node for path in paths for node in path} == set(range(1, count))
-        assert all(path == sorted(path) and tree.depth_J[path].tolist() == [*range(1, len(path) + 1)] for path in paths)
+        assert all(
+            path == sorted(path) and tree.depth_J[path].tolist() == [*range(1, len(path) + 1)]
+            for path in paths
+        )
 
 
 def test_an_answer_is_read_by_token():
-    answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -3, "rank": 9}}]}]}
+    answer = {
+        "choices": [
+            {"prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -3, "rank": 9}}]}
+        ]
+    }
     assert read_prompt_log_probs(answer) == [{}, {7: -0.5, 2: -3.0}]
 
 
@@ -87,10 +98,13 @@ def test_neither_the_mask_token_nor_rows_without_a_token_are_written(temperature
         def prompt_log_probs(self, ids, top):
             odd = {lm.mask_token_id: -0.1, lm.config.vocab_size: -0.2}
             return [
-                known and {token: log_prob - 3 for token, log_prob in known.items()} | odd for known in super().prompt_log_probs(ids, -1)
+                known and {token: log_prob - 3 for token, log_prob in known.items()} | odd
+                for known in super().prompt_log_probs(ids, -1)
             ]
 
-    found = sampler.generate(lm, PROMPTS, SamplerConfig(**MODE, temperature=temperature), verifier=Odd(verifier))
+    found = sampler.generate(
+        lm, PROMPTS, SamplerConfig(**MODE, temperature=temperature), verifier=Odd(verifier)
+    )
     assert all(0 <= token < lm.mask_token_id for tokens in found.tokens for token in tokens)
 
 
@@ -114,21 +128,27 @@ def test_a_server_that_answers_with_fewer_is_noticed():
     server.http, server.model = Http(), "m"
     assert RemoteLM.prompt_log_probs(server, [1, 7], 1) == [{}, {7: -0.5}]
     for top in (2, -1):
-        with pytest.raises(GenerationError, match="verifier: the server gives 1 log-probabilities of a token"):
+        with pytest.raises(
+            GenerationError, match="verifier: the server gives 1 log-probabilities of a token"
+        ):
             RemoteLM.prompt_log_probs(server, [1, 7], top)
 
 
 def test_a_penalty_is_refused():
     lm, verifier = pair()
     with pytest.raises(GenerationError, match="repetition_penalty and verifier: changes logits"):
-        sampler.generate(lm, PROMPTS, SamplerConfig(**MODE, repetition_penalty=1.5), verifier=Served(verifier))
+        sampler.generate(
+            lm, PROMPTS, SamplerConfig(**MODE, repetition_penalty=1.5), verifier=Served(verifier)
+        )
 
 
 def test_a_server_with_another_tokenizer_is_refused():
     lm, verifier = pair()
     server = Served(verifier)
     server.tokenizer = character_tokenizer("abcdeg")
-    with pytest.raises(GenerationError, match="verifier: 2 entries differ from those of the drafting model's tokenizer"):
+    with pytest.raises(
+        GenerationError, match="verifier: 2 entries differ from those of the drafting model's tokenizer"
+    ):
         sampler.generate(lm, PROMPTS, SamplerConfig(**MODE), verifier=server)
 
 
@@ -139,5 +159,8 @@ def test_a_server_that_gives_too_few_is_named(monkeypatch):
 
     server = Served(pair()[1])
     server.http, server.model = Http(), "m"
-    with pytest.raises(GenerationError, match=r"verifier: the server refuses -1 log-probabilities a token\. Start it with --max-logprobs"):
+    with pytest.raises(
+        GenerationError,
+        match=r"verifier: the server refuses -1 log-probabilities a token\. Start it with --max-logprobs",
+    ):
         RemoteLM.prompt_log_probs(server, [1, 2], -1)

@@ -46,10 +46,16 @@ def test_the_command_of_the_docs_starts_a_server_as_the_tests_do():
     export, start = (shlex.split(line) for line in block.replace("\\\n", " ").strip().splitlines())
     at = start.index("python")
     environment = dict(setting.split("=") for setting in start[:at])
-    assert environment == FOR_WEIGHTS_IN_ENVIRONMENT | FOR_ADAPTERS_IN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert environment == FOR_WEIGHTS_IN_ENVIRONMENT | FOR_ADAPTERS_IN_ENVIRONMENT | {
+        "CUDA_VISIBLE_DEVICES": "0,1"
+    }
     assert start[at : at + 3] == ["python", "-m", MODULE]
     flags = read_flags(start[at + 3 :])
-    assert flags.keys() == read_flags([*FOR_ROLLOUTS, *FOR_ADAPTERS]).keys() | {"--model", "--port", "--tensor-parallel-size"}
+    assert flags.keys() == read_flags([*FOR_ROLLOUTS, *FOR_ADAPTERS]).keys() | {
+        "--model",
+        "--port",
+        "--tensor-parallel-size",
+    }
     assert flags.items() >= read_flags(FOR_ROLLOUTS).items()
     assert flags["--tensor-parallel-size"] == "2" and flags["--model"] == read_flags(export[3:])["--output"]
     recipes = [read_recipe(name) for name in recipe_names()]
@@ -59,7 +65,11 @@ def test_the_command_of_the_docs_starts_a_server_as_the_tests_do():
 
 def read_flags(words: list[str]) -> dict[str, str]:
     """The value of each flag by its name; empty for a flag without a value."""
-    return {word: "" if following.startswith("--") else following for word, following in pairwise([*words, "--"]) if word.startswith("--")}
+    return {
+        word: "" if following.startswith("--") else following
+        for word, following in pairwise([*words, "--"])
+        if word.startswith("--")
+    }
 
 
 def test_waiting_for_an_absent_server_ends_with_patience(monkeypatch):
@@ -81,7 +91,9 @@ def test_a_silent_server_is_an_error_after_the_timeout():
 
     with serving(sleep) as url:
         lm = RemoteLM(url, TOKENIZER, timeout=0.4)
-        with pytest.raises(RemoteError, match=r"no answer within 0\.4 seconds\. Raise timeout.*0 of 1 completions are done"):
+        with pytest.raises(
+            RemoteError, match=r"no answer within 0\.4 seconds\. Raise timeout.*0 of 1 completions are done"
+        ):
             lm.generate([[4]])
 
 
@@ -92,7 +104,11 @@ def test_completions_come_back_in_the_order_of_their_prompts():
 
     with serving(slow_first) as url:
         generation = RemoteLM(url, TOKENIZER).generate([[4], [5], [6, 7]])
-    assert generation.tokens == [[4], [5], [7]] and generation.log_probs == [[-0.5]] * 3 and generation.prompts == [[4], [5], [6, 7]]
+    assert (
+        generation.tokens == [[4], [5], [7]]
+        and generation.log_probs == [[-0.5]] * 3
+        and generation.prompts == [[4], [5], [6, 7]]
+    )
 
 
 @pytest.mark.parametrize(("ends", "asked"), [(None, [2]), ([2, 5], [2, 5]), ([], [])])
@@ -107,8 +123,12 @@ def test_a_server_gets_the_end_tokens(ends, asked):
         lm = RemoteLM(url, TOKENIZER, eos_token_ids=ends)
         generation = lm.generate([[4], [5]])
         lm.generate([[4]], SamplerConfig(stop_at_eos=False))
-    assert [(body["stop_token_ids"], body["ignore_eos"]) for body in bodies] == [(asked, False)] * 2 + [(None, True)]
-    assert generation.tokens == [[4], [5]] and generation.texts[1] == ("" if 5 in asked else TOKENIZER.decode([5]))
+    assert [(body["stop_token_ids"], body["ignore_eos"]) for body in bodies] == [(asked, False)] * 2 + [
+        (None, True)
+    ]
+    assert generation.tokens == [[4], [5]] and generation.texts[1] == (
+        "" if 5 in asked else TOKENIZER.decode([5])
+    )
 
 
 def test_a_restarted_server_loses_no_completion():
@@ -140,8 +160,16 @@ def test_refusals_name_the_reason():
         lm = RemoteLM(url, TOKENIZER)
         with pytest.raises(GenerationError, match=r"/v1/completions is refused \(400\).*too long"):
             lm.generate([[4]])
-        for meaningless in ({"threshold": 0.9}, {"steps": 4}, {"cache": "dual"}, {"drafts": 2}, {"mode": "self-speculative"}):
-            with pytest.raises(GenerationError, match=f"{next(iter(meaningless))}: has no effect on a causal server"):
+        for meaningless in (
+            {"threshold": 0.9},
+            {"steps": 4},
+            {"cache": "dual"},
+            {"drafts": 2},
+            {"mode": "self-speculative"},
+        ):
+            with pytest.raises(
+                GenerationError, match=f"{next(iter(meaningless))}: has no effect on a causal server"
+            ):
                 lm.generate([[4]], SamplerConfig(**meaningless))
         with pytest.raises(GenerationError, match="prompts is one string"):
             lm.generate("Once upon a time")
@@ -149,9 +177,14 @@ def test_refusals_name_the_reason():
             lm.generate([[4]], keys=[1, 2])
 
 
-@pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"token_ids": 3}]}, "text"])
+@pytest.mark.parametrize(
+    "answer", [[], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"token_ids": 3}]}, "text"]
+)
 def test_an_unexpected_answer_is_an_error(answer):
-    with serving(lambda path, body: (200, answer)) as url, pytest.raises(RemoteError, match="the answer lacks a field"):
+    with (
+        serving(lambda path, body: (200, answer)) as url,
+        pytest.raises(RemoteError, match="the answer lacks a field"),
+    ):
         RemoteLM(url, TOKENIZER).generate([[4]])
 
 
@@ -248,7 +281,9 @@ def test_vllm_gives_the_tokens_of_the_engine(vllm):
     with RemoteLM(vllm.url, model) as remote:
         there = remote.generate(prompts, config)
         drawn = SamplerConfig(max_new_tokens=16, temperature=1.0)
-        one, two, three = (remote.generate(prompts, drawn.model_copy(update={"seed": seed})).tokens for seed in (0, 0, 1))
+        one, two, three = (
+            remote.generate(prompts, drawn.model_copy(update={"seed": seed})).tokens for seed in (0, 0, 1)
+        )
     assert one == two != three
     here = unmask.generate(unmask.load(model), prompts, config)
     assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
@@ -265,7 +300,10 @@ def test_vllm_verifies_drafts(vllm, candidates):
     config = SamplerConfig(mode="self-speculative", max_new_tokens=24, candidates=candidates)
     prompts = ["Once upon a time", "The dog", "Lily and her mom went to the"]
     with RemoteLM(vllm.url, model) as remote:
-        found, expected = unmask.generate(lm, prompts, config, verifier=remote), remote.generate(prompts, SamplerConfig(max_new_tokens=24))
+        found, expected = (
+            unmask.generate(lm, prompts, config, verifier=remote),
+            remote.generate(prompts, SamplerConfig(max_new_tokens=24)),
+        )
         with pytest.raises(GenerationError, match=r"verifier: the server refuses -1 log-probabilities"):
             unmask.generate(lm, prompts, config.model_copy(update={"temperature": 1.0}), verifier=remote)
     assert found.tokens == expected.tokens and 0 < found.accepted_drafts < 1
@@ -277,12 +315,22 @@ def test_vllm_verifies_drafts(vllm, candidates):
 @pytest.mark.vllm
 def test_vllm_stops_at_each_end_token(vllm):
     lm = unmask.load(vllm.model)
-    prompts, config = ["Once upon a time", "The dog", "Lily and her mom went to the"], SamplerConfig(max_new_tokens=24)
-    lm.eos_token_ids = (lm.eos_token_id, *(tokens[7] for tokens in unmask.generate(lm, prompts, config).tokens))
+    prompts, config = (
+        ["Once upon a time", "The dog", "Lily and her mom went to the"],
+        SamplerConfig(max_new_tokens=24),
+    )
+    lm.eos_token_ids = (
+        lm.eos_token_id,
+        *(tokens[7] for tokens in unmask.generate(lm, prompts, config).tokens),
+    )
     here = unmask.generate(lm, prompts, config)
     with RemoteLM(vllm.url, str(vllm.model), eos_token_ids=lm.eos_token_ids) as remote:
         there = remote.generate(prompts, config)
-    assert there.tokens == here.tokens and there.texts == here.texts and all(tokens[-1] in lm.eos_token_ids for tokens in here.tokens)
+    assert (
+        there.tokens == here.tokens
+        and there.texts == here.texts
+        and all(tokens[-1] in lm.eos_token_ids for tokens in here.tokens)
+    )
     assert [len(row) for row in there.log_probs] == [len(row) for row in here.tokens]
 
 
@@ -309,7 +357,9 @@ def test_vllm_serves_new_weights(vllm, tmp_path):
         again = remote.generate(["Once upon a time"], config)
     expected = unmask.generate(unmask.load(str(tmp_path)), ["Once upon a time"], config)
     assert changed.tokens == expected.tokens and changed.log_probs != before.log_probs
-    torch.testing.assert_close(torch.tensor(changed.log_probs), torch.tensor(expected.log_probs), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        torch.tensor(changed.log_probs), torch.tensor(expected.log_probs), atol=1e-3, rtol=1e-3
+    )
     assert again.tokens == before.tokens
 
 
@@ -332,7 +382,9 @@ def test_a_vllm_that_restarts_loses_no_completion(vllm):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for the server and one for the model")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL takes a GPU for the server and one for the model"
+)
 def test_vllm_gets_weights_over_nccl(vllm, tmp_path):
     write_model(tmp_path, seed=1)
     new = unmask.load(str(tmp_path))
@@ -340,10 +392,16 @@ def test_vllm_gets_weights_over_nccl(vllm, tmp_path):
     with RemoteLM(vllm.url, str(vllm.model)) as remote:
         for _ in range(2):
             remote.update_weights(new.model.to("cuda:1"))
-            assert remote.generate(["Once upon a time"], config).tokens == unmask.generate(new, ["Once upon a time"], config).tokens
+            assert (
+                remote.generate(["Once upon a time"], config).tokens
+                == unmask.generate(new, ["Once upon a time"], config).tokens
+            )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_weights_over_nccl_need_a_gpu():
-    with serving(echo) as url, pytest.raises(GenerationError, match=r"NCCL needs a GPU on both sides\. Give a folder"):
+    with (
+        serving(echo) as url,
+        pytest.raises(GenerationError, match=r"NCCL needs a GPU on both sides\. Give a folder"),
+    ):
         RemoteLM(url, TOKENIZER).update_weights(torch.nn.Linear(2, 2))

@@ -1,4 +1,5 @@
-"""Log-probabilities by chunks equal those of all logits at once, with their gradients; at most a chunk of logits exists."""
+"""Log-probabilities by chunks equal those of all logits at once, with their gradients; at most a chunk of
+logits exists."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def scored(lm, temperature=1.0, targets=1, seed=1):
     lm.model.zero_grad()
     log_prob = lm.log_probs(*asked(lm, targets, seed), temperature)
     (log_prob * torch.arange(1, 1 + log_prob.numel()).view_as(log_prob)).sum().backward()
-    return log_prob.detach(), {name: w.grad.clone() for name, w in lm.model.named_parameters() if w.grad is not None}
+    return log_prob.detach(), {
+        name: w.grad.clone() for name, w in lm.model.named_parameters() if w.grad is not None
+    }
 
 
 def both(monkeypatch, lm, **more):
@@ -62,7 +65,9 @@ def assert_same(whole, chunked, **close):
     torch.testing.assert_close(chunked[0], whole[0], **close)
     assert chunked[1].keys() == whole[1].keys() and any(gradient.any() for gradient in whole[1].values())
     for name, gradient in whole[1].items():
-        torch.testing.assert_close(chunked[1][name], gradient, **close, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            chunked[1][name], gradient, **close, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SCALED])
@@ -71,7 +76,9 @@ def test_in_chunks_it_is_the_same_with_all_gradients(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", *SCALED])
-@pytest.mark.parametrize("more", [{"temperature": 0.6}, {"targets": 3}, {"temperature": 2.0, "targets": VOCABULARY}])
+@pytest.mark.parametrize(
+    "more", [{"temperature": 0.6}, {"targets": 3}, {"temperature": 2.0, "targets": VOCABULARY}]
+)
 def test_so_it_is_with_a_temperature_and_several_targets_a_row(name, more, monkeypatch):
     whole, chunked = both(monkeypatch, tiny_lm(name, "bidirectional"), **more)
     assert_same(whole, chunked, **CLOSE)
@@ -85,7 +92,12 @@ def test_so_it_is_in_bfloat16(name, weights, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
         whole, chunked = both(monkeypatch, lm)
     assert whole[0].dtype == chunked[0].dtype == torch.float32
-    assert_same(whole, chunked, rtol=0.05, atol=0.05 * max(gradient.abs().max().item() for gradient in whole[1].values()))
+    assert_same(
+        whole,
+        chunked,
+        rtol=0.05,
+        atol=0.05 * max(gradient.abs().max().item() for gradient in whole[1].values()),
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -97,7 +109,8 @@ def test_so_it_is_with_activation_checkpointing(name, monkeypatch):
     assert_same(plain, both(monkeypatch, lm)[1], **CLOSE)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks transformers by the old name
+# PEFT asks transformers by the old name
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["adapters", "adapters and a head of their own"])
 def test_so_it_is_inside_adapters(saved, monkeypatch):
     lm = tiny_lm("llama", "bidirectional")
@@ -168,12 +181,17 @@ def test_the_mask_token_has_no_probability(name, in_chunks, monkeypatch):
         everything = torch.arange(VOCABULARY + 1).expand(len(inputs.index_N), -1)
         log_prob = lm.log_probs(inputs, everything)
     assert (log_prob[:, lm.mask_token_id] == -torch.inf).all()
-    torch.testing.assert_close(log_prob.exp().sum(1), torch.ones(len(log_prob), dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        log_prob.exp().sum(1), torch.ones(len(log_prob), dtype=torch.float64), rtol=0, atol=1e-12
+    )
 
 
 def nothing_left(lm: DiffusionLM) -> bool:
     rows = lm._head
-    left = [getattr(rows, name) for name in ("captured", "index_N", "reduction", "reduced", "hidden_ND", "_first_V")]
+    left = [
+        getattr(rows, name)
+        for name in ("captured", "index_N", "reduction", "reduced", "hidden_ND", "_first_V")
+    ]
     return not rows.first_only and all(each is None for each in left)
 
 
@@ -193,7 +211,9 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
             lm.log_probs(inputs, target)
         hook.remove()
         assert nothing_left(lm)
-    assert torch.equal(lm.logits(random_ids(1, 5)), logits) and torch.equal(lm.log_probs(inputs, target), expected)
+    assert torch.equal(lm.logits(random_ids(1, 5)), logits) and torch.equal(
+        lm.log_probs(inputs, target), expected
+    )
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
@@ -215,4 +235,6 @@ def test_a_deep_copy_scores_with_its_own_weights(chunks):
     before = other.log_probs(*asked(other)).detach()
     with torch.no_grad():
         lm.model.get_output_embeddings().weight.mul_(2)
-    assert torch.equal(other.log_probs(*asked(other)), before) and not torch.equal(lm.log_probs(*asked(lm)), before)
+    assert torch.equal(other.log_probs(*asked(other)), before) and not torch.equal(
+        lm.log_probs(*asked(lm)), before
+    )

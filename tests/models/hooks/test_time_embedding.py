@@ -1,4 +1,5 @@
-"""The time embedding is zero at first, then a function of the fraction of hidden tokens; every way of saving a model keeps it."""
+"""The time embedding is zero at first, then a function of the fraction of hidden tokens; every way of saving
+a model keeps it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_at_first_it_changes_nothing_then_all_that_hides_something(name):
 def told(lm, monkeypatch):
     """A list of the fractions that the embedding gets."""
     shares, forward = [], TimeEmbedding.forward
-    monkeypatch.setattr(TimeEmbedding, "forward", lambda self, share_BT: (shares.append(share_BT), forward(self, share_BT))[1])
+    monkeypatch.setattr(
+        TimeEmbedding, "forward", lambda self, share_BT: (shares.append(share_BT), forward(self, share_BT))[1]
+    )
     return shares
 
 
@@ -81,10 +84,15 @@ def test_the_share_is_that_of_the_document_or_block_and_of_the_copy(attention, b
 
     ids = random_ids(2, 10)
     lm.logits(torch.where(hidden[:, 0], lm.mask_token_id, ids), DOCUMENTS, hidden_BT=hidden[:, 0])
-    torch.testing.assert_close(shares.pop(), torch.tensor([expected(row, hidden[row, 0]) for row in range(2)]))
+    torch.testing.assert_close(
+        shares.pop(), torch.tensor([expected(row, hidden[row, 0]) for row in range(2)])
+    )
     if attention == "block_causal":
         lm.forward(lm.stacked_inputs(ids, hidden, DOCUMENTS, hidden))
-        copies = [[share for copy in range(3) for share in expected(row, hidden[row, copy])] + [0.0] * 10 for row in range(2)]
+        copies = [
+            [share for copy in range(3) for share in expected(row, hidden[row, copy])] + [0.0] * 10
+            for row in range(2)
+        ]
         torch.testing.assert_close(shares.pop(), torch.tensor(copies))
 
 
@@ -93,7 +101,10 @@ def test_the_noised_layout_is_inference_block_by_block(name):
     for context in (False, True):
         lm = awake(tiny_lm(name, "block_causal", 3, time_embedding=True, causal_context=context))
         clean, hidden = random_ids(2, 9), some(2, 9)
-        noisy, expected = torch.where(hidden, lm.mask_token_id, clean), torch.zeros(2, 9, VOCABULARY + 1, dtype=torch.float64)
+        noisy, expected = (
+            torch.where(hidden, lm.mask_token_id, clean),
+            torch.zeros(2, 9, VOCABULARY + 1, dtype=torch.float64),
+        )
         for start in range(0, 9, 3):
             ids = torch.cat([clean[:, :start], noisy[:, start : start + 3]], 1)
             seen = torch.cat([torch.zeros_like(hidden[:, :start]), hidden[:, start : start + 3]], 1)
@@ -105,7 +116,9 @@ def test_the_noised_layout_is_inference_block_by_block(name):
 @pytest.mark.parametrize("max_shard_size", ["5GB", "5KB"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_it_is_saved_and_loaded_bit_for_bit(name, max_shard_size, tmp_path):
-    lm = awake(tiny_lm(name, "block_causal", 3, dtype=torch.float32, time_embedding=True, causal_context=True))
+    lm = awake(
+        tiny_lm(name, "block_causal", 3, dtype=torch.float32, time_embedding=True, causal_context=True)
+    )
     ids, hidden = random_ids(2, 8), some(2, 8)
     lm.save(tmp_path)
     if max_shard_size == "5KB":
@@ -142,7 +155,9 @@ def test_another_pattern_and_a_frozen_copy_keep_it():
     awake(lm)
     assert torch.equal(frozen.logits(ids, hidden_BT=hidden), expected)
     assert not torch.equal(lm.logits(ids, hidden_BT=hidden), expected)
-    assert torch.equal(lm.bind(copy.deepcopy(lm.model)).logits(ids, hidden_BT=hidden), lm.logits(ids, hidden_BT=hidden))
+    assert torch.equal(
+        lm.bind(copy.deepcopy(lm.model)).logits(ids, hidden_BT=hidden), lm.logits(ids, hidden_BT=hidden)
+    )
 
 
 def test_it_begins_as_the_same_function_whatever_was_drawn_before():
@@ -180,10 +195,17 @@ def test_gradients_reach_it(checkpointing):
 @pytest.mark.parametrize("context", [False, True])
 @partly_slow("shift", [False, True], 1)
 @pytest.mark.parametrize("family", ["phi", pytest.param("gpt2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 3), ("block_causal", 4)])
+@pytest.mark.parametrize(
+    "attention, block_size", [("bidirectional", None), ("block_causal", 3), ("block_causal", 4)]
+)
 def test_the_sampler_gives_the_tokens_of_the_reference(attention, block_size, family, shift, context):
     context &= attention == "block_causal"
-    pattern = {"attention": attention, "block_size": block_size, "logit_shift": shift, "causal_context": context}
+    pattern = {
+        "attention": attention,
+        "block_size": block_size,
+        "logit_shift": shift,
+        "causal_context": context,
+    }
     prompts, plain = ["abc", "f", "abc", "fedcba", "dd"], make_diffusion(*stock(family), **pattern)
     lm = awake(make_diffusion(*stock(family), **pattern, time_embedding=True), 1.0)
     outcomes = []
@@ -205,15 +227,22 @@ CONTEXTS = [("bidirectional", None, False), ("block_causal", 3, False), ("block_
 @pytest.mark.parametrize(("attention", "block_size", "context"), CONTEXTS)
 @partly_slow("shift", [False, True], 1)
 def test_likelihoods_are_those_of_all_orders(attention, block_size, context, shift):
-    lm = awake(toy.toy(attention=(attention, block_size, shift), time_embedding=True, causal_context=context), 1.0)
+    lm = awake(
+        toy.toy(attention=(attention, block_size, shift), time_embedding=True, causal_context=context), 1.0
+    )
     prompts, completions = [[1, 4], [5, 5, 4]], [[4, 5, 5, 2], [5, 4, 4]]
     tables = [
-        [toy.conditionals(lm, torch.tensor(p + c), positions) for positions in toy.groups(lm, len(p), len(p + c))]
+        [
+            toy.conditionals(lm, torch.tensor(p + c), positions)
+            for positions in toy.groups(lm, len(p), len(p + c))
+        ]
         for p, c in zip(prompts, completions, strict=True)
     ]
     exact = log_likelihood(lm, prompts, completions, estimator="exact")
     assert exact.tolist() == pytest.approx([sum(map(toy.any_order, own)) for own in tables], abs=1e-9)
-    estimates = torch.stack([log_likelihood(lm, prompts, completions, "elbo", samples=3, seed=seed) for seed in range(40)])
+    estimates = torch.stack(
+        [log_likelihood(lm, prompts, completions, "elbo", samples=3, seed=seed) for seed in range(40)]
+    )
     bounds, errors = [sum(map(toy.lower_bound, own)) for own in tables], estimates.std(0) / 40**0.5
     for mean, bound, error in zip(estimates.mean(0).tolist(), bounds, errors.tolist(), strict=True):
         assert mean == pytest.approx(bound, abs=5 * error + 1e-5)
@@ -244,7 +273,9 @@ def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, c
     assert len(passes) == {None: 1, 1: 6, 3: 3}[chunk]
     noised = view_log_probs(lm, ids, documents, views)
     nothing = torch.zeros_like(maskable)[:, None]
-    causal = view_log_probs(lm.as_causal(), ids, documents, Views(nothing, maskable[:, None], maskable[:, None].float()))
+    causal = view_log_probs(
+        lm.as_causal(), ids, documents, Views(nothing, maskable[:, None], maskable[:, None].float())
+    )
     torch.testing.assert_close(scores, torch.cat([noised, causal], 1), rtol=0, atol=1e-12)
     assert (causal[maskable[:, None]] < 0).all()
     other = toy.toy(attention=("block_causal", 3, shift))  # without the context it is the same in two passes

@@ -44,12 +44,16 @@ def area(allowed_QK, tile):
 
 def assert_equals_the_whole(mask, heads, scaling, side=None):
     """Check outputs and gradients; the number of computed pairs."""
-    expected = F.scaled_dot_product_attention(*heads, attn_mask=mask.allowed_B1QK, enable_gqa=True, scale=scaling).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *heads, attn_mask=mask.allowed_B1QK, enable_gqa=True, scale=scaling
+    ).transpose(1, 2)
     with tiles_of(side) as computed:
         out, _ = unmask_attention(None, *heads, None, unmask_mask=mask, scaling=scaling)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     upstream = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for one, other in zip(*(torch.autograd.grad((x * upstream).sum(), heads) for x in (out, expected)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad((x * upstream).sum(), heads) for x in (out, expected)), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     return sum(computed)
 
@@ -57,7 +61,9 @@ def assert_equals_the_whole(mask, heads, scaling, side=None):
 def random_heads(queries, keys, width, value_width, rows=2):
     generator = torch.Generator().manual_seed(keys)
     shapes = [(rows, 4, queries, width), (rows, 2, keys, width), (rows, 2, keys, value_width)]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes
+    ]
 
 
 @given(
@@ -80,7 +86,9 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(
     size, keys = block_size if pattern == "block_causal" else None, layout.copy_BT.shape[1]
     queries = max(1, keys - cached) if copies == 0 else keys
     context = context and pattern == "block_causal"
-    mask = make_mask(pattern, size, last_tokens(layout, queries), layout, causal_context=context).within(window)
+    mask = make_mask(pattern, size, last_tokens(layout, queries), layout, causal_context=context).within(
+        window
+    )
     computed = assert_equals_the_whole(mask, random_heads(queries, keys, *widths), scaling, side=4)
     needed = sum(area(allowed_QK, 4) for allowed_QK in mask.allowed_B1QK[:, 0])
     whole = queries <= 4 or needed > WORTH * rows * queries * keys
@@ -90,12 +98,20 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(
 @pytest.mark.parametrize("width", [8, 64])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_tiles_in_use(width, packed):
-    documents = (1 + torch.arange(350)[None] // torch.tensor([[90], [170]])) if packed else torch.ones(1, 350, dtype=torch.long)
+    documents = (
+        (1 + torch.arange(350)[None] // torch.tensor([[90], [170]]))
+        if packed
+        else torch.ones(1, 350, dtype=torch.long)
+    )
     layout = Layout.of(documents).with_noised_copies(1)
     mask = make_mask("block_causal", 4, layout, layout)
     side = 32 if width == 8 else 64
     computed = assert_equals_the_whole(mask, random_heads(700, 700, width, width), None)
-    assert computed == 2 / len(documents) * sum(area(allowed_QK, side) for allowed_QK in mask.allowed_B1QK[:, 0]) < 2 * 700**2
+    assert (
+        computed
+        == 2 / len(documents) * sum(area(allowed_QK, side) for allowed_QK in mask.allowed_B1QK[:, 0])
+        < 2 * 700**2
+    )
 
 
 def test_a_mask_first_used_in_inference_mode_serves_training_too():

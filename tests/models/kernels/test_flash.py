@@ -1,4 +1,5 @@
-"""FlashAttention equals the attention function under its mask, if no token is invisible within its document."""
+"""FlashAttention equals the attention function under its mask, if no token is invisible within its
+document."""
 
 from __future__ import annotations
 
@@ -22,31 +23,51 @@ ROWS = {
 }
 
 
-def by_definition(query: Any, key: Any, value: Any, bounds: Any, _: Any, longest: int, __: int, **options: Any) -> torch.Tensor:
+def by_definition(
+    query: Any, key: Any, value: Any, bounds: Any, _: Any, longest: int, __: int, **options: Any
+) -> torch.Tensor:
     """`varlen_attn` by its definition."""
     assert bounds.dtype == torch.int32 and longest == int(bounds.diff().max()) and bounds[-1] == len(query)
-    assert options["window_size"] in ((-1, -1), (-1, 0)) and options["enable_gqa"] == (query.shape[1] != key.shape[1])
-    rows = [[part[start:end].transpose(0, 1) for part in (query, key, value)] for start, end in pairwise(bounds.tolist())]
-    settings = {"scale": options["scale"], "is_causal": options["window_size"] == (-1, 0), "enable_gqa": options["enable_gqa"]}
+    assert options["window_size"] in ((-1, -1), (-1, 0)) and options["enable_gqa"] == (
+        query.shape[1] != key.shape[1]
+    )
+    rows = [
+        [part[start:end].transpose(0, 1) for part in (query, key, value)]
+        for start, end in pairwise(bounds.tolist())
+    ]
+    settings = {
+        "scale": options["scale"],
+        "is_causal": options["window_size"] == (-1, 0),
+        "enable_gqa": options["enable_gqa"],
+    }
     return torch.cat([F.scaled_dot_product_attention(*row, **settings).transpose(0, 1) for row in rows])
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Use the definition in place of the kernel, which needs a GPU; a list of the number of tokens of each call."""
+    """Use the definition in place of the kernel, which needs a GPU; a list of the number of tokens of each
+    call."""
     calls: list[int] = []
     monkeypatch.setattr(
-        flash, "varlen_attn", lambda query, *rest, **more: (calls.append(len(query)), by_definition(query, *rest, **more))[1]
+        flash,
+        "varlen_attn",
+        lambda query, *rest, **more: (calls.append(len(query)), by_definition(query, *rest, **more))[1],
     )
     monkeypatch.setattr(flash, "usable", lambda query: True)
     return calls
 
 
-def compare(rows: str, pattern: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    """Compare outputs and gradients, except at padding, with those of the same function under the mask only."""
+def compare(
+    rows: str, pattern: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
+    """Compare outputs and gradients, except at padding, with those of the same function under the mask
+    only."""
     document_BT = torch.tensor(ROWS[rows], device=device)
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(len(document_BT), heads, 30, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    inputs = [
+        torch.randn(len(document_BT), heads, 30, 16, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
     layout = Layout.of(document_BT)
     plain = make_mask(pattern, None, layout, layout)
     asked = replace(plain, documents=flash.documents(document_BT, causal=pattern == "causal"))
@@ -79,8 +100,17 @@ def test_the_kernel_gives_the_same(rows, pattern):
 def test_soft_caps_windows_and_dropout_are_left_to_others(kernel):
     for options in ({"softcap": 1.5}, {"dropout": 0.1}, {"sliding_window": 3}):
         layout = Layout.of(torch.ones(1, 30))
-        mask = replace(make_mask("causal", None, layout, layout), documents=flash.documents(layout.document_BT, causal=True))
-        unmask_attention(torch.nn.Identity(), *(torch.randn(1, 2, 30, 16) for _ in range(3)), None, unmask_mask=mask, **options)
+        mask = replace(
+            make_mask("causal", None, layout, layout),
+            documents=flash.documents(layout.document_BT, causal=True),
+        )
+        unmask_attention(
+            torch.nn.Identity(),
+            *(torch.randn(1, 2, 30, 16) for _ in range(3)),
+            None,
+            unmask_mask=mask,
+            **options,
+        )
     assert not kernel
 
 

@@ -1,4 +1,5 @@
-"""Liger's fused linear cross-entropy: when it is chosen, and that the log-probabilities and gradients are those of the chunks."""
+"""Liger's fused linear cross-entropy: when it is chosen, and that the log-probabilities and gradients are
+those of the chunks."""
 
 from __future__ import annotations
 
@@ -38,7 +39,13 @@ def absent(name: str) -> str:
 
 def test_it_is_chosen_on_a_gpu_where_a_version_is_installed_whose_gradients_are_right(monkeypatch):
     linear = nn.Linear(4, 8)
-    for number, right in (("0.8.1", False), ("0.8.5", True), ("0.8.5rc1", True), ("0.8.5.dev20261027042432", True), ("0.10.0", True)):
+    for number, right in (
+        ("0.8.1", False),
+        ("0.8.5", True),
+        ("0.8.5rc1", True),
+        ("0.8.5.dev20261027042432", True),
+        ("0.10.0", True),
+    ):
         version_is(number, monkeypatch)
         fused_linear.installed.cache_clear()
         assert fused_linear.usable(linear, HIDDEN) == right, number
@@ -58,7 +65,9 @@ def test_it_is_not_chosen_where_it_would_compute_something_else(monkeypatch):
     replaced = nn.Linear(4, 8)
     replaced.forward = lambda hidden: hidden  # type: ignore[method-assign]
     assert not fused_linear.usable(Adapted(4, 8), HIDDEN) and not fused_linear.usable(replaced, HIDDEN)
-    assert not fused_linear.usable(nn.Linear(4, 8), SimpleNamespace(**vars(HIDDEN) | {"dtype": torch.float64}))
+    assert not fused_linear.usable(
+        nn.Linear(4, 8), SimpleNamespace(**vars(HIDDEN) | {"dtype": torch.float64})
+    )
     assert not fused_linear.usable(nn.Linear(4, 9), HIDDEN)  # chunks of too few rows
 
 
@@ -68,15 +77,23 @@ class Definition:
     def __init__(self) -> None:
         self.calls = 0
 
-    def apply(self, hidden_ND: Any, weight_VD: Any, target_N: Any, bias_V: Any, *settings: Any) -> tuple[torch.Tensor, None, None, None]:
+    def apply(
+        self, hidden_ND: Any, weight_VD: Any, target_N: Any, bias_V: Any, *settings: Any
+    ) -> tuple[torch.Tensor, None, None, None]:
         assert settings == (None, -100, 0.0, 0.0, "none", None, False, torch.float32)
         self.calls += 1
-        return F.cross_entropy(hidden_ND @ weight_VD.t() + bias_V, target_N, reduction="none"), None, None, None
+        return (
+            F.cross_entropy(hidden_ND @ weight_VD.t() + bias_V, target_N, reduction="none"),
+            None,
+            None,
+            None,
+        )
 
 
 @pytest.fixture
 def defined(monkeypatch) -> Definition:
-    """The kernel is chosen for every linear layer, and computed from its definition; logits are otherwise in chunks."""
+    """The kernel is chosen for every linear layer, and computed from its definition; logits are otherwise in
+    chunks."""
     kernel = Definition()
     modules = SimpleNamespace(LigerFusedLinearCrossEntropyFunction=kernel)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", modules)
@@ -98,10 +115,14 @@ def test_its_log_probabilities_and_gradients_are_those_of_the_chunks(name, defin
 def test_forbidden_tokens_have_no_probability(defined):
     lm = tiny_lm("llama", "bidirectional")
     inputs, target = asked(lm)
-    assert (lm.log_probs(inputs, torch.full_like(target, lm.mask_token_id)) == -torch.inf).all() and defined.calls == 1
+    assert (
+        lm.log_probs(inputs, torch.full_like(target, lm.mask_token_id)) == -torch.inf
+    ).all() and defined.calls == 1
 
 
-@pytest.mark.parametrize(("name", "more"), [("llama", {"temperature": 0.6}), ("llama", {"targets": 3}), ("gemma2", {})])
+@pytest.mark.parametrize(
+    ("name", "more"), [("llama", {"temperature": 0.6}), ("llama", {"targets": 3}), ("gemma2", {})]
+)
 def test_other_losses_and_heads_use_the_chunks(name, more, defined):
     """A temperature, several targets of a row, a soft cap after the head."""
     scored(tiny_lm(name, "bidirectional"), **more)
@@ -120,8 +141,14 @@ def test_on_a_gpu_the_kernel_is_its_definition(dtype):
     assert fused_linear.usable(linear, hidden_ND)
     found = []
     for fused in (True, False):
-        log_prob_N = fused_linear.log_probs(linear, hidden_ND, target_N, (99,)) if fused else defined_log_probs(linear, hidden_ND, target_N)
-        found.append([log_prob_N, *torch.autograd.grad((weight_N * log_prob_N).sum(), [hidden_ND, linear.weight])])
+        log_prob_N = (
+            fused_linear.log_probs(linear, hidden_ND, target_N, (99,))
+            if fused
+            else defined_log_probs(linear, hidden_ND, target_N)
+        )
+        found.append(
+            [log_prob_N, *torch.autograd.grad((weight_N * log_prob_N).sum(), [hidden_ND, linear.weight])]
+        )
     close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one.float(), other.float(), **close)

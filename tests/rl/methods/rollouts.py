@@ -54,7 +54,11 @@ def tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
 def one(rollout: Rollout, row: int) -> Rollout:
     """One row of a rollout, without its padding."""
     own_T = rollout.document_BT[row] > 0
-    return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in tensors(rollout).items()}, one_document=True)
+    return replace(
+        rollout,
+        **{name: part_BT[row][None, own_T] for name, part_BT in tensors(rollout).items()},
+        one_document=True,
+    )
 
 
 def whole(group_BT: torch.Tensor) -> Rollout:
@@ -68,10 +72,15 @@ def whole(group_BT: torch.Tensor) -> Rollout:
 def padded(lm, rollout: Rollout, views: Views, count: int = 3) -> tuple[Rollout, Views]:
     """The same with padding on the left."""
     fills = {"step_BT": -1, "block_BT": -1}
-    moved = {name: F.pad(part_BT, (count, 0), value=fills.get(name, 0)) for name, part_BT in tensors(rollout).items()}
+    moved = {
+        name: F.pad(part_BT, (count, 0), value=fills.get(name, 0))
+        for name, part_BT in tensors(rollout).items()
+    }
     moved = replace(rollout, **moved, one_document=False)
     group_BT = noise_groups(lm, moved.completion_BT | moved.beyond_BT, moved.document_BT)
-    return replace(moved, group_BT=group_BT), Views(*(F.pad(part_BMT, (count, 0)) for part_BMT in masks(views)))
+    return replace(moved, group_BT=group_BT), Views(
+        *(F.pad(part_BMT, (count, 0)) for part_BMT in masks(views))
+    )
 
 
 def keys(rollout: Rollout) -> torch.Tensor:
@@ -105,8 +114,11 @@ def states(views: Views, row: int, own_T: torch.Tensor) -> list[tuple[list, ...]
     return [tuple(part_T.tolist() for part_T in view) for view in zip(*parts, strict=True) if view[1].any()]
 
 
-def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spread: float = 0.7) -> tuple[LossInputs, torch.Tensor]:
-    """Random LossInputs, and the number of items by which their loss is divided. The third completion does not count."""
+def made_up(
+    rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spread: float = 0.7
+) -> tuple[LossInputs, torch.Tensor]:
+    """Random LossInputs, and the number of items by which their loss is divided. The third completion does
+    not count."""
     random = torch.Generator().manual_seed(seed)
 
     def around(center, width):
@@ -122,13 +134,16 @@ def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spr
     unit_BT = averaging_units(rollout, views, aggregation)
     token_weight_BT = token_weights(learnt_BT, aggregation, unit_BT, args.max_completion_length)
     held_to = (old_BMT if args.kl_to == "old" else reference_BMT) if args.beta else None
-    scores = LossInputs(policy_BMT.requires_grad_(), old_BMT, held_to, rollout, views, advantage_B1, token_weight_BT)
+    scores = LossInputs(
+        policy_BMT.requires_grad_(), old_BMT, held_to, rollout, views, advantage_B1, token_weight_BT
+    )
     return scores, count_items(learnt_BT, aggregation, unit_BT)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion of a batch, for slow code: log-probabilities by view and position, and lists of positions."""
+    """One completion of a batch, for slow code: log-probabilities by view and position, and lists of
+    positions."""
 
     policy: torch.Tensor
     old: torch.Tensor
@@ -180,7 +195,8 @@ def k3(reference, policy):
 
 
 def assert_loss(name, by_hand, spread=0.7, **settings):
-    """Check that the value and the gradients of a method's loss equal those of slow code, `by_hand` of all completions."""
+    """Check that the value and the gradients of a method's loss equal those of slow code, `by_hand` of all
+    completions."""
     args = config(name, **settings)
     for attention, block_size in (("bidirectional", None), ("block_causal", 3)):
         _, rollout = usual(attention, block_size, stop_at_eos=args.stop_at_eos)

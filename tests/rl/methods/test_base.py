@@ -65,8 +65,14 @@ def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention,
     hidden_BMT, target_BMT, weight_BMT = masks(views)
     assert weight_BMT.dtype == torch.float32 and torch.equal(weight_BMT > 0, target_BMT)
     assert not (target_BMT & ~hidden_BMT).any()
-    assert not (target_BMT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]).any()
-    clean_BT = rollout.document_BT == 0 if name in ("diffu-grpo", "wd1", "spg") else (rollout.document_BT == 0) | rollout.prompt_BT
+    assert not (
+        target_BMT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]
+    ).any()
+    clean_BT = (
+        rollout.document_BT == 0
+        if name in ("diffu-grpo", "wd1", "spg")
+        else (rollout.document_BT == 0) | rollout.prompt_BT
+    )
     assert not (hidden_BMT & clean_BT[:, None]).any()
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     together_BTT = rollout.group_BT[:, None] == rollout.group_BT[:, :, None]
@@ -78,7 +84,8 @@ def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention,
 @every_method
 @every_pattern
 def test_the_views_of_a_completion_are_its_own(name, attention, block_size):
-    """Whatever else is in the batch, and wherever in it the completion stands: so also on any number of devices."""
+    """Whatever else is in the batch, and wherever in it the completion stands: so also on any number of
+    devices."""
     _, rollout = usual(attention, block_size)
     views = plan(name, rollout)
     order_B = torch.tensor([3, 5, 0, 4, 1, 2])
@@ -100,16 +107,21 @@ def test_only_replays_of_the_sampler_are_the_same_for_any_seed_key_and_iteration
 
 
 @every_method
-@pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)])
+@pytest.mark.parametrize(
+    ("attention", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)]
+)
 def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block_size):
     lm, rollout = usual(attention, block_size)
     args, views = config(name, **held(name)), plan(name, rollout)
     moved, moved_views = padded(lm, rollout, views)
     if name in REPLAYS:  # others draw by position
-        assert all(torch.equal(*parts) for parts in zip(masks(plan(name, moved)), masks(moved_views), strict=True))
+        assert all(
+            torch.equal(*parts) for parts in zip(masks(plan(name, moved)), masks(moved_views), strict=True)
+        )
     with torch.no_grad():
         here, there = (
-            view_log_probs(lm, part.ids_BT, part.document_BT, v, chunk=12) for part, v in ((rollout, views), (moved, moved_views))
+            view_log_probs(lm, part.ids_BT, part.document_BT, v, chunk=12)
+            for part, v in ((rollout, views), (moved, moved_views))
         )
     torch.testing.assert_close(there[..., 3:], here, rtol=0, atol=1e-10)
     losses = []
@@ -138,7 +150,10 @@ def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     assert end == "hidden" or torch.equal(views.hidden_BMT, noised.hidden_BMT)
     other_BT = torch.where(tail_BT, 4, rollout.ids_BT)
     with torch.no_grad():
-        here, there = (view_log_probs(lm, ids_BT, rollout.document_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
+        here, there = (
+            view_log_probs(lm, ids_BT, rollout.document_BT, views, chunk=12)
+            for ids_BT in (rollout.ids_BT, other_BT)
+        )
     assert not torch.equal(rollout.ids_BT, other_BT)
     assert torch.equal(here, there) == (end == "hidden" or not get_method(name).partial)
 
@@ -147,12 +162,19 @@ def test_what_was_never_revealed_stays_hidden():
     _, rollout = usual("bidirectional", block_size=2)
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     assert never_BT.any()
-    for views in (plan("coupled-grpo", rollout), plan("coupled-grpo", rollout, end="shown"), plan("coupled-grpo", rollout.whole())):
-        assert views.hidden_BMT.transpose(1, 2)[never_BT].all() and not views.target_BMT.transpose(1, 2)[never_BT].any()
+    for views in (
+        plan("coupled-grpo", rollout),
+        plan("coupled-grpo", rollout, end="shown"),
+        plan("coupled-grpo", rollout.whole()),
+    ):
+        assert (
+            views.hidden_BMT.transpose(1, 2)[never_BT].all()
+            and not views.target_BMT.transpose(1, 2)[never_BT].any()
+        )
 
 
-# What defines each method: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight that only d1's
-# recipes give is 0 here: they come with the recipes of tasks.
+# What defines each method: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight
+# that only d1's recipes give is 0 here: they come with the recipes of tasks.
 D1 = ("k3", 0.0, "reference")
 TABLE = {
     "diffu-grpo": ("r-mean", (0.5, 0.5), "token", D1, "token"),
@@ -193,10 +215,23 @@ SWITCHES = {
 
 def test_the_docs_have_every_setting_of_every_method():
     lines = (REPOSITORY / "docs" / "rl.md").read_text(encoding="utf-8").splitlines()
-    table = {name: dict(re.findall(r"`(\w+): ([^`]+)`", line)) for line in lines for name in METHODS if line.startswith(f"| `{name}` (")}
-    usual_values = {each.name: each.metadata.get("otherwise") for each in fields(GRPOConfig) if each.default is None}
-    assert {name: {key: parse_yaml(value, name) for key, value in found.items()} for name, found in table.items()} == {
-        name: {key: value for key, value in settings_of(method).items() if key in usual_values and value != usual_values[key]}
+    table = {
+        name: dict(re.findall(r"`(\w+): ([^`]+)`", line))
+        for line in lines
+        for name in METHODS
+        if line.startswith(f"| `{name}` (")
+    }
+    usual_values = {
+        each.name: each.metadata.get("otherwise") for each in fields(GRPOConfig) if each.default is None
+    }
+    assert {
+        name: {key: parse_yaml(value, name) for key, value in found.items()} for name, found in table.items()
+    } == {
+        name: {
+            key: value
+            for key, value in settings_of(method).items()
+            if key in usual_values and value != usual_values[key]
+        }
         for name, method in METHODS.items()
     }
 
@@ -214,8 +249,13 @@ def test_the_settings_of_a_method_are_those_of_the_table(name):
     for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
         assert getattr(args, setting) == value, setting
     given = {"advantage": "r-mean", "difficulty": [0.1, 0.9], "epsilon": 0.125}
-    given = {key: value for key, value in given.items() if key in settings_of(get_method(name)).keys() - fixed_settings(get_method(name))}
-    assert {setting: getattr(config(name, **given), setting) for setting in given} == given  # what is given is taken
+    given = {
+        key: value
+        for key, value in given.items()
+        if key in settings_of(get_method(name)).keys() - fixed_settings(get_method(name))
+    }
+    # what is given is taken
+    assert {setting: getattr(config(name, **given), setting) for setting in given} == given
 
 
 @every_method
@@ -224,7 +264,15 @@ def test_a_method_makes_as_many_views_as_the_table_says(name):
     steps = 1 + max(max(steps) for steps in generation.steps)
     last = 1 + max(max(trace.steps) for trace in generation.trace)
     tokens = int(rollout.completion_BT.sum(1).max())
-    expected = {"coupled-grpo": 3, "spg": 2, "espo": 2, "gdpo": 3, "bgpo": 16, "just-grpo": tokens, "agrpo": min(8, steps)}
+    expected = {
+        "coupled-grpo": 3,
+        "spg": 2,
+        "espo": 2,
+        "gdpo": 3,
+        "bgpo": 16,
+        "just-grpo": tokens,
+        "agrpo": min(8, steps),
+    }
     expected |= dict.fromkeys(["cj-grpo", "trace-rl", "dipo", "exact-gradient"], steps)
     expected["step-merge"] = min(4, last)
     assert plan(name, rollout).count == expected.get(name, 1)
@@ -245,11 +293,16 @@ def token_terms(completion, low, high, beta=0.0, clamp=100.0):
 
 
 def log_probs(completion):
-    return {token: -completion.advantage * completion.value(completion.policy, token) for token in completion.tokens}
+    return {
+        token: -completion.advantage * completion.value(completion.policy, token)
+        for token in completion.tokens
+    }
 
 
 def over_tokens(batch, terms):
-    return sum(sum(terms(completion).values()) for completion in batch) / sum(len(completion.tokens) for completion in batch)
+    return sum(sum(terms(completion).values()) for completion in batch) / sum(
+        len(completion.tokens) for completion in batch
+    )
 
 
 def over_completions(batch, terms, divisor):
@@ -308,7 +361,10 @@ def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_b
     assert args.aggregation is None
     by_blocks = args.build_method("block_causal")
     assert (by_blocks.aggregation, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
-    with pytest.raises(ConfigError, match=r"^aggregation: averages by view, but coupled-grpo predicts a token in several views"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^aggregation: averages by view, but coupled-grpo predicts a token in several views",
+    ):
         config("coupled-grpo", aggregation="view")
 
 
@@ -317,7 +373,12 @@ def test_dipo_bounds_the_logarithm_of_a_ratio():
 
 
 def test_dapo_clips_higher_above_than_below():
-    assert_loss("diffu-grpo", lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28)), epsilon=0.2, epsilon_high=0.28)
+    assert_loss(
+        "diffu-grpo",
+        lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28)),
+        epsilon=0.2,
+        epsilon_high=0.28,
+    )
 
 
 def test_dr_grpo_divides_by_a_constant():
@@ -331,35 +392,53 @@ def test_gspo_has_one_ratio_for_a_completion():
     def by_hand(batch, args):
         total = 0.0
         for completion in batch:
-            gaps = [completion.value(completion.policy, t) - completion.value(completion.old, t) for t in completion.tokens]
+            gaps = [
+                completion.value(completion.policy, t) - completion.value(completion.old, t)
+                for t in completion.tokens
+            ]
             ratio = (sum(gaps) / len(gaps)).exp()
             total = total + clipped(ratio, completion.advantage, 0.003, 0.004)
         return total / len(batch)
 
-    assert_loss("diffu-grpo", by_hand, ratio="sequence", aggregation="sequence", epsilon=0.003, epsilon_high=0.004)
+    assert_loss(
+        "diffu-grpo", by_hand, ratio="sequence", aggregation="sequence", epsilon=0.003, epsilon_high=0.004
+    )
 
 
 def test_the_divergence_times_the_ratio_is_that_of_the_policy_whoever_sampled():
     """The same holds for its gradient."""
-    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    logits = torch.randn(
+        3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).requires_grad_()
     policy, old, reference = logits.log_softmax(1)
     exact = (policy.exp() * (policy - reference)).sum()
     method = TokenMethod(beta=1.0)
     weight = old.detach().exp()  # the mean over samples
-    found = method.surrogate(policy - old.detach(), reference - policy, torch.zeros(6), weight, kl_unbiased=True).total
+    found = method.surrogate(
+        policy - old.detach(), reference - policy, torch.zeros(6), weight, kl_unbiased=True
+    ).total
     torch.testing.assert_close(found, exact)
-    torch.testing.assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, exact)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, exact))
+    )
 
 
 def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence():
     args = config("diffu-grpo", beta=0.5)
     _, rollout = usual("bidirectional")
     scores, _ = made_up(rollout, plan("diffu-grpo", rollout), args)
-    weight_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight_BT = torch.rand(
+        rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     plain, held = (TokenMethod(beta=beta).loss(scores) for beta in (0.0, 0.5))
-    alone = [TokenMethod().loss(replace(scores, token_weight_BT=token_weight_BT)).total for token_weight_BT in one_by_one(scores)]
+    alone = [
+        TokenMethod().loss(replace(scores, token_weight_BT=token_weight_BT)).total
+        for token_weight_BT in one_by_one(scores)
+    ]
     expected = (torch.stack(alone) * weight_BT[scores.token_weight_BT > 0]).sum() + held.total - plain.total
-    torch.testing.assert_close(args.build_method().loss(replace(scores, importance_BT=weight_BT)).total, expected)
+    torch.testing.assert_close(
+        args.build_method().loss(replace(scores, importance_BT=weight_BT)).total, expected
+    )
 
 
 def one_by_one(scores):
@@ -376,8 +455,11 @@ def test_what_is_logged_is_of_what_counts(name):
     args = config(name)
     scores, _ = made_up(rollout, plan(name, rollout), args)
     loss = args.build_method().loss(scores)
-    assert loss.total.dim() == 0 and not (loss.kl.requires_grad or loss.ratio.requires_grad or loss.clipped.requires_grad)
-    sizes = {int((scores.token_weight_BT > 0).sum()), 5, 5 * scores.views.count}  # tokens, completions, or these by view
+    assert loss.total.dim() == 0 and not (
+        loss.kl.requires_grad or loss.ratio.requires_grad or loss.clipped.requires_grad
+    )
+    # tokens, completions, or these by view
+    sizes = {int((scores.token_weight_BT > 0).sum()), 5, 5 * scores.views.count}
     assert len(loss.ratio) == len(loss.clipped) == len(loss.kl) and len(loss.ratio) in sizes
 
 
@@ -423,9 +505,15 @@ def test_a_rollout_is_the_canvas_with_its_parts_told_apart(attention, block_size
     lm = stopping(attention, block_size)
     generation, rollout = rollout_of(lm, block_size=2 if attention == "bidirectional" else None)
     assert rollout.beyond_BT.any()
-    for row, (prompt, tokens, trace) in enumerate(zip(PROMPTS, generation.tokens, generation.trace, strict=True)):
+    for row, (prompt, tokens, trace) in enumerate(
+        zip(PROMPTS, generation.tokens, generation.trace, strict=True)
+    ):
         length = len(prompt) + len(trace.canvas)
-        parts = ["prompt"] * len(prompt) + ["completion"] * len(tokens) + ["beyond"] * (len(trace.canvas) - len(tokens))
+        parts = (
+            ["prompt"] * len(prompt)
+            + ["completion"] * len(tokens)
+            + ["beyond"] * (len(trace.canvas) - len(tokens))
+        )
         for part in ("prompt", "completion", "beyond"):
             mask_T = getattr(rollout, f"{part}_BT")[row]
             assert mask_T.dtype == torch.bool
@@ -433,4 +521,6 @@ def test_a_rollout_is_the_canvas_with_its_parts_told_apart(attention, block_size
         assert rollout.ids_BT[row, :length].tolist() == prompt + trace.canvas
         assert rollout.ids_BT[row][rollout.completion_BT[row]].tolist() == tokens
         assert rollout.document_BT[row].tolist() == [1] * length + [0] * (rollout.ids_BT.shape[1] - length)
-        assert rollout.step_BT[row].tolist() == [-1] * len(prompt) + trace.steps + [-1] * (rollout.ids_BT.shape[1] - length)
+        assert rollout.step_BT[row].tolist() == [-1] * len(prompt) + trace.steps + [-1] * (
+            rollout.ids_BT.shape[1] - length
+        )

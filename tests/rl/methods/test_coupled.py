@@ -40,8 +40,8 @@ def test_the_share_is_uniform_and_the_views_weigh_its_inverse():
 
 @pytest.mark.parametrize("time", [0.0, 0.3, 0.9])
 def test_the_mean_over_all_masks_of_a_tokens_value_does_not_depend_on_its_chance_to_be_hidden(time):
-    """Half of its log-probability with all hidden, and of its mean in either view that hides it. This is no log-probability: a
-    token's weights are 1.5 in the mean, as published."""
+    """Half of its log-probability with all hidden, and of its mean in either view that hides it. This is no
+    log-probability: a token's weights are 1.5 in the mean, as published."""
     groups, [(positions, table)] = tables_of("bidirectional")
     rate = 0.2 + 0.6 * time
     sets = torch.tensor(list(itertools.product([False, True], repeat=LENGTH)))
@@ -60,5 +60,10 @@ def test_the_mean_over_all_masks_of_a_tokens_value_does_not_depend_on_its_chance
             for others in itertools.product([False, True], repeat=LENGTH - 1):
                 hidden = [*others[:token], True, *others[token:]]
                 number = sum(1 << i for i, is_hidden in enumerate(hidden) if is_hidden)
-                expected += chance ** sum(others) * (1 - chance) ** (LENGTH - 1 - sum(others)) * table[number, token] / 2
+                expected += (
+                    chance ** sum(others)
+                    * (1 - chance) ** (LENGTH - 1 - sum(others))
+                    * table[number, token]
+                    / 2
+                )
         assert mean_L[token].item() == pytest.approx(expected.item(), rel=1e-6)

@@ -19,7 +19,9 @@ def test_the_completion_is_hidden_and_scored(name, attention, block_size, rate):
     assert rollout.beyond_BT.any()
     views = plan(name, rollout, prompt_mask_rate=rate)
     (hidden_BT,), (scored_BT,) = views.hidden_BMT.unbind(1), views.target_BMT.unbind(1)
-    assert torch.equal(scored_BT, rollout.completion_BT) and torch.equal(views.weight_BMT, views.target_BMT.float())
+    assert torch.equal(scored_BT, rollout.completion_BT) and torch.equal(
+        views.weight_BMT, views.target_BMT.float()
+    )
     real_BT = rollout.document_BT > 0
     assert torch.equal(hidden_BT & ~rollout.prompt_BT, real_BT & ~rollout.prompt_BT)
     hidden = int((hidden_BT & rollout.prompt_BT).sum())
@@ -35,7 +37,9 @@ def prompts_only(count: int, length: int) -> Rollout:
 
 def hidden(rollout, rate, key_B=None, **more) -> torch.Tensor:
     """What diffu-GRPO hides [B, T]."""
-    return plan("diffu-grpo", rollout, key_B, prompt_mask_rate=rate, num_iterations=2, **more).hidden_BMT.squeeze(1)
+    return plan(
+        "diffu-grpo", rollout, key_B, prompt_mask_rate=rate, num_iterations=2, **more
+    ).hidden_BMT.squeeze(1)
 
 
 def test_prompt_tokens_are_hidden_as_often_as_asked():
@@ -55,7 +59,11 @@ def test_masks_follow_from_seed_key_and_iteration_alone():
         [alone_T] = hidden(one(rollout, row), 0.5, key_B[row : row + 1])
         assert torch.equal(alone_T, hidden_BT[row][rollout.document_BT[row] > 0])
     long = prompts_only(2, 60)
-    drawn = {str(hidden(long, 0.5, seed=seed, iteration=iteration).tolist()) for seed in (0, 1) for iteration in (0, 1)}
+    drawn = {
+        str(hidden(long, 0.5, seed=seed, iteration=iteration).tolist())
+        for seed in (0, 1)
+        for iteration in (0, 1)
+    }
     assert len(drawn) == 4
 
 
@@ -64,6 +72,10 @@ def test_a_causal_model_is_scored_as_it_is():
     lm = stopping()
     generation, rollout = rollout_of(lm)
     with torch.no_grad():
-        log_prob_BT = view_log_probs(lm, rollout.ids_BT, rollout.document_BT, plan("diffu-grpo", rollout, prompt_mask_rate=0.5))[:, 0]
-    for log_prob_T, completion_T, sampled in zip(log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True):
+        log_prob_BT = view_log_probs(
+            lm, rollout.ids_BT, rollout.document_BT, plan("diffu-grpo", rollout, prompt_mask_rate=0.5)
+        )[:, 0]
+    for log_prob_T, completion_T, sampled in zip(
+        log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True
+    ):
         assert log_prob_T[completion_T].tolist() == pytest.approx(sampled, abs=1e-10)

@@ -1,4 +1,5 @@
-"""Masking strategies replace a method's plan: by the same rules, with the weights that the method's loss needs."""
+"""Masking strategies replace a method's plan: by the same rules, with the weights that the method's loss
+needs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from unmask.errors import ConfigError, TrainingError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, get_method, masking
 from unmask.rl.methods.base import settings_of
-from unmask.rl.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
+from unmask.rl.methods.masking import (
+    STRATEGIES,
+    Adaptive,
+    Diffusion,
+    MaskingStrategy,
+    Optimized,
+    find_masking,
+    weighed,
+)
 from unmask.rl.trainer import GRPOTrainer
 
 PARTS = ("hidden_BMT", "target_BMT", "weight_BMT")
@@ -31,8 +40,12 @@ REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
 
 def config(**more):
     """Settings with three views, if the method counts them."""
-    counted = more.get("masking") not in ("coupled", "optimized") or "samples" in settings_of(get_method(more["method"]))
-    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True} | ({"samples": 3} if counted else {}) | more)
+    counted = more.get("masking") not in ("coupled", "optimized") or "samples" in settings_of(
+        get_method(more["method"])
+    )
+    return GRPOConfig(
+        **{"output_dir": "unused", "use_cpu": True} | ({"samples": 3} if counted else {}) | more
+    )
 
 
 def same(one: Views, other: Views) -> bool:
@@ -41,12 +54,16 @@ def same(one: Views, other: Views) -> bool:
 
 @cache
 def sampled(attention="bidirectional", block_size=None):
-    return rollout_of(stopping(attention, block_size), block_size=2 if attention == "bidirectional" else None)[1]
+    return rollout_of(
+        stopping(attention, block_size), block_size=2 if attention == "bidirectional" else None
+    )[1]
 
 
 @every_strategy
 @every_pattern
-def test_only_the_completion_is_scored_where_it_is_hidden_and_all_behind_it_is_hidden(name, attention, block_size):
+def test_only_the_completion_is_scored_where_it_is_hidden_and_all_behind_it_is_hidden(
+    name, attention, block_size
+):
     rollout = sampled(attention, block_size)
     assert rollout.beyond_BT.any()
     settings = config(masking=name, method="coupled-grpo")
@@ -69,17 +86,26 @@ def test_plans_follow_from_the_completion_and_its_key_alone(name):
         at = slice(row, row + 1)
         alone = find_masking(settings).plan(rollout.select(at), Draw(0, key_B[at]), settings, 0.5)
         assert same(alone, views.select(at))
-    others = {str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BMT.tolist()) for iteration in range(3)}
+    others = {
+        str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BMT.tolist())
+        for iteration in range(3)
+    }
     assert len(others) == 3
 
 
-@pytest.mark.parametrize(("name", "method"), [("diffusion", "bgpo"), ("block", "spg"), ("coupled", "coupled-grpo"), ("optimized", "espo")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("diffusion", "bgpo"), ("block", "spg"), ("coupled", "coupled-grpo"), ("optimized", "espo")],
+)
 @every_pattern
 def test_a_strategy_is_the_plan_of_the_method_that_it_is_named_after(name, method, attention, block_size):
     rollout, settings = sampled(attention, block_size), config(masking=name, method=method)
     draw = Draw(3, keys(rollout), 1)  # below the number of patterns
-    own = config(method=method, **({"prompt_mask_rate": 0.0} if method == "spg" else {}))  # strategies hide nothing of prompts
-    assert same(find_masking(settings).plan(rollout, draw, settings, 0.5), own.build_method().plan(rollout, draw))
+    # strategies hide nothing of prompts
+    own = config(method=method, **({"prompt_mask_rate": 0.0} if method == "spg" else {}))
+    assert same(
+        find_masking(settings).plan(rollout, draw, settings, 0.5), own.build_method().plan(rollout, draw)
+    )
 
 
 @every_pattern
@@ -110,7 +136,9 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
     settings = config(masking="adaptive", mask_rate=[0.2, 1.0])
     group_BT = rollout.groups_of(rollout.completion_BT)
     views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, progress)
-    weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(rollout, Draw(0, keys(rollout)), settings, progress)
+    weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(
+        rollout, Draw(0, keys(rollout)), settings, progress
+    )
     assert torch.equal(views.target_BMT, weighted.target_BMT)
     for row, group_T in enumerate(group_BT):
         for group in group_T.unique()[group_T.unique() >= 0]:
@@ -118,7 +146,9 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
             count = max(1, round((0.2 + 0.8 * progress) * size))
             assert views.target_BMT[row, :, group_T == group].sum(1).tolist() == [count] * 3
             target_MT = weighted.target_BMT[row] & (group_T == group)
-            assert weighted.weight_BMT[row][target_MT].tolist() == pytest.approx([size / count / 3] * 3 * count)
+            assert weighted.weight_BMT[row][target_MT].tolist() == pytest.approx(
+                [size / count / 3] * 3 * count
+            )
 
 
 @pytest.mark.parametrize("method", REPLACEABLE)
@@ -137,14 +167,20 @@ def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkey
             assert same(views, settings.build_method().plan(rollout, Draw(7, key_B % 4, iteration)))
     stats = strategy.get_cache_stats()
     assert len(set(calls)) == len(calls) == stats["misses"] == stats["size"] > 0
-    assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hit_rate"] == stats["hits"] / (stats["hits"] + stats["misses"])
+    assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hit_rate"] == stats["hits"] / (
+        stats["hits"] + stats["misses"]
+    )
 
 
 @every_pattern
 @pytest.mark.parametrize("method", [name for name in REPLACEABLE if get_method(name).estimator == "token"])
-def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_over_its_mask_rate(method, attention, block_size):
+def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_over_its_mask_rate(
+    method, attention, block_size
+):
     rollout = sampled(attention, block_size)
-    plain, weighted = (config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True))
+    plain, weighted = (
+        config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True)
+    )
     draw = Draw(0, keys(rollout), 1)
     views, own = (find_masking(settings).plan(rollout, draw, settings, 0.5) for settings in (weighted, plain))
     assert views.hidden_BMT.equal(own.hidden_BMT) and views.target_BMT.equal(own.target_BMT)
@@ -172,7 +208,8 @@ class EverySet(MaskingStrategy):
 
 
 def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
-    """Compared with the mean over all orders of the summed log-probabilities, each with the later tokens of the order hidden."""
+    """Compared with the mean over all orders of the summed log-probabilities, each with the later tokens of
+    the order hidden."""
     rollout = sampled().select(slice(0, 1))
     length = 4
     completion_BT = torch.zeros_like(rollout.completion_BT)
@@ -183,12 +220,17 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
     sets = [chosen for count in range(1, length + 1) for chosen in combinations(position, count)]
     log_probs = {(one, chosen): rng.uniform(-9, 0) for chosen in sets for one in chosen}
     orders = list(permutations(position))
-    elbo = sum(log_probs[one, tuple(sorted(order[at:]))] for order in orders for at, one in enumerate(order)) / len(orders)
+    elbo = sum(
+        log_probs[one, tuple(sorted(order[at:]))] for order in orders for at, one in enumerate(order)
+    ) / len(orders)
     sums = {}
     for adaptive_loss in (False, True):
-        views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(rollout, Draw(0, keys(rollout)), config(method="wd1"), 0.5)
+        views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(
+            rollout, Draw(0, keys(rollout)), config(method="wd1"), 0.5
+        )
         sums[adaptive_loss] = sum(
-            float(views.weight_BMT[0, view, one]) * log_probs[one, tuple(views.target_BMT[0, view].nonzero().flatten().tolist())]
+            float(views.weight_BMT[0, view, one])
+            * log_probs[one, tuple(views.target_BMT[0, view].nonzero().flatten().tolist())]
             for _, view, one in views.target_BMT.nonzero().tolist()
         )
     assert sums[True] == pytest.approx(elbo, rel=1e-5)
@@ -198,12 +240,21 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
 def test_adaptive_loss_is_refused_where_the_loss_weighs_by_the_rate_itself():
     for method in REPLACEABLE:
         if get_method(method).estimator != "token":
-            with pytest.raises(ConfigError, match=rf"adaptive_loss: {method} weighs the tokens of a view.*Leave it out"):
+            with pytest.raises(
+                ConfigError, match=rf"adaptive_loss: {method} weighs the tokens of a view.*Leave it out"
+            ):
                 config(method=method, masking="optimized", adaptive_loss=True)
 
 
 def test_document_a_reads_the_hit_rate_before_the_first_step_and_after_training(tmp_path):
-    made = trainer(tmp_path, masking="optimized", adaptive_loss=True, max_steps=2, num_iterations=2, method="coupled-grpo")
+    made = trainer(
+        tmp_path,
+        masking="optimized",
+        adaptive_loss=True,
+        max_steps=2,
+        num_iterations=2,
+        method="coupled-grpo",
+    )
     cache_stats = made.masking_strategy.get_cache_stats()
     assert f"Cache hit rate: {cache_stats['hit_rate']:.2f}" == "Cache hit rate: 0.00"
     made.train()
@@ -219,8 +270,14 @@ def test_optimized_wraps_other_strategies():
     for inner in (Diffusion(), Adaptive(0.2, 0.6)):
         strategy = Optimized(inner)
         wanted = inner.plan(rollout, Draw(0, keys(rollout)), settings, 0.3)
-        assert same(strategy.plan(rollout, draw, settings, 0.3), wanted) and strategy.get_cache_stats()["hits"] == 0
-        assert same(strategy.plan(rollout, draw, settings, 0.3), wanted) and strategy.get_cache_stats()["rate"] == 0.5
+        assert (
+            same(strategy.plan(rollout, draw, settings, 0.3), wanted)
+            and strategy.get_cache_stats()["hits"] == 0
+        )
+        assert (
+            same(strategy.plan(rollout, draw, settings, 0.3), wanted)
+            and strategy.get_cache_stats()["rate"] == 0.5
+        )
 
 
 def test_the_table_is_bounded(monkeypatch):
@@ -238,7 +295,11 @@ def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name)
         if not separable and weighs in STRATEGIES[name].estimators:
             assert isinstance(find_masking(config(method=method, masking=name)), STRATEGIES[name])
             continue
-        reason = f"{method} sums its loss" if separable else f"{method} compares bounds .* Use one of diffusion, optimized"
+        reason = (
+            f"{method} sums its loss"
+            if separable
+            else f"{method} compares bounds .* Use one of diffusion, optimized"
+        )
         with pytest.raises(ConfigError, match=rf"masking: {reason}"):
             config(method=method, masking=name)
 
@@ -251,7 +312,10 @@ def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name)
         ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: 0.0 and 0.5 are not mask rates"),
         ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: needs masking=adaptive"),
         ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
-        ({"masking": "diffusion", "adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
+        (
+            {"masking": "diffusion", "adaptive_loss": True},
+            "adaptive_loss: needs masking=adaptive or optimized",
+        ),
     ],
 )
 def test_settings_without_a_meaning_are_refused(given, message):
@@ -269,8 +333,15 @@ def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name)
         for setting, value in {"samples": 5, "prompt_mask_rate": 0.9, "segments": 2, "shrink": 3}.items():
             plain, changed = GRPOConfig(**given), GRPOConfig(**given)
             setattr(changed, setting, value)
-            plans = [find_masking(args).plan(rollout, Draw(0, keys(rollout)), args, 0.5) for args in (plain, changed)]
-            with nullcontext() if not same(*plans) else pytest.raises(ConfigError, match=f"^{setting}: {method} with .* does not read it"):
+            plans = [
+                find_masking(args).plan(rollout, Draw(0, keys(rollout)), args, 0.5)
+                for args in (plain, changed)
+            ]
+            with (
+                nullcontext()
+                if not same(*plans)
+                else pytest.raises(ConfigError, match=f"^{setting}: {method} with .* does not read it")
+            ):
                 GRPOConfig(**given, **{setting: value})
 
 
@@ -278,8 +349,16 @@ def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path)
     trainer(tmp_path, Diffusion(), samples=3)
     for strategy, given, message in [
         (None, {"samples": 3}, "samples: diffu-grpo does not read it"),
-        (Diffusion(), {"prompt_mask_rate": 0.5}, "prompt_mask_rate: diffu-grpo with Diffusion does not read it"),
-        (Optimized(Diffusion()), {"prompt_mask_rate": 0.5}, "prompt_mask_rate: diffu-grpo with Optimized does not read it"),
+        (
+            Diffusion(),
+            {"prompt_mask_rate": 0.5},
+            "prompt_mask_rate: diffu-grpo with Diffusion does not read it",
+        ),
+        (
+            Optimized(Diffusion()),
+            {"prompt_mask_rate": 0.5},
+            "prompt_mask_rate: diffu-grpo with Optimized does not read it",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             trainer(tmp_path, strategy, **given)
@@ -295,7 +374,9 @@ class Halves(MaskingStrategy):
         position_BT = torch.arange(rollout.ids_BT.shape[1]).expand_as(rollout.ids_BT)
         first_B1T = (draw.uniform(position_BT, 1, Stream.MASK) < 0.5) & rollout.completion_BT[:, None]
         self.calls.append((draw.iteration, progress))
-        self.planned.append(weighed(rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config))
+        self.planned.append(
+            weighed(rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config)
+        )
         return self.planned[-1]
 
     def get_cache_stats(self):
@@ -308,14 +389,18 @@ def ranks(completions, **_):
 
 def trainer(folder, strategy=None, lm=None, **more):
     shape = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
-    return GRPOTrainer(lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy)
+    return GRPOTrainer(
+        lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy
+    )
 
 
 def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path, monkeypatch):
     strategy, used = Halves(), []
     made = trainer(tmp_path, strategy, max_steps=4, num_iterations=2)
     micro_loss = made.loss_on
-    monkeypatch.setattr(made, "loss_on", lambda batch, *rest: used.append(batch.views) or micro_loss(batch, *rest))
+    monkeypatch.setattr(
+        made, "loss_on", lambda batch, *rest: used.append(batch.views) or micro_loss(batch, *rest)
+    )
     before = weights(made.lm)
     made.train()
     assert strategy.calls == [(0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)]
@@ -339,14 +424,26 @@ class Wrong(MaskingStrategy):
     ("change", "message"),
     [
         (lambda views, rollout: None, "returned NoneType, not Views"),
-        (lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]), r"tensors of .*\[4, 1, 7\] for 4 rows of 7 tokens"),
+        (
+            lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]),
+            r"tensors of .*\[4, 1, 7\] for 4 rows of 7 tokens",
+        ),
         (lambda views, rollout: views.select(slice(1, None)), r"\[3, 2, 7\] for 4 rows"),
         (lambda views, rollout: views.select(slice(None), slice(0)), r"\[4, 0, 7\] for 4 rows"),
         (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT[:, 0]), r"\[4, 7\]"),
-        (lambda views, rollout: replace(views, target_BMT=views.target_BMT.long()), r"torch.int64 \[4, 2, 7\]"),
+        (
+            lambda views, rollout: replace(views, target_BMT=views.target_BMT.long()),
+            r"torch.int64 \[4, 2, 7\]",
+        ),
         (lambda views, rollout: replace(views, weight_BMT=views.target_BMT), r"torch.bool \[4, 2, 7\] for"),
-        (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT), "a target is not hidden"),
-        (lambda views, rollout: weighed(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()), "a target is outside the completion"),
+        (
+            lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT),
+            "a target is not hidden",
+        ),
+        (
+            lambda views, rollout: weighed(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()),
+            "a target is outside the completion",
+        ),
     ],
 )
 def test_a_plan_that_a_loss_cannot_read_is_refused(change, message, tmp_path):
@@ -381,7 +478,8 @@ def test_the_first_update_has_a_ratio_of_one_and_a_run_resumes_bit_for_bit(name,
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert equal(weights(resumed.lm), weights(straight.lm))
     rates = [line["masks/reuse_rate"] for line in straight.state.log_history if "masks/reuse_rate" in line]
-    assert rates == ([0.0, 0.5] if name == "optimized" else [])  # of each inner iteration the numbers are drawn once
+    # of each inner iteration the numbers are drawn once
+    assert rates == ([0.0, 0.5] if name == "optimized" else [])
 
 
 def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
@@ -397,9 +495,13 @@ def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
 
 @pytest.mark.parametrize("by", [-30.0, 30.0])
 def test_a_ratio_of_tokens_that_weigh_by_their_mask_rate_is_bounded(by):
-    """A token that is hidden alone, of eight, has weight 8: its 30 nats are 240, whose exponential overflows float32."""
+    """A token that is hidden alone, of eight, has weight 8: its 30 nats are 240, whose exponential overflows
+    float32."""
     settings = config(method="uni-grpo", masking="optimized", adaptive_loss=True, beta=0.1)
-    assert settings.log_ratio_clamp == 20.0 and config(method="uni-grpo", masking="optimized").log_ratio_clamp is None
+    assert (
+        settings.log_ratio_clamp == 20.0
+        and config(method="uni-grpo", masking="optimized").log_ratio_clamp is None
+    )
     rollout = sampled("bidirectional", None)
     views = Optimized(adaptive_loss=True).plan(rollout, Draw(1, keys(rollout)), settings, 0.0)
     assert views.weight_BMT.max() * abs(by) > 88

@@ -1,4 +1,5 @@
-"""Losses and gradients recorded from the authors' code for the same model, completions and masks (data/published.json names it).
+"""Losses and gradients recorded from the authors' code for the same model, completions and masks
+(data/published.json names it).
 
 The model is that of tests/published.py. The old policy has H + 0.2 cos, the reference H + 0.2 sin.
 
@@ -69,9 +70,13 @@ class Injected:
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         if stream == Stream.ORDER:  # of AGRPO's steps
-            return torch.tensor([[([*drawn, step]).index(step) for step in range(views)] for drawn in self.drawn], dtype=torch.float64)
+            return torch.tensor(
+                [[([*drawn, step]).index(step) for step in range(views)] for drawn in self.drawn],
+                dtype=torch.float64,
+            )
         assert stream == Stream.TIME
-        return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)  # coupled-GRPO's fraction
+        # coupled-GRPO's fraction
+        return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         if stream == Stream.TIME:  # counts, each in the middle of its stratum: ESPO's from 0, BGPO's from 1
@@ -110,16 +115,26 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
         torch.testing.assert_close(advantage_B, torch.tensor(record["advantage"]))
     head_DK = HEAD_DK.clone().requires_grad_()
     old_BMT = scored(IDS_BT, OLD_DK, views)
-    reference_BMT = (old_BMT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
+    reference_BMT = (
+        (old_BMT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
+    )
     learnt_BT, unit_BT = learnable(rollout, views), averaging_units(rollout, views, args.aggregation)
     token_weight_BT = token_weights(learnt_BT, args.aggregation, unit_BT, args.max_completion_length)
     scores = LossInputs(
-        scored(IDS_BT, head_DK, views), old_BMT, reference_BMT, rollout, views, advantage_B[:, None].double(), token_weight_BT.double()
+        scored(IDS_BT, head_DK, views),
+        old_BMT,
+        reference_BMT,
+        rollout,
+        views,
+        advantage_B[:, None].double(),
+        token_weight_BT.double(),
     )
     loss = args.build_method().loss(scores).total / count_items(learnt_BT, args.aggregation, unit_BT)
     # Published as a sum over the group; as a sum over the two tokens of a step.
     loss = loss * {"wd1": BATCH, "agrpo": 2}.get(name, 1)
     loss.backward()
-    torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7
+    )
     if record["loss"] is not None:  # those of just-grpo and agrpo return none
         assert loss.item() == pytest.approx(record["loss"], rel=2e-6, abs=1e-7)

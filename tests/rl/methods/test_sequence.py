@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rl.methods.rollouts import LENGTH, assert_loss, clipped, config, k3, made_up, plan, rollout_of, stopping, usual, whole
+from tests.rl.methods.rollouts import (
+    LENGTH,
+    assert_loss,
+    clipped,
+    config,
+    k3,
+    made_up,
+    plan,
+    rollout_of,
+    stopping,
+    usual,
+    whole,
+)
 from tests.toy import PROMPT, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.views import group_sizes
 from unmask.errors import ConfigError
@@ -35,23 +47,31 @@ def mean_over_all_masks(name, tables, samples):
     return total_N.mean().item()
 
 
-@pytest.mark.parametrize(("name", "samples"), [("espo", 1), ("espo", 2), ("bgpo", 1), ("bgpo", 4), ("bgpo", 16)])
+@pytest.mark.parametrize(
+    ("name", "samples"), [("espo", 1), ("espo", 2), ("bgpo", 1), ("bgpo", 4), ("bgpo", 16)]
+)
 def test_estimates_average_to_the_exact_bound(tables, name, samples):
     assert mean_over_all_masks(name, tables, samples) == pytest.approx(bound_of(tables[1]), rel=1e-6)
 
 
 def scores_by_count(tables):
-    """L/k times the mean log-probability of k hidden tokens over all sets of them, for k = 1..L, of each group."""
+    """L/k times the mean log-probability of k hidden tokens over all sets of them, for k = 1..L, of each
+    group."""
     made = []
     for positions, table in tables:
         size = len(positions)
-        sets = [[sum(1 << i for i in chosen) for chosen in itertools.combinations(range(size), k)] for k in range(1, size + 1)]
+        sets = [
+            [sum(1 << i for i in chosen) for chosen in itertools.combinations(range(size), k)]
+            for k in range(1, size + 1)
+        ]
         made.append([size / k * table[of_k].sum(1).mean().item() for k, of_k in enumerate(sets, 1)])
     return made
 
 
 def quadrature_by_hand(tables, nodes):
-    node_M, weight_M = ((np.polynomial.legendre.leggauss(nodes)[part] + shift) / 2 for part, shift in ((0, 1), (1, 0)))
+    node_M, weight_M = (
+        (np.polynomial.legendre.leggauss(nodes)[part] + shift) / 2 for part, shift in ((0, 1), (1, 0))
+    )
     total = 0.0
     for by_count in scores_by_count(tables):
         counts = [int(np.ceil(node * len(by_count))) for node in node_M]
@@ -61,12 +81,16 @@ def quadrature_by_hand(tables, nodes):
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5])
 def test_gdpo_averages_to_its_quadrature(tables, nodes):
-    assert mean_over_all_masks("gdpo", tables, nodes) == pytest.approx(quadrature_by_hand(tables[1], nodes), rel=1e-6)
+    assert mean_over_all_masks("gdpo", tables, nodes) == pytest.approx(
+        quadrature_by_hand(tables[1], nodes), rel=1e-6
+    )
 
 
 def test_the_bias_of_the_quadrature_goes_to_zero_with_the_nodes(tables):
     exact = bound_of(tables[1])
-    assert exact == pytest.approx(sum(sum(by_count) / len(by_count) for by_count in scores_by_count(tables[1])))
+    assert exact == pytest.approx(
+        sum(sum(by_count) / len(by_count) for by_count in scores_by_count(tables[1]))
+    )
     bias = {nodes: abs(quadrature_by_hand(tables[1], nodes) / exact - 1) for nodes in (1, 4, 16, 64, 512)}
     assert 1e-4 < bias[1] < 0.2 and bias[64] < 0.01 and bias[512] < 1e-3
     assert mean_over_all_masks("gdpo", tables, 64) == pytest.approx(exact, rel=0.01)
@@ -76,9 +100,14 @@ def test_two_nodes_are_exact_for_two_tokens():
     """Each count then has its own node, with half the weight."""
     group_BT = torch.tensor([[-1, 0, 0, -1, 1, 1, 2]]).expand(5, -1)
     views = plan("gdpo", whole(group_BT), samples=2)
-    assert (views.hidden_BMT[:, :, 1:3].sum(2) == torch.tensor([1, 2])).all() and (views.hidden_BMT[:, :, 6].all())
+    assert (views.hidden_BMT[:, :, 1:3].sum(2) == torch.tensor([1, 2])).all() and (
+        views.hidden_BMT[:, :, 6].all()
+    )
     weights = [[1.0, 0.5] if count == 2 else [0.5, 0.5] for count in (2, 1)]
-    assert weights[1] == views.weight_BMT[0, :, 6].tolist() and weights[0] == views.weight_BMT[0].amax(1)[:2].tolist()
+    assert (
+        weights[1] == views.weight_BMT[0, :, 6].tolist()
+        and weights[0] == views.weight_BMT[0].amax(1)[:2].tolist()
+    )
 
 
 # What each plan hides.
@@ -93,7 +122,10 @@ def counted(views, rollout, group=0):
 def test_uni_grpo_spreads_its_times_evenly_over_the_inner_iterations(iterations):
     size, count = 1000, 20
     rollout = whole(torch.zeros(count, size, dtype=torch.long))
-    views = [plan("uni-grpo", rollout, iteration=iteration, num_iterations=iterations) for iteration in range(iterations)]
+    views = [
+        plan("uni-grpo", rollout, iteration=iteration, num_iterations=iterations)
+        for iteration in range(iterations)
+    ]
     assert all(view.count == 1 and torch.equal(view.weight_BMT, view.target_BMT.float()) for view in views)
     time_BI = torch.cat([counted(view, rollout) for view in views], 1) / size
     assert time_BI.min() > 0 and time_BI.max() <= 1
@@ -115,7 +147,9 @@ def test_uni_grpo_hides_something_of_every_group():
 @pytest.mark.parametrize("samples", [1, 3])
 def test_espo_scores_the_whole_canvas_once_in_each_pair_where_it_is_learnt(samples):
     _, rollout = usual("bidirectional", stop_at_eos=False)
-    assert rollout.beyond_BT.any() and torch.equal(rollout.revealed_BT, (rollout.document_BT > 0) & ~rollout.prompt_BT)
+    assert rollout.beyond_BT.any() and torch.equal(
+        rollout.revealed_BT, (rollout.document_BT > 0) & ~rollout.prompt_BT
+    )
     rollout = rollout.whole()
     views = plan("espo", rollout, samples=samples)
     assert views.count == 2 * samples and torch.equal(views.hidden_BMT, views.target_BMT)
@@ -157,7 +191,9 @@ def bound(completion, log_prob_MT, weigh):
         for group in {completion.groups[token] for token in hidden}:
             together = [token for token in hidden if completion.groups[token] == group]
             size = sum(completion.groups[token] == group for token in completion.tokens)
-            total = total + weigh(view, size, len(together)) * sum(log_prob_MT[view, token] for token in together)
+            total = total + weigh(view, size, len(together)) * sum(
+                log_prob_MT[view, token] for token in together
+            )
     return total
 
 
@@ -176,9 +212,14 @@ def uni_grpo(batch, args):
 
 def espo(batch, args):
     def loss(c):
-        new, old, reference = (bound(c, part, lambda _, size, k: (size + 1) / k / c.views) for part in (c.policy, c.old, c.reference))
+        new, old, reference = (
+            bound(c, part, lambda _, size, k: (size + 1) / k / c.views)
+            for part in (c.policy, c.old, c.reference)
+        )
         length = len(c.tokens)
-        return clipped(((new - old) / length).exp(), c.advantage, 0.2, 0.2) + 1e-3 * (new - reference) ** 2 / (2 * length)
+        return clipped(((new - old) / length).exp(), c.advantage, 0.2, 0.2) + 1e-3 * (
+            new - reference
+        ) ** 2 / (2 * length)
 
     return mean([loss(c) for c in batch])
 
@@ -187,11 +228,18 @@ def gdpo(batch, args):
     _, weight_M = np.polynomial.legendre.leggauss(3)
 
     def loss(c):
-        new, old, reference = (bound(c, part, lambda v, size, k: weight_M[v] / 2 * size / k) for part in (c.policy, c.old, c.reference))
+        new, old, reference = (
+            bound(c, part, lambda v, size, k: weight_M[v] / 2 * size / k)
+            for part in (c.policy, c.old, c.reference)
+        )
         if args.ratio == "product":
-            return (clipped((new - old).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference, new)) / len(c.tokens)
+            return (clipped((new - old).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference, new)) / len(
+                c.tokens
+            )
         length = len(c.tokens)
-        return clipped(((new - old) / length).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference / length, new / length)
+        return clipped(((new - old) / length).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(
+            reference / length, new / length
+        )
 
     return mean([loss(c) for c in batch])
 
@@ -244,11 +292,14 @@ def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
 
 
 def far_apart(name, by, **settings):
-    """The loss and its gradient in float32, as in training, after the policy moved this many nats for each token."""
+    """The loss and its gradient in float32, as in training, after the policy moved this many nats for each
+    token."""
     _, rollout = usual("bidirectional")
     args = config(name, **settings)
     scores, _ = made_up(rollout, plan(name, rollout, **settings), args)
-    policy_BMT = torch.where(scores.views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()
+    policy_BMT = (
+        torch.where(scores.views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()
+    )
     parts = {part: getattr(scores, part) for part in ("old_BMT", "reference_BMT", "advantage_BT")}
     single = {part: None if value is None else value.float() for part, value in parts.items()}
     total = args.build_method().loss(replace(scores, policy_BMT=policy_BMT, **single)).total
@@ -261,7 +312,10 @@ def test_k3_of_espos_whole_bounds_is_bounded(by):
     assert config("espo", kl="k3").log_ratio_clamp == 20.0 and config("espo").log_ratio_clamp is None
     for total in far_apart("espo", by, kl="k3", beta=0.1):
         assert total.isfinite().all()
-    closer, held = far_apart("espo", by, kl="k3", beta=0.1, log_ratio_clamp=2.0), far_apart("espo", by, kl="k3", beta=0.1)
+    closer, held = (
+        far_apart("espo", by, kl="k3", beta=0.1, log_ratio_clamp=2.0),
+        far_apart("espo", by, kl="k3", beta=0.1),
+    )
     assert abs(closer[0]) <= abs(held[0]) and (by > 0 or closer[0] < 1e-3 * held[0])
 
 
@@ -290,7 +344,9 @@ def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():
     args = config("bgpo", dual_clip=None)
     scores, _ = made_up(rollout, plan("bgpo", rollout), args, spread=2.0)
     gap_BT = scores.of_tokens(scores.policy_BMT - scores.old_BMT)
-    exact = -(scores.weight_B1 * scores.advantage_B1 * (gap_BT.sum(1, keepdim=True) / scores.length_B1).exp()).sum()
+    exact = -(
+        scores.weight_B1 * scores.advantage_B1 * (gap_BT.sum(1, keepdim=True) / scores.length_B1).exp()
+    ).sum()
     assert args.build_method().loss(scores).total > exact + 0.01
 
 

@@ -14,7 +14,18 @@ import torch
 
 from tests import toy
 from tests.generation.tiny_models import every_pattern
-from tests.rl.methods.rollouts import LENGTH, assert_loss, config, keys, made_up, plan, rollout_of, stopping, usual, whole
+from tests.rl.methods.rollouts import (
+    LENGTH,
+    assert_loss,
+    config,
+    keys,
+    made_up,
+    plan,
+    rollout_of,
+    stopping,
+    usual,
+    whole,
+)
 from unmask.diffusion.views import Draw
 from unmask.rl.methods.masking import Diffusion
 from unmask.rl.methods.spg import lower_bound, upper_bound
@@ -40,7 +51,8 @@ def test_a_view_is_clean_before_its_block_and_hidden_behind(attention, block_siz
             assert not any(h for h, block in zip(hidden, blocks, strict=True) if block < chosen[-1])
             assert all(h for h, block in zip(hidden, blocks, strict=True) if block > chosen[-1])
             torch.testing.assert_close(weight_T[scored_T], torch.full((sum(hidden),), 1 / sum(hidden)))
-        assert len(set(chosen)) == min(samples, len(set(blocks)))  # a block of its own as long as there is one
+        # a block of its own as long as there is one
+        assert len(set(chosen)) == min(samples, len(set(blocks)))
 
 
 def test_blocks_and_numbers_of_hidden_tokens_are_uniform():
@@ -105,13 +117,18 @@ def tables():
 
 def test_over_all_masks_the_upper_bound_lies_above_the_lower_one_and_rises_with_beta(tables):
     for table in tables:
-        bounds = [toy.lower_bound(table), *(upper_of(table, beta) for beta in (0.01, 0.5, 1.0, 1.5, 2.0, 4.0, 16.0))]
+        bounds = [
+            toy.lower_bound(table),
+            *(upper_of(table, beta) for beta in (0.01, 0.5, 1.0, 1.5, 2.0, 4.0, 16.0)),
+        ]
         assert all(high > low + 1e-6 for low, high in itertools.pairwise(bounds))
         assert bounds[1] == pytest.approx(bounds[0], rel=0.02)  # they meet as beta goes to 0
 
 
 def test_the_upper_bound_is_one_for_beta_of_the_length_and_a_surrogate_for_the_published_15(tables):
-    gaps = {beta: [upper_of(table, beta) - toy.any_order(table) for table in tables] for beta in (1.5, 4.0, 8.0)}
+    gaps = {
+        beta: [upper_of(table, beta) - toy.any_order(table) for table in tables] for beta in (1.5, 4.0, 8.0)
+    }
     assert min(gaps[4.0]) > 0 and min(gaps[8.0]) > 0
     assert min(gaps[1.5]) < -0.01  # it is no bound: it is below the likelihood
 
@@ -124,14 +141,18 @@ def test_the_lower_bound_lies_below_the_exact_likelihood(tables):
 
 
 def lower_by_hand(c):
-    views = [sum(c.policy[view, token] for token in hidden) / len(hidden) for view, hidden in enumerate(c.hidden)]
+    views = [
+        sum(c.policy[view, token] for token in hidden) / len(hidden) for view, hidden in enumerate(c.hidden)
+    ]
     return sum(views) / len(views)
 
 
 def upper_by_hand(c, beta):
     values = []
     for token in c.tokens:
-        seen = [(view, len(hidden) / len(c.tokens)) for view, hidden in enumerate(c.hidden) if token in hidden]
+        seen = [
+            (view, len(hidden) / len(c.tokens)) for view, hidden in enumerate(c.hidden) if token in hidden
+        ]
         if seen:
             mean = sum((beta * c.policy[view, token]).exp() / share for view, share in seen) / len(c.hidden)
             values.append(mean.log() / beta)
@@ -148,7 +169,9 @@ def sandwich(batch, args):
     return total / sum(len(c.tokens) for c in batch)
 
 
-@pytest.mark.parametrize("more", [{}, {"samples": 4, "eubo_beta": 1.0, "eubo_share": 1.0}, {"samples": 1}, {"eubo_share": 0.0}])
+@pytest.mark.parametrize(
+    "more", [{}, {"samples": 4, "eubo_beta": 1.0, "eubo_share": 1.0}, {"samples": 1}, {"eubo_share": 0.0}]
+)
 def test_the_loss_is_the_bound_on_the_safe_side(more):
     assert_loss("spg", sandwich, **more)
 
@@ -185,7 +208,9 @@ def test_tokens_that_no_view_hides_are_left_out_of_the_upper_bound():
 def test_views_that_hide_what_stands_behind_the_end_too_count_with_the_mean_over_the_completions_tokens():
     _, rollout = usual("bidirectional", stop_at_eos=False)
     args = config("spg", masking="diffusion", samples=8, beyond_eos="shown")
-    views = plan_views(lambda canvas: Diffusion().plan(canvas, Draw(0, keys(rollout)), args, 0.0), rollout, "shown")
+    views = plan_views(
+        lambda canvas: Diffusion().plan(canvas, Draw(0, keys(rollout)), args, 0.0), rollout, "shown"
+    )
     scores, _ = made_up(rollout, views, args)
     assert not views.target_BMT.any(2).all()  # some hide nothing of a completion
     for row, bound in enumerate(lower_bound(scores).flatten().tolist()):

@@ -20,7 +20,19 @@ import unmask
 from benchmarks import policy_gradient
 from tests.generation.tiny_models import every_pattern
 from tests.helpers import examples
-from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one, plan, rollout_of, states, stopping, usual
+from tests.rl.methods.rollouts import (
+    LENGTH,
+    PROMPTS,
+    config,
+    keys,
+    masks,
+    one,
+    plan,
+    rollout_of,
+    states,
+    stopping,
+    usual,
+)
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError
@@ -39,7 +51,9 @@ def scores_of(lm, rollout, views, chunk=None):
 
 
 def assert_the_samplers(generation, rollout, log_prob_BT):
-    for log_prob_T, completion_T, sampled in zip(log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True):
+    for log_prob_T, completion_T, sampled in zip(
+        log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True
+    ):
         assert log_prob_T[completion_T].tolist() == pytest.approx(sampled, abs=1e-10)
         assert (log_prob_T[~completion_T] == 0).all()
 
@@ -51,12 +65,18 @@ def within(rollout, row):
     for step, group in zip(steps, groups, strict=True):
         if step >= 0:
             first[group] = min(step, first.get(group, step))
-    return {at: step - first[group] for at, (step, group) in enumerate(zip(steps, groups, strict=True)) if step >= 0}
+    return {
+        at: step - first[group]
+        for at, (step, group) in enumerate(zip(steps, groups, strict=True))
+        if step >= 0
+    }
 
 
 def replayed(rollout, row, order):
     """What the views of a row hide and score, by slow code: `order` says which view a position belongs to."""
-    completion, beyond = (part_BT[row].nonzero().flatten().tolist() for part_BT in (rollout.completion_BT, rollout.beyond_BT))
+    completion, beyond = (
+        part_BT[row].nonzero().flatten().tolist() for part_BT in (rollout.completion_BT, rollout.beyond_BT)
+    )
     never = {at for at in beyond if at not in order}
     made = []
     for view in sorted({order[at] for at in completion}):
@@ -68,7 +88,9 @@ def replayed(rollout, row, order):
 def sets(views, row):
     """What the views of a row hide and score, but for those that score nothing."""
     pairs = zip(views.hidden_BMT[row], views.target_BMT[row], strict=True)
-    return [tuple(set(part_T.nonzero().flatten().tolist()) for part_T in pair) for pair in pairs if pair[1].any()]
+    return [
+        tuple(set(part_T.nonzero().flatten().tolist()) for part_T in pair) for pair in pairs if pair[1].any()
+    ]
 
 
 @every_pattern
@@ -81,12 +103,16 @@ def sets(views, row):
     stop_at_eos=st.booleans(),
     chunk=st.none() | st.integers(1, 5),
 )
-def test_scores_are_the_log_probs_of_the_sampler(attention, block_size, logit_shift, policy, steps, decoding_block, stop_at_eos, chunk):
+def test_scores_are_the_log_probs_of_the_sampler(
+    attention, block_size, logit_shift, policy, steps, decoding_block, stop_at_eos, chunk
+):
     lm = stopping(attention, block_size, logit_shift)
     decoding_block = decoding_block if attention == "bidirectional" else None
     unit = {"causal": 1, "block_causal": block_size}.get(attention, decoding_block or LENGTH)
     steps = steps and max(steps, math.ceil(LENGTH / unit))  # every block takes one
-    generation, rollout = rollout_of(lm, policy=policy, steps=steps, block_size=decoding_block, stop_at_eos=stop_at_eos)
+    generation, rollout = rollout_of(
+        lm, policy=policy, steps=steps, block_size=decoding_block, stop_at_eos=stop_at_eos
+    )
     views = plan("cj-grpo", rollout)
     rows = [replayed(rollout, row, within(rollout, row)) for row in range(len(PROMPTS))]
     assert [sets(views, row) for row in range(len(PROMPTS))] == rows
@@ -94,7 +120,9 @@ def test_scores_are_the_log_probs_of_the_sampler(attention, block_size, logit_sh
     assert_the_samplers(generation, rollout, scores_of(lm, rollout, views, chunk))
 
 
-MERGED = [("step-merge", {"segments": segments}) for segments in (1, 2, 3, 5, 100)] + [("trace-rl", {"shrink": s}) for s in (1, 2, 3, 100)]
+MERGED = [("step-merge", {"segments": segments}) for segments in (1, 2, 3, 5, 100)] + [
+    ("trace-rl", {"shrink": s}) for s in (1, 2, 3, 100)
+]
 SINGLE = [("cj-grpo", {}), ("dipo", {}), ("just-grpo", {}), ("agrpo", {"samples": 100})]
 
 
@@ -118,7 +146,9 @@ def test_steps_are_merged_in_stretches(name, more, attention, block_size):
         order = within(rollout, row)
         count = 1 + max(order.values())
         if name == "trace-rl":
-            stretches = [list(range(at, min(at + more["shrink"], count))) for at in range(0, count, more["shrink"])]
+            stretches = [
+                list(range(at, min(at + more["shrink"], count))) for at in range(0, count, more["shrink"])
+            ]
         else:  # as equal as possible
             number = min(more["segments"], count)
             cuts = [math.floor(part * count / number) for part in range(number + 1)]
@@ -149,7 +179,12 @@ def assert_same(lm, rollout, one_plan, other_plan):
 @pytest.mark.parametrize("stop_at_eos", [False, True])
 def test_one_segment_is_diffu_grpo_without_prompt_masks(attention, block_size, stop_at_eos):
     lm, rollout = usual(attention, block_size, stop_at_eos=stop_at_eos)
-    assert_same(lm, rollout, plan("step-merge", rollout, segments=1), plan("diffu-grpo", rollout, prompt_mask_rate=0.0))
+    assert_same(
+        lm,
+        rollout,
+        plan("step-merge", rollout, segments=1),
+        plan("diffu-grpo", rollout, prompt_mask_rate=0.0),
+    )
 
 
 @every_pattern
@@ -172,11 +207,14 @@ def test_a_segment_for_every_step_is_cj_grpo_and_trace_rl_with_a_step_in_a_view(
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("stop_at_eos", [False, True])
-def test_just_grpo_replays_what_was_decoded_from_left_to_right(attention, block_size, logit_shift, stop_at_eos):
+def test_just_grpo_replays_what_was_decoded_from_left_to_right(
+    attention, block_size, logit_shift, stop_at_eos
+):
     lm = stopping(attention, block_size, logit_shift)
     generation, rollout = rollout_of(lm, policy="left_to_right", stop_at_eos=stop_at_eos)
     views, replay = plan("just-grpo", rollout), plan("cj-grpo", rollout)
-    for row in range(len(PROMPTS)) if attention != "block_causal" else ():  # where blocks that were never begun may be hidden or not
+    # where blocks that were never begun may be hidden or not
+    for row in range(len(PROMPTS)) if attention != "block_causal" else ():
         assert sets(views, row) == sets(replay, row)
     assert_the_samplers(generation, rollout, scores_of(lm, rollout, views))
 
@@ -213,7 +251,9 @@ class Orders:
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 9])
 def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
     _, rollout = rollout_of(stopping("bidirectional"), steps=4)
-    row = max(range(len(PROMPTS)), key=lambda at: len(rollout.step_BT[at][rollout.completion_BT[at]].unique()))
+    row = max(
+        range(len(PROMPTS)), key=lambda at: len(rollout.step_BT[at][rollout.completion_BT[at]].unique())
+    )
     alone = rollout.select(slice(row, row + 1))
     every = plan("cj-grpo", alone)
     assert every.count == 4
@@ -222,18 +262,32 @@ def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
     sampled = config("agrpo", samples=samples).build_method().plan(repeated, Orders(orders))
     assert sampled.count == min(samples, 4)
     assert {len(sets(sampled, index)) for index in range(len(orders))} == {sampled.count}
-    token_T = -torch.rand(rollout.ids_BT.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    token_T = -torch.rand(
+        rollout.ids_BT.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     token_T.requires_grad_()  # of each token in its own step
 
     def value_and_gradient(views, part):
         args = config("agrpo", samples=samples)
         log_prob_BMT = torch.where(views.target_BMT, token_T, 0)
-        token_weight_BT = token_weights(learnable(part, views), args.aggregation, part.step_BT.clamp_min(0), LENGTH)
-        scores = LossInputs(log_prob_BMT, log_prob_BMT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), token_weight_BT)
+        token_weight_BT = token_weights(
+            learnable(part, views), args.aggregation, part.step_BT.clamp_min(0), LENGTH
+        )
+        scores = LossInputs(
+            log_prob_BMT,
+            log_prob_BMT.detach(),
+            None,
+            part,
+            views,
+            torch.full((len(part.ids_BT), 1), 1.5),
+            token_weight_BT,
+        )
         total = args.build_method().loss(scores).total / len(part.ids_BT)
         return total, torch.autograd.grad(total, token_T)[0]
 
-    for mean, whole in zip(value_and_gradient(sampled, repeated), value_and_gradient(every, alone), strict=True):
+    for mean, whole in zip(
+        value_and_gradient(sampled, repeated), value_and_gradient(every, alone), strict=True
+    ):
         torch.testing.assert_close(mean, whole, rtol=1e-6, atol=1e-9)
         assert (whole != 0).any()
 
@@ -273,8 +327,16 @@ def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
 
 # The gradient of the expected reward, on models whose samples are all listed.
 
-KINDS = {"bidirectional": ("bidirectional", None), "blocks of two": ("block_causal", 2), "token by token": ("causal", None)}
-STEPS = {"one token a step": {}, "two tokens a step": {"tokens_per_step": 2}, "the whole canvas": {"stop_at_eos": False}}
+KINDS = {
+    "bidirectional": ("bidirectional", None),
+    "blocks of two": ("block_causal", 2),
+    "token by token": ("causal", None),
+}
+STEPS = {
+    "one token a step": {},
+    "two tokens a step": {"tokens_per_step": 2},
+    "the whole canvas": {"stop_at_eos": False},
+}
 
 
 def listed(kind="bidirectional", temperature=1.0, **sampler):
@@ -301,10 +363,19 @@ def error(method, lm, paths, reward_B, exact):
 )
 def test_the_listed_paths_are_those_of_the_sampler(kind, policy, more):
     lm, paths, *_ = listed(kind, policy=policy, **more)
-    config = SamplerConfig(temperature=1.0, max_new_tokens=policy_gradient.LENGTH, policy=policy, trace=True, batch_size=500, **more)
+    config = SamplerConfig(
+        temperature=1.0,
+        max_new_tokens=policy_gradient.LENGTH,
+        policy=policy,
+        trace=True,
+        batch_size=500,
+        **more,
+    )
     count, start = 1500, len(policy_gradient.PROMPT)
     generation = unmask.generate(lm, [policy_gradient.PROMPT] * count, config)
-    rows = zip(paths.rollout.ids_BT[:, start:].tolist(), paths.rollout.step_BT[:, start:].tolist(), strict=True)
+    rows = zip(
+        paths.rollout.ids_BT[:, start:].tolist(), paths.rollout.step_BT[:, start:].tolist(), strict=True
+    )
     number = {tuple(ids + steps): index for index, (ids, steps) in enumerate(rows)}
     sampled = torch.tensor([number[tuple(trace.canvas + trace.steps)] for trace in generation.trace])
     expected = paths.probability_B.detach() * count
@@ -342,7 +413,8 @@ def test_the_gradient_is_exact_by_decoding_blocks(block_size):
 def test_the_gradient_is_biased_where_it_does_or_where_tokens_after_the_end_are_left_out():
     assert error(get_method("exact-gradient")(), *listed(policy="confidence")) > 0.05
     assert error(get_method("agrpo")(), *listed(policy="random")) > 0.01
-    assert error(get_method("agrpo")(), *listed(policy="left_to_right")) < 1e-9  # what comes after the end is drawn later
+    # what comes after the end is drawn later
+    assert error(get_method("agrpo")(), *listed(policy="left_to_right")) < 1e-9
 
 
 def test_the_table_in_the_docs_has_zeros_where_the_gradient_is_exact():
@@ -351,15 +423,26 @@ def test_the_table_in_the_docs_has_zeros_where_the_gradient_is_exact():
     docs = (ROOT / "docs" / "rl.md").read_text().splitlines()
     assert set(made[:2]) <= set(docs)
     for line in made[2:]:
-        cells, written = line.split(" | "), next(row for row in docs if row.startswith(line.split(" | ")[0] + " | ")).split(" | ")
+        cells, written = (
+            line.split(" | "),
+            next(row for row in docs if row.startswith(line.split(" | ")[0] + " | ")).split(" | "),
+        )
         assert [cell.strip(" |") == "0" for cell in cells] == [cell.strip(" |") == "0" for cell in written]
 
 
 def test_the_exact_gradient_is_one_setting():
     args = config("exact-gradient")
-    assert (args.policy, args.beyond_eos, args.aggregation, args.advantage) == ("random", "learnt", "constant", "leave-one-out")
+    assert (args.policy, args.beyond_eos, args.aggregation, args.advantage) == (
+        "random",
+        "learnt",
+        "constant",
+        "leave-one-out",
+    )
     biased = {"score_temperature": 0.5, "mask_truncated": True, "constraint": {"regex": "a*"}}
-    for name, value in ({"policy": "confidence", "beyond_eos": "hidden", "aggregation": "token", "advantage": "z-score"} | biased).items():
+    for name, value in (
+        {"policy": "confidence", "beyond_eos": "hidden", "aggregation": "token", "advantage": "z-score"}
+        | biased
+    ).items():
         with pytest.raises(ConfigError) as raised:
             config("exact-gradient", **{name: value})
         assert raised.value.where == name

@@ -56,7 +56,9 @@ def answer(scheduler: Scheduler, path: str, /, **body: Any) -> Any:
 
 def chunks_of(response: httpx.Response) -> list[Any]:
     """The chunks of a stream."""
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream"), response.text
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream"), (
+        response.text
+    )
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]

@@ -15,11 +15,14 @@ from unmask.serving.scheduler import Scheduler
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Callable[..., Scheduler]]:
-    """Gives the scheduler of a model of a pattern (`make_model`), which runs until the last test of the module."""
+    """Gives the scheduler of a model of a pattern (`make_model`), which runs until the last test of the
+    module."""
     with ExitStack() as stack:
 
         @cache
-        def started(attention: str = "bidirectional", block_size: int | None = None, *, eos_bias: float = 0.0) -> Scheduler:
+        def started(
+            attention: str = "bidirectional", block_size: int | None = None, *, eos_bias: float = 0.0
+        ) -> Scheduler:
             return stack.enter_context(running(make_model(attention, block_size, eos_bias=eos_bias)))
 
         yield started

@@ -32,9 +32,13 @@ async def planned(lm: Any, plan: Any, body: Any) -> Any:
 
 def test_a_schema_that_is_no_json_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = tiny()
-    monkeypatch.setattr(lm.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}")
+    monkeypatch.setattr(
+        lm.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": HALF}}
-    body = ChatRequest.model_validate({"model": "tiny", "messages": [{"role": "user", "content": "a"}], "response_format": wanted})
+    body = ChatRequest.model_validate(
+        {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "response_format": wanted}
+    )
     with pytest.raises(ConfigError, match="half a character") as refused:
         asyncio.run(planned(lm, plan_chat, body))
     assert refused.value.where == "response_format.json_schema.schema"
@@ -49,7 +53,9 @@ def test_a_schema_that_is_nested_too_deeply_is_not_half_a_character() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 9])
-def test_a_gap_of_the_longest_length_that_is_searched_may_be_cut(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_of_the_longest_length_that_is_searched_may_be_cut(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plans, "MOST_SEARCHED", most)
     body = CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba", max_tokens=20)
     [region] = asyncio.run(planned(tiny("phi", "bidirectional"), plan_completion, body)).regions

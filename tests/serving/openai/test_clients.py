@@ -27,7 +27,10 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA},
+}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 QUESTION = [{"role": "user", "content": "Is it raining in Oslo?"}]
 
@@ -46,7 +49,11 @@ def client(url):
 
 def test_models(client):
     [listed] = client.models.list().data
-    assert listed.id == "tiny" and listed.diffusion["attention"] == "block_causal" and listed.diffusion["block_size"] == 4
+    assert (
+        listed.id == "tiny"
+        and listed.diffusion["attention"] == "block_causal"
+        and listed.diffusion["block_size"] == 4
+    )
     assert client.models.retrieve("tiny") == listed
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("other")
@@ -55,16 +62,24 @@ def test_models(client):
 
 def test_a_chat_is_that_of_generate(client):
     lm = model("block_causal", 4, eos_bias=1.0)
-    answer = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=3, n=3, logprobs=True)
+    answer = client.chat.completions.create(
+        model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=3, n=3, logprobs=True
+    )
     config = SamplerConfig(max_new_tokens=24, temperature=1.0, seed=3)
     expected = unmask.generate(lm, [QUESTION] * 3, config)
     assert [choice.message.content for choice in answer.choices] == expected.texts
     assert len({*expected.texts}) == 3
     ended = [tokens[-1] in lm.eos_token_ids for tokens in expected.tokens]
-    assert [choice.finish_reason for choice in answer.choices] == ["stop" if end else "length" for end in ended]
-    assert [[each.logprob for each in choice.logprobs.content] for choice in answer.choices] == expected.log_probs
+    assert [choice.finish_reason for choice in answer.choices] == [
+        "stop" if end else "length" for end in ended
+    ]
+    assert [
+        [each.logprob for each in choice.logprobs.content] for choice in answer.choices
+    ] == expected.log_probs
     usage = answer.usage
-    assert usage.prompt_tokens == len(expected.prompts[0]) and usage.completion_tokens == sum(map(len, expected.tokens))
+    assert usage.prompt_tokens == len(expected.prompts[0]) and usage.completion_tokens == sum(
+        map(len, expected.tokens)
+    )
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.diffusion["forward_passes"] == sum(expected.forward_passes)
     again = unmask.generate(lm, [QUESTION], config, keys=answer.diffusion["keys"][1:2])
@@ -90,20 +105,32 @@ def test_many_at_once_have_the_answers_that_they_have_alone(client, url):
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as many:
-            asked = [many.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1.0, seed=seed) for seed in seeds]
+            asked = [
+                many.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1.0, seed=seed)
+                for seed in seeds
+            ]
             return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
 
-    alone = [client.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1.0, seed=s).choices[0].text for s in seeds]
+    alone = [
+        client.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1.0, seed=s)
+        .choices[0]
+        .text
+        for s in seeds
+    ]
     assert asyncio.run(ask_all()) == alone and len({*alone}) > 4
 
 
 def test_an_asynchronous_stream(url):
     async def ask() -> str:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as one:
-            stream = await one.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=12, seed=1, stream=True)
+            stream = await one.chat.completions.create(
+                model="tiny", messages=QUESTION, max_tokens=12, seed=1, stream=True
+            )
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    expected = unmask.generate(model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1))
+    expected = unmask.generate(
+        model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1)
+    )
     assert asyncio.run(ask()) == expected.texts[0]
 
 
@@ -116,7 +143,12 @@ def test_json_that_fits_a_schema(client):
         jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
         assert answer.choices[0].finish_reason == "stop"
     free = client.chat.completions.create(
-        model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=1, response_format={"type": "json_object"}
+        model="tiny",
+        messages=QUESTION,
+        max_tokens=24,
+        temperature=1.0,
+        seed=1,
+        response_format={"type": "json_object"},
     )
     assert isinstance(json.loads(free.choices[0].message.content), dict)
 
@@ -138,7 +170,13 @@ def test_json_that_fills_its_tokens_is_whole(client, tokens, text):
 @partly_slow("stream", [False, True], 1)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_tool_is_called(client, choice, stream):
-    asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": choice, "max_tokens": 110}
+    asked = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": choice,
+        "max_tokens": 110,
+    }
     asked |= {"temperature": 1.0, "seed": 4}
     if stream:
         with client.chat.completions.stream(**asked) as events:
@@ -148,28 +186,42 @@ def test_a_tool_is_called(client, choice, stream):
     [call] = answer.choices[0].message.tool_calls
     assert answer.choices[0].finish_reason == "tool_calls" and not answer.choices[0].message.content
     assert call.function.name in ("weather", "clock")
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "weather" else {"maxProperties": 0})
+    jsonschema.validate(
+        json.loads(call.function.arguments),
+        SCHEMA if call.function.name == "weather" else {"maxProperties": 0},
+    )
     sent_back = {
         "role": "assistant",
         "content": None,
         "tool_calls": [call.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})],
     }
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    following = client.chat.completions.create(model="tiny", messages=[*QUESTION, sent_back, result], tools=[WEATHER], max_tokens=4)
+    following = client.chat.completions.create(
+        model="tiny", messages=[*QUESTION, sent_back, result], tools=[WEATHER], max_tokens=4
+    )
     assert following.choices[0].finish_reason in ("stop", "length")
 
 
 def test_tools_change_what_the_model_reads_unless_they_may_not_be_called(client):
     def prompt_tokens(**more) -> int:
-        return client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=2, **more).usage.prompt_tokens
+        return client.chat.completions.create(
+            model="tiny", messages=QUESTION, max_tokens=2, **more
+        ).usage.prompt_tokens
 
-    assert prompt_tokens() == prompt_tokens(tools=[WEATHER], tool_choice="none") < prompt_tokens(tools=[WEATHER])
+    assert (
+        prompt_tokens() == prompt_tokens(tools=[WEATHER], tool_choice="none") < prompt_tokens(tools=[WEATHER])
+    )
 
 
 def test_completions_of_every_kind_of_prompt(client):
     lm = model("block_causal", 4, eos_bias=1.0)
     config = SamplerConfig(max_new_tokens=9)
-    for prompt, prompts in (("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([7, 8, 9], [[7, 8, 9]]), ([[7], [8, 9]], [[7], [8, 9]])):
+    for prompt, prompts in (
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([7, 8, 9], [[7, 8, 9]]),
+        ([[7], [8, 9]], [[7], [8, 9]]),
+    ):
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, logprobs=0, seed=0)
         expected = unmask.generate(lm, prompts, config)
         assert [choice.text for choice in answer.choices] == expected.texts
@@ -202,7 +254,11 @@ assert called.choices[0].message.tool_calls[0].function.name == "weather"
 print(repr(whole.choices[0].message.content))
 """
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    expected = unmask.generate(model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1))
+    expected = unmask.generate(
+        model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1)
+    )
     assert done.stdout.splitlines()[-1] == repr(expected.texts[0])

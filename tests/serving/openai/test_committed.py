@@ -1,4 +1,5 @@
-"""Committed text: what is released never has to be taken back, and a stop string cuts it at one place however it arrives."""
+"""Committed text: what is released never has to be taken back, and a stop string cuts it at one place however
+it arrives."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_what_may_become_a_stop_string_is_held_back():
 
 def test_text_that_a_decoder_changes_later_is_not_lost():
     text = CommittedText([])
-    assert [text.grow("ab ", done=False), text.grow("aB cd", done=False), text.grow("aB cdef", done=True)] == ["ab ", "cd", "ef"]
+    assert [
+        text.grow("ab ", done=False),
+        text.grow("aB cd", done=False),
+        text.grow("aB cdef", done=True),
+    ] == ["ab ", "cd", "ef"]
 
 
 def test_the_token_that_completes_a_stop_string():

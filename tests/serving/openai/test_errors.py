@@ -30,23 +30,48 @@ ENDLESS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type"
 CONSTRAINED = {"constraint": {"regex": "a"}}
 REFUSED = [
     ("chat/completions", CHAT | {"mesages": 1}, "mesages", "is not a known field"),
-    ("chat/completions", CHAT | {"steps": 1}, "steps", 'is not a known field, but one of diffusion: "diffusion": {"steps": ...}'),
-    ("chat/completions", CHAT | {"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported, except 0"),
+    (
+        "chat/completions",
+        CHAT | {"steps": 1},
+        "steps",
+        'is not a known field, but one of diffusion: "diffusion": {"steps": ...}',
+    ),
+    (
+        "chat/completions",
+        CHAT | {"frequency_penalty": 0.5},
+        "frequency_penalty",
+        "frequency_penalty is not supported, except 0",
+    ),
     ("chat/completions", CHAT | {"top_logprobs": 3}, "top_logprobs", "has no effect without logprobs"),
-    ("chat/completions", CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
+    (
+        "chat/completions",
+        CHAT | {"top_logprobs": 21, "logprobs": True},
+        "top_logprobs",
+        "less than or equal to 20",
+    ),
     ("chat/completions", CHAT | {"functions": []}, "functions", "is not supported"),
     ("chat/completions", CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
     ("chat/completions", {"max_tokens": 4}, "messages", "is required"),
     ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1 item"),
     ("chat/completions", CHAT | {"messages": [1]}, "messages.0", "should be an object"),
-    ("chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
+    (
+        "chat/completions",
+        CHAT | {"messages": [{"role": "robot", "content": "a"}]},
+        "messages.0.role",
+        "'system'",
+    ),
     (
         "chat/completions",
         CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages.0.content.0.type",
         "'text'",
     ),
-    ("chat/completions", CHAT | {"max_completion_tokens": 5}, "max_completion_tokens", "differs from max_tokens"),
+    (
+        "chat/completions",
+        CHAT | {"max_completion_tokens": 5},
+        "max_completion_tokens",
+        "differs from max_tokens",
+    ),
     ("chat/completions", CHAT | {"max_tokens": "4"}, "max_tokens", "valid integer"),
     ("chat/completions", CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ("chat/completions", CHAT | {"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -75,7 +100,12 @@ REFUSED = [
         "tool_choice",
         "not among",
     ),
-    ("chat/completions", CHAT | {"tools": [TOOL], "response_format": FORMAT}, "response_format", "can call no tool"),
+    (
+        "chat/completions",
+        CHAT | {"tools": [TOOL], "response_format": FORMAT},
+        "response_format",
+        "can call no tool",
+    ),
     ("chat/completions", CHAT | {"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
     ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format", "'json_schema'"),
     (
@@ -84,17 +114,57 @@ REFUSED = [
         "diffusion.constraint",
         "already",
     ),
-    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 1}, "response_format", "the shortest has"),
-    ("chat/completions", CHAT | {"response_format": ENDLESS}, "response_format.json_schema.not", "cannot be enforced"),
-    ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "the shortest has"),
+    (
+        "chat/completions",
+        CHAT | {"response_format": FORMAT, "max_tokens": 1},
+        "response_format",
+        "the shortest has",
+    ),
+    (
+        "chat/completions",
+        CHAT | {"response_format": ENDLESS},
+        "response_format.json_schema.not",
+        "cannot be enforced",
+    ),
+    (
+        "chat/completions",
+        CHAT | {"tools": [TOOL], "tool_choice": "required"},
+        "tool_choice",
+        "the shortest has",
+    ),
     ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
-    ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is a setting of the server"),
+    (
+        "chat/completions",
+        CHAT | {"diffusion": {"batch_size": 3}},
+        "diffusion.batch_size",
+        "is a setting of the server",
+    ),
     ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps", "9 steps for 4 tokens"),
-    ("chat/completions", CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}}, "diffusion.threshold", "contradict"),
+    (
+        "chat/completions",
+        CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}},
+        "diffusion.threshold",
+        "contradict",
+    ),
     ("chat/completions", CHAT | {"diffusion": {"constraint": {}}}, "diffusion.constraint", "says nothing"),
-    ("chat/completions", CHAT | {"diffusion": {"constraint": {"regex": "("}}}, "diffusion.constraint.regex", "missing )"),
-    ("chat/completions", CHAT | {"diffusion": {"constraint": {"regex": "a{9}"}}}, "diffusion.constraint", "the shortest has 9"),
-    ("chat/completions", CHAT | {"diffusion": {"constraint": {"regex": "a" * 70000}}}, "diffusion.constraint", "server's limit"),
+    (
+        "chat/completions",
+        CHAT | {"diffusion": {"constraint": {"regex": "("}}},
+        "diffusion.constraint.regex",
+        "missing )",
+    ),
+    (
+        "chat/completions",
+        CHAT | {"diffusion": {"constraint": {"regex": "a{9}"}}},
+        "diffusion.constraint",
+        "the shortest has 9",
+    ),
+    (
+        "chat/completions",
+        CHAT | {"diffusion": {"constraint": {"regex": "a" * 70000}}},
+        "diffusion.constraint",
+        "server's limit",
+    ),
     ("chat/completions", CHAT | {"diffusion": {"keys": [1, 2]}}, "diffusion.keys", "2 keys for 1"),
     ("chat/completions", CHAT | {"diffusion": {"block_size": 3}}, "diffusion.block_size", "does not divide"),
     ("chat/completions", CHAT | {"model": "other"}, "model", "the model 'other' does not exist"),
@@ -105,12 +175,37 @@ REFUSED = [
     ("completions", TEXT | {"best_of": 2}, "best_of", "is not supported, except 1"),
     ("completions", TEXT | {"suffix": "b", "echo": True}, "echo", "no meaning"),
     ("completions", TEXT | {"max_tokens": 0}, "max_tokens", "0 tokens are no answer"),
-    ("completions", TEXT | {"max_tokens": 0, "suffix": "b", "echo": True}, "max_tokens", "0 tokens are no answer"),
+    (
+        "completions",
+        TEXT | {"max_tokens": 0, "suffix": "b", "echo": True},
+        "max_tokens",
+        "0 tokens are no answer",
+    ),
     ("completions", TEXT | {"suffix": "b", "prompt": ["a", "b"]}, "prompt", "needs one prompt"),
-    ("edit/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages.0.content", "Mark one region"),
-    ("edit/completions", {"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools", "is not supported. Leave it out."),
-    ("edit/completions", {"messages": [{"role": "system", "content": "a"}]}, "messages", "Give one message of a user, after at most one"),
-    ("edit/completions", {"messages": [{"role": "user", "content": "a"}] * 2}, "messages", "Give one message of a user, after at most one"),
+    (
+        "edit/completions",
+        {"messages": [{"role": "user", "content": "a"}]},
+        "messages.0.content",
+        "Mark one region",
+    ),
+    (
+        "edit/completions",
+        {"messages": [{"role": "user", "content": "a"}], "tools": []},
+        "tools",
+        "is not supported. Leave it out.",
+    ),
+    (
+        "edit/completions",
+        {"messages": [{"role": "system", "content": "a"}]},
+        "messages",
+        "Give one message of a user, after at most one",
+    ),
+    (
+        "edit/completions",
+        {"messages": [{"role": "user", "content": "a"}] * 2},
+        "messages",
+        "Give one message of a user, after at most one",
+    ),
     ("infill", {"text": "ab"}, "text", "has no mask token"),
     ("infill", {}, "text", "give either"),
     ("infill", {"text": "a<gap>b", "lengths": [3]}, "lengths", "are for segments"),
@@ -122,7 +217,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("path, body, param, message", REFUSED, ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    "path, body, param, message", REFUSED, ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)]
+)
 def test_what_is_refused(path, body, param, message, service):
     response = ask(service(), path, **body)
     error = response.json()["error"]
@@ -133,35 +230,65 @@ def test_what_is_refused(path, body, param, message, service):
 
 OTHER_NAMES = [
     ("chat/completions", CHAT | {"max_tokens": 5000}, "max_tokens: 5,000 exceeds"),
-    ("chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens: 5,000 exceeds"),
-    ("chat/completions", CHAT | {"max_tokens": None, "max_completion_tokens": 3000}, "lower max_completion_tokens."),
+    (
+        "chat/completions",
+        {**CHAT, "max_tokens": None, "max_completion_tokens": 5000},
+        "max_completion_tokens: 5,000 exceeds",
+    ),
+    (
+        "chat/completions",
+        CHAT | {"max_tokens": None, "max_completion_tokens": 3000},
+        "lower max_completion_tokens.",
+    ),
     ("chat/completions", CHAT | {"max_tokens": 3000}, "messages: "),
-    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 1}, "response_format: no text that meets it has 1 token"),
+    (
+        "chat/completions",
+        CHAT | {"response_format": FORMAT, "max_tokens": 1},
+        "response_format: no text that meets it has 1 token",
+    ),
     ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps: 9 steps for 4 tokens"),
     ("chat/completions", CHAT | {"diffusion": {"block_size": 3}}, "diffusion.block_size 3: does not divide"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}}, "diffusion.threshold: "),
-    ("completions", TEXT | {"diffusion": {"constraint": {"regex": "a{9}"}}}, "the shortest has 9. Set max_tokens to 9 or more"),
+    (
+        "completions",
+        TEXT | {"diffusion": {"constraint": {"regex": "a{9}"}}},
+        "the shortest has 9. Set max_tokens to 9 or more",
+    ),
     ("completions", TEXT | {"prompt": ["a", "b" * 3000], "n": 2}, "prompt 1: "),
     ("completions", TEXT | {"prompt": "b" * 3000, "n": 2}, "prompt: "),
     ("completions", TEXT | {"suffix": "b" * 3000}, "prompt: "),
     ("infill", {"text": "b" * 3000 + "<|mask|>"}, "text: "),
-    ("infill", {"text": "ab"}, "text: has no mask token. Write <|mask|> for every token to fill in, or <gap> for a gap."),
+    (
+        "infill",
+        {"text": "ab"},
+        "text: has no mask token. Write <|mask|> for every token to fill in, or <gap> for a gap.",
+    ),
     ("infill", {"segments": ["b" * 3000, ""], "lengths": [1]}, "segments: "),
     ("fim/completions", TEXT | {"max_tokens": 5000, "suffix": "b"}, "max_tokens: 5,000 exceeds"),
 ]
-INTERNAL = re.compile(r"max_new_tokens|top_log_probs|length=|--|unmask\.\w+|(?<!diffusion\.)\b(?:block_size|steps):")
+INTERNAL = re.compile(
+    r"max_new_tokens|top_log_probs|length=|--|unmask\.\w+|(?<!diffusion\.)\b(?:block_size|steps):"
+)
 
 
 @pytest.mark.parametrize("path, body, message", OTHER_NAMES)
 def test_an_error_has_the_names_of_the_api(path, body, message, service):
     error = ask(service(), path, **body).json()["error"]
     assert message in error["message"] and not INTERNAL.search(error["message"]), error
-    assert message.startswith(("lower", "the shortest")) or error["message"].split(":")[0].split(" ")[0] == error["param"], error
+    assert (
+        message.startswith(("lower", "the shortest"))
+        or error["message"].split(":")[0].split(" ")[0] == error["param"]
+    ), error
 
 
 def test_a_location_within_a_schema_is_left_as_it_is():
-    error = GenerationError("is wrong", where="tools.0.function.parameters.properties.text", remedy="Use max_tokens")
-    assert error_of(error, CHAT)[1]["error"]["message"] == "tools.0.function.parameters.properties.text: is wrong. Use max_tokens."
+    error = GenerationError(
+        "is wrong", where="tools.0.function.parameters.properties.text", remedy="Use max_tokens"
+    )
+    assert (
+        error_of(error, CHAT)[1]["error"]["message"]
+        == "tools.0.function.parameters.properties.text: is wrong. Use max_tokens."
+    )
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
@@ -171,7 +298,14 @@ def test_a_body_that_is_not_said_to_be_json_is_told_so(content, kind, service):
     assert "Content-Type: application/json" in error["message"] and error["param"] is None
 
 
-NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "modalities": ["text"], "stop": None}
+NEUTRAL = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "store": False,
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "stop": None,
+}
 
 
 def test_what_changes_nothing_is_accepted(service):
@@ -193,7 +327,10 @@ def test_what_changes_nothing_is_accepted(service):
         (b'"\\ud800"', ""),
         (b"[" * 100_000, "nested deeper than 64 levels"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "a number has too many digits"),
-        (b'{"prompt": "a", "' + b"x" * 300 + b'": 1}', "xxxxxxxxxxxxxxxxxxxx...: has more than 256 characters"),
+        (
+            b'{"prompt": "a", "' + b"x" * 300 + b'": 1}',
+            "xxxxxxxxxxxxxxxxxxxx...: has more than 256 characters",
+        ),
         (b'{"prompt": "a", "model": "' + b"x" * 300 + b'"}', "model: has more than 256 characters"),
         (b"null", ""),
     ],
@@ -203,7 +340,10 @@ def test_a_body_that_is_no_request(body, message, service):
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("more", [{"diffusion": {"x" * 9000: 1}}, {"response_format": {"type": "x" * 9000}}, {"user": {"a": "x" * 9000}}])
+@pytest.mark.parametrize(
+    "more",
+    [{"diffusion": {"x" * 9000: 1}}, {"response_format": {"type": "x" * 9000}}, {"user": {"a": "x" * 9000}}],
+)
 def test_no_error_is_as_long_as_the_text_that_it_quotes(more, service):
     response = ask(service(), "chat/completions", **CHAT | more)
     assert response.status_code == 400 and len(response.text) < 5000
@@ -217,7 +357,13 @@ def test_no_error_is_as_long_as_the_text_that_it_quotes(more, service):
         ("completions", lambda text: TEXT | {text: 1}),
         ("completions", lambda text: TEXT | {"model": text}),
         ("completions", lambda text: TEXT | {"diffusion": {"constraint": {"json_schema": {"enum": [text]}}}}),
-        ("chat/completions", lambda text: CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {text: text}}}]}),
+        (
+            "chat/completions",
+            lambda text: (
+                CHAT
+                | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {text: text}}}]}
+            ),
+        ),
         ("chat/completions", lambda text: CHAT | {"logit_bias": {text: 1}}),
     ],
 )
@@ -238,14 +384,30 @@ DEEP = [
     (
         {
             "messages": [
-                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": f'{{"a": {nested(300)}}}'}}]}
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "c", "function": {"name": "f", "arguments": f'{{"a": {nested(300)}}}'}}
+                    ],
+                }
             ]
         },
         "messages.tool_calls.function.arguments",
     ),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"a": nested(300)}}}}, "response_format"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"a": nested(300)}},
+            }
+        },
+        "response_format",
+    ),
     ({"diffusion": {"constraint": {"json_schema": {"a": nested(300)}}}}, "diffusion"),
-    ({"diffusion": {"constraint": {"json_schema": f'{{"a": {nested(300)}}}'}}}, "diffusion.constraint.json_schema"),
+    (
+        {"diffusion": {"constraint": {"json_schema": f'{{"a": {nested(300)}}}'}}},
+        "diffusion.constraint.json_schema",
+    ),
     ({"diffusion": {"constraint": {"json_schema": "[" * 50_000}}}, "diffusion.constraint.json_schema"),
     ({"user": nested(300)}, "user"),
 ]
@@ -274,8 +436,13 @@ def test_what_is_too_much_is_refused_before_it_is_encoded(path, body, param, ser
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
-@pytest.mark.parametrize("path, body", [("completions", {"prompt": "a" * 60, "max_tokens": 5}), ("infill", {"text": "a" * 65 + "<gap>b"})])
-def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_context(path, body, service, monkeypatch):
+@pytest.mark.parametrize(
+    "path, body",
+    [("completions", {"prompt": "a" * 60, "max_tokens": 5}), ("infill", {"text": "a" * 65 + "<gap>b"})],
+)
+def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_context(
+    path, body, service, monkeypatch
+):
     assert ask(service(), path, Limits(length=64), **body).status_code == 200
     monkeypatch.setattr(DiffusionLM, "context_length", None)
     response = ask(service(), path, Limits(length=64), **body)
@@ -318,8 +485,19 @@ def test_of_many_errors_in_a_body_few_are_told(request_type, body):
         {"diffusion": {"constraint": {"regex": "a{4}", "json": None, "depth": None}}},
         {"diffusion": {"revise": {"by": None}}},
         {"stream_options": {"include_usage": None}, "diffusion": None},
-        {"messages": [{"role": "user", "content": "a", "tool_calls": None, "annotations": None, "name": None}]},
-        {"tools": [{"type": "function", "function": {"name": "f", "description": None, "strict": None, "parameters": None}}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a", "tool_calls": None, "annotations": None, "name": None}
+            ]
+        },
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": None, "strict": None, "parameters": None},
+                }
+            ]
+        },
     ],
 )
 def test_null_is_the_same_as_leaving_a_field_out(more, service):
@@ -340,7 +518,9 @@ def test_no_answer_names_a_path(service, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     monkeypatch.setattr(tokenizer, "name_or_path", "/secret/folder")
     response = ask(service(), "chat/completions", **CHAT)
-    assert response.status_code == 400 and "no chat template" in response.text and "/secret" not in response.text
+    assert (
+        response.status_code == 400 and "no chat template" in response.text and "/secret" not in response.text
+    )
 
 
 def test_a_full_queue_says_when_to_come_back(service, monkeypatch):
@@ -357,7 +537,10 @@ def test_a_full_queue_says_when_to_come_back(service, monkeypatch):
 def test_other_weights():
     with running(make_model()) as scheduler:
         asyncio.run(scheduler.replace_weights("tiny", lambda: None, "step-3"))
-        assert answer(scheduler, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
+        assert (
+            answer(scheduler, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"]
+            == "step-3"
+        )
         response = ask(scheduler, "completions", **TEXT, diffusion={"version": "step-4"})
     assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
 
@@ -395,7 +578,11 @@ def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more, param", [({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"response_format": FORMAT}, "response_format")]
+    "more, param",
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"response_format": FORMAT}, "response_format"),
+    ],
 )
 def test_a_constraint_that_is_too_large_is_named_as_it_was_given(more, param, service):
     response = ask(service(), "chat/completions", Limits(schema_bytes=100), **CHAT | more)
@@ -432,7 +619,12 @@ def test_limits_of_the_server(service):
     ):
         response = ask(service(), "completions", limits, **TEXT | more)
         assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-    assert ask(service(), "completions", limits, prompt="a", max_tokens=8, n=2, diffusion={"steps": 4}).status_code == 200
+    assert (
+        ask(
+            service(), "completions", limits, prompt="a", max_tokens=8, n=2, diffusion={"steps": 4}
+        ).status_code
+        == 200
+    )
 
 
 def test_time_limits_and_priorities_reach_the_scheduler(service, monkeypatch):

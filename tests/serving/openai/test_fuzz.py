@@ -1,4 +1,5 @@
-"""Requests that are nearly right, and requests from the schema of the API: each is answered or refused, and the service still works."""
+"""Requests that are nearly right, and requests from the schema of the API: each is answered or refused, and
+the service still works."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ import hypothesis
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 import unmask
 from tests.helpers import resident_memory
@@ -34,29 +39,67 @@ CHECKS = [status_code_conformance, content_type_conformance, response_schema_con
 MODES = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
 GROWTH = 50 * 2**20  # bytes of memory that requests may leave behind, however many
 PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
-COMMON = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 1, "n": 1, "stop": ["x"], "logit_bias": {"5": -100}, "stream": False}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+COMMON = {
+    "max_tokens": 4,
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "seed": 1,
+    "n": 1,
+    "stop": ["x"],
+    "logit_bias": {"5": -100},
+    "stream": False,
+}
 COMMON |= {
     "stream_options": {"include_usage": True},
     "user": "u",
     "diffusion": {"steps": 2, "policy": "entropy", "trace": True, "top_k": 3},
 }
-CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 BODIES = {
     "chat/completions": [
         COMMON | {"messages": [{"role": "user", "content": "a"}], "logprobs": True},
-        COMMON | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, CALLED, {"role": "tool", "content": "1"}]},
-        {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "tool_choice": "required", "max_tokens": 80},
+        COMMON
+        | {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                CALLED,
+                {"role": "tool", "content": "1"},
+            ]
+        },
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "max_tokens": 80,
+        },
         {
             "messages": [{"role": "user", "content": "a"}],
             "max_tokens": 40,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": TOOL["function"]["parameters"]}},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": TOOL["function"]["parameters"]},
+            },
         },
     ],
-    "completions": [COMMON | {"prompt": "ab", "echo": True, "logprobs": 0}, COMMON | {"prompt": [[4, 5], [6]]}],
+    "completions": [
+        COMMON | {"prompt": "ab", "echo": True, "logprobs": 0},
+        COMMON | {"prompt": [[4, 5], [6]]},
+    ],
     "fim/completions": [COMMON | {"prompt": "ab", "suffix": "cd", "diffusion": {"length": "exact"}}],
-    "edit/completions": [{"messages": [{"role": "user", "content": "<|code_to_edit|>a<|/code_to_edit|>"}], "max_tokens": 4}],
-    "infill": [{"text": "ab<gap>cd", "max_gap": 3}, {"segments": ["a", "b", "c"], "lengths": [2, None], "max_gap": 2}],
+    "edit/completions": [
+        {"messages": [{"role": "user", "content": "<|code_to_edit|>a<|/code_to_edit|>"}], "max_tokens": 4}
+    ],
+    "infill": [
+        {"text": "ab<gap>cd", "max_gap": 3},
+        {"segments": ["a", "b", "c"], "lengths": [2, None], "max_gap": 2},
+    ],
 }
 VALUES: list[Any] = [
     None,
@@ -118,9 +161,13 @@ def mutated(draw: random.Random, body: dict[str, Any]) -> Any:
             case "remove":
                 del parent[last]
             case "add" if isinstance(parent, dict):
-                parent[draw.choice(["x", "top_logprobs", "model", "diffusion", "stream", "response_format"])] = draw.choice(VALUES)
+                parent[
+                    draw.choice(["x", "top_logprobs", "model", "diffusion", "stream", "response_format"])
+                ] = draw.choice(VALUES)
             case "setting" if isinstance(body.get("diffusion", {}), dict):
-                body.setdefault("diffusion", {})[draw.choice([*DiffusionSettings.model_fields])] = copy.deepcopy(draw.choice(VALUES))
+                body.setdefault("diffusion", {})[draw.choice([*DiffusionSettings.model_fields])] = (
+                    copy.deepcopy(draw.choice(VALUES))
+                )
     return body
 
 
@@ -147,7 +194,11 @@ async def survive(draw: random.Random, schedulers: list[Scheduler], count: int) 
 
 @pytest.mark.parametrize(
     "count, growth",
-    [(150, None), pytest.param(3000, None, marks=pytest.mark.slow), pytest.param(40_000, GROWTH, marks=pytest.mark.nightly)],
+    [
+        (150, None),
+        pytest.param(3000, None, marks=pytest.mark.slow),
+        pytest.param(40_000, GROWTH, marks=pytest.mark.nightly),
+    ],
 )
 def test_mutated_bodies_are_answered_or_refused(count, growth, service):
     schedulers, draw = [service(*pattern) for pattern in PATTERNS], random.Random(count)
@@ -159,7 +210,10 @@ def test_mutated_bodies_are_answered_or_refused(count, growth, service):
     for pattern, scheduler in zip(PATTERNS, schedulers, strict=True):
         assert idle(scheduler) and scheduler.healthy
         [choice] = answer(scheduler, "completions", prompt="ab", max_tokens=5, seed=1)["choices"]
-        assert choice["text"] == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+        assert (
+            choice["text"]
+            == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+        )
 
 
 REPEATED = [
@@ -185,7 +239,10 @@ UNNAMED: dict[str, list[tuple]] = {
     "chat/completions": [
         *(("diffusion", "constraint", name) for name in ("regex", "grammar", "json_schema")),
         *(("messages", 0, name) for name in ("name", "tool_call_id", "role")),
-        *(("tools", 0, "function", "parameters", "properties", "a", name) for name in ("pattern", "$ref", "format", "const", "type")),
+        *(
+            ("tools", 0, "function", "parameters", "properties", "a", name)
+            for name in ("pattern", "$ref", "format", "const", "type")
+        ),
         *(("diffusion", "version"), ("tool_choice",), ("logit_bias",), ("response_format", "type"), ("x",)),
     ],
     "completions": [("suffix",), ("diffusion", "stream"), ("stop",), ("diffusion", "constraint", "choice")],
@@ -206,15 +263,28 @@ def put(body: Any, path: tuple, value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "size, count",
-    [(30_000, 60), pytest.param(60_000, 400, marks=pytest.mark.slow), pytest.param(400_000, 4000, marks=pytest.mark.nightly)],
+    [
+        (30_000, 60),
+        pytest.param(60_000, 400, marks=pytest.mark.slow),
+        pytest.param(400_000, 4000, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_long_text_in_any_field_takes_a_time_that_its_length_bounds(size, count, service):
-    """With a log of requests, which masks secrets. Where the time grew with the square of the length, 60,000 took 10 seconds and more."""
-    draw, app, slow = random.Random(count), make_app(service(), AppSettings(Limits(compile_seconds=3), log_requests=True)), {}
+    """With a log of requests, which masks secrets. Where the time grew with the square of the length, 60,000
+    took 10 seconds and more."""
+    draw, app, slow = (
+        random.Random(count),
+        make_app(service(), AppSettings(Limits(compile_seconds=3), log_requests=True)),
+        {},
+    )
     asked = []
-    for route, body in ((route, {"model": "tiny", **body}) for route, bodies in BODIES.items() for body in bodies):
+    for route, body in (
+        (route, {"model": "tiny", **body}) for route, bodies in BODIES.items() for body in bodies
+    ):
         unnamed = [place for place in UNNAMED.get(route, []) if place[0] != "tools" or "tools" in body]
-        asked += [(route, body, place, unit) for place in [*places(body), *unnamed] if place for unit in REPEATED]
+        asked += [
+            (route, body, place, unit) for place in [*places(body), *unnamed] if place for unit in REPEATED
+        ]
     for route, body, place, unit in draw.sample(asked, min(count, len(asked))):
         begin = time.process_time()
         response = asyncio.run(post(app, route, put(body, place, unit * (size // len(unit)))))
@@ -225,13 +295,15 @@ def test_a_long_text_in_any_field_takes_a_time_that_its_length_bounds(size, coun
 
 
 def narrowed(schema: Any) -> Any:
-    """The schema of an API for requests of which some are answered: they name the model, and numbers that may be large are small. `default`
-    would allow every status."""
+    """The schema of an API for requests of which some are answered: they name the model, and numbers that may
+    be large are small. `default` would allow every status."""
     if isinstance(schema, list):
         return [narrowed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    within = {name: narrowed(each) for name, each in schema.items() if name != "default" or "401" not in schema}
+    within = {
+        name: narrowed(each) for name, each in schema.items() if name != "default" or "401" not in schema
+    }
     if within.get("maximum") == 2**31:
         within["maximum"] = 8
     if "model" in within.get("properties", {}):
@@ -240,15 +312,21 @@ def narrowed(schema: Any) -> Any:
 
 
 def send(url: str, count: int, seed: int) -> Counter[int]:
-    """The statuses of so many requests to each operation of a server's schema that fit it, and of as many that do not. They are documented,
-    and the answers fit the schema."""
+    """The statuses of so many requests to each operation of a server's schema that fit it, and of as many
+    that do not. They are documented, and the answers fit the schema."""
     schema = schemathesis.openapi.from_dict(narrowed(http_get(f"{url}/openapi.json").json()))
     phases, statuses = [Phase.generate, Phase.shrink], Counter[int]()
     for operation in (found.ok() for found in schema.get_all_operations()):
         for mode in MODES if operation.body else MODES[:1]:  # any path is one
 
             @hypothesis.seed(seed)
-            @hypothesis.settings(max_examples=count, database=None, deadline=None, phases=phases, suppress_health_check=[*HealthCheck])
+            @hypothesis.settings(
+                max_examples=count,
+                database=None,
+                deadline=None,
+                phases=phases,
+                suppress_health_check=[*HealthCheck],
+            )
             @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case) -> None:
                 response = case.call(base_url=url)
@@ -271,7 +349,8 @@ def test_requests_from_the_schema_of_the_api_are_answered_as_it_says():
 
 @pytest.mark.nightly
 def test_ten_thousand_requests_from_the_schema_leave_nothing_behind(tmp_path):
-    """In a server of its own, since the tests remember what they send. The first third fills what is kept of constraints, up to a bound."""
+    """In a server of its own, since the tests remember what they send. The first third fills what is kept of
+    constraints, up to a bound."""
     make_model().save(tmp_path / "tiny")
     words = ["--dtype", "float64", "--max-tokens", 8, "--max-answers", 2, "--queue-size", 4]
     statuses, memory = Counter[int](), []
@@ -287,4 +366,6 @@ def check_answer(url: str) -> None:
     """That a server answers as before."""
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 5, "seed": 1}
     [choice] = http_post(f"{url}/v1/completions", json=body).json()["choices"]
-    assert choice["text"] == unmask.generate(model(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+    assert (
+        choice["text"] == unmask.generate(model(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+    )

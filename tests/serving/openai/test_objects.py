@@ -1,4 +1,5 @@
-"""Answers of every route, against the schema that the server itself gives of them (`/openapi.json`); streams carry the same objects."""
+"""Answers of every route, against the schema that the server itself gives of them (`/openapi.json`); streams
+carry the same objects."""
 
 from __future__ import annotations
 
@@ -15,20 +16,47 @@ from unmask.serving.app import AppSettings
 
 MESSAGES = [{"role": "user", "content": "Is it raining in Oslo?"}]
 EDIT = [{"role": "user", "content": "<|code_to_edit|>\ny<|/code_to_edit|>"}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "boolean"}}}},
+}
 SAMPLED = {"max_tokens": 8, "temperature": 1.0, "seed": 3}
 BLOCKS, BOTH_SIDES = ("block_causal", 4), ("bidirectional", None)
 ANSWERS: list[tuple[tuple[str, int | None], str, dict[str, Any]]] = [
     (BLOCKS, "chat/completions", SAMPLED | {"messages": MESSAGES, "n": 2}),
-    (BLOCKS, "chat/completions", SAMPLED | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "diffusion": {"trace": True}}),
-    (BLOCKS, "chat/completions", SAMPLED | {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "max_tokens": 80}),
+    (
+        BLOCKS,
+        "chat/completions",
+        SAMPLED | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "diffusion": {"trace": True}},
+    ),
+    (
+        BLOCKS,
+        "chat/completions",
+        SAMPLED | {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "max_tokens": 80},
+    ),
     (BLOCKS, "completions", SAMPLED | {"prompt": ["a", "b"], "logprobs": 0, "echo": True}),
-    (BLOCKS, "completions", SAMPLED | {"prompt": "a", "logprobs": 2, "diffusion": {"trace": True, "steps": 4}}),
-    (BLOCKS, "completions", {"prompt": "a", "max_tokens": 24, "stop": [*"aeiou "], "temperature": 5.0, "seed": 1}),
+    (
+        BLOCKS,
+        "completions",
+        SAMPLED | {"prompt": "a", "logprobs": 2, "diffusion": {"trace": True, "steps": 4}},
+    ),
+    (
+        BLOCKS,
+        "completions",
+        {"prompt": "a", "max_tokens": 24, "stop": [*"aeiou "], "temperature": 5.0, "seed": 1},
+    ),
     (BOTH_SIDES, "completions", SAMPLED | {"prompt": "a", "suffix": "b"}),
-    (BOTH_SIDES, "fim/completions", SAMPLED | {"prompt": "a", "suffix": "b", "diffusion": {"length": "exact"}}),
+    (
+        BOTH_SIDES,
+        "fim/completions",
+        SAMPLED | {"prompt": "a", "suffix": "b", "diffusion": {"length": "exact"}},
+    ),
     (BOTH_SIDES, "infill", {"text": "ab<gap>cd<gap>e", "max_gap": 3, "seed": 1}),
-    (BOTH_SIDES, "infill", {"segments": ["a", "b", ""], "lengths": [2, 3], "n": 2, "seed": 1, "diffusion": {"trace": True}}),
+    (
+        BOTH_SIDES,
+        "infill",
+        {"segments": ["a", "b", ""], "lengths": [2, 3], "n": 2, "seed": 1, "diffusion": {"trace": True}},
+    ),
     (BLOCKS, "edit/completions", SAMPLED | {"messages": EDIT}),
 ]
 
@@ -47,7 +75,9 @@ def check(api: dict[str, Any], path: str, method: str, status: int, content: Any
     """Raise ValidationError unless the answer is what the schema of the API says."""
     responses = api["paths"][path][method]["responses"]
     schema = responses.get(str(status), responses.get("default"))["content"]["application/json"]["schema"]
-    jsonschema.validate(content, {"components": closed(api["components"]), **schema}, jsonschema.Draft202012Validator)
+    jsonschema.validate(
+        content, {"components": closed(api["components"]), **schema}, jsonschema.Draft202012Validator
+    )
 
 
 def whole(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -59,10 +89,16 @@ def whole(chunks: list[dict[str, Any]]) -> dict[str, Any]:
             choice = choices.setdefault(piece["index"], {"index": piece["index"]})
             delta = piece.pop("delta", {})
             if calls := delta.pop("tool_calls", []):
-                choice.setdefault("tool_calls", []).extend({k: v for k, v in call.items() if k != "index"} for call in calls)
+                choice.setdefault("tool_calls", []).extend(
+                    {k: v for k, v in call.items() if k != "index"} for call in calls
+                )
             for name in ("text", "content"):
                 choice[name] = choice.get(name, "") + (piece.pop(name, None) or delta.pop(name, None) or "")
-            choice |= {name: value for name, value in {**piece, **delta}.items() if value is not None or name not in choice}
+            choice |= {
+                name: value
+                for name, value in {**piece, **delta}.items()
+                if value is not None or name not in choice
+            }
             choice |= {"diffusion": chunk["diffusion"]} if chunk.get("diffusion") else {}
     return {**usage, "choices": [choices[index] for index in sorted(choices)]}
 
@@ -78,7 +114,8 @@ def as_streamed(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to the same request share: neither ids nor times, nor facts that only frames or traces carry."""
+    """What two answers to the same request share: neither ids nor times, nor facts that only frames or traces
+    carry."""
     answer = {name: value for name, value in answer.items() if name not in ("id", "created", "object")}
     for choice in answer["choices"]:
         choice.pop("diffusion", None)
@@ -87,13 +124,17 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("pattern, path, body", ANSWERS, ids=[f"{number}-{path}" for number, (_, path, _) in enumerate(ANSWERS)])
+@pytest.mark.parametrize(
+    "pattern, path, body", ANSWERS, ids=[f"{number}-{path}" for number, (_, path, _) in enumerate(ANSWERS)]
+)
 def test_answers_are_as_the_schema_says_whole_and_streamed(pattern, path, body, service):
     scheduler = service(*pattern)
     api = get(scheduler, "/openapi.json").json()
     found = answer(scheduler, path, **body)
     check(api, f"/v1/{path}", "post", 200, found)
-    assert found["model"] == "tiny" and [choice["index"] for choice in found["choices"]] == [*range(len(found["choices"]))]
+    assert found["model"] == "tiny" and [choice["index"] for choice in found["choices"]] == [
+        *range(len(found["choices"]))
+    ]
     chunks = stream(scheduler, path, **body, stream_options={"include_usage": True})
     head = {name: chunks[0][name] for name in ("id", "created", "model", "system_fingerprint", "object")}
     assert all(chunk.items() >= head.items() for chunk in chunks)

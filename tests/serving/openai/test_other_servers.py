@@ -1,5 +1,5 @@
-"""A client of this server, with another one in its place: answers as SGLang, LMDeploy and vLLM write them on the wire, recorded from their
-protocols. (A real vLLM is in tests/generation/remote.)"""
+"""A client of this server, with another one in its place: answers as SGLang, LMDeploy and vLLM write them on
+the wire, recorded from their protocols. (A real vLLM is in tests/generation/remote.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.serving.servers import served
 WORDS = ["It ", "rains", "."]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 SEEN = [("It ", -0.5), ("rains", -1.25), (".", -0.25)]
-CONTENT = [{"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []} for token, value in SEEN]
+CONTENT = [
+    {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+    for token, value in SEEN
+]
 OF: dict[str, dict[str, dict[str, Any]]] = {
     "SGLang": {
         "head": {"id": "5f8c0b4b5d0c4e6f9a3c7d21b8f4e602", "created": 1764160000, "model": "runs/sdar"},
@@ -40,9 +43,21 @@ OF: dict[str, dict[str, dict[str, Any]]] = {
     },
     "vLLM": {
         "head": {"id": "chatcmpl-7d3d1f1a", "created": 1764160000, "model": "runs/served"},
-        "whole": {"service_tier": None, "system_fingerprint": None, "prompt_logprobs": None, "kv_transfer_params": None},
+        "whole": {
+            "service_tier": None,
+            "system_fingerprint": None,
+            "prompt_logprobs": None,
+            "kv_transfer_params": None,
+        },
         "usage": {**USAGE, "prompt_tokens_details": None},
-        "message": {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": [], "reasoning": None},
+        "message": {
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [],
+            "reasoning": None,
+        },
         "delta": {},
         "choice": {"stop_reason": None, "token_ids": None},
         "going on": {"stop_reason": None, "token_ids": None},
@@ -54,8 +69,20 @@ def whole(name: str) -> dict[str, Any]:
     """An answer to messages."""
     of = OF[name]
     message = {"role": "assistant", "content": "".join(WORDS), **of["message"]}
-    choice = {"index": 0, "message": message, "logprobs": {"content": CONTENT}, "finish_reason": "stop", **of["choice"]}
-    return {**of["head"], "object": "chat.completion", "choices": [choice], "usage": of["usage"], **of["whole"]}
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": {"content": CONTENT},
+        "finish_reason": "stop",
+        **of["choice"],
+    }
+    return {
+        **of["head"],
+        "object": "chat.completion",
+        "choices": [choice],
+        "usage": of["usage"],
+        **of["whole"],
+    }
 
 
 def chunks(name: str) -> list[dict[str, Any]]:
@@ -64,11 +91,23 @@ def chunks(name: str) -> list[dict[str, Any]]:
 
     def chunk(delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
         more = of["choice"] if finish else of["going on"]
-        return {"index": 0, "delta": {**of["delta"], **delta}, "logprobs": None, "finish_reason": finish, **more}
+        return {
+            "index": 0,
+            "delta": {**of["delta"], **delta},
+            "logprobs": None,
+            "finish_reason": finish,
+            **more,
+        }
 
-    deltas = [chunk({"role": "assistant", "content": ""}, None), *(chunk({"content": word}, None) for word in WORDS), chunk({}, "stop")]
+    deltas = [
+        chunk({"role": "assistant", "content": ""}, None),
+        *(chunk({"content": word}, None) for word in WORDS),
+        chunk({}, "stop"),
+    ]
     head = {**of["head"], "object": "chat.completion.chunk"}
-    return [{**head, "choices": [delta]} for delta in deltas] + [{**head, "choices": [], "usage": of["usage"]}]
+    return [{**head, "choices": [delta]} for delta in deltas] + [
+        {**head, "choices": [], "usage": of["usage"]}
+    ]
 
 
 def replaying(name: str, bodies: list[dict[str, Any]]) -> AbstractContextManager[str]:
@@ -88,7 +127,9 @@ def ask(url: str, model: str) -> dict[str, Any]:
     fields |= {"max_tokens": 12, "temperature": 0, "seed": 3}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(**fields, logprobs=True)
-        stream = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+        stream = list(
+            client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+        )
     [choice], parts = answer.choices, [part for each in stream for part in each.choices]
     assert choice.logprobs is not None and choice.logprobs.content is not None and answer.usage is not None
     *_, last = stream
@@ -98,7 +139,10 @@ def ask(url: str, model: str) -> dict[str, Any]:
         "streamed": "".join(part.delta.content or "" for part in parts),
         "finish": (choice.finish_reason, parts[-1].finish_reason),
         "tokens": [(each.token, each.logprob) for each in choice.logprobs.content],
-        "calls": [choice.message.tool_calls or [], [call for part in parts for call in part.delta.tool_calls or []]],
+        "calls": [
+            choice.message.tool_calls or [],
+            [call for part in parts for call in part.delta.tool_calls or []],
+        ],
         "total": answer.usage.total_tokens - answer.usage.prompt_tokens - answer.usage.completion_tokens,
     }
 
@@ -125,5 +169,9 @@ def test_another_server_takes_its_place(name: str) -> None:
 def test_the_same_client_reads_this_server() -> None:
     with served(make_model()) as url:
         read = ask(url, "tiny")
-    assert read["streamed"] == read["text"] == "".join(token for token, _ in read["tokens"] if token != tiny().tokenizer.eos_token)
+    assert (
+        read["streamed"]
+        == read["text"]
+        == "".join(token for token, _ in read["tokens"] if token != tiny().tokenizer.eos_token)
+    )
     assert read["finish"][0] == read["finish"][1] and read["calls"] == [[], []] and read["total"] == 0

@@ -20,7 +20,8 @@ LLAMA = CallFormat("", "", "parameters")
 MISTRAL = CallFormat("[", "]", "arguments")
 TEMPLATE = (
     "{{{{ tools | tojson if tools }}}}{{% for message in messages %}}{{{{ message.content }}}}"
-    "{{% for call in message.tool_calls or [] %}}{}{{% endfor %}}{{{{ eos_token if message.role == 'assistant' }}}}{{% endfor %}}"
+    "{{% for call in message.tool_calls or [] %}}{}{{% endfor %}}{{{{ eos_token if message.role == "
+    "'assistant' }}}}{{% endfor %}}"
 )
 
 
@@ -44,20 +45,40 @@ TEXTS = [
     (HERMES, f"I add.\n{ONE}\n{ONE}", ["I add.\n", ("add", '{"a": 1}'), ("add", '{"a": 1}')]),
     (HERMES, f"{ONE}  and then", [("add", '{"a": 1}'), "and then"]),
     (HERMES, "<tool_call>{}</tool_call> no", ["<tool_call>{}</tool_call> no"]),
-    (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>', ['<tool_call>{"name": "other", "arguments": {}}</tool_call>']),
+    (
+        HERMES,
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        ['<tool_call>{"name": "other", "arguments": {}}</tool_call>'],
+    ),
     (HERMES, '<tool_call>{"name": "add", "argum', ['<tool_call>{"name": "add", "argum']),
-    (HERMES, "<tool_call>not JSON</tool_call>" + ONE, ["<tool_call>not JSON</tool_call>", ("add", '{"a": 1}')]),
+    (
+        HERMES,
+        "<tool_call>not JSON</tool_call>" + ONE,
+        ["<tool_call>not JSON</tool_call>", ("add", '{"a": 1}')],
+    ),
     (HERMES, "a < b, <tool", ["a < b, <tool"]),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [("f", "{}")]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": {"t": "é</tool_call>"}}</tool_call>', [("f", '{"t": "é</tool_call>"}')]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"t": "é</tool_call>"}}</tool_call>',
+        [("f", '{"t": "é</tool_call>"}')],
+    ),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [("f", '{"a": 1}')]),
-    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ['<tool_call>{"name": "f", "arguments": [1]}</tool_call>']),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        ['<tool_call>{"name": "f", "arguments": [1]}</tool_call>'],
+    ),
     (LLAMA, '{"name": "f", "parameters": {}}', [("f", "{}")]),
     (LLAMA, '{"name": "f"}', [("f", "{}")]),
-    (LLAMA, ' {"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}', [" ", ("f", "{}"), '; {"name": "f", "parameters": {}}']),
+    (
+        LLAMA,
+        ' {"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}',
+        [" ", ("f", "{}"), '; {"name": "f", "parameters": {}}'],
+    ),
     (LLAMA, 'so {"name": "f", "parameters": {}}', ['so {"name": "f", "parameters": {}}']),
     (MISTRAL, '[{"name": "f", "arguments": {}}]', [("f", "{}")]),
     (MISTRAL, '[{"name": "f", "arguments": {}}, 1]', ['[{"name": "f", "arguments": {}}, 1]']),
@@ -94,7 +115,10 @@ def test_a_call_in_many_pieces_is_not_parsed_again_at_each(written, closed, monk
 
 
 def test_what_cannot_become_a_call_is_released_before_its_end():
-    reader, text = CallReader(HERMES, ["add"]), '<tool_call>{"name": "add", oops, no call at all, and much more text that is content'
+    reader, text = (
+        CallReader(HERMES, ["add"]),
+        '<tool_call>{"name": "add", oops, no call at all, and much more text that is content',
+    )
     released = "".join(piece for character in text for piece in reader.read(character, done=False))
     assert len(released) > len(text) - 8
 
@@ -106,12 +130,27 @@ def test_without_parallel_calls_the_text_ends_with_the_first():
 @pytest.mark.parametrize(
     "written, expected",
     [
-        ('<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>', HERMES),
+        (
+            (
+                '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments '
+                "| tojson }}}\n</tool_call>"
+            ),
+            HERMES,
+        ),
         ('{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}', LLAMA),
-        ('[{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "x"}]', MISTRAL),
+        (
+            (
+                '[{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson '
+                '}}, "id": "x"}]'
+            ),
+            MISTRAL,
+        ),
         ("<call:{{ call.function.name }}>{{ call.function.arguments | tojson }}", HERMES),
         (
-            "{{ bos_token }}CALL {{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+            (
+                "{{ bos_token }}CALL {{ {'name': call.function.name, 'arguments': call.function.arguments} "
+                "| tojson }}"
+            ),
             CallFormat("CALL ", "", "arguments"),
         ),
     ],
@@ -132,7 +171,16 @@ def test_a_template_that_renders_no_tools_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments, read",
-    [("", {}), (" \n", {}), ("null", {}), ("{}", {}), ('{"a": null}', {"a": None}), ("[1]", "[1]"), ('{"a"', '{"a"'), (None, {})],
+    [
+        ("", {}),
+        (" \n", {}),
+        ("null", {}),
+        ("{}", {}),
+        ('{"a": null}', {"a": None}),
+        ("[1]", "[1]"),
+        ('{"a"', '{"a"'),
+        (None, {}),
+    ],
 )
 def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments, read):
     given = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}

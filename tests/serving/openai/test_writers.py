@@ -33,7 +33,10 @@ def make_lm(kind: str, attention: str = "block_causal") -> DiffusionLM:
     lm = make_random(made, attention, 4 if attention == "block_causal" else None)
     names = made.convert_ids_to_tokens(list(range(len(made))))
     bias_V = torch.tensor(
-        [-50.0 if (name or "").startswith("<0x") or "\ufffd" in made.decode([n]) else 0.0 for n, name in enumerate(names)]
+        [
+            -50.0 if (name or "").startswith("<0x") or "\ufffd" in made.decode([n]) else 0.0
+            for n, name in enumerate(names)
+        ]
     )
     head = lm.model.get_output_embeddings()
     head.bias = torch.nn.Parameter(bias_V.to(head.weight), requires_grad=False)
@@ -49,28 +52,47 @@ def serving():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_bytes_of_logprobs_are_the_text(kind, serving):
-    asked = {"messages": [{"role": "user", "content": "Once upon"}], "logprobs": True, "top_logprobs": 5, **SAMPLED}
+    asked = {
+        "messages": [{"role": "user", "content": "Once upon"}],
+        "logprobs": True,
+        "top_logprobs": 5,
+        **SAMPLED,
+    }
     choice = answer(serving(kind), "chat/completions", **asked)["choices"][0]
     content = choice["logprobs"]["content"]
-    assert bytes(byte for each in content for byte in each["bytes"]).decode() == choice["message"]["content"] != ""
+    assert (
+        bytes(byte for each in content for byte in each["bytes"]).decode()
+        == choice["message"]["content"]
+        != ""
+    )
     for each in content:  # the same token has the same bytes among the likeliest
-        assert all(top["bytes"] == each["bytes"] for top in each["top_logprobs"] if top["token"] == each["token"])
+        assert all(
+            top["bytes"] == each["bytes"] for top in each["top_logprobs"] if top["token"] == each["token"]
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", ["Once upon a time", [2], "Once \u732b"])
 def test_joined_tokens_are_the_text(kind, prompt, serving):
-    choice = answer(serving(kind), "completions", prompt=prompt, logprobs=4, echo=True, **SAMPLED)["choices"][0]
+    choice = answer(serving(kind), "completions", prompt=prompt, logprobs=4, echo=True, **SAMPLED)["choices"][
+        0
+    ]
     logprobs, text = choice["logprobs"], choice["text"]
     special = tokenizer(kind).all_special_tokens
     ids = encode_prompt(tokenizer(kind), prompt)
     read = text_after(tokenizer(kind), [], ids)  # WordPiece reads small letters
     echo = prompt if isinstance(prompt, str) else read
-    assert text.startswith(echo) and b"".join(written(token, special) for token in logprobs["tokens"]).decode() == read + text[len(echo) :]
+    assert (
+        text.startswith(echo)
+        and b"".join(written(token, special) for token in logprobs["tokens"]).decode()
+        == read + text[len(echo) :]
+    )
     for at, (token, offset) in enumerate(zip(logprobs["tokens"], logprobs["text_offset"], strict=True)):
         whole = read if at < len(ids) else text
         assert token.startswith("bytes:") or whole.startswith(written(token, special).decode(), offset)
-    assert logprobs["top_logprobs"][0] is None and all(len(each) == 4 for each in logprobs["top_logprobs"][1:])
+    assert logprobs["top_logprobs"][0] is None and all(
+        len(each) == 4 for each in logprobs["top_logprobs"][1:]
+    )
 
 
 def written(token: str, special: list[str]) -> bytes:
@@ -83,8 +105,14 @@ def written(token: str, special: list[str]) -> bytes:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_joined_frames_and_streams_are_the_text(kind, route, serving):
-    asked = {"prompt": "Once upon"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
-    chunks = stream(serving(kind), route, **asked, **SAMPLED, diffusion={"stream": "frames", "stop_at_eos": False})
+    asked = (
+        {"prompt": "Once upon"}
+        if route == "completions"
+        else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    chunks = stream(
+        serving(kind), route, **asked, **SAMPLED, diffusion={"stream": "frames", "stop_at_eos": False}
+    )
     canvas, text, last, _ = replayed(chunks)
     names = dict.fromkeys(tokenizer(kind).all_special_tokens, "")
     assert "".join(names.get(token, token) for token in canvas) == text == last["text"]
@@ -97,7 +125,9 @@ def test_joined_frames_and_gaps_are_the_text_with_gaps(kind, serving):
     chunks = stream(scheduler, "infill", **asked, diffusion={"stream": "frames"})
     assert not {*tokenizer(kind).all_special_tokens} & {*chunks[0]["diffusion"]["canvas"]["tokens"]}
     canvas, text, last, _ = replayed(chunks)
-    [expected] = unmask.infill(make_lm(kind, "bidirectional"), [asked["text"]], SamplerConfig(temperature=1.0, seed=2)).texts
+    [expected] = unmask.infill(
+        make_lm(kind, "bidirectional"), [asked["text"]], SamplerConfig(temperature=1.0, seed=2)
+    ).texts
     names = dict.fromkeys(tokenizer(kind).all_special_tokens, "")
     assert "".join(names.get(token, token) for token in canvas) == text == last["text"] == expected
     gaps = answer(scheduler, "infill", **asked)["choices"][0]["gaps"]
@@ -112,23 +142,41 @@ def stories():
 
 def test_stop_strings_and_echo_with_the_space_of_a_sentencepiece_tokenizer(stories):
     asked = {"prompt": "Once upon a time,", "max_tokens": 8, "temperature": 0}
-    assert answer(stories, "completions", **asked, echo=True)["choices"][0]["text"].startswith("Once upon a time, there was")
+    assert answer(stories, "completions", **asked, echo=True)["choices"][0]["text"].startswith(
+        "Once upon a time, there was"
+    )
     ids = unmask.load(str(shared_path("models", "stories260K"))).tokenizer(asked["prompt"])["input_ids"]
-    assert answer(stories, "completions", **asked | {"prompt": ids}, echo=True)["choices"][0]["text"].startswith("Once upon a time, there")
+    assert answer(stories, "completions", **asked | {"prompt": ids}, echo=True)["choices"][0][
+        "text"
+    ].startswith("Once upon a time, there")
     for stop, text in ((" there", ""), (" was", " there"), ("there", " ")):
         choice = answer(stories, "completions", **asked, stop=[stop])["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (text, "stop")
-        assert "".join(chunk["choices"][0]["text"] for chunk in stream(stories, "completions", **asked, stop=[stop])) == text
+        assert (
+            "".join(
+                chunk["choices"][0]["text"] for chunk in stream(stories, "completions", **asked, stop=[stop])
+            )
+            == text
+        )
 
 
 @pytest.mark.parametrize("kind", ["bytes", "llama", "mistral"])
 def test_streams_of_bytes_that_are_no_characters(kind):
     with running(make_random(copy.deepcopy(tokenizer(kind)))) as scheduler:
         for seed in range(4):
-            asked = {"prompt": "Once\n", **SAMPLED, "seed": seed, "logprobs": 5, "diffusion": {"stop_at_eos": False}}
+            asked = {
+                "prompt": "Once\n",
+                **SAMPLED,
+                "seed": seed,
+                "logprobs": 5,
+                "diffusion": {"stop_at_eos": False},
+            }
             choice = answer(scheduler, "completions", **asked)["choices"][0]
             assert "\ufffd" in choice["text"]
-            assert "".join(chunk["choices"][0]["text"] for chunk in stream(scheduler, "completions", **asked)) == choice["text"]
+            assert (
+                "".join(chunk["choices"][0]["text"] for chunk in stream(scheduler, "completions", **asked))
+                == choice["text"]
+            )
             names = choice["logprobs"]["tokens"]
             assert any(name.startswith("bytes:\\x") for name in names) and "\ufffd" not in "".join(names)
             assert all(len(top) == 5 for top in choice["logprobs"]["top_logprobs"])

@@ -16,7 +16,8 @@ PATIENCE_MS = 120_000  # no test demands seconds
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
-@pytest.fixture(scope="module")  # while it is open, Playwright's event loop runs in this thread, where other tests have theirs
+# while it is open, Playwright's event loop runs in this thread, where other tests have theirs
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     if not (PLAYGROUND / "index.html").exists():
         pytest.skip("the playground is not built: make playground")
@@ -38,7 +39,9 @@ def address(chromium: Browser) -> Iterator[str]:
 
 @pytest.fixture
 def context(chromium: Browser) -> Iterator[BrowserContext]:
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, permissions=["clipboard-read", "clipboard-write"])
+    context = chromium.new_context(
+        viewport={"width": 1280, "height": 900}, permissions=["clipboard-read", "clipboard-write"]
+    )
     context.set_default_timeout(PATIENCE_MS)
     yield context
     context.close()
@@ -46,7 +49,8 @@ def context(chromium: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext, address: str) -> Iterator[Page]:
-    """The playground in the mode for completions. Whatever its content security policy stops, or its script throws, fails the test."""
+    """The playground in the mode for completions. Whatever its content security policy stops, or its script
+    throws, fails the test."""
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -62,5 +66,7 @@ def page(context: BrowserContext, address: str) -> Iterator[Page]:
 def sent(page: Page) -> list[dict]:
     """Bodies of the requests that the page sends."""
     bodies: list[dict] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None
+    )
     return bodies

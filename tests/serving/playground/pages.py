@@ -20,7 +20,10 @@ def answer(prompt: str = BEGINNING, **settings: Any) -> str:
 
 def shown(page: Page, which: int = 0) -> str:
     """The visible tokens of a text."""
-    script = "text => [...text.children].filter(cell => !cell.matches('.hidden')).map(cell => cell.textContent).join('')"
+    script = (
+        "text => [...text.children].filter(cell => !cell.matches('.hidden')).map(cell => "
+        "cell.textContent).join('')"
+    )
     return str(page.locator(".text").nth(which).evaluate(script))
 
 
@@ -28,7 +31,8 @@ def finish(page: Page) -> None:
     """Wait until nothing runs, and the last frame is shown."""
     expect(page.get_by_role("button", name="Cancel")).to_have_count(0)
     page.wait_for_function(
-        "() => { const [a, b] = document.querySelector('.counter').innerText.split(/[^0-9]+/); return a === b && b > 0 }"
+        "() => { const [a, b] = document.querySelector('.counter').innerText.split(/[^0-9]+/); return "
+        "a === b && b > 0 }"
     )
 
 

@@ -44,9 +44,13 @@ def test_tokens_that_a_constraint_forbids_are_shown(page: Page, sent: list[dict]
     [trace], count = generation.trace or [], len(generation.tokens[0])
     pairs = enumerate(zip(trace.log_probs[:count], trace.forbidden_log_probs[:count], strict=True))
     likelier = [position for position, (own, others) in pairs if others and others[0] > own]
-    marked = page.locator(".text .cell").evaluate_all("all => all.flatMap((cell, at) => cell.matches('.overruled') ? [at] : [])")
+    marked = page.locator(".text .cell").evaluate_all(
+        "all => all.flatMap((cell, at) => cell.matches('.overruled') ? [at] : [])"
+    )
     assert marked == likelier != []
-    expect(page.get_by_text(f"forbade a likelier token at {len(likelier)} of {count} positions")).to_be_visible()
+    expect(
+        page.get_by_text(f"forbade a likelier token at {len(likelier)} of {count} positions")
+    ).to_be_visible()
     expect(page.locator(".legend")).to_contain_text("a likelier token is forbidden")
     for position in likelier[:3]:
         page.locator(".text .cell").nth(position).hover()
@@ -67,7 +71,11 @@ def test_only_what_may_still_change_is_marked(page: Page, sent: list[dict], agai
     if again != "nothing":
         page.get_by_label("Fraction hidden again").fill("0.5")
     complete(page)
-    fields = {"nothing": {}, "improbable when revealed": {"remask": 0.5}, "improbable now": {"revise": {"eta": 0.5}}}[again]
+    fields = {
+        "nothing": {},
+        "improbable when revealed": {"remask": 0.5},
+        "improbable now": {"revise": {"eta": 0.5}},
+    }[again]
     settings = {"policy": "confidence", "steps": 32, **fields}
     assert sent[0]["diffusion"] == {"stream": "frames", **settings}
     assert shown(page) == answer(max_new_tokens=64, **settings)

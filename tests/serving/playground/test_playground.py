@@ -52,7 +52,10 @@ def test_tokens_are_coloured_by_probability_or_order(page: Page, sent: list[dict
     cells = page.locator(".text .cell")
     colour = "cells => cells.map(cell => getComputedStyle(cell).backgroundColor)"
     log_probs = sampler.generate(reciting(), [BEGINNING], SamplerConfig(max_new_tokens=64)).log_probs[0]
-    doubts = page.evaluate("() => [...document.querySelectorAll('.text .cell')].map(c => parseFloat(c.style.getPropertyValue('--doubt')))")
+    doubts = page.evaluate(
+        "() => [...document.querySelectorAll('.text .cell')].map(c => "
+        "parseFloat(c.style.getPropertyValue('--doubt')))"
+    )
     order = sorted(range(64), key=lambda position: log_probs[position])
     assert [doubts[position] for position in order] == sorted(doubts, reverse=True)
     before = cells.evaluate_all(colour)
@@ -118,9 +121,18 @@ def test_two_settings_on_one_seed(page: Page, sent: list[dict]) -> None:
     page.get_by_label("Compare two settings").check()
     complete(page)
     first, second = sent
-    assert first["seed"] == second["seed"] and "threshold" not in first["diffusion"] and second["diffusion"]["threshold"] == 0.9
-    assert [shown(page, 0), shown(page, 1)] == [answer(max_new_tokens=64), answer(max_new_tokens=64, threshold=0.9)]
-    passes = sampler.generate(reciting(), [BEGINNING], SamplerConfig(max_new_tokens=64, threshold=0.9)).forward_passes[0]
+    assert (
+        first["seed"] == second["seed"]
+        and "threshold" not in first["diffusion"]
+        and second["diffusion"]["threshold"] == 0.9
+    )
+    assert [shown(page, 0), shown(page, 1)] == [
+        answer(max_new_tokens=64),
+        answer(max_new_tokens=64, threshold=0.9),
+    ]
+    passes = sampler.generate(
+        reciting(), [BEGINNING], SamplerConfig(max_new_tokens=64, threshold=0.9)
+    ).forward_passes[0]
     expect(page.locator(".verdict")).to_contain_text(f"takes {passes} passes where A takes 64")
     figures = page.locator(".figures").nth(1).inner_text()
     assert all(name in figures for name in ("passes", "tokens", "per pass", "per second"))
@@ -185,7 +197,9 @@ def test_a_conversation_has_turns(page: Page, sent: list[dict]) -> None:
         finish(page)
     first, second = (body["messages"] for body in sent)
     reply = sampler.generate(reciting(), [first], SamplerConfig(max_new_tokens=8)).texts[0]
-    assert [message["role"] for message in second] == ["user", "assistant", "user"] and second[1]["content"] == reply
+    assert [message["role"] for message in second] == ["user", "assistant", "user"] and second[1][
+        "content"
+    ] == reply
     page.get_by_role("button", name="Infill").click()
     page.get_by_role("button", name="Chat").click()
     expect(page.get_by_label("Conversation").locator("li")).to_have_count(4)  # no turn is lost
@@ -276,7 +290,9 @@ CUT = """select => {
 
 
 @pytest.mark.parametrize("width, height", [(320, 640), (390, 844), (700, 900), (1280, 900)])
-def test_nothing_is_cut_off_and_the_message_is_on_the_first_screen(width: int, height: int, chromium: Browser) -> None:
+def test_nothing_is_cut_off_and_the_message_is_on_the_first_screen(
+    width: int, height: int, chromium: Browser
+) -> None:
     other = "organisation/another-model-with-a-long-name-8B"
     with served(reciting(), more={other: reciting()}) as address:
         page = chromium.new_page(viewport={"width": width, "height": height})
@@ -286,7 +302,9 @@ def test_nothing_is_cut_off_and_the_message_is_on_the_first_screen(width: int, h
             for part in (".model select", ".model small"):
                 box = page.locator(part).bounding_box()
                 assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
-            assert page.locator(".model small").evaluate("small => small.scrollWidth <= small.clientWidth + 1")
+            assert page.locator(".model small").evaluate(
+                "small => small.scrollWidth <= small.clientWidth + 1"
+            )
             message = page.get_by_label("Message").bounding_box()
             assert message is not None and message["y"] + message["height"] <= height
         if width < 1000:
@@ -317,7 +335,9 @@ def test_a_key_is_kept_for_the_tab_and_is_in_no_link(page: Page) -> None:
     assert "secret" not in page.url
     page.reload()
     expect(page.get_by_role("button", name="Key set")).to_be_visible()
-    assert page.evaluate("() => [sessionStorage.length, Object.values(localStorage).includes('secret-key')]") == [1, False]
+    assert page.evaluate(
+        "() => [sessionStorage.length, Object.values(localStorage).includes('secret-key')]"
+    ) == [1, False]
 
 
 def test_a_server_with_a_key_lets_browsers_in_with_its_password(chromium: Browser) -> None:
@@ -337,7 +357,9 @@ def axe(page: Page) -> list[str]:
     if not AXE.exists():
         pytest.skip("axe-core is not installed: make playground")
     page.evaluate(AXE.read_text(encoding="utf-8"))
-    found = page.evaluate("async () => (await axe.run()).violations.map(v => `${v.id}: ${v.nodes.map(n => n.html).join(' ')}`)")
+    found = page.evaluate(
+        "async () => (await axe.run()).violations.map(v => `${v.id}: ${v.nodes.map(n => n.html).join(' ')}`)"
+    )
     return [str(each) for each in found]
 
 
@@ -431,7 +453,8 @@ def test_two_hundred_frames_of_512_tokens_play_without_touching_more_than_change
     seen = page.evaluate("window.seen")
     seconds, frames = (seen[-1][0] - seen[2][0]) / 1000, len(seen)
     print(
-        f"{frames} of 200 frames were drawn in {seconds:.2f} s; ms a frame: { ({name: round(5 * each, 2) for name, each in busy.items()}) }"
+        f"{frames} of 200 frames were drawn in {seconds:.2f} s; ms a frame: "
+        f"{ ({name: round(5 * each, 2) for name, each in busy.items()}) }"
     )
     assert frames > 20  # a busy machine draws fewer: no test demands seconds
 

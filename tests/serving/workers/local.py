@@ -1,4 +1,5 @@
-"""Workers in the process of the tests: the application of a worker over a scheduler, on a Unix socket, behind a server for clients."""
+"""Workers in the process of the tests: the application of a worker over a scheduler, on a Unix socket, behind
+a server for clients."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class LocalWorker:
 
     def __init__(self, lm: DiffusionLM, path: str, limits: Limits, **scheduling: Any):
         self.path, self.scheduler = path, Scheduler({"tiny": lm}, **scheduling)
-        self.server: GracefulServer = make_server(WorkerApp(self.scheduler, limits), self.scheduler, connections=UNLIMITED, grace=0)
+        self.server: GracefulServer = make_server(
+            WorkerApp(self.scheduler, limits), self.scheduler, connections=UNLIMITED, grace=0
+        )
 
     @property
     def connections(self) -> list[Any]:
@@ -82,6 +85,8 @@ def serving_locally(
             stack.enter_context(listening(workers[-1].server, listener))
             worker.join(workers[-1].path)
             worker.live = True
-        front = make_server(make_front(pool, weights, settings, FrontMetrics(pool)), Standing(pool), grace=grace)
+        front = make_server(
+            make_front(pool, weights, settings, FrontMetrics(pool)), Standing(pool), grace=grace
+        )
         stack.enter_context(listening(front, port))
         yield LocalPool(f"http://127.0.0.1:{port.getsockname()[1]}", pool, weights, workers, front)

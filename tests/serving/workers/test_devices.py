@@ -38,7 +38,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (3, "cuda:1,cuda:3", None, ["cuda:1", "cuda:3", "cuda:1"]),
     ],
 )
-def test_workers_take_devices_in_turn(workers: int | None, devices: str | None, device: str | None, placed: list[str]) -> None:
+def test_workers_take_devices_in_turn(
+    workers: int | None, devices: str | None, device: str | None, placed: list[str]
+) -> None:
     assert place(workers, devices, device) == placed
 
 
@@ -62,15 +64,21 @@ def test_without_gpus_they_are_on_the_cpu() -> None:
         (None, "cuda:0", "cuda:1", "--devices: is given together with --device"),
     ],
 )
-def test_other_devices_are_refused(workers: int | None, devices: str | None, device: str | None, error: str) -> None:
+def test_other_devices_are_refused(
+    workers: int | None, devices: str | None, device: str | None, error: str
+) -> None:
     with pytest.raises(ConfigError, match=error):
         place(workers, devices, device)
 
 
 def test_a_worker_sees_no_gpu_but_its_own() -> None:
-    assert environments(["cuda:0", "cuda:1"], {}) == [("cuda", {"CUDA_VISIBLE_DEVICES": number}) for number in "01"]
+    assert environments(["cuda:0", "cuda:1"], {}) == [
+        ("cuda", {"CUDA_VISIBLE_DEVICES": number}) for number in "01"
+    ]
     outer = {"CUDA_VISIBLE_DEVICES": "5,GPU-abc"}
-    assert environments(["cuda:1", "cuda:0"], outer) == [("cuda", {"CUDA_VISIBLE_DEVICES": number}) for number in ("GPU-abc", "5")]
+    assert environments(["cuda:1", "cuda:0"], outer) == [
+        ("cuda", {"CUDA_VISIBLE_DEVICES": number}) for number in ("GPU-abc", "5")
+    ]
 
 
 def test_workers_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +93,14 @@ def test_workers_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--workers", "0"], "Invalid value for '--workers'"),
         (["--devices", "gpu"], "--devices: 'gpu' is no device"),
-        (["--workers", "2", "--device-map", "balanced"], "--device-map: one model on all GPUs leaves none for other workers. Leave it out"),
-        (["--workers", "4", "--queue-size", "3"], "--queue-size: 3 sequences for 4 workers, each of which has its own"),
+        (
+            ["--workers", "2", "--device-map", "balanced"],
+            "--device-map: one model on all GPUs leaves none for other workers. Leave it out",
+        ),
+        (
+            ["--workers", "4", "--queue-size", "3"],
+            "--queue-size: 3 sequences for 4 workers, each of which has its own",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_a_worker_starts(words: list[str], error: str) -> None:

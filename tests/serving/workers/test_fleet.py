@@ -36,7 +36,8 @@ class Process:
 
 
 class Starts:
-    """Stands for `start_worker`: the processes that it has started; `failing`: from which one on it cannot."""
+    """Stands for `start_worker`: the processes that it has started; `failing`: from which one on it
+    cannot."""
 
     def __init__(self, folder: Path):
         self.folder, self.processes, self.failing = folder, list[Process](), 1000
@@ -99,7 +100,10 @@ def test_after_several_quick_deaths_the_server_ends_with_one_error(starts: Start
             starts.processes[-1].kill()
         await until(lambda: ends)
         assert ends == [True]
-        assert str(fleet.error) == "--workers: worker 0 has ended 6 times, each time soon after its start. The log above has the causes."
+        assert str(fleet.error) == (
+            "--workers: worker 0 has ended 6 times, each time soon after its start. The log above has "
+            "the causes."
+        )
 
     run(1, test)
 
@@ -127,7 +131,9 @@ def test_one_that_cannot_start_again_ends_the_server_with_the_cause(starts: Star
     run(1, test)
 
 
-def test_a_process_that_the_system_does_not_start_is_an_error_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_that_the_system_does_not_start_is_an_error_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with pytest.raises(WorkerStartError, match="--workers: a worker cannot be started"):
         asyncio.run(start_worker(SERVED, "cpu", {}))

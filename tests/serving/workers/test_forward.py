@@ -1,4 +1,5 @@
-"""Requests through a server to its workers: answers, streams and refusals are those of a single server, and what is lost is said."""
+"""Requests through a server to its workers: answers, streams and refusals are those of a single server, and
+what is lost is said."""
 
 from __future__ import annotations
 
@@ -37,13 +38,20 @@ def pair() -> Iterator[LocalPool]:
         yield local
 
 
-def complete(url: str, prompt: Any = "abc", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+def complete(
+    url: str, prompt: Any = "abc", headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
     return http_post(f"{url}/v1/completions", json={**FIELDS, "prompt": prompt, **fields}, headers=headers)
 
 
 def head_of(method: str, path: str, body: bytes) -> bytes:
     """The head of a request as it is sent."""
-    fields = ["Host: localhost", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    fields = [
+        "Host: localhost",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     return "\r\n".join([f"{method} {path} HTTP/1.1", *fields, "", ""]).encode()
 
 
@@ -65,8 +73,13 @@ def test_many_clients_get_what_each_would_get_alone_from_all_workers(pair: Local
 @pytest.mark.parametrize("kind", ["text", "frames"])
 def test_streams_are_those_of_a_single_server(kind: str, pair: LocalPool) -> None:
     def stream(url: str) -> list[Any]:
-        chunks = chunks_of(complete(url, stream=True, diffusion={"stream": kind}, stream_options={"include_usage": True}))
-        return [{name: value for name, value in chunk.items() if name not in ("id", "created")} for chunk in chunks]
+        chunks = chunks_of(
+            complete(url, stream=True, diffusion={"stream": kind}, stream_options={"include_usage": True})
+        )
+        return [
+            {name: value for name, value in chunk.items() if name not in ("id", "created")}
+            for chunk in chunks
+        ]
 
     with served(make_model(*PATTERN)) as alone:
         assert stream(pair.url) == stream(alone)
@@ -86,7 +99,9 @@ def test_refusals_are_those_of_a_single_server(path: str, body: Any, pair: Local
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     with served(make_model(*PATTERN)) as alone:
-        mine, other = (http_post(f"{url}{path}", content=content, headers=headers) for url in (pair.url, alone))
+        mine, other = (
+            http_post(f"{url}{path}", content=content, headers=headers) for url in (pair.url, alone)
+        )
     assert mine.status_code >= 400 and (mine.status_code, mine.json()) == (other.status_code, other.json())
     assert sorted(mine.headers) == sorted(other.headers)
 
@@ -94,7 +109,10 @@ def test_refusals_are_those_of_a_single_server(path: str, body: Any, pair: Local
 def test_what_is_read_is_that_of_a_single_server(pair: LocalPool) -> None:
     with served(make_model(*PATTERN)) as alone:
         for path in ("/v1/models", "/v1/models/tiny", "/openapi.json"):
-            mine, other = (json.loads(http_get(f"{url}{path}", timeout=120).text, object_hook=without_time) for url in (pair.url, alone))
+            mine, other = (
+                json.loads(http_get(f"{url}{path}", timeout=120).text, object_hook=without_time)
+                for url in (pair.url, alone)
+            )
             assert mine == other
 
 
@@ -102,7 +120,18 @@ def without_time(value: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != "created"}
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/weights", "/v1/../weights", "/v1/../metrics", "/v1/%2e%2e/weights", "//weights", "/health"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/metrics",
+        "/weights",
+        "/v1/../weights",
+        "/v1/../metrics",
+        "/v1/%2e%2e/weights",
+        "//weights",
+        "/health",
+    ],
+)
 def test_no_client_gets_where_the_server_asks_its_workers(path: str, pair: LocalPool) -> None:
     body = b'{"model": "tiny", "path": "/", "given": "/", "roots": ["/"], "version": "1"}'
     with connect(pair.url) as client:
@@ -123,7 +152,11 @@ def test_a_request_that_has_an_owner_is_a_clients_on_any_path(pair: LocalPool) -
 
 def test_workers_learn_whose_a_request_is_from_the_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     owners, submit = [], Scheduler.submit
-    monkeypatch.setattr(Scheduler, "submit", lambda self, *args, **named: (owners.append(named["owner"]), submit(self, *args, **named))[1])
+    monkeypatch.setattr(
+        Scheduler,
+        "submit",
+        lambda self, *args, **named: (owners.append(named["owner"]), submit(self, *args, **named))[1],
+    )
     settings = AppSettings(api_keys=("one", "two"), loopback=False)
     with serving_locally([make_model()], settings) as local:
         for key in ("one", "two"):
@@ -134,7 +167,10 @@ def test_workers_learn_whose_a_request_is_from_the_server_alone(monkeypatch: pyt
 
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait(stalled: threading.Semaphore) -> None:
-    with serving_locally([make_model()], AppSettings(Limits(n=8)), batch_size=1, queue_size=8) as local, ThreadPoolExecutor(3) as clients:
+    with (
+        serving_locally([make_model()], AppSettings(Limits(n=8)), batch_size=1, queue_size=8) as local,
+        ThreadPoolExecutor(3) as clients,
+    ):
         waiting = [clients.submit(complete, local.url, n=8) for _ in range(3)]
         until(lambda: any(each.done() for each in waiting))
         refused = next(each for each in waiting if each.done()).result()
@@ -145,7 +181,10 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait(stalled: threading.Semaphor
 
 
 def test_a_request_goes_to_the_worker_that_has_fewest(stalled: threading.Semaphore) -> None:
-    with serving_locally([make_model(), make_model(), make_model()]) as local, ThreadPoolExecutor(6) as clients:
+    with (
+        serving_locally([make_model(), make_model(), make_model()]) as local,
+        ThreadPoolExecutor(6) as clients,
+    ):
         answers = []
         for number in range(6):
             answers.append(clients.submit(complete, local.url, stop=None))
@@ -171,7 +210,9 @@ def test_a_client_that_leaves_frees_its_slots(stream: bool, stalled: threading.S
         assert 'route="/v1/completions",status="499"' in http_get(f"{local.url}/metrics").text or stream
 
 
-def test_a_worker_that_is_lost_before_its_answer_is_a_502_and_others_go_on(stalled: threading.Semaphore) -> None:
+def test_a_worker_that_is_lost_before_its_answer_is_a_502_and_others_go_on(
+    stalled: threading.Semaphore,
+) -> None:
     with serving_locally([make_model(), make_model()]) as local, ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(complete, local.url)
         until(lambda: any(worker.value("unmask_running_sequences") for worker in local.workers))
@@ -181,8 +222,14 @@ def test_a_worker_that_is_lost_before_its_answer_is_a_502_and_others_go_on(stall
         assert lost.json()["error"]["message"] == "the worker that computed this answer ended. Send it again."
         stalled.release(1000)
         assert [complete(local.url).status_code for _ in range(4)] == [200] * 4  # of the one that is left
-        answers = [line for line in http_get(f"{local.url}/metrics").text.splitlines() if line.startswith("unmask_requests_total")]
-        assert [line for line in answers if 'status="502"' in line] == ['unmask_requests_total{route="other",status="502"} 1.0'], answers
+        answers = [
+            line
+            for line in http_get(f"{local.url}/metrics").text.splitlines()
+            if line.startswith("unmask_requests_total")
+        ]
+        assert [line for line in answers if 'status="502"' in line] == [
+            'unmask_requests_total{route="other",status="502"} 1.0'
+        ], answers
 
 
 def test_a_worker_that_is_lost_in_a_stream_is_its_last_event(stalled: threading.Semaphore) -> None:
@@ -196,7 +243,9 @@ def test_a_worker_that_is_lost_in_a_stream_is_its_last_event(stalled: threading.
             local.workers[0].lose()
             *more, last = lines
         assert all(json.loads(line.removeprefix("data: "))["choices"] for line in [*begun, *more])
-        assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith("the worker that computed this answer ended")
+        assert json.loads(last.removeprefix("data: "))["error"]["message"].startswith(
+            "the worker that computed this answer ended"
+        )
         none_left = complete(local.url)
         assert (none_left.status_code, none_left.headers["retry-after"]) == (503, "5")
         assert none_left.json()["error"]["message"] == "no worker is ready. Try again in 5 seconds."
@@ -244,18 +293,31 @@ def test_metrics_are_the_sum_and_gauges_have_their_worker() -> None:
     ]
     assert 'unmask_request_seconds_count{route="/v1/completions"} 4.0' in lines
     assert f'unmask_forward_passes_total{{model="tiny"}} {passes}' in lines and passes > 4
-    assert 'unmask_running_sequences{worker="0"} 0.0' in lines and 'unmask_running_sequences{worker="1"} 0.0' in lines
+    assert (
+        'unmask_running_sequences{worker="0"} 0.0' in lines
+        and 'unmask_running_sequences{worker="1"} 0.0' in lines
+    )
     assert "unmask_workers 2.0" in lines and "unmask_worker_deaths_total 0.0" in lines
     assert not any("_created" in line for line in lines)
 
 
-def test_a_server_that_ends_refuses_what_comes_and_says_what_it_cuts_off(stalled: threading.Semaphore) -> None:
+def test_a_server_that_ends_refuses_what_comes_and_says_what_it_cuts_off(
+    stalled: threading.Semaphore,
+) -> None:
     with serving_locally([make_model(), make_model()]) as local, ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(complete, local.url)
-        until(lambda: local.pool.in_flight and any(worker.value("unmask_running_sequences") for worker in local.workers))
+        until(
+            lambda: (
+                local.pool.in_flight
+                and any(worker.value("unmask_running_sequences") for worker in local.workers)
+            )
+        )
         local.pool.stopping = True
         late = complete(local.url)
-        assert (late.status_code, late.json()["error"]["message"]) == (503, "the server is ending. Send it again, to another one or later.")
+        assert (late.status_code, late.json()["error"]["message"]) == (
+            503,
+            "the server is ending. Send it again, to another one or later.",
+        )
         for worker in local.workers:
             worker.lose()
         message = "the server ended before this request was finished. Send it again."

@@ -89,7 +89,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tiny(**PATTERN).save(folder / "model")
     (folder / "weights").mkdir()
     words = ["--dtype", "float64", "--workers", 2, "--batch-size", 2, "--weights-from", folder / "weights"]
-    with command(folder / "model", *words, environment={"UNMASK_ADMIN_KEY": "admin", "TMPDIR": str(folder)}) as (process, url):
+    with command(
+        folder / "model", *words, environment={"UNMASK_ADMIN_KEY": "admin", "TMPDIR": str(folder)}
+    ) as (process, url):
         yield Server(process, url, folder / "weights")
 
 
@@ -97,11 +99,20 @@ def test_answers_are_those_of_the_model_alone_whole_and_in_frames(server: Server
     lm = tiny(**PATTERN)
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(server.complete, PROMPTS))
-        frames = list(clients.map(lambda prompt: server.complete(prompt, stream=True, diffusion={"stream": "frames"}), PROMPTS[:4]))
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == [expected(lm, prompt) for prompt in PROMPTS]
+        frames = list(
+            clients.map(
+                lambda prompt: server.complete(prompt, stream=True, diffusion={"stream": "frames"}),
+                PROMPTS[:4],
+            )
+        )
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [
+        expected(lm, prompt) for prompt in PROMPTS
+    ]
     for prompt, answer in zip(PROMPTS, frames, strict=False):
         chunks = chunks_of(answer)
-        assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected(lm, prompt)
+        assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected(
+            lm, prompt
+        )
         assert any("frame" in chunk.get("diffusion", {}) for chunk in chunks)
     metrics = http_get(f"{server.url}/metrics").text
     assert 'unmask_running_sequences{worker="1"} 0.0' in metrics
@@ -128,7 +139,10 @@ def test_a_worker_that_is_killed_under_load_is_replaced_and_others_go_on(server:
         if answer.status_code == 200:
             assert answer.json()["choices"][0]["text"] == expected(lm, prompt)
         else:
-            assert answer.json()["error"]["message"] == "the worker that computed this answer ended. Send it again."
+            assert (
+                answer.json()["error"]["message"]
+                == "the worker that computed this answer ended. Send it again."
+            )
     assert server.complete("abc").json()["choices"][0]["text"] == expected(lm, "abc")
     until(lambda: server.health()["live"] == 2)
     replaced = {worker.pid for worker in server.workers()}
@@ -136,7 +150,9 @@ def test_a_worker_that_is_killed_under_load_is_replaced_and_others_go_on(server:
     assert len(list(server.weights.parent.glob("unmask-*"))) == 2  # the socket of the killed one is gone
     assert "unmask_worker_deaths_total 1.0" in http_get(f"{server.url}/metrics").text
     answers = [server.complete(prompt) for prompt in PROMPTS[:4]]  # of both
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == [expected(lm, prompt) for prompt in PROMPTS[:4]]
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [
+        expected(lm, prompt) for prompt in PROMPTS[:4]
+    ]
 
 
 def test_weights_are_replaced_on_all_also_on_one_that_starts_later(server: Server) -> None:
@@ -144,13 +160,17 @@ def test_weights_are_replaced_on_all_also_on_one_that_starts_later(server: Serve
     for weight in trained.model.parameters():
         weight += torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view_as(weight)
     trained.save(server.weights / "new")
-    answer = http_post(f"{server.url}/v1/weights", json={"model": "model", "path": "new", "version": "2"}, headers=ADMIN)
+    answer = http_post(
+        f"{server.url}/v1/weights", json={"model": "model", "path": "new", "version": "2"}, headers=ADMIN
+    )
     assert answer.json() == {"version": "2", "workers": 2}
     server.workers()[0].send_signal(signal.SIGKILL)
     until(lambda: server.health()["live"] == 1)
     until(lambda: server.health()["live"] == 2)
     answers = [server.complete(prompt, diffusion={"version": "2"}) for prompt in PROMPTS[:8]]
-    assert [answer.json()["choices"][0]["text"] for answer in answers] == [expected(trained, prompt) for prompt in PROMPTS[:8]]
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == [
+        expected(trained, prompt) for prompt in PROMPTS[:8]
+    ]
 
 
 def test_sigterm_under_load_loses_no_accepted_answer_and_leaves_nothing(tmp_path: Path) -> None:
@@ -168,14 +188,19 @@ def test_sigterm_under_load_loses_no_accepted_answer_and_leaves_nothing(tmp_path
         assert process.wait(60) in (0, -signal.SIGTERM)
         assert process.stdout is not None and "Traceback" not in process.stdout.read()
         assert all(is_gone(pid) for pid in pids) and not list(tmp_path.glob("unmask-*"))
-    finished = [(prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True) if isinstance(answer, httpx.Response)]
+    finished = [
+        (prompt, answer)
+        for prompt, answer in zip(PROMPTS, answers, strict=True)
+        if isinstance(answer, httpx.Response)
+    ]
     assert sum(answer.status_code == 200 for _, answer in finished) >= 4
     for prompt, answer in finished:
         if answer.status_code == 200:
             assert answer.json()["choices"][0]["text"] == expected(lm, prompt)
         else:
             assert answer.status_code == 503 and "the server is ending" in answer.json()["error"]["message"]
-    assert all(isinstance(answer, httpx.Response | httpx.ConnectError) for answer in answers)  # those that came too late
+    # those that came too late
+    assert all(isinstance(answer, httpx.Response | httpx.ConnectError) for answer in answers)
 
 
 def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
@@ -190,7 +215,9 @@ def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
         until(lambda: not list(tmp_path.glob("unmask-*")))
 
 
-def test_workers_that_cannot_start_are_one_clear_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_that_cannot_start_are_one_clear_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tiny(**PATTERN).save(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 5}))

@@ -30,7 +30,8 @@ PATTERN: dict[str, Any] = {"attention": "block_causal", "block_size": 3}
 
 @pytest.fixture(autouse=True)
 def one_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a model sets torch's default dtype for a moment, for all threads. Workers that are processes have one each."""
+    """Reading a model sets torch's default dtype for a moment, for all threads. Workers that are processes
+    have one each."""
     lock, read = threading.Lock(), worker_module.read_weights
 
     def alone(model: ModelEngine, folder: Folder) -> Any:
@@ -65,7 +66,9 @@ def local(lms: list[DiffusionLM], tmp_path: Path) -> Iterator[LocalPool]:
 
 
 def send(local: LocalPool, path: str = "new", version: str = "2") -> httpx.Response:
-    return http_post(f"{local.url}/v1/weights", json={"model": "tiny", "path": path, "version": version}, headers=ADMIN)
+    return http_post(
+        f"{local.url}/v1/weights", json={"model": "tiny", "path": path, "version": version}, headers=ADMIN
+    )
 
 
 def complete(local: LocalPool, **diffusion: Any) -> httpx.Response:
@@ -86,8 +89,15 @@ def test_all_workers_take_them(local: LocalPool, lms: list[DiffusionLM], new: Di
     assert complete(local, version="1").status_code == 409
 
 
-def test_the_admin_key_and_the_folders_are_checked_before_a_worker_is_asked(local: LocalPool, new: DiffusionLM) -> None:
-    assert http_post(f"{local.url}/v1/weights", json={"model": "tiny", "path": "new", "version": "2"}).status_code == 401
+def test_the_admin_key_and_the_folders_are_checked_before_a_worker_is_asked(
+    local: LocalPool, new: DiffusionLM
+) -> None:
+    assert (
+        http_post(
+            f"{local.url}/v1/weights", json={"model": "tiny", "path": "new", "version": "2"}
+        ).status_code
+        == 401
+    )
     refused = send(local, "../first")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "path")
     assert versions(local) == [None, None]
@@ -96,9 +106,13 @@ def test_the_admin_key_and_the_folders_are_checked_before_a_worker_is_asked(loca
 def test_if_one_refuses_none_takes_them(lms: list[DiffusionLM], new: DiffusionLM, tmp_path: Path) -> None:
     other = copied(tiny(attention="block_causal", block_size=4), tmp_path / "other")
     before = [fingerprint(lm.model) for lm in (lms[0], other)]
-    with serving_locally([lms[0], other], AppSettings(admin_key="admin", weights_from=(tmp_path / "weights",))) as local:
+    with serving_locally(
+        [lms[0], other], AppSettings(admin_key="admin", weights_from=(tmp_path / "weights",))
+    ) as local:
         refused = send(local)
-        assert refused.status_code == 400 and "block_size is 3 and not 4" in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 400 and "block_size is 3 and not 4" in refused.json()["error"]["message"]
+        )
         assert refused.json()["error"]["param"] == "path" and str(tmp_path) not in refused.text
         assert [fingerprint(lm.model) for lm in (lms[0], other)] == before and versions(local) == [None, None]
         held = asyncio.run(local.pool.workers[0].ask("POST", "/weights", params={"model": "tiny"}))
@@ -119,7 +133,10 @@ def test_if_one_is_lost_while_it_reads_none_takes_them(
     monkeypatch.setattr(worker_module, "read_weights", lost)
     answer = send(local)
     assert answer.status_code == 502
-    assert answer.json()["error"]["message"] == "worker 1 ended while it read them, and nothing has changed. Send it again."
+    assert (
+        answer.json()["error"]["message"]
+        == "worker 1 ended while it read them, and nothing has changed. Send it again."
+    )
     assert versions(local) == [None, None]
 
 
@@ -145,7 +162,9 @@ def test_one_that_fails_to_take_them_ends_and_has_them_before_it_is_live_again(
     assert fingerprint(lms[1].model) == fingerprint(new.model)
 
 
-def test_one_that_ends_as_soon_as_it_has_them_gets_no_requests(local: LocalPool, new: DiffusionLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_ends_as_soon_as_it_has_them_gets_no_requests(
+    local: LocalPool, new: DiffusionLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second = local.pool.workers[1]
     ask = second.ask
 
@@ -188,7 +207,11 @@ class Asked:
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedWeights, Asked, Asked]:
     """Two workers that stand for processes."""
     pool = Pool(2)
-    return SharedWeights(pool.workers), Asked(pool.workers[0], monkeypatch), Asked(pool.workers[1], monkeypatch)
+    return (
+        SharedWeights(pool.workers),
+        Asked(pool.workers[0], monkeypatch),
+        Asked(pool.workers[1], monkeypatch),
+    )
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -211,10 +234,18 @@ def test_other_models_and_workers_that_start_do_not_wait_until_weights_are_taken
         await second.worker.leave()
         second.start()
         await weights.catch_up(second.worker)
-        assert second.worker.live and second.calls[-4:] == ["2 PUT tiny", "2 POST tiny", "2 PUT other", "2 POST other"]
+        assert second.worker.live and second.calls[-4:] == [
+            "2 PUT tiny",
+            "2 POST tiny",
+            "2 PUT other",
+            "2 POST other",
+        ]
         assert not waiting.done() and not again.done()
         first.waits.pop("POST tiny").set()
-        assert await waiting == {"version": "2", "workers": 2} and await again == {"version": "4", "workers": 2}
+        assert await waiting == {"version": "2", "workers": 2} and await again == {
+            "version": "4",
+            "workers": 2,
+        }
         assert [call for call in first.calls if "tiny" in call] == ["1 PUT tiny", "1 POST tiny"] * 2
 
     asyncio.run(run())
@@ -237,9 +268,17 @@ def test_one_that_starts_while_weights_are_read_is_asked_by_nobody_before_it_has
         catching_up = asyncio.create_task(weights.catch_up(second.worker))
         await asyncio.sleep(0)
         first.waits["PUT tiny"].set()
-        assert await asyncio.gather(*replacing) == [{"version": "2", "workers": 1}, {"version": "3", "workers": 1}]
+        assert await asyncio.gather(*replacing) == [
+            {"version": "2", "workers": 1},
+            {"version": "3", "workers": 1},
+        ]
         await catching_up
-        assert second.worker.live and second.calls == ["2 PUT tiny", "2 POST tiny", "2 PUT other", "2 POST other"]
+        assert second.worker.live and second.calls == [
+            "2 PUT tiny",
+            "2 POST tiny",
+            "2 PUT other",
+            "2 POST other",
+        ]
 
     asyncio.run(run())
 
@@ -272,6 +311,10 @@ def test_one_that_cannot_have_them_any_more_waits_for_the_next(
     config = tmp_path / "weights" / "new" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"note": "others"}))
     asyncio.run(local.weights.catch_up(second))
-    assert not second.live and "worker 1 cannot have the weights '2', and waits for the next: their files have changed" in caplog.text
+    assert (
+        not second.live
+        and "worker 1 cannot have the weights '2', and waits for the next: their files have changed"
+        in caplog.text
+    )
     assert send(local, version="3").json() == {"version": "3", "workers": 2}
     assert second.live and versions(local) == ["3", "3"]

@@ -1,4 +1,5 @@
-"""The command line in processes that pass for GPUs, across which alone accelerate shards: torchrun ... as_gpus.py VERB ..."""
+"""The command line in processes that pass for GPUs, across which alone accelerate shards: torchrun ...
+as_gpus.py VERB ..."""
 
 import sys
 from typing import Any

@@ -1,7 +1,9 @@
-"""Runs of the command line that begin in a moment and can be killed anywhere: forks of a process that has imported everything.
+"""Runs of the command line that begin in a moment and can be killed anywhere: forks of a process that has
+imported everything.
 
-A process that starts from nothing spends most of its time on imports. A fork calls the `main` of the command with the same arguments, and
-does from there on all that the command does. test_kills.py compares such runs with those of processes that start from nothing.
+A process that starts from nothing spends most of its time on imports. A fork calls the `main` of the command
+with the same arguments, and does from there on all that the command does. test_kills.py compares such runs
+with those of processes that start from nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ from unmask.cli import main
 
 CHANGES = {"os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 """The audit events of changes of files, besides that of a file that is opened."""
-IMPORTED = ["tests.training.durable.forked", "unmask.commands.run", "transformers.models.llama.modeling_llama"]
+IMPORTED = [
+    "tests.training.durable.forked",
+    "unmask.commands.run",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,16 @@ class ForkServer:
             patch.setenv("OMP_NUM_THREADS", "1")
             forkserver.ensure_running()
 
-    def run(self, command: list[str], folder: Path, *, after: float | None = None, before_change: int | None = None) -> Ended:
-        """Run a command to its end, or kill it after some seconds, or before it makes a change of a file, numbered from 0.
+    def run(
+        self,
+        command: list[str],
+        folder: Path,
+        *,
+        after: float | None = None,
+        before_change: int | None = None,
+    ) -> Ended:
+        """Run a command to its end, or kill it after some seconds, or before it makes a change of a file,
+        numbered from 0.
 
         Args:
             folder: for what is recorded of the run.
@@ -81,7 +95,10 @@ def _run(command: list[str], changes: Path, errors: Path, before_change: int | N
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         if event in CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-            os.write(recorded, " ".join(str(each) for each in arguments if isinstance(each, (str, Path))).encode() + b"\n")
+            os.write(
+                recorded,
+                " ".join(str(each) for each in arguments if isinstance(each, (str, Path))).encode() + b"\n",
+            )
             if next(number) == before_change:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -24,7 +24,8 @@ def command(verb: str, model: Path, output: Path, *more: str) -> list[str]:
     own = {
         "grpo": [
             *("training.num_generations=4", "training.max_completion_length=17", "training.num_iterations=2"),
-            'rewards=["tests.training.tiny_runs:ranks"]',  # which differ: a model that is not trained solves no puzzle
+            # which differ: a model that is not trained solves no puzzle
+            'rewards=["tests.training.tiny_runs:ranks"]',
         ],
         "dpo": ["model.attention=bidirectional", "training.samples=2"],
         "convert": ["training.attention=bidirectional"],
@@ -36,13 +37,18 @@ def command(verb: str, model: Path, output: Path, *more: str) -> list[str]:
 def logged(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()]
     return [
-        {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second", "_preparation_time"))}
+        {
+            name: value
+            for name, value in line.items()
+            if not name.endswith(("_runtime", "_per_second", "_preparation_time"))
+        }
         for line in lines
     ]
 
 
 def ends(folder: Path) -> list[Any]:
-    """What two runs have in common if none of their steps differs: the bytes of the weights, the log, the completions, the evaluation."""
+    """What two runs have in common if none of their steps differs: the bytes of the weights, the log, the
+    completions, the evaluation."""
     texts = [path.read_text()] if (path := folder / "completions.jsonl").exists() else []
     scores = read_result(path).tasks if (path := folder / "evaluation.json").exists() else []
     return [(folder / MODEL).read_bytes(), logged(folder), *texts, *scores]

@@ -74,7 +74,9 @@ def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(ru
         checked_checkpoint(tmp_path, str(checkpoint), in_shards=False)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"]
+)
 def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     straight = make("sft", tmp_path, **SAVING)
     straight.train()
@@ -82,7 +84,9 @@ def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     shutil.rmtree(tmp_path / "checkpoint-6")
     damage_to(path)
     resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match=rf"checkpoint-4 \({name} is damaged\): resuming from checkpoint-2"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"checkpoint-4 \({name} is damaged\): resuming from checkpoint-2"
+    ):
         resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm))
 
@@ -108,7 +112,9 @@ def test_a_part_that_is_listed_but_cannot_be_loaded_is_one_error(name, zipped, t
     else:
         torch.save(Path, checkpoint / name, _use_new_zipfile_serialization=zipped)  # a class, not data
     files = [path for path in files_of(checkpoint) if path.name != checkpoint_files.FILE_LIST]
-    (checkpoint / checkpoint_files.FILE_LIST).write_text(json.dumps({"files": checkpoint_files.described(checkpoint, files)}))
+    (checkpoint / checkpoint_files.FILE_LIST).write_text(
+        json.dumps({"files": checkpoint_files.described(checkpoint, files)})
+    )
     with pytest.raises(TrainingError, match=rf"{name}: cannot be loaded.*Delete this checkpoint"):
         make("sft", tmp_path, **SAVING).train(resume_from_checkpoint=True)
 
@@ -124,7 +130,14 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
         resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm))
     shutil.rmtree(tmp_path / "checkpoint-6")
-    for name in ("rng_state.pth", "recorded.json", "config.json", "scheduler.pt", "trainer_state.json", "model.safetensors"):
+    for name in (
+        "rng_state.pth",
+        "recorded.json",
+        "config.json",
+        "scheduler.pt",
+        "trainer_state.json",
+        "model.safetensors",
+    ):
         path = tmp_path / "checkpoint-4" / name
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
@@ -134,7 +147,9 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
 
 
 @pytest.mark.parametrize("size", [100, 2_000, 60_000, 100_000])
-def test_a_disk_that_fills_up_ends_the_run_in_one_error_and_spares_the_last_checkpoint(size, tmp_path, largest_file):
+def test_a_disk_that_fills_up_ends_the_run_in_one_error_and_spares_the_last_checkpoint(
+    size, tmp_path, largest_file
+):
     trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(3, lambda: largest_file(size))])
     with pytest.raises(TrainingError, match=r"cannot be written \(.*--resume continues from "):
         trainer.train()
@@ -164,8 +179,15 @@ def test_an_error_of_the_disk_is_one_error(code, tmp_path, monkeypatch):
     def failing(path: Path) -> None:
         raise OSError(code, os.strerror(code), str(path))
 
-    trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(3, lambda: monkeypatch.setattr(checkpoint_files, "sync", failing))])
-    with pytest.raises(TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"):
+    trainer = make(
+        "sft",
+        tmp_path,
+        **SAVING,
+        callbacks=[Before(3, lambda: monkeypatch.setattr(checkpoint_files, "sync", failing))],
+    )
+    with pytest.raises(
+        TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"
+    ):
         trainer.train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
 
@@ -197,7 +219,9 @@ def test_free_space_is_checked_before_a_checkpoint_is_written(step, kept, tmp_pa
         monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
 
     trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(step, fill)])
-    with pytest.raises(TrainingError, match=rf"a checkpoint needs .* GB, but the disk has 5e-05 GB left.*{kept}"):
+    with pytest.raises(
+        TrainingError, match=rf"a checkpoint needs .* GB, but the disk has 5e-05 GB left.*{kept}"
+    ):
         trainer.train()
 
 
@@ -246,7 +270,15 @@ def test_a_fifo_in_a_checkpoint_is_a_fault_and_hangs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["scaler.pt", "optimizer.bin", "rng_state_1.pth", "rollouts-1.pt", "default/adapter_model.bin", "pytorch_model.bin"]
+    "name",
+    [
+        "scaler.pt",
+        "optimizer.bin",
+        "rng_state_1.pth",
+        "rollouts-1.pt",
+        "default/adapter_model.bin",
+        "pytorch_model.bin",
+    ],
 )
 def test_a_file_beside_those_of_the_list_is_a_fault(name, tmp_path):
     """transformers reads some by their names."""

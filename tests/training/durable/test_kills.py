@@ -1,4 +1,5 @@
-"""Runs that are killed at random moments are resumed as if they had not been: the same weights, the same logs."""
+"""Runs that are killed at random moments are resumed as if they had not been: the same weights, the same
+logs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from tests.training.durable.forked import Ended, ForkServer
 from tests.training.durable.runs import MODEL, command, ends
 from unmask.tasks import get_task
 
-SAVING = ["training.save_strategy=steps", "training.save_steps=1", "training.save_total_limit=3", "training.max_steps=12"]
+SAVING = [
+    "training.save_strategy=steps",
+    "training.save_steps=1",
+    "training.save_total_limit=3",
+    "training.max_steps=12",
+]
 OWN = {
     "pretrain": [],
     "convert": ['training.stages=[{"share": 1}, {"share": 1}]'],
@@ -30,7 +36,8 @@ OWN = {
     "dpo": ["training.log_variance_steps=6"],
     "grpo": ["training.beta=0.1", "training.reference_sync_steps=2", "training.log_completions_steps=4"],
 }
-"""dpo stores the reference's scores of three epochs, and of eight redraws; grpo saves a reference that moves, and completions."""
+"""dpo stores the reference's scores of three epochs, and of eight redraws; grpo saves a reference that moves,
+and completions."""
 FILES = {"dpo": "reference_scores", "grpo": "/rollouts-0.pt"}
 """What only these write."""
 
@@ -54,7 +61,11 @@ class Trial:
     def __init__(self, verb: str, model: Path, folder: Path, forks: ForkServer):
         self.verb, self.model, self.folder, self.forks = verb, model, folder, forks
         self.text = folder / "text.txt"
-        self.text.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
+        self.text.write_text(
+            "\n".join(
+                row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)
+            )
+        )
 
     def command(self, output: Path) -> list[str]:
         data = ["--data", str(self.text)] if self.verb in ("pretrain", "convert") else []
@@ -73,7 +84,8 @@ class Trial:
         return ended
 
     def killed(self, output: Path, **moment: Any) -> bool:
-        """Start or continue a run, and kill it at a moment. False: it has ended before, and is the same run."""
+        """Start or continue a run, and kill it at a moment. False: it has ended before, and is the same
+        run."""
         resumed = ["--resume"] if output.exists() and any(output.iterdir()) else []
         ended = self.forks.run([*self.command(output), *resumed], self.folder, **moment)
         if ended.code == -signal.SIGKILL:
@@ -83,12 +95,20 @@ class Trial:
         return False
 
     def kill_at_random(self, kills: int, seed: int) -> Counter[str]:
-        """Make so many kills, about half of them before a change of a file, the first one of a file that only this verb writes. Every run
-        is resumed, and killed again, until it ends. Returns the number of kills amid each part of a run."""
+        """Make so many kills, about half of them before a change of a file, the first one of a file that only
+        this verb writes. Every run is resumed, and killed again, until it ends. Returns the number of kills
+        amid each part of a run."""
         draw, met, output = random.Random(seed), Counter[str](), self.folder / "killed"
         while met.total() < kills:
             shutil.rmtree(output, ignore_errors=True)
-            while self.killed(output, **(self.moment(draw, FILES.get(self.verb) if not met else None) if met.total() < kills else {})):
+            while self.killed(
+                output,
+                **(
+                    self.moment(draw, FILES.get(self.verb) if not met else None)
+                    if met.total() < kills
+                    else {}
+                ),
+            ):
                 met[part_of_run(output)] += 1
         return met
 
@@ -96,7 +116,11 @@ class Trial:
         """A random one, or one before a change of a file."""
         if file is None and draw.random() < 0.5:
             return {"after": draw.uniform(0, self.whole.seconds)}
-        return {"before_change": draw.choice([number for number, change in enumerate(self.whole.changes) if (file or "") in change])}
+        return {
+            "before_change": draw.choice(
+                [number for number, change in enumerate(self.whole.changes) if (file or "") in change]
+            )
+        }
 
 
 @pytest.fixture(scope="module")
@@ -128,4 +152,6 @@ def test_a_run_killed_at_random_moments_is_the_same_run(verb, trials):
 def test_a_run_killed_at_many_random_moments_is_the_same_run(verb, trials):
     met = trials(verb).kill_at_random(40, seed=1)
     print(f"{verb}: {met.total()} kills, all resumed: {dict(met)}")
-    assert met.keys() >= {"the start", "a save", "training"} | ({"the reference's scores"} if verb == "dpo" else set())
+    assert met.keys() >= {"the start", "a save", "training"} | (
+        {"the reference's scores"} if verb == "dpo" else set()
+    )

@@ -27,7 +27,11 @@ REFUSED = "accelerate launch starts only one process on CPUs"
         ({"WORLD_SIZE": "1", "RANK": "0"}, 1, None),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, 1, None),
         (ACCELERATE | {"WORLD_SIZE": "2", "RANK": "1"}, 2, None),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, 1, "2 processes were started, and each would train alone.*--nproc-per-node 2 -m unmask"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            1,
+            "2 processes were started, and each would train alone.*--nproc-per-node 2 -m unmask",
+        ),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, "4 processes were started"),
         ({"SLURM_STEP_NUM_TASKS": "3"}, 1, "3 processes were started"),
         (ACCELERATE, 1, f"{REFUSED}.*--nproc-per-node N -m unmask"),
@@ -42,12 +46,22 @@ def test_processes_that_would_train_alone_are_refused(environ, together, said):
     assert started_processes({}) == 1
 
 
-MULTI_CPU = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nuse_cpu: true\n"
-PAGES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "unmask" / "recipes").rglob("*.yaml")]
+MULTI_CPU = (
+    "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: "
+    "1\nuse_cpu: true\n"
+)
+PAGES = [
+    REPOSITORY / "README.md",
+    *(REPOSITORY / "docs").glob("*.md"),
+    *(REPOSITORY / "unmask" / "recipes").rglob("*.yaml"),
+]
 DOCUMENTED = {
     re.sub(r"\s*\\\n\s*", " ", found)
     for page in PAGES
-    for found in re.findall(r"(?:accelerate launch|torchrun)(?: |\\\n)(?:[^\n`]|\\\n)*?-m (?=unmask)", page.read_text(encoding="utf-8"))
+    for found in re.findall(
+        r"(?:accelerate launch|torchrun)(?: |\\\n)(?:[^\n`]|\\\n)*?-m (?=unmask)",
+        page.read_text(encoding="utf-8"),
+    )
 }
 MORE = {"accelerate launch --cpu --num_processes 2 -m ", "accelerate launch --config_file multi-cpu.yaml -m "}
 ALONE = {"accelerate launch -m "}  # of itself accelerate starts a process for each GPU, or one
@@ -55,12 +69,16 @@ ALONE = {"accelerate launch -m "}  # of itself accelerate starts a process for e
 
 def with_two_processes(launch: str) -> list[str]:
     """The command that starts a launcher, with two processes on this machine."""
-    launch = re.sub(r"(--nnodes) \d+", r"\1 1", re.sub(r"(--nproc[_-]per[_-]node|--num_processes) \d+", r"\1 2", launch))
+    launch = re.sub(
+        r"(--nnodes) \d+", r"\1 1", re.sub(r"(--nproc[_-]per[_-]node|--num_processes) \d+", r"\1 2", launch)
+    )
     launch = re.sub(r"[^\s\"]+:29500", "localhost:0", launch.replace("scripts/", f"{REPOSITORY}/scripts/"))
     program, *options = shlex.split(launch.replace("$SLURM_NNODES", "1").replace("$SLURM_JOB_ID", "7"))
     if "accelerate-a40" in launch and "--num_processes" not in options:
         options[1:1] = ["--num_processes", "2"]
-    module = {"torchrun": ["torch.distributed.run"], "accelerate": ["accelerate.commands.accelerate_cli"]}[program]
+    module = {"torchrun": ["torch.distributed.run"], "accelerate": ["accelerate.commands.accelerate_cli"]}[
+        program
+    ]
     return [sys.executable, "-m", *module, *options, "unmask"]
 
 
@@ -72,15 +90,32 @@ WITH_TWO_PROCESSES = {frozenset(with_two_processes(launch)): launch for launch i
 @pytest.mark.parametrize("launch", WITH_TWO_PROCESSES.values())
 def test_every_launcher_that_the_docs_name_trains_with_its_processes_or_refuses(launch, model, tmp_path):
     (tmp_path / "multi-cpu.yaml").write_text(MULTI_CPU)
-    settings = ["training.max_steps=2", "training.per_device_train_batch_size=2", "training.save_steps=2", "data.max_rows=16"]
+    settings = [
+        "training.max_steps=2",
+        "training.per_device_train_batch_size=2",
+        "training.save_steps=2",
+        "data.max_rows=16",
+    ]
     run = ["sft", "--model", str(model), "--task", "sudoku", "--output", "run", "data.eval_rows=4", *settings]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
     environment |= {"HF_HUB_OFFLINE": "1"}
     called = subprocess.run(
-        [*with_two_processes(launch), *run], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*with_two_processes(launch), *run],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     states = {path.name for path in (tmp_path / "run").glob("checkpoint-2/rng_state*")}
-    if launch.startswith("accelerate") and launch not in ALONE and "a40" not in launch:  # without GPUs it starts one
+    # without GPUs it starts one
+    if launch.startswith("accelerate") and launch not in ALONE and "a40" not in launch:
         assert called.returncode != 0 and f"launcher: {REFUSED}" in called.stderr, called.stderr
         assert not (tmp_path / "run").exists()
     else:

@@ -1,4 +1,5 @@
-"""If one of several processes is killed, the others end with one error, and the command that it names continues the run bit for bit."""
+"""If one of several processes is killed, the others end with one error, and the command that it names
+continues the run bit for bit."""
 
 from __future__ import annotations
 
@@ -23,12 +24,27 @@ from unmask.errors import TrainingError
 from unmask.training.durable.lost_process import lost_process
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-PROGRAMS = {"ddp": ["-m", "unmask"], "fsdp": [str(REPOSITORY / "tests" / "training" / "durable" / "as_gpus.py")]}
-SHARDED = ["training.fsdp=true", 'training.fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
-SAVING = ["training.save_strategy=steps", "training.save_steps=1", "training.save_total_limit=3", "training.max_steps=24"]
+PROGRAMS = {
+    "ddp": ["-m", "unmask"],
+    "fsdp": [str(REPOSITORY / "tests" / "training" / "durable" / "as_gpus.py")],
+}
+SHARDED = [
+    "training.fsdp=true",
+    'training.fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}',
+]
+SAVING = [
+    "training.save_strategy=steps",
+    "training.save_steps=1",
+    "training.save_total_limit=3",
+    "training.max_steps=24",
+]
 ENDS_WITHIN = 60.0
 REPORT = re.compile(
-    r"^error: launcher: .*another process of this run.*(?:Resume|Start again) with: torchrun --nproc-per-node 2 -m unmask (.*?)\.?$", re.M
+    (
+        r"^error: launcher: .*another process of this run.*(?:Resume|Start again) with: torchrun "
+        r"--nproc-per-node 2 -m unmask (.*?)\.?$"
+    ),
+    re.M,
 )
 
 
@@ -50,11 +66,29 @@ def waiting(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]
     started: list[subprocess.Popen[str]] = []
 
     def start(patience: float) -> list[subprocess.Popen[str]]:
-        common = {"PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(os.getpid()), "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3"}
+        common = {
+            "PYTHONPATH": str(REPOSITORY),
+            "MASTER_PORT": str(os.getpid()),
+            "LOCAL_WORLD_SIZE": "3",
+            "WORLD_SIZE": "3",
+        }
         for rank in ("0", "1", "2"):
-            environment = os.environ | common | {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(tmp_path / rank / "error.json")}
+            environment = (
+                os.environ
+                | common
+                | {"RANK": rank, "TORCHELASTIC_ERROR_FILE": str(tmp_path / rank / "error.json")}
+            )
             run = [sys.executable, "-c", WAITING, str(patience), "sft"]
-            started.append(subprocess.Popen(run, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            started.append(
+                subprocess.Popen(
+                    run,
+                    env=environment,
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
         assert all(each.stdout and each.stdout.readline() == "waiting\n" for each in started)
         return started
 
@@ -66,7 +100,9 @@ def waiting(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]
 
 @partly_slow("ended_by_launcher", [False, True], 1)
 @pytest.mark.parametrize("begun", [False, True])
-def test_processes_that_wait_end_with_one_error_when_one_is_killed(begun, ended_by_launcher, waiting, tmp_path):
+def test_processes_that_wait_end_with_one_error_when_one_is_killed(
+    begun, ended_by_launcher, waiting, tmp_path
+):
     if begun:
         (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
     lost, *others = waiting(60.0 if ended_by_launcher else 0.0)
@@ -97,7 +133,9 @@ def test_the_command_line_reports_a_lost_process_once(monkeypatch, model, tmp_pa
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     ended = [unmask(*command("sft", model, tmp_path / "run")) for _ in range(2)]
     assert [each.exit_code for each in ended] == [2, 2]
-    assert [each.output.count("error: launcher: another process of this run has ended.") for each in ended] == [1, 0]
+    assert [
+        each.output.count("error: launcher: another process of this run has ended.") for each in ended
+    ] == [1, 0]
 
 
 def test_an_error_that_all_processes_raise_is_shown_once_and_others_each(monkeypatch, model, tmp_path):
@@ -114,7 +152,13 @@ def test_an_error_that_all_processes_raise_is_shown_once_and_others_each(monkeyp
 
 def start(mode: str, run: list[str]) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*LAUNCH, *PROGRAMS[mode], *run], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*LAUNCH, *PROGRAMS[mode], *run],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(mode: str, run: list[str]) -> None:
@@ -132,7 +176,11 @@ class Watched:
     """
 
     def __init__(self, launcher: subprocess.Popen[str], output: Path, rank: int):
-        self.launcher, self.log, self.unfinished = launcher, output / "training_logs.json", output / ".unfinished"
+        self.launcher, self.log, self.unfinished = (
+            launcher,
+            output / "training_logs.json",
+            output / ".unfinished",
+        )
         self.begun, self.before = time.time(), self.lines()
         self.wait(lambda: len(self.workers()) == 2)
         self.victim, self.other = self.workers()[rank], self.workers()[1 - rank]
@@ -151,10 +199,15 @@ class Watched:
     # The moments.
 
     def importing(self) -> None:
-        self.wait(lambda: all("libtorch" in Path(f"/proc/{each.pid}/maps").read_text() for each in (self.victim, self.other)))
+        self.wait(
+            lambda: all(
+                "libtorch" in Path(f"/proc/{each.pid}/maps").read_text() for each in (self.victim, self.other)
+            )
+        )
 
     def joining(self) -> None:
-        """The other waits for this one: it uses almost no more time of the processor, as threads that look from time to time do."""
+        """The other waits for this one: it uses almost no more time of the processor, as threads that look
+        from time to time do."""
         self.importing()
         self.victim.suspend()
         used = -1.0
@@ -171,7 +224,12 @@ class Watched:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "first"), [("ddp", 0), pytest.param("ddp", 1, marks=pytest.mark.nightly), pytest.param("fsdp", 1, marks=pytest.mark.nightly)]
+    ("mode", "first"),
+    [
+        ("ddp", 0),
+        pytest.param("ddp", 1, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, first, model, tmp_path):
     output, settings = tmp_path / "killed", [*SAVING, *(SHARDED if mode == "fsdp" else [])]
@@ -196,7 +254,9 @@ def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, firs
 
 
 @pytest.mark.nightly
-def test_a_flipped_bit_in_a_part_of_a_sharded_checkpoint_is_one_error_and_the_one_before_is_used(model, tmp_path):
+def test_a_flipped_bit_in_a_part_of_a_sharded_checkpoint_is_one_error_and_the_one_before_is_used(
+    model, tmp_path
+):
     run = command("sft", model, tmp_path / "run", *SAVING, *SHARDED, "training.max_steps=3")
     finish("fsdp", run)
     straight = ends(tmp_path / "run")
@@ -207,8 +267,15 @@ def test_a_flipped_bit_in_a_part_of_a_sharded_checkpoint_is_one_error_and_the_on
     part.write_bytes(data)
     with start("fsdp", [*run, "--resume", str(tmp_path / "run/checkpoint-2")]) as launcher:
         _, errors = launcher.communicate(timeout=300)
-    assert launcher.returncode != 0 and errors.count("error: ") == 1 and "optimizer.bin is damaged. Use --resume without" in errors, errors
+    assert (
+        launcher.returncode != 0
+        and errors.count("error: ") == 1
+        and "optimizer.bin is damaged. Use --resume without" in errors
+    ), errors
     with start("fsdp", [*run, "--resume"]) as launcher:
         _, errors = launcher.communicate(timeout=300)
-    assert launcher.returncode == 0 and errors.count("checkpoint-2 (optimizer.bin is damaged): resuming from checkpoint-1") == 1, errors
+    assert (
+        launcher.returncode == 0
+        and errors.count("checkpoint-2 (optimizer.bin is damaged): resuming from checkpoint-1") == 1
+    ), errors
     assert ends(tmp_path / "run") == straight

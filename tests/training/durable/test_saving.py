@@ -20,14 +20,28 @@ def uploads(monkeypatch) -> list[dict[str, bytes]]:
     """The files of each upload to a hub that takes everything."""
     found: list[dict[str, bytes]] = []
 
-    def upload_folder(*, folder_path: str, ignore_patterns: Any = (), run_as_future: bool = False, **_: Any) -> Any:
-        files = {str(path.relative_to(folder_path)): path for path in Path(folder_path).rglob("*") if path.is_file()}
-        found.append({name: path.read_bytes() for name, path in files.items() if not any(fnmatch(name, each) for each in ignore_patterns)})
+    def upload_folder(
+        *, folder_path: str, ignore_patterns: Any = (), run_as_future: bool = False, **_: Any
+    ) -> Any:
+        files = {
+            str(path.relative_to(folder_path)): path
+            for path in Path(folder_path).rglob("*")
+            if path.is_file()
+        }
+        found.append(
+            {
+                name: path.read_bytes()
+                for name, path in files.items()
+                if not any(fnmatch(name, each) for each in ignore_patterns)
+            }
+        )
         done: Future[None] = Future()
         done.set_result(None)
         return done if run_as_future else None
 
-    hub = SimpleNamespace(upload_folder=upload_folder, create_repo=lambda name, **_: SimpleNamespace(repo_id=f"me/{name}"))
+    hub = SimpleNamespace(
+        upload_folder=upload_folder, create_repo=lambda name, **_: SimpleNamespace(repo_id=f"me/{name}")
+    )
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     return found
 

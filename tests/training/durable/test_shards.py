@@ -30,7 +30,10 @@ class Payload:
 
 def saved(folder: Path, **more: Any) -> Path:
     """A checkpoint with shards of an optimizer; the folder of the shards."""
-    kinds = {name: torch.zeros(2, dtype=dtype) for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.int64))}
+    kinds = {
+        name: torch.zeros(2, dtype=dtype)
+        for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.int64))
+    }
     state = {"state": kinds, "param_groups": {"lr": 1e-3, "betas": (0.9, 0.95), "fused": None}}
     dcp.save(state | more, checkpoint_id=folder / "optimizer_0", no_dist=True)
     return folder / "optimizer_0"
@@ -54,7 +57,9 @@ def test_shards_that_could_run_code_are_refused(tmp_path, name):
         found.state_dict_metadata["state.a"] = found.state_dict_metadata["evil"]
         place = next(place for part, place in found.storage_data.items() if part.fqn == "evil")
         found.storage_data = {
-            part: place if part.fqn == "state.a" else old for part, old in found.storage_data.items() if part.fqn != "evil"
+            part: place if part.fqn == "state.a" else old
+            for part, old in found.storage_data.items()
+            if part.fqn != "evil"
         }
         index.write_bytes(pickle.dumps(found))
     with pytest.raises(TrainingError, match=r"optimizer_0/\.metadata: cannot be loaded"):

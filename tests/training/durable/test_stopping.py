@@ -57,13 +57,23 @@ MOMENTS = {
 
 @partly_slow(
     "moment, number, code",
-    [*[(moment, signal.SIGTERM, 75) for moment in MOMENTS], ("amid a step", signal.SIGUSR1, 75), ("amid a rollout", signal.SIGINT, 130)],
+    [
+        *[(moment, signal.SIGTERM, 75) for moment in MOMENTS],
+        ("amid a step", signal.SIGUSR1, 75),
+        ("amid a rollout", signal.SIGINT, 130),
+    ],
     *(1, 3, 5, 7),
 )
-def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, code, model, text, tmp_path, interrupt, monkeypatch):
+def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(
+    moment, number, code, model, text, tmp_path, interrupt, monkeypatch
+):
     verb, owner, method, step, checkpoint = MOMENTS[moment]
     more = ["training.eval_strategy=steps", "training.eval_steps=2"] if method == "prediction_step" else []
-    more += ["--data", str(text), f"data.eval={text}", 'training.stages=[{"share": 1}, {"share": 1}]'] if verb == "convert" else []
+    more += (
+        ["--data", str(text), f"data.eval={text}", 'training.stages=[{"share": 1}, {"share": 1}]']
+        if verb == "convert"
+        else []
+    )
     straight = unmask(*command(verb, model, tmp_path / "straight", *more))
     assert straight.exit_code == 0, straight.output
     with monkeypatch.context():
@@ -72,7 +82,9 @@ def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, co
     assert stopped.exit_code == code, stopped.output
     assert "Resume with: " in stopped.output and "Traceback" not in stopped.output
     assert (" (in stage-1), checkpoint saved" in stopped.output) == (moment == "amid a stage")
-    assert (tmp_path / "run" / checkpoint / "optimizer.pt").is_file() and not (tmp_path / "run" / "model").exists()
+    assert (tmp_path / "run" / checkpoint / "optimizer.pt").is_file() and not (
+        tmp_path / "run" / "model"
+    ).exists()
     resumed = unmask(*command(verb, model, tmp_path / "run", *more), "--resume")
     assert resumed.exit_code == 0, resumed.output
     ends = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "run")]
@@ -81,7 +93,9 @@ def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, co
 
 def test_a_second_ctrl_c_ends_at_once(model, tmp_path, interrupt):
     interrupt(DiffusionTrainer, "training_step", 2, signal.SIGINT, signal.SIGINT)
-    stopped = unmask(*command("sft", model, tmp_path / "run", "training.save_strategy=steps", "training.save_steps=2"))
+    stopped = unmask(
+        *command("sft", model, tmp_path / "run", "training.save_strategy=steps", "training.save_steps=2")
+    )
     assert stopped.exit_code == 130
     assert "stopped by SIGINT at once. Resume with: " in stopped.output
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
@@ -99,7 +113,10 @@ def test_before_the_first_step_a_signal_ends_at_once(model, tmp_path, interrupt)
     run = command("sft", model, tmp_path / "run")
     stopped = unmask(*run)
     assert stopped.exit_code == 128 + signal.SIGTERM
-    assert f"There is no checkpoint yet. Start again with: python -m unmask {shlex.join(run)}\n" in stopped.output
+    assert (
+        f"There is no checkpoint yet. Start again with: python -m unmask {shlex.join(run)}\n"
+        in stopped.output
+    )
 
 
 def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt, monkeypatch):
@@ -108,7 +125,10 @@ def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt, 
         interrupt(DiffusionTrainer, "save_model", 6, signal.SIGINT, signal.SIGINT)
         stopped = unmask(*run)
     assert stopped.exit_code == 130
-    assert f"There is no checkpoint yet. Resume with: python -m unmask {shlex.join(run)} --resume\n" in stopped.output
+    assert (
+        f"There is no checkpoint yet. Resume with: python -m unmask {shlex.join(run)} --resume\n"
+        in stopped.output
+    )
     assert unmask(*run, "--resume").exit_code == 0
 
 
@@ -118,7 +138,10 @@ def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_pat
     monkeypatch.setattr(commands.run, "held_out_problems", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     stopped = unmask(*run, "--overwrite")
     assert stopped.exit_code == 128 + signal.SIGTERM
-    assert f"There is no checkpoint yet. Start again with: python -m unmask {shlex.join(run)} --overwrite\n" in stopped.output
+    assert (
+        f"There is no checkpoint yet. Start again with: python -m unmask {shlex.join(run)} --overwrite\n"
+        in stopped.output
+    )
 
 
 def test_a_run_that_a_signal_ends_amid_the_references_scores_is_resumed(model, tmp_path, monkeypatch):
@@ -150,11 +173,33 @@ def test_an_ignored_ctrl_c_stays_ignored(model, tmp_path, interrupt):
 
 def test_the_command_to_go_on_is_that_of_the_run():
     same = "sft --model 'a b' --output out 'training.hub_token=********' training.max_steps=3 --resume"
-    for more in ([], ["--resume"], ["--resume", "x/checkpoint-3"], ["--resume=x"], ["--overwrite"], ["training.resume_from_checkpoint=x"]):
-        arguments = ["sft", "--model", "a b", "--output", "out", *more, "training.hub_token=hf_x", "training.max_steps=3"]
+    for more in (
+        [],
+        ["--resume"],
+        ["--resume", "x/checkpoint-3"],
+        ["--resume=x"],
+        ["--overwrite"],
+        ["training.resume_from_checkpoint=x"],
+    ):
+        arguments = [
+            "sft",
+            "--model",
+            "a b",
+            "--output",
+            "out",
+            *more,
+            "training.hub_token=hf_x",
+            "training.max_steps=3",
+        ]
         assert resume_command(["/bin/python3", "/bin/unmask", *arguments]) == f"unmask {same}"
-        assert resume_command(["/unmask/bin/python3", "-u", "-m", "unmask", *arguments]) == f"python -m unmask {same}"
-        assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc-per-node 2 -m unmask {same}"
+        assert (
+            resume_command(["/unmask/bin/python3", "-u", "-m", "unmask", *arguments])
+            == f"python -m unmask {same}"
+        )
+        assert (
+            resume_command(["/bin/python3", "-m", "unmask", *arguments], 2)
+            == f"torchrun --nproc-per-node 2 -m unmask {same}"
+        )
 
 
 def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_path, interrupt, monkeypatch):
@@ -171,7 +216,9 @@ def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_pat
             patch.setenv(f"UNMASK_{name}", value)
         stopped = unmask(*run)
     words = f"python -m unmask {shlex.join(run)} --resume"
-    variables = "UNMASK_TRAINING__HUB_TOKEN='********' UNMASK_TRAINING__RUN_NAME='a b/unmask' UNMASK_TRAINING__SEED=5"
+    variables = (
+        "UNMASK_TRAINING__HUB_TOKEN='********' UNMASK_TRAINING__RUN_NAME='a b/unmask' UNMASK_TRAINING__SEED=5"
+    )
     assert f"Resume with: {variables} {words}\n" in stopped.output
     assert f"{variables} {words}" in unmask("runs", tmp_path).output
     assert unmask(*run, "--resume").exit_code == 2  # another seed
@@ -179,7 +226,16 @@ def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_pat
     assert unmask(*run, "--resume").exit_code == 0
 
 
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node",
+    "2",
+    "-m",
+    "unmask",
+]
 
 
 @pytest.mark.slow
@@ -188,7 +244,9 @@ def test_two_processes_stop_after_the_same_step(number, model, tmp_path):
     output = tmp_path / "run"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     settings = [*command("sft", model, output), "training.max_steps=100000"]
-    with subprocess.Popen([*LAUNCH, *settings], env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*LAUNCH, *settings], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         wait_for_line(output, process)
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)

@@ -11,7 +11,18 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, tiny, weights
+from tests.training.tiny_runs import (
+    PAIRS,
+    PREFERENCES,
+    ROLLOUT,
+    TEXTS,
+    equal,
+    make,
+    ranks,
+    settings,
+    tiny,
+    weights,
+)
 from unmask.artifacts import MetricsLog
 from unmask.config.base import OnResume
 from unmask.config.on_resume import kinds_of
@@ -28,9 +39,22 @@ from unmask.training.resume.record import RunRecord
 from unmask.training.resume.stock_settings import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT
 from unmask.training.run_files import LOG_NAME
 
-CONFIGS = {"pretrain": PretrainConfig, "convert": ConvertConfig, "sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
+CONFIGS = {
+    "pretrain": PretrainConfig,
+    "convert": ConvertConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+}
 EVAL = {"eval_strategy": "steps", "eval_steps": 2}
-BASE = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "seed": 3, **EVAL}
+BASE = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "lr_scheduler_type": "linear",
+    "seed": 3,
+    **EVAL,
+}
 """Six steps, of which the checkpoint after the second is resumed."""
 GRPO = {"num_generations": 2, "max_completion_length": 4}
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3.0}
@@ -41,8 +65,15 @@ FIRST: dict[str, dict[str, Any]] = {
     "max_grad_norm": {"max_grad_norm": 1e-3, "optim": "sgd"},
     "eval_delay": {"eval_delay": 0},
     "eval_strategy": {"eval_strategy": "epoch", "eval_steps": None},
-    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}},
-    "greater_is_better": {"metric_for_best_model": "loss", "greater_is_better": False, "load_best_model_at_end": True},
+    "lr_scheduler_kwargs": {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.5},
+    },
+    "greater_is_better": {
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "load_best_model_at_end": True,
+    },
     "metric_for_best_model": {"metric_for_best_model": "loss"},
     "dataloader_in_order": {"dataloader_num_workers": 1},
     "dataloader_persistent_workers": {"dataloader_num_workers": 1},
@@ -80,31 +111,145 @@ FIRST: dict[str, dict[str, Any]] = {
 """The settings without which a setting has no effect, or another first value."""
 
 SECOND: dict[str, Any] = {
-    **{"learning_rate": 5e-3, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 5},
-    **{"max_steps": 8, "num_train_epochs": 4.0, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 1e-2},
-    **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "no", "eval_steps": 1},
-    **{"eval_delay": 6, "save_strategy": "no", "save_steps": 3, "save_total_limit": 1, "optim": "sgd", "data_seed": 4},
-    **{"metric_for_best_model": "runtime", "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "report_to": "tensorboard"},
-    **{"include_num_input_tokens_seen": "all", "log_level": "error", "run_name": "x", "eval_accumulation_steps": 1},
+    **{
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "cosine",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "warmup_steps": 5,
+    },
+    **{
+        "max_steps": 8,
+        "num_train_epochs": 4.0,
+        "weight_decay": 0.5,
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.5,
+        "adam_epsilon": 1e-2,
+    },
+    **{
+        "max_grad_norm": 1.0,
+        "bf16": True,
+        "logging_strategy": "epoch",
+        "logging_steps": 3,
+        "eval_strategy": "no",
+        "eval_steps": 1,
+    },
+    **{
+        "eval_delay": 6,
+        "save_strategy": "no",
+        "save_steps": 3,
+        "save_total_limit": 1,
+        "optim": "sgd",
+        "data_seed": 4,
+    },
+    **{
+        "metric_for_best_model": "runtime",
+        "gradient_accumulation_steps": 2,
+        "dataloader_num_workers": 1,
+        "report_to": "tensorboard",
+    },
+    **{
+        "include_num_input_tokens_seen": "all",
+        "log_level": "error",
+        "run_name": "x",
+        "eval_accumulation_steps": 1,
+    },
     **{"dataloader_prefetch_factor": 3},
-    **{"train_sampling_strategy": "group_by_length", "length_column_name": "size", "accelerator_config": {"use_seedable_sampler": False}},
-    **{"activation_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    **{"hub_token": "secret", "ddp_timeout": 60, "torch_empty_cache_steps": 2, "optim_args": "foreach=False", "data_source": "x"},
-    **{"text_column": "story", "token_cache": "cache", "schedule": "cosine", "weighting": "uniform", "min_time": 0.2, "max_time": 0.8},
-    **{"num_timesteps": 4, "canvas_length": 8, "max_length": 16, "bad_rows": "skip", "logging_dir": "events", "views": 2},
-    **{"attention": "block_causal", "block_size": 2, "stages": [{"rate": 0.5}], "recipe": "mine", "logit_shift": True},
-    **{"loss_type": "hinge", "bound": "elbo", "samples": 3, "reference": "frozen", "log_variance_steps": 2, "judge": None},
-    **{"method": "wd1", "num_generations": 4, "masking": "diffusion", "mask_rate": [0.2, 0.8], "difficulty": [0.0, 5.0]},
+    **{
+        "train_sampling_strategy": "group_by_length",
+        "length_column_name": "size",
+        "accelerator_config": {"use_seedable_sampler": False},
+    },
+    **{
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    **{
+        "hub_token": "secret",
+        "ddp_timeout": 60,
+        "torch_empty_cache_steps": 2,
+        "optim_args": "foreach=False",
+        "data_source": "x",
+    },
+    **{
+        "text_column": "story",
+        "token_cache": "cache",
+        "schedule": "cosine",
+        "weighting": "uniform",
+        "min_time": 0.2,
+        "max_time": 0.8,
+    },
+    **{
+        "num_timesteps": 4,
+        "canvas_length": 8,
+        "max_length": 16,
+        "bad_rows": "skip",
+        "logging_dir": "events",
+        "views": 2,
+    },
+    **{
+        "attention": "block_causal",
+        "block_size": 2,
+        "stages": [{"rate": 0.5}],
+        "recipe": "mine",
+        "logit_shift": True,
+    },
+    **{
+        "loss_type": "hinge",
+        "bound": "elbo",
+        "samples": 3,
+        "reference": "frozen",
+        "log_variance_steps": 2,
+        "judge": None,
+    },
+    **{
+        "method": "wd1",
+        "num_generations": 4,
+        "masking": "diffusion",
+        "mask_rate": [0.2, 0.8],
+        "difficulty": [0.0, 5.0],
+    },
     **{"policy": "random", "max_gap": 3},
-    **{"reward_weights": [2.0], "steps": 2, "advantage": "z-score", "ratio": "sequence", "aggregation": "sequence", "kl": "k1"},
-    **{"kl_to": "old", "beyond_eos": "learnt", "reference_sync_steps": 2, "curriculum": 0.5, "overlong_buffer": 2},
+    **{
+        "reward_weights": [2.0],
+        "steps": 2,
+        "advantage": "z-score",
+        "ratio": "sequence",
+        "aggregation": "sequence",
+        "kl": "k1",
+    },
+    **{
+        "kl_to": "old",
+        "beyond_eos": "learnt",
+        "reference_sync_steps": 2,
+        "curriculum": 0.5,
+        "overlong_buffer": 2,
+    },
     **{"score_temperature": 0.7, "constraint": {"regex": "[a-h]*"}},
-    **{"reward_errors": "raise", "score_chunk": 1, "rollout": {"patience": 31.0}, "difficulty_reward": "ranks", "log_completions_rows": 2},
-    **{"log_completions_steps": 1, "dual_clip": 3.0, "log_ratio_clamp": 5.0, "epsilon_high": 0.5, "max_completion_length": 5},
+    **{
+        "reward_errors": "raise",
+        "score_chunk": 1,
+        "rollout": {"patience": 31.0},
+        "difficulty_reward": "ranks",
+        "log_completions_rows": 2,
+    },
+    **{
+        "log_completions_steps": 1,
+        "dual_clip": 3.0,
+        "log_ratio_clamp": 5.0,
+        "epsilon_high": 0.5,
+        "max_completion_length": 5,
+    },
 }
 """Another value for settings where `another` finds none."""
 
-ROUNDS = {"score_chunk", "activation_checkpointing", "gradient_checkpointing", "full_determinism", "rollout_batch_size", "reference"}
+ROUNDS = {
+    "score_chunk",
+    "activation_checkpointing",
+    "gradient_checkpointing",
+    "full_determinism",
+    "rollout_batch_size",
+    "reference",
+}
 """Neutral settings that may change the last bits."""
 
 
@@ -140,10 +285,16 @@ def inner(trainer: Any) -> Any:
     return trainer.trainer if isinstance(trainer, ConvertTrainer) else trainer
 
 
-FIRST_OF: dict[tuple[str, str], dict[str, Any]] = {("grpo", "samples"): {"masking": "diffusion"}, ("dpo", "samples"): {}}
+FIRST_OF: dict[tuple[str, str], dict[str, Any]] = {
+    ("grpo", "samples"): {"masking": "diffusion"},
+    ("dpo", "samples"): {},
+}
 BY_REWARD = {"metric_for_best_model": "reward"}
 FIRST_OF |= {
-    **{("convert", name): {"attention": "block_causal", "block_size": 4} for name in ("block_size", "causal_context")},
+    **{
+        ("convert", name): {"attention": "block_causal", "block_size": 4}
+        for name in ("block_size", "causal_context")
+    },
     **{("grpo", name): {"method": "spg", "epsilon": None} for name in ("eubo_beta", "eubo_share")},
     ("grpo", "metric_for_best_model"): BY_REWARD,
     ("grpo", "greater_is_better"): BY_REWARD | {"greater_is_better": True, "load_best_model_at_end": True},
@@ -161,20 +312,43 @@ SECOND_OF: dict[tuple[str, str], Any] = {
 
 def seen(trainer: Any, folder: Path) -> dict[str, Any]:
     """What a run shows of its settings after the second step."""
-    of, lines = inner(trainer), [line for line in MetricsLog(folder / LOG_NAME).read() if line["step"] > 2 and "train_loss" not in line]
+    of, lines = (
+        inner(trainer),
+        [
+            line
+            for line in MetricsLog(folder / LOG_NAME).read()
+            if line["step"] > 2 and "train_loss" not in line
+        ],
+    )
     samples, of_groups = folder / "completions.jsonl", ("weight_decay", "betas", "eps")
-    checkpoints = [path for path in of.args.output_folder.glob("checkpoint-*") if int(path.name.split("-")[1]) > 2]
-    files = [path.relative_to(of.args.output_folder).as_posix() for saved in checkpoints for path in saved.iterdir()]
+    checkpoints = [
+        path for path in of.args.output_folder.glob("checkpoint-*") if int(path.name.split("-")[1]) > 2
+    ]
+    files = [
+        path.relative_to(of.args.output_folder).as_posix()
+        for saved in checkpoints
+        for path in saved.iterdir()
+    ]
     return {
         "rates": [line["learning_rate"] for line in lines if "learning_rate" in line],
         "logged": [line["step"] for line in lines if "loss" in line],
         "evaluated": [line["step"] for line in lines if any(name.startswith("eval_") for name in line)],
         "metrics": sorted({name for line in lines for name in line}),
         "files": sorted(files),
-        "groups": [{name: group[name] for name in of_groups if name in group} for group in of.optimizer.param_groups],
-        "best": (of.args.metric_for_best_model, of.state.best_metric is not None, of.args.load_best_model_at_end),
-        "rewards": (of.collector.rewards.seconds, of.collector.rewards.errors) if hasattr(of, "collector") else None,
-        "samples": [line["step"] for line in MetricsLog(samples).read() if line["step"] > 2] if samples.exists() else [],
+        "groups": [
+            {name: group[name] for name in of_groups if name in group} for group in of.optimizer.param_groups
+        ],
+        "best": (
+            of.args.metric_for_best_model,
+            of.state.best_metric is not None,
+            of.args.load_best_model_at_end,
+        ),
+        "rewards": (of.collector.rewards.seconds, of.collector.rewards.errors)
+        if hasattr(of, "collector")
+        else None,
+        "samples": [line["step"] for line in MetricsLog(samples).read() if line["step"] > 2]
+        if samples.exists()
+        else [],
     }
 
 
@@ -207,7 +381,14 @@ AT_ITS_START = {"eval_on_start", "logging_first_step", "ignore_data_skip"}
 """Settings that act only at the start or at the resume itself."""
 IN_WEIGHTS = {"max_grad_norm", "bf16"}
 """Settings that are seen in the trained weights only."""
-WITHOUT_A_TRACE = {"eval_on_start", "logging_first_step", "judge", "log_completions_rows", "greater_is_better", "ignore_data_skip"}
+WITHOUT_A_TRACE = {
+    "eval_on_start",
+    "logging_first_step",
+    "judge",
+    "log_completions_rows",
+    "greater_is_better",
+    "ignore_data_skip",
+}
 """Settings that show nothing in these runs."""
 
 
@@ -223,7 +404,10 @@ def check(verb: str, name: str, runs: Path, folder: Path) -> None:
     interrupted(run, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     if kind is OnResume.OTHER:
-        with pytest.raises((ConfigError, TrainingError), match=f"{name}.*would make another run|holds log-probabilities of another"):
+        with pytest.raises(
+            (ConfigError, TrainingError),
+            match=f"{name}.*would make another run|holds log-probabilities of another",
+        ):
             started(verb, folder, **new).train(resume_from_checkpoint=True)
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         return
@@ -245,14 +429,74 @@ def check(verb: str, name: str, runs: Path, folder: Path) -> None:
 
 UNTRAINED = {
     # Of a launch, of devices, libraries and services that tests do not have, or refused by every trainer.
-    *("output_dir", "resume_from_checkpoint", "local_rank", "hub_token", "disable_tqdm", "log_level", "log_level_replica"),
-    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "tf32", "fp16", "use_cpu"),
-    *("parallelism_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
-    *("fsdp", "fsdp_config", "deepspeed", "cudnn_benchmark", "flash_attention", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    *("push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "debug", "label_names"),
-    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_for_metrics", "optim_target_modules"),
-    *("label_smoothing_factor", "neftune_noise_alpha", "dataloader_multiprocessing_context", "auto_find_batch_size"),
-    *("logging_nan_inf_filter", "logging_dir", "remove_unused_columns", "stale_reference", "judge", "reference_model"),
+    *(
+        "output_dir",
+        "resume_from_checkpoint",
+        "local_rank",
+        "hub_token",
+        "disable_tqdm",
+        "log_level",
+        "log_level_replica",
+    ),
+    *(
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "tf32",
+        "fp16",
+        "use_cpu",
+    ),
+    *(
+        "parallelism_config",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+    ),
+    *(
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+        "cudnn_benchmark",
+        "flash_attention",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+    ),
+    *(
+        "push_to_hub",
+        "hub_private_repo",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "debug",
+        "label_names",
+    ),
+    *(
+        "project",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+        "include_for_metrics",
+        "optim_target_modules",
+    ),
+    *(
+        "label_smoothing_factor",
+        "neftune_noise_alpha",
+        "dataloader_multiprocessing_context",
+        "auto_find_batch_size",
+    ),
+    *(
+        "logging_nan_inf_filter",
+        "logging_dir",
+        "remove_unused_columns",
+        "stale_reference",
+        "judge",
+        "reference_model",
+    ),
     *("text_column", "rollout", "importance_cap", "max_staleness", "method_settings"),
 }
 """Settings whose kind is checked by the record alone."""
@@ -267,7 +511,8 @@ ALL = [
 
 
 STOCK = {each.name for each in dataclasses.fields(TrainingArguments)}
-"""The settings of transformers. They act in the loop that all trainers share: `sft` and `grpo` try them, the other verbs each night."""
+"""The settings of transformers. They act in the loop that all trainers share: `sft` and `grpo` try them, the
+other verbs each night."""
 
 
 @pytest.mark.parametrize("verb", CONFIGS)
@@ -287,34 +532,135 @@ def test_every_field_of_the_installed_transformers_has_a_kind():
 WITHOUT_A_DECLARATION = {
     # Settings of Unmask's own: losses, methods, masks, lengths and data.
     *("adaptive_loss", "advantage", "aggregation", "alignment", "attention", "attention_annealing", "beta"),
-    *("beyond_eos", "block_size", "bound", "canvas_length", "cart_p", "causal_context", "complementary", "constraint", "curriculum"),
-    *("desirable_weight", "difficulty", "difficulty_reward", "distillation", "drop_equal_groups", "dual_clip"),
-    *("dynamic_sampling", "epsilon", "epsilon_high", "eubo_beta", "eubo_share", "exact_count", "importance_cap", "kl"),
-    *("kl_to", "kl_unbiased", "label_smoothing", "learn", "length_normalization", "log_ratio_clamp", "logit_shift"),
-    *("loss_type", "mask_rate", "mask_truncated", "masking", "max_completion_length", "max_gap", "max_length", "max_staleness"),
+    *(
+        "beyond_eos",
+        "block_size",
+        "bound",
+        "canvas_length",
+        "cart_p",
+        "causal_context",
+        "complementary",
+        "constraint",
+        "curriculum",
+    ),
+    *(
+        "desirable_weight",
+        "difficulty",
+        "difficulty_reward",
+        "distillation",
+        "drop_equal_groups",
+        "dual_clip",
+    ),
+    *(
+        "dynamic_sampling",
+        "epsilon",
+        "epsilon_high",
+        "eubo_beta",
+        "eubo_share",
+        "exact_count",
+        "importance_cap",
+        "kl",
+    ),
+    *(
+        "kl_to",
+        "kl_unbiased",
+        "label_smoothing",
+        "learn",
+        "length_normalization",
+        "log_ratio_clamp",
+        "logit_shift",
+    ),
+    *(
+        "loss_type",
+        "mask_rate",
+        "mask_truncated",
+        "masking",
+        "max_completion_length",
+        "max_gap",
+        "max_length",
+        "max_staleness",
+    ),
     *("max_time",),
-    *("method", "method_settings", "min_time", "num_generations", "num_iterations", "num_timesteps", "on_policy", "optimizer_offload"),
-    *("overlong_buffer", "packing", "plan_reused", "policy", "prompt_mask_rate", "quality_head", "quality_tokens", "ratio", "reference"),
+    *(
+        "method",
+        "method_settings",
+        "min_time",
+        "num_generations",
+        "num_iterations",
+        "num_timesteps",
+        "on_policy",
+        "optimizer_offload",
+    ),
+    *(
+        "overlong_buffer",
+        "packing",
+        "plan_reused",
+        "policy",
+        "prompt_mask_rate",
+        "quality_head",
+        "quality_tokens",
+        "ratio",
+        "reference",
+    ),
     *("reference_model", "reference_sync_share", "reference_sync_steps", "reward_weights", "rollout"),
-    *("rollout_tokens", "rpo_alpha", "samples", "schedule", "score_temperature", "segments", "shrink", "simpo_gamma"),
+    *(
+        "rollout_tokens",
+        "rpo_alpha",
+        "samples",
+        "schedule",
+        "score_temperature",
+        "segments",
+        "shrink",
+        "simpo_gamma",
+    ),
     *("softmax_temperature", "stages", "steps", "stop_at_eos", "teacher_top_k", "temperature", "text_column"),
-    *("time_embedding", "token_cache", "truncate_completion", "truncate_prompt", "undesirable_weight", "views"),
+    *(
+        "time_embedding",
+        "token_cache",
+        "truncate_completion",
+        "truncate_prompt",
+        "undesirable_weight",
+        "views",
+    ),
     "weighting",
     # Settings of the sections.
-    *("data.max_rows", "data.seed", "data.shuffle_buffer", "data.split", "data.streaming", "data.style", "data.task"),
+    *(
+        "data.max_rows",
+        "data.seed",
+        "data.shuffle_buffer",
+        "data.split",
+        "data.streaming",
+        "data.style",
+        "data.task",
+    ),
     *("data.text_column", "lora.alpha", "lora.dropout", "lora.r", "lora.target_modules", "model.attention"),
     *("model.block_size", "model.dtype", "model.eos_token_ids", "model.from_scratch", "model.logit_shift"),
-    *("model.parse_special_tokens", "model.quantization", "model.revision", "training", "training.rollout.backend"),
+    *(
+        "model.parse_special_tokens",
+        "model.quantization",
+        "model.revision",
+        "training",
+        "training.rollout.backend",
+    ),
     *("training.rollout.model", "training.rollout.sync_steps"),
 }
-"""Settings that make another run because they declare nothing. Add one here only if changing it makes another run."""
+"""Settings that make another run because they declare nothing. Add one here only if changing it makes another
+run."""
 
 
 def test_a_new_setting_declares_its_kind_or_is_known_to_make_another_run():
-    own = {each.name: each.metadata.get("on_resume") for config in CONFIGS.values() for each in dataclasses.fields(config) if each.init}
+    own = {
+        each.name: each.metadata.get("on_resume")
+        for config in CONFIGS.values()
+        for each in dataclasses.fields(config)
+        if each.init
+    }
     sections = kinds_of(RunConfig) | kinds_of(RolloutConfig, "training.rollout.")
     undeclared = {name for name, kind in own.items() if kind is None and name not in STOCK}
-    assert undeclared | {name for name, kind in sections.items() if kind is OnResume.OTHER} == WITHOUT_A_DECLARATION
+    assert (
+        undeclared | {name for name, kind in sections.items() if kind is OnResume.OTHER}
+        == WITHOUT_A_DECLARATION
+    )
 
 
 @pytest.mark.parametrize("verb", CONFIGS)
@@ -330,12 +676,36 @@ def test_every_setting_that_tests_change_has_another_value(verb, tmp_path):
 
 def test_no_list_of_this_file_names_a_setting_that_is_gone():
     names = {each.name for config in CONFIGS.values() for each in dataclasses.fields(config)}
-    lists = [FIRST, SECOND, ROUNDS, AT_ITS_START, IN_WEIGHTS, WITHOUT_A_TRACE, UNTRAINED, [name for _, name in [*FIRST_OF, *SECOND_OF]]]
+    lists = [
+        FIRST,
+        SECOND,
+        ROUNDS,
+        AT_ITS_START,
+        IN_WEIGHTS,
+        WITHOUT_A_TRACE,
+        UNTRAINED,
+        [name for _, name in [*FIRST_OF, *SECOND_OF]],
+    ]
     assert {name for each in lists for name in each} <= names
 
 
-OF_EACH_KIND = ["learning_rate", "weight_decay", "lr_scheduler_type", "max_steps", "logging_steps", "save_steps", "eval_steps"]
-OF_EACH_KIND += ["dataloader_num_workers", "score_chunk", "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "optim"]
+OF_EACH_KIND = [
+    "learning_rate",
+    "weight_decay",
+    "lr_scheduler_type",
+    "max_steps",
+    "logging_steps",
+    "save_steps",
+    "eval_steps",
+]
+OF_EACH_KIND += [
+    "dataloader_num_workers",
+    "score_chunk",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "optim",
+]
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +722,12 @@ def test_some_settings_of_each_kind_act_as_declared(name, runs, tmp_path, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "name"),
-    [pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] not in ("sft", "grpo") and case[1] in STOCK)) for case in ALL],
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.nightly] * (case[0] not in ("sft", "grpo") and case[1] in STOCK)
+        )
+        for case in ALL
+    ],
 )
 def test_every_setting_acts_as_declared(verb, name, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

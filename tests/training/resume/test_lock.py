@@ -50,7 +50,11 @@ def holder(tmp_path):
     def start(*more: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", HOLD, str(tmp_path / "out"), *more]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            )
+        )
         assert started[-1].stdout.readline() == "held\n"
         return started[-1]
 
@@ -65,7 +69,10 @@ def holder(tmp_path):
 def test_a_second_run_is_refused_with_who_holds_the_folder(tmp_path, holder):
     first = holder()
     assert is_running(tmp_path / "out")
-    with pytest.raises(TrainingError, match=f"process {first.pid} on .* is running here. Wait for it"), sole_run(tmp_path / "out"):
+    with (
+        pytest.raises(TrainingError, match=f"process {first.pid} on .* is running here. Wait for it"),
+        sole_run(tmp_path / "out"),
+    ):
         pass
     assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK_FILE]
 
@@ -89,7 +96,10 @@ def test_without_flock_the_process_that_is_named_decides(tmp_path, holder, monke
     monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
     process = holder("soft")
     assert is_running(tmp_path / "out")
-    with pytest.raises(TrainingError, match=f"process {process.pid} on .* is running here"), sole_run(tmp_path / "out"):
+    with (
+        pytest.raises(TrainingError, match=f"process {process.pid} on .* is running here"),
+        sole_run(tmp_path / "out"),
+    ):
         pass
     process.kill()
     process.wait()
@@ -97,7 +107,10 @@ def test_without_flock_the_process_that_is_named_decides(tmp_path, holder, monke
         assert is_running(tmp_path / "out")
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / LOCK_FILE).write_text("1\nelsewhere\n2\n")
-    with pytest.raises(TrainingError, match=r"elsewhere .*if it has ended, remove"), sole_run(tmp_path / "out"):
+    with (
+        pytest.raises(TrainingError, match=r"elsewhere .*if it has ended, remove"),
+        sole_run(tmp_path / "out"),
+    ):
         pass
 
 
@@ -131,7 +144,10 @@ def test_the_other_processes_of_a_run_share_its_lock(tmp_path, holder, monkeypat
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(TrainingError, match=r"cannot be written to .* Choose another output\."), sole_run(tmp_path / "file"):
+    with (
+        pytest.raises(TrainingError, match=r"cannot be written to .* Choose another output\."),
+        sole_run(tmp_path / "file"),
+    ):
         pass
 
 

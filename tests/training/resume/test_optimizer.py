@@ -19,7 +19,11 @@ def made(kind, rate, warmup, total, *, tensors):
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.1, 0.0)]
     optimizer = torch.optim.AdamW(groups, lr=torch.tensor(rate) if tensors else rate)
     first = hyperparameters(optimizer)
-    return optimizer, get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=total), copy.deepcopy(first)
+    return (
+        optimizer,
+        get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=total),
+        copy.deepcopy(first),
+    )
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -48,10 +52,18 @@ def test_the_rates_are_those_of_a_run_with_these_settings(before, after, tensors
 
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_follows_a_metric_begins_again(kind, tmp_path):
-    run = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": PAIRS}
+    run = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": PAIRS,
+    }
     run["lr_scheduler_type"] = kind
     make("sft", tmp_path, **run).train()
     for changed, rate in ({"max_steps": 3}, 1e-2), ({"max_steps": 3, "learning_rate": 5e-3}, 5e-3):
         resumed = make("sft", tmp_path, **run, **changed)
         resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
-        assert [line["learning_rate"] for line in resumed.state.log_history if "learning_rate" in line][-1] == rate
+        assert [line["learning_rate"] for line in resumed.state.log_history if "learning_rate" in line][
+            -1
+        ] == rate

@@ -1,4 +1,5 @@
-"""Which runs a record tells apart: by settings, data, rewards and models; in Python as on the command line."""
+"""Which runs a record tells apart: by settings, data, rewards and models; in Python as on the command
+line."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from unmask.training.resume.record import RECORD_FILE, RunRecord
 
 RUN = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-CONFIG = RunConfig(model={"path": "m"}, output_dir="o", lora={}, hardware={"name": "cpu", "devices": [{"name": "cpu"}]})
+CONFIG = RunConfig(
+    model={"path": "m"}, output_dir="o", lora={}, hardware={"name": "cpu", "devices": [{"name": "cpu"}]}
+)
 
 
 def stopped(verb: str, folder: Path, **more: Any) -> dict:
@@ -47,7 +50,9 @@ def resume(verb: str, folder: Path, **more: Any) -> dict:
 def test_unchanged_runs_resume_bit_for_bit_and_other_rows_are_refused(tmp_path):
     straight = stopped("sft", tmp_path)
     for rows in (PAIRS[:-1], PAIRS[::-1]):
-        with pytest.raises(ConfigError, match=r"^train_dataset: would make another run .* 8 rows, content \w{8}, now \d rows"):
+        with pytest.raises(
+            ConfigError, match=r"^train_dataset: would make another run .* 8 rows, content \w{8}, now \d rows"
+        ):
             resume("sft", tmp_path, rows=rows)
     with pytest.raises(ConfigError, match=r"^seed: .*seed 42, now 1.*Set it back, or start a new run"):
         resume("sft", tmp_path, seed=1)
@@ -77,7 +82,8 @@ def test_a_reference_is_the_model_that_the_run_began_with(tmp_path):
         resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks, lm=moved(tiny()))
     assert equal(resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks), straight)
     straight = stopped("grpo", tmp_path / "free", beta=0.0, reward=ranks)
-    assert equal(resume("grpo", tmp_path / "free", beta=0.0, reward=ranks, lm=moved(tiny())), straight)  # the checkpoint has its weights
+    # the checkpoint has its weights
+    assert equal(resume("grpo", tmp_path / "free", beta=0.0, reward=ranks, lm=moved(tiny())), straight)
 
 
 def test_other_rewards_are_refused(tmp_path):
@@ -90,7 +96,10 @@ def test_a_tokenizer_of_the_same_size_with_other_tokens_is_refused(tmp_path):
     stopped("grpo", tmp_path, reward=ranks)
     other = tiny()
     vocabulary = json.loads(other.tokenizer.backend_tokenizer.to_str())
-    vocabulary["model"]["vocab"] |= {"a": vocabulary["model"]["vocab"]["b"], "b": vocabulary["model"]["vocab"]["a"]}
+    vocabulary["model"]["vocab"] |= {
+        "a": vocabulary["model"]["vocab"]["b"],
+        "b": vocabulary["model"]["vocab"]["a"],
+    }
     other.tokenizer._tokenizer = type(other.tokenizer.backend_tokenizer).from_str(json.dumps(vocabulary))
     with pytest.raises(ConfigError, match=r"model\.vocabulary"):
         resume("grpo", tmp_path, lm=other, reward=ranks)
@@ -105,7 +114,10 @@ def test_rewards_are_told_apart_by_their_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert reward_identities("mine:f") == reward_identities(f"{path}:f")
     assert reward_identities("https://user:secret@host:80/a?token=b") == [{"name": "host:80/a"}]
-    assert reward_identities(["sudoku/partial", "model:some/thing"]) == [{"name": "sudoku/partial"}, {"name": "model:some/thing"}]
+    assert reward_identities(["sudoku/partial", "model:some/thing"]) == [
+        {"name": "sudoku/partial"},
+        {"name": "model:some/thing"},
+    ]
     assert reward_identities(ranks) == reward_identities([ranks]) != reward_identities(share_of_a)
 
 
@@ -152,7 +164,11 @@ def test_every_setting_of_the_sections_has_a_value_and_a_kind():
     values, kinds = flat_values(CONFIG), kinds_of(RunConfig)
     assert values.keys() == kinds.keys() and set(kinds.values()) == set(OnResume)
     assert values["lora.r"] == 16 and flat_values(CONFIG.model_copy(update={"lora": None}))["lora.r"] is None
-    assert kinds["sampler.steps"] is OnResume.ACTS and kinds["data.train"] is OnResume.NEUTRAL and kinds["data.seed"] is OnResume.OTHER
+    assert (
+        kinds["sampler.steps"] is OnResume.ACTS
+        and kinds["data.train"] is OnResume.NEUTRAL
+        and kinds["data.seed"] is OnResume.OTHER
+    )
 
 
 def test_a_section_with_an_unknown_kind_of_setting_makes_another_run():
@@ -166,19 +182,32 @@ def test_fingerprints_of_rows_and_files(tmp_path):
     row = {"input_ids": [1, 2], "text": "a"}
     same = rows_fingerprint([row, row])
     assert same == rows_fingerprint([dict(reversed(row.items()))] * 2) and same["rows"] == 2
-    others = [[row], [row, {**row, "text": "b"}], [row, {**row, "input_ids": [1, 2, 3]}], [{**row, "input_ids": [12]}, row]]
+    others = [
+        [row],
+        [row, {**row, "text": "b"}],
+        [row, {**row, "input_ids": [1, 2, 3]}],
+        [{**row, "input_ids": [12]}, row],
+    ]
     assert len({rows_fingerprint(rows)["sha256"] for rows in [[row, row], *others]}) == 5
     assert rows_fingerprint(None) is None and rows_fingerprint(iter([row]))["rows"] is None
-    assert rows_fingerprint([{"ids": torch.tensor([1, 2]), "of": {"b", "a"}}]) == rows_fingerprint([{"ids": [1, 2], "of": ["a", "b"]}])
+    assert rows_fingerprint([{"ids": torch.tensor([1, 2]), "of": {"b", "a"}}]) == rows_fingerprint(
+        [{"ids": [1, 2], "of": ["a", "b"]}]
+    )
     keyed = [rows_fingerprint([{"of": of}]) for of in ({(1, 2): 3, "a": 4}, {"a": 4, (1, 2): 3}, {})]
     assert keyed[0] == keyed[1] != keyed[2]
     (tmp_path / "a.txt").write_text("x" * 10**6)
     before = file_fingerprints([str(tmp_path), "owner/dataset"])
     (tmp_path / "a.txt").write_text("x" * 999_999 + "y")
-    assert [file["bytes"] for file in before] == [10**6] and file_fingerprints([str(tmp_path / "a.txt")]) != before
+    assert [file["bytes"] for file in before] == [10**6] and file_fingerprints(
+        [str(tmp_path / "a.txt")]
+    ) != before
 
 
 def test_only_the_first_process_reads_the_rows(monkeypatch):
-    monkeypatch.setattr(distributed, "PartialState", lambda: SimpleNamespace(is_main_process=False, num_processes=2))
-    monkeypatch.setattr(distributed, "broadcast_object_list", lambda answer: answer.__setitem__(0, {"rows": 1}))
+    monkeypatch.setattr(
+        distributed, "PartialState", lambda: SimpleNamespace(is_main_process=False, num_processes=2)
+    )
+    monkeypatch.setattr(
+        distributed, "broadcast_object_list", lambda answer: answer.__setitem__(0, {"rows": 1})
+    )
     assert rows_fingerprint(pytest.fail("reads them") for _ in range(1)) == {"rows": 1}

@@ -22,24 +22,48 @@ def of_torch() -> Iterator[Finding]:
     command = [sys.executable, "-P", "-m", TORCH]
     ended = ""
     try:
-        done = subprocess.run(command, capture_output=True, env=environment, stdin=subprocess.DEVNULL, timeout=TORCH_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, env=environment, stdin=subprocess.DEVNULL, timeout=TORCH_SECONDS
+        )
         out, status = done.stdout, done.returncode
         if status:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
-            ended = f"ended by {signal.Signals(-status).name}" if status < 0 else lines[-1] if lines else f"exit status {status}"
+            ended = (
+                f"ended by {signal.Signals(-status).name}"
+                if status < 0
+                else lines[-1]
+                if lines
+                else f"exit status {status}"
+            )
     except subprocess.TimeoutExpired as late:
         out, ended = late.stdout or b"", f"not finished after {TORCH_SECONDS:g} seconds"
-    found = [Finding(**json.loads(line)) for line in out.decode(errors="replace").splitlines() if line.startswith('{"name": ')]
+    found = [
+        Finding(**json.loads(line))
+        for line in out.decode(errors="replace").splitlines()
+        if line.startswith('{"name": ')
+    ]
     yield from found
     if ended and not found:
-        yield Finding("torch", f"cannot be imported: {ended}", "Unmask computes with it:\npip install --force-reinstall torch", broken=True)
+        yield Finding(
+            "torch",
+            f"cannot be imported: {ended}",
+            "Unmask computes with it:\npip install --force-reinstall torch",
+            broken=True,
+        )
     elif ended:
         yield Finding("torch", f"the probes {ended}", f"the last one that worked: {found[-1].name}")
 
 
 GROUPS: dict[str, list[Probe]] = {
     "Unmask": [packages.installation, packages.requirements, packages.playground],
-    "machine": [machine.python, machine.system, machine.processors, machine.memory, machine.disks, machine.hub_cache],
+    "machine": [
+        machine.python,
+        machine.system,
+        machine.processors,
+        machine.memory,
+        machine.disks,
+        machine.hub_cache,
+    ],
     "torch, GPUs and kernels": [of_torch],
     "extras": [packages.extras],
     "sandbox": [surroundings.sandbox],

@@ -1,4 +1,5 @@
-"""What the probes of `unmask doctor` return, and how it is shown: without secrets, and without the names of people."""
+"""What the probes of `unmask doctor` return, and how it is shown: without secrets, and without the names of
+people."""
 
 from __future__ import annotations
 
@@ -44,12 +45,19 @@ def findings_of(name: str, probe: Probe) -> list[Finding]:
         for finding in probe():
             found.append(finding)
     except Exception as error:  # user code: a damaged installation raises anything
-        found.append(Finding(name, f"the probe failed: {type(error).__name__}: {first_line(error)}", "nothing is known of it here"))
+        found.append(
+            Finding(
+                name,
+                f"the probe failed: {type(error).__name__}: {first_line(error)}",
+                "nothing is known of it here",
+            )
+        )
     return found
 
 
 def without_names(finding: Finding, environ: Mapping[str, str] = os.environ) -> Finding:
-    """The finding without secrets and control characters, with `~` for the home folder and `USER` for the user in other paths."""
+    """The finding without secrets and control characters, with `~` for the home folder and `USER` for the
+    user in other paths."""
     home = os.path.expanduser("~")
     people = {environ.get(name, "") for name in LOGIN_NAMES} | {os.path.basename(home)}
 
@@ -60,13 +68,18 @@ def without_names(finding: Finding, environ: Mapping[str, str] = os.environ) -> 
             text = re.sub(rf"(?<=[/\\]){re.escape(person)}(?![\w.-])", "USER", text)
         return shown(text)
 
-    texts: dict[str, Any] = {name: clean(text) for name, text in vars(finding).items() if isinstance(text, str)}
+    texts: dict[str, Any] = {
+        name: clean(text) for name, text in vars(finding).items() if isinstance(text, str)
+    }
     return replace(finding, **texts)
 
 
 def as_dict(groups: Groups) -> dict[str, Any]:
     """The groups as JSON types, and whether any finding is broken."""
-    return {"broken": is_broken(groups), "groups": {title: list(map(vars, findings)) for title, findings in groups.items()}}
+    return {
+        "broken": is_broken(groups),
+        "groups": {title: list(map(vars, findings)) for title, findings in groups.items()},
+    }
 
 
 def is_broken(groups: Groups) -> bool:
@@ -75,7 +88,8 @@ def is_broken(groups: Groups) -> bool:
 
 
 def as_text(groups: Groups) -> str:
-    """The groups one below the other, in lines of at most `WIDTH` columns: what it is, what was found, what it means."""
+    """The groups one below the other, in lines of at most `WIDTH` columns: what it is, what was found, what
+    it means."""
     console = Console(width=WIDTH, color_system=None, force_terminal=False)
     with console.capture() as captured:
         for title, findings in groups.items():
@@ -83,6 +97,10 @@ def as_text(groups: Groups) -> str:
             for width in COLUMNS:
                 table.add_column(width=width, overflow="fold")
             for finding in findings:
-                table.add_row(Text(finding.name), Text(finding.found), Text("BROKEN. " * finding.broken + finding.meaning))
+                table.add_row(
+                    Text(finding.name),
+                    Text(finding.found),
+                    Text("BROKEN. " * finding.broken + finding.meaning),
+                )
             console.print(Text(f"{title}\n{'-' * len(title)}"), table, Text(""))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()

@@ -15,7 +15,8 @@ from unmask.artifacts import num_cores
 from unmask.commands.doctor.findings import Finding
 
 LITTLE_MEMORY, LITTLE_DISK = 2e9, 5e9
-"""Bytes: the demo needs 1.3 GB of memory; a checkpoint of a model of 0.5 billion weights, with Adam's moments, 6 GB of disk."""
+"""Bytes: the demo needs 1.3 GB of memory; a checkpoint of a model of 0.5 billion weights, with Adam's
+moments, 6 GB of disk."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -31,7 +32,9 @@ def system() -> Iterator[Finding]:
 def processors() -> Iterator[Finding]:
     found = re.search(r"^model name\s*: (.*)$", _text("/proc/cpuinfo"), re.M)
     name = found[1] if found else platform.processor() or platform.machine()
-    yield Finding("CPU", f"{name}, {platform.machine()}", f"{num_cores()} of {os.cpu_count()} cores may be used here")
+    yield Finding(
+        "CPU", f"{name}, {platform.machine()}", f"{num_cores()} of {os.cpu_count()} cores may be used here"
+    )
 
 
 def memory() -> Iterator[Finding]:
@@ -63,7 +66,9 @@ def _disk(name: str, path: str | Path, remedy: str) -> Finding:
     path = Path(path).absolute()
     folder = next(each for each in (path, *path.parents) if each.is_dir())
     free = shutil.disk_usage(folder).free
-    problems = ["not writable"] * (not os.access(folder, os.W_OK)) + ["little space for models and checkpoints"] * (free < LITTLE_DISK)
+    problems = ["not writable"] * (not os.access(folder, os.W_OK)) + [
+        "little space for models and checkpoints"
+    ] * (free < LITTLE_DISK)
     meaning = f"{' and '.join(problems)}: free some, or {remedy}" if problems else ""
     return Finding(name, f"{free / 1e9:.1f} GB free in {path}", meaning)
 

@@ -58,20 +58,26 @@ def requirements() -> Iterator[Finding]:
         yield Finding(name, problem, "Unmask needs it:\npip install --upgrade unmask", broken=True)
     if not wrong:
         yield Finding(
-            "needed packages", f"all {len(needed)} are there", ", ".join(f"{each.name} {package_version(each.name)}" for each in needed)
+            "needed packages",
+            f"all {len(needed)} are there",
+            ", ".join(f"{each.name} {package_version(each.name)}" for each in needed),
         )
 
 
 def extras() -> Iterator[Finding]:
     names = importlib.metadata.metadata("unmask").get_all("Provides-Extra") or []
-    for extra in sorted(names, key=lambda name: list(PURPOSES).index(name) if name in PURPOSES else len(PURPOSES)):
+    for extra in sorted(
+        names, key=lambda name: list(PURPOSES).index(name) if name in PURPOSES else len(PURPOSES)
+    ):
         packages = _requirements(extra)
         lacking = [f"{each.name} {problem}" for each in packages if (problem := _problem(each))]
         there = [f"{each.name} {package_version(each.name)}" for each in packages if not _problem(each)]
         meaning = f"for {PURPOSES.get(extra, 'this version does not say what')}"
         if lacking:
             meaning += f". To add it:\npip install 'unmask[{extra}]'"
-        yield Finding(f"extra {extra}", ", ".join([*lacking, *there]) or "needs nothing on this platform", meaning)
+        yield Finding(
+            f"extra {extra}", ", ".join([*lacking, *there]) or "needs nothing on this platform", meaning
+        )
 
 
 def _requirements(extra: str) -> Sequence[Requirement]:
@@ -86,4 +92,8 @@ def _problem(requirement: Requirement) -> str:
     version = package_version(requirement.name)
     if version is None:
         return "missing"
-    return "" if requirement.specifier.contains(version, prereleases=True) else f"{version}, needed: {requirement.specifier}"
+    return (
+        ""
+        if requirement.specifier.contains(version, prereleases=True)
+        else f"{version}, needed: {requirement.specifier}"
+    )

@@ -1,5 +1,5 @@
-"""What torch can use here: GPUs and kernels. This module runs in a process of its own, which prints each finding as a line of JSON: a
-build of torch that does not fit the machine may end the process that imports it.
+"""What torch can use here: GPUs and kernels. This module runs in a process of its own, which prints each
+finding as a line of JSON: a build of torch that does not fit the machine may end the process that imports it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,21 @@ ON_GPUS = "used on GPUs only"
 
 
 def build() -> Iterator[Finding]:
-    kind = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+    kind = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "the CPU"
+    )
     yield Finding("torch", f"{torch.__version__}, built for {kind}")
     instructions = torch.backends.cpu.get_cpu_capability()
     slow = instructions in ("DEFAULT", "NO AVX")
     remedy = "no vector instructions are used, which is slow. Is ATEN_CPU_CAPABILITY set?" if slow else ""
     yield Finding(
-        "torch on the CPU", f"{instructions}, {torch.get_num_threads()} threads", remedy or f"{num_cores()} cores may be used here"
+        "torch on the CPU",
+        f"{instructions}, {torch.get_num_threads()} threads",
+        remedy or f"{num_cores()} cores may be used here",
     )
 
 
@@ -44,7 +52,9 @@ def transformers() -> Iterator[Finding]:
         importlib.import_module("transformers.modeling_utils")
     except Exception as error:  # user code: a damaged installation raises anything
         remedy = "Unmask builds on it:\npip install --upgrade unmask"
-        yield Finding("transformers", f"{version} cannot be imported: {first_line(error)}", remedy, broken=True)
+        yield Finding(
+            "transformers", f"{version} cannot be imported: {first_line(error)}", remedy, broken=True
+        )
         return
     yield Finding("transformers", str(version), "can be imported")
 
@@ -60,11 +70,21 @@ def gpus() -> Iterator[Finding]:
     driver = _driver() if count else ""
     for number in range(count):
         about = torch.cuda.get_device_properties(number)
-        found = f"{about.name}, {about.total_memory / 1e9:.1f} GB, compute capability {about.major}.{about.minor}"
-        bfloat16 = "bfloat16" if torch.version.hip or about.major >= 8 else "no bfloat16: train in float16 (fp16) or float32"
+        found = (
+            f"{about.name}, {about.total_memory / 1e9:.1f} GB, compute capability {about.major}.{about.minor}"
+        )
+        bfloat16 = (
+            "bfloat16"
+            if torch.version.hip or about.major >= 8
+            else "no bfloat16: train in float16 (fp16) or float32"
+        )
         yield Finding(f"GPU {number}", found, f"{bfloat16}; driver {driver}")
         free, total = torch.cuda.mem_get_info(number)
-        yield Finding(f"GPU {number}, memory", f"{free / 1e9:.1f} GB free", "other programs use it" if free < total / 2 else "")
+        yield Finding(
+            f"GPU {number}, memory",
+            f"{free / 1e9:.1f} GB free",
+            "other programs use it" if free < total / 2 else "",
+        )
 
 
 def _why_no_gpu(said: list[str]) -> str:
@@ -76,13 +96,20 @@ def _why_no_gpu(said: list[str]) -> str:
     if not shutil.which("nvidia-smi"):
         return "training and generation run on the CPU"
     if torch.version.cuda is None:
-        return "this machine has nvidia-smi, but torch is built without CUDA: install the build that pytorch.org names for it"
-    return "this machine has nvidia-smi: does it list the GPU, and may this user or container open /dev/nvidia*?"
+        return (
+            "this machine has nvidia-smi, but torch is built without CUDA: install the build that "
+            "pytorch.org names for it"
+        )
+    return (
+        "this machine has nvidia-smi: does it list the GPU, and may this user or container open /dev/nvidia*?"
+    )
 
 
 def _driver() -> str:
     try:
-        return subprocess.run(SMI, capture_output=True, text=True, timeout=20, check=True).stdout.partition("\n")[0]
+        return subprocess.run(SMI, capture_output=True, text=True, timeout=20, check=True).stdout.partition(
+            "\n"
+        )[0]
     except (OSError, subprocess.SubprocessError):
         return "unknown (no nvidia-smi)"
 
@@ -92,23 +119,51 @@ def attention() -> Iterator[Finding]:
     yield Finding("SDPA", ", ".join(on), "torch chooses among them")
     gpu = torch.cuda.is_available()
     remedy = "" if can_compile() else "it needs Triton, a C compiler and Python.h (below)"
-    yield Finding("FlexAttention", "used" if gpu else "not used", remedy if gpu else f"{ON_GPUS}; a CPU uses SDPA")
+    yield Finding(
+        "FlexAttention", "used" if gpu else "not used", remedy if gpu else f"{ON_GPUS}; a CPU uses SDPA"
+    )
     flash = gpu and torch.cuda.get_device_capability() >= (8, 0)
-    remedy = "training.flash_attention=true turns it on" if flash else "needs a GPU from Ampere on, and 16 bits"
+    remedy = (
+        "training.flash_attention=true turns it on" if flash else "needs a GPU from Ampere on, and 16 bits"
+    )
     yield Finding("FlashAttention 2", "usable" if flash else "not usable", remedy)
-    yield Finding("flash-attn", package_version("flash-attn") or "not installed", "not needed: FlashAttention is torch's own build")
+    yield Finding(
+        "flash-attn",
+        package_version("flash-attn") or "not installed",
+        "not needed: FlashAttention is torch's own build",
+    )
 
 
 def compiled() -> Iterator[Finding]:
-    yield Finding("Triton", package_version("triton") or "not installed", f"{ON_GPUS}, by compiled kernels; comes with torch's CUDA build")
+    yield Finding(
+        "Triton",
+        package_version("triton") or "not installed",
+        f"{ON_GPUS}, by compiled kernels; comes with torch's CUDA build",
+    )
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    yield Finding("C compiler", compiler or "missing", "" if compiler else "compiled kernels need it:\napt-get install gcc")
+    yield Finding(
+        "C compiler",
+        compiler or "missing",
+        "" if compiler else "compiled kernels need it:\napt-get install gcc",
+    )
     header = Path(sysconfig.get_path("include"), "Python.h").exists()
-    yield Finding("Python.h", "there" if header else "missing", "" if header else "compiled kernels need it:\napt-get install python3-dev")
+    yield Finding(
+        "Python.h",
+        "there" if header else "missing",
+        "" if header else "compiled kernels need it:\napt-get install python3-dev",
+    )
     cpp = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    yield Finding("C++ compiler", cpp or "missing", "" if cpp else "torch_compile on a CPU needs it:\napt-get install g++")
+    yield Finding(
+        "C++ compiler",
+        cpp or "missing",
+        "" if cpp else "torch_compile on a CPU needs it:\napt-get install g++",
+    )
     used = torch.cuda.is_available() and can_compile()
-    yield Finding("compiled kernels", "used" if used else "not used", "" if used else "need a GPU, Triton, a C compiler and Python.h")
+    yield Finding(
+        "compiled kernels",
+        "used" if used else "not used",
+        "" if used else "need a GPU, Triton, a C compiler and Python.h",
+    )
 
 
 def liger() -> Iterator[Finding]:
@@ -124,12 +179,20 @@ def bitsandbytes() -> Iterator[Finding]:
     """Last: its library for the GPU may end the process."""
     version = package_version("bitsandbytes")
     if version is None:
-        yield Finding("bitsandbytes", "not installed", "weights in 4 and 8 bits, 8-bit optimizers:\npip install 'unmask[cuda]'")
+        yield Finding(
+            "bitsandbytes",
+            "not installed",
+            "weights in 4 and 8 bits, 8-bit optimizers:\npip install 'unmask[cuda]'",
+        )
         return
     try:
         importlib.import_module("bitsandbytes")
     except Exception as error:  # user code: a damaged installation raises anything
-        yield Finding("bitsandbytes", f"{version} cannot be imported: {first_line(error)}", "pip install --upgrade bitsandbytes")
+        yield Finding(
+            "bitsandbytes",
+            f"{version} cannot be imported: {first_line(error)}",
+            "pip install --upgrade bitsandbytes",
+        )
         return
     yield Finding("bitsandbytes", version, "can be imported")
 

@@ -8,8 +8,14 @@ import shlex
 from importlib import resources
 from pathlib import Path
 
-TEMPLATES = {"sft": ["chat", "sft"], "preferences": ["chat", "preferences"], "rewards": ["chat", "rewards"], "conversion": ["conversion"]}
-"""The folders of `templates` that each kind consists of. A file that several have is joined from their parts."""
+TEMPLATES = {
+    "sft": ["chat", "sft"],
+    "preferences": ["chat", "preferences"],
+    "rewards": ["chat", "rewards"],
+    "conversion": ["conversion"],
+}
+"""The folders of `templates` that each kind consists of. A file that several have is joined from their
+parts."""
 MODEL_PATH = re.compile(r"^  path: .*$", re.MULTILINE)
 
 

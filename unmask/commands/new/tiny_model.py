@@ -1,4 +1,5 @@
-"""The model that stands in for the user's own in a folder of `unmask new`, so that its commands work at once, without a hub."""
+"""The model that stands in for the user's own in a folder of `unmask new`, so that its commands work at once,
+without a hub."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ TINY_MODEL = "tiny-model"
 
 
 def write_tiny_model(folder: Path, kind: str) -> None:
-    """Write a model with random weights to `folder/tiny-model`: 80,000 parameters, whose tokens are the characters of ASCII.
+    """Write a model with random weights to `folder/tiny-model`: 80,000 parameters, whose tokens are the
+    characters of ASCII.
 
-    It is causal for `kind` conversion, else bidirectional with a chat template. It is what `character_model` makes, but for the random
-    numbers: torch takes seconds to import.
+    It is causal for `kind` conversion, else bidirectional with a chat template. It is what `character_model`
+    makes, but for the random numbers: torch takes seconds to import.
     """
     import numpy as np
     from safetensors.numpy import save_file
 
     (folder / TINY_MODEL).mkdir(parents=True, exist_ok=True)
     for template in (resources.files("unmask.commands.new") / "templates" / TINY_MODEL).iterdir():
-        (folder / TINY_MODEL / template.name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
+        (folder / TINY_MODEL / template.name).write_text(
+            template.read_text(encoding="utf-8"), encoding="utf-8"
+        )
     path = folder / TINY_MODEL / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if kind == "conversion":
@@ -30,7 +34,9 @@ def write_tiny_model(folder: Path, kind: str) -> None:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     rng = np.random.default_rng(0)
     weights = {
-        name: np.ones(shape, np.float32) if len(shape) == 1 else rng.normal(0, config["initializer_range"], shape).astype(np.float32)
+        name: np.ones(shape, np.float32)
+        if len(shape) == 1
+        else rng.normal(0, config["initializer_range"], shape).astype(np.float32)
         for name, shape in shapes(config)
     }
     save_file(weights, folder / TINY_MODEL / "model.safetensors", metadata={"format": "pt"})

@@ -23,18 +23,31 @@ STOCK = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 def listed_settings() -> dict[str, Any]:
     """What `settings.json` holds.
 
-    That is the version of transformers, the settings of its TrainingArguments, and those of each verb in the order of their declaration:
-    `[key, type, default, help]`, with its limits if it has any, or the key alone of one that the verb leaves as it is.
+    That is the version of transformers, the settings of its TrainingArguments, and those of each verb in the
+    order of their declaration: `[key, type, default, help]`, with its limits if it has any, or the key alone
+    of one that the verb leaves as it is.
     """
     stock = [_row(setting) for setting in training_settings(TrainingArguments)]
-    listed: dict[str, Any] = {"transformers": package_version("transformers"), "methods": [*METHODS], "stock": stock}
+    listed: dict[str, Any] = {
+        "transformers": package_version("transformers"),
+        "methods": [*METHODS],
+        "stock": stock,
+    }
     for verb, entry in VERBS.items():
-        listed[verb] = [each.key if each.stock else _row(each) for each in training_settings(entry.config_class)]
+        listed[verb] = [
+            each.key if each.stock else _row(each) for each in training_settings(entry.config_class)
+        ]
     return listed
 
 
 def _row(setting: Setting) -> list[Any]:
-    return [setting.key, setting.type, setting.default, setting.help, *([] if setting.limits is None else [setting.limits])]
+    return [
+        setting.key,
+        setting.type,
+        setting.default,
+        setting.help,
+        *([] if setting.limits is None else [setting.limits]),
+    ]
 
 
 def training_settings(cls: type[TrainingArguments]) -> Iterator[Setting]:
@@ -43,7 +56,11 @@ def training_settings(cls: type[TrainingArguments]) -> Iterator[Setting]:
     for field in dataclasses.fields(cls):
         if field.init and field.name not in SET_BY_RUN:
             words = field.metadata.get("choices")
-            shown = " | ".join(words) + (" | null" if field.default is None else "") if words else type_name(_named(hints[field.name]))
+            shown = (
+                " | ".join(words) + (" | null" if field.default is None else "")
+                if words
+                else type_name(_named(hints[field.name]))
+            )
             described = one_line(field.metadata.get("help"))
             limits = limits_of(field)
             if limits is not None:
@@ -62,7 +79,10 @@ def _named(hint: Any) -> Any:
 def is_stock(field: Field[Any]) -> bool:
     """Whether a field is of TrainingArguments, with the same default and description."""
     stock = STOCK.get(field.name)
-    return stock is not None and (field.default, field.metadata.get("help")) == (stock.default, stock.metadata.get("help"))
+    return stock is not None and (field.default, field.metadata.get("help")) == (
+        stock.default,
+        stock.metadata.get("help"),
+    )
 
 
 def default_of(field: Field[Any]) -> Any:

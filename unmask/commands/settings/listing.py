@@ -1,7 +1,8 @@
-"""All settings of a training verb: those of its sections, its own under `training`, and those of `transformers.TrainingArguments`.
+"""All settings of a training verb: those of its sections, its own under `training`, and those of
+`transformers.TrainingArguments`.
 
-`settings.json` has those under `training`, since reading them from the configs would import torch, which takes seconds.
-`scripts/list_settings.py` writes it.
+`settings.json` has those under `training`, since reading them from the configs would import torch, which
+takes seconds. `scripts/list_settings.py` writes it.
 """
 
 from __future__ import annotations
@@ -39,19 +40,51 @@ GROUPS: dict[str, tuple[str, ...]] = {
     MEMORY: ("score_chunk", "flash_attention", "optimizer_offload", "fsdp", "cudnn_benchmark"),
     LOGS: ("logging_steps", "report_to", "logging_dir", "log_memory_usage", "log_variance_steps"),
     "data": (
-        *("max_length", "text_column", "packing", "token_cache", "canvas_length", "bad_rows", "truncate_prompt", "truncate_completion"),
+        *(
+            "max_length",
+            "text_column",
+            "packing",
+            "token_cache",
+            "canvas_length",
+            "bad_rows",
+            "truncate_prompt",
+            "truncate_completion",
+        ),
         "learn",
     ),
 }
 """The settings of each group of `--help`, in the order in which it shows the groups."""
 OF_GRPO: dict[str, tuple[str, ...]] = {
     SAMPLING: (
-        *("temperature", "score_temperature", "max_completion_length", "steps", "block_size", "policy", "stop_at_eos", "beyond_eos"),
+        *(
+            "temperature",
+            "score_temperature",
+            "max_completion_length",
+            "steps",
+            "block_size",
+            "policy",
+            "stop_at_eos",
+            "beyond_eos",
+        ),
         *("constraint", "rollout", "max_staleness"),
     ),
     REWARDS: (
-        *("reward_weights", "reward_workers", "reward_timeout", "reward_errors", "max_unscored_rollouts", "overlong_buffer"),
-        *("difficulty", "difficulty_reward", "drop_equal_groups", "dynamic_sampling", "curriculum", "mask_truncated"),
+        *(
+            "reward_weights",
+            "reward_workers",
+            "reward_timeout",
+            "reward_errors",
+            "max_unscored_rollouts",
+            "overlong_buffer",
+        ),
+        *(
+            "difficulty",
+            "difficulty_reward",
+            "drop_equal_groups",
+            "dynamic_sampling",
+            "curriculum",
+            "mask_truncated",
+        ),
     ),
     MEMORY: ("rollout_batch_size",),
     LOGS: ("log_completions_steps", "log_completions_rows", "performance_log_interval"),
@@ -65,12 +98,16 @@ WORD = re.compile(r"[\w/.-]+")
 
 @functools.cache
 def _listed() -> dict[str, Any]:
-    """What `settings.json` holds. With another version of transformers than it was written with, that version's fields are among the stock
-    ones, without type and description."""
+    """What `settings.json` holds. With another version of transformers than it was written with, that
+    version's fields are among the stock ones, without type and description."""
     listed = json.loads(SETTINGS.read_text(encoding="utf-8"))
     if listed["transformers"] != package_version("transformers"):
         known = {row[0] for verb in VERBS for row in (*listed["stock"], *listed[verb])}
-        new = [key for name in fields_of_training_arguments() if (key := f"training.{name}") not in known and name not in SET_BY_RUN]
+        new = [
+            key
+            for name in fields_of_training_arguments()
+            if (key := f"training.{name}") not in known and name not in SET_BY_RUN
+        ]
         listed["stock"] += [[key, "Any", None, ""] for key in new]
         listed |= {verb: listed[verb] + new for verb in VERBS}
     return listed
@@ -78,10 +115,17 @@ def _listed() -> dict[str, Any]:
 
 def fields_of_training_arguments() -> list[str]:
     """The fields of the installed `transformers.TrainingArguments`, read from its source."""
-    [folder] = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr,misc]
+    found: Any = importlib.util.find_spec("transformers")
+    [folder] = found.submodule_search_locations
     tree = ast.parse(Path(folder, "training_args.py").read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
-    names = [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    body = next(
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+    )
+    names = [
+        node.target.id
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
     return [name for name in names if not name.startswith("_")]
 
 
@@ -100,14 +144,21 @@ def setting_in(row: Sequence[Any]) -> Setting:
 def settings_of_verb(verb: str) -> tuple[Setting, ...]:
     """The settings of a verb: first those under `training`, in the order of their declaration."""
     stock = stock_settings()
-    return (*(stock[row] if isinstance(row, str) else setting_in(row) for row in _listed()[verb]), *settings_of(RunConfig))
+    return (
+        *(stock[row] if isinstance(row, str) else setting_in(row) for row in _listed()[verb]),
+        *settings_of(RunConfig),
+    )
 
 
 def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool = False) -> None:
-    """Raise ConfigError for a key that the section `training` does not have, a value of another type or out of its range, or a setting
-    without effect beside the others. What else cannot be combined is checked by the verb's config. `own_methods`: whether imported
-    modules may have added methods."""
-    settings = {setting.name: setting for setting in settings_of_verb(verb) if setting.key == f"training.{setting.name}"}
+    """Raise ConfigError for a key that the section `training` does not have, a value of another type or out
+    of its range, or a setting without effect beside the others. What else cannot be combined is checked by
+    the verb's config. `own_methods`: whether imported modules may have added methods."""
+    settings = {
+        setting.name: setting
+        for setting in settings_of_verb(verb)
+        if setting.key == f"training.{setting.name}"
+    }
     refuse_unknown(training, settings, "training", SET_BY_RUN)
     values = {name: setting.default for name, setting in settings.items()}
     for name, value in training.items():
@@ -115,15 +166,25 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
         words = [kind for kind in kinds if kind not in BASIC]
         values[name] = value
         if not words:
-            values[name] = checked(value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}")
-        elif isinstance(value, str) and value not in words and "str" not in kinds and all(map(WORD.fullmatch, words)):
-            raise ConfigError(f"unknown {name} {value!r}", where=f"training.{name}", remedy=f"Use one of {', '.join(words)}")
+            values[name] = checked(
+                value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}"
+            )
+        elif (
+            isinstance(value, str)
+            and value not in words
+            and "str" not in kinds
+            and all(map(WORD.fullmatch, words))
+        ):
+            raise ConfigError(
+                f"unknown {name} {value!r}", where=f"training.{name}", remedy=f"Use one of {', '.join(words)}"
+            )
     limited = {name: setting.limits for name, setting in settings.items() if setting.limits is not None}
     # What a setting needs may be set by a method if it is unset here.
     given = [
         name
         for name, limits in limited.items()
-        if name in training and all(values[needed.partition("=")[0]] is not None for needed in limits.get("needs", ()))
+        if name in training
+        and all(values[needed.partition("=")[0]] is not None for needed in limits.get("needs", ()))
     ]
     try:
         check_settings(limited, given, values.__getitem__)
@@ -132,8 +193,16 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
         raise error.moved(f"training.{error.where}") from error
 
     method, methods = training.get("method"), _listed()["methods"]
-    if isinstance(method, str) and not own_methods and ":" not in method and not method.endswith(".py") and method not in methods:
-        raise ConfigError(f"unknown method {method!r}", where="training.method", remedy=did_you_mean(method, methods))
+    if (
+        isinstance(method, str)
+        and not own_methods
+        and ":" not in method
+        and not method.endswith(".py")
+        and method not in methods
+    ):
+        raise ConfigError(
+            f"unknown method {method!r}", where="training.method", remedy=did_you_mean(method, methods)
+        )
 
 
 def grouped(verb: str) -> dict[str, list[Setting]]:
@@ -142,19 +211,28 @@ def grouped(verb: str) -> dict[str, list[Setting]]:
     tables = (OF_GRPO, GROUPS) if verb == "grpo" else (GROUPS,)
     for setting in settings_of_verb(verb):
         if setting.key.startswith("training.") and not setting.stock:
-            groups[next((title for table in tables for title, names in table.items() if setting.name in names), METHOD)].append(setting)
+            groups[
+                next(
+                    (title for table in tables for title, names in table.items() if setting.name in names),
+                    METHOD,
+                )
+            ].append(setting)
     return {title: settings for title, settings in groups.items() if settings}
 
 
 def matching(settings: Iterable[Setting], pattern: str | None) -> list[Setting]:
-    """The settings whose key (these first) or description contains the pattern, or whose key or name it matches if it has `*` or `?`; None:
-    all."""
+    """The settings whose key (these first) or description contains the pattern, or whose key or name it
+    matches if it has `*` or `?`; None: all."""
     if pattern is None:
         return list(settings)
     text = pattern.lower()
     name = text.lstrip("-").replace("-", "_")
     if "*" in name or "?" in name:
-        return [setting for setting in settings if fnmatchcase(setting.key, name) or fnmatchcase(setting.name, name)]
+        return [
+            setting
+            for setting in settings
+            if fnmatchcase(setting.key, name) or fnmatchcase(setting.name, name)
+        ]
     found = [setting for setting in settings if name in setting.key or text in setting.help.lower()]
     return sorted(found, key=lambda setting: name not in setting.key)
 

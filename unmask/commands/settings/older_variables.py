@@ -1,4 +1,5 @@
-"""Environment variables of other trainers, read as settings. They override files; `UNMASK_*` variables override them."""
+"""Environment variables of other trainers, read as settings. They override files; `UNMASK_*` variables
+override them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from unmask.tasks import get_task
 
 Settings = dict[str, Any]
 """Values by dotted key."""
-SWITCH = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+SWITCH = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 VLLM_PORT = 8000
 BATCH_VARIABLES = ("DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE")
 
@@ -31,14 +35,16 @@ class Variable(NamedTuple):
 
 
 def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
-    """A layer for each variable that is set and not empty; a line on stderr says how it is read, and another for each that is unknown.
+    """A layer for each variable that is set and not empty; a line on stderr says how it is read, and another
+    for each that is unknown.
 
     Raises:
         ConfigError: an invalid value.
     """
     variables = OLDER | (OLDER_OF_GRPO if verb == "grpo" else {})
     texts = {name: text for name in variables if (text := environ.get(name, "").strip())}
-    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # there is no server, so its address is ignored
+    # there is no server, so its address is ignored
+    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:
         texts.pop("VLLM_SERVER_HOST", None)
     layers = []
     prefixes = ("DIFFU_", "GRPO_") if verb == "grpo" else ("DIFFU_",)
@@ -49,7 +55,9 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
         try:
             settings = variables[name].read(text)
         except (KeyError, ValueError):
-            raise ConfigError(f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}") from None
+            raise ConfigError(
+                f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}"
+            ) from None
         layers.append(Layer(source, nested_settings(settings)))
         _say(environ, f"{name} is read as {' and '.join(settings)}")
     return layers
@@ -61,25 +69,37 @@ def _say(environ: Mapping[str, str], line: str) -> None:
 
 
 def with_whole_groups(layers: Layers, environ: Mapping[str, str]) -> Layers:
-    """The layers of `unmask grpo`. Where a variable changes the batch so that a step does not hold whole groups, gradients are accumulated
-    over as many batches as keep the step's completions, or nearly so, unless a user says over how many."""
-    batch_key, steps_key = (f"training.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    """The layers of `unmask grpo`. Where a variable changes the batch so that a step does not hold whole
+    groups, gradients are accumulated over as many batches as keep the step's completions, or nearly so,
+    unless a user says over how many."""
+    batch_key, steps_key = (
+        f"training.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
     variables = [f"environment variable {name}" for name in BATCH_VARIABLES]
     steps_source = layers.source_of(steps_key)
-    if (source := layers.source_of(batch_key)) not in variables or not (steps_source or "recipe ").startswith("recipe "):
+    if (source := layers.source_of(batch_key)) not in variables or not (steps_source or "recipe ").startswith(
+        "recipe "
+    ):
         return layers
     earlier = Layers(layer for layer in layers if layer.source not in variables)
     defaults = {setting.key: setting.default for setting in settings_of_verb("grpo")}
     batch, before = layers.value_of(batch_key), earlier.value_of(batch_key) or defaults[batch_key]
     accumulated = layers.value_of(steps_key) or defaults[steps_key]
     group = layers.value_of("training.num_generations") or defaults["training.num_generations"]
-    if not all(isinstance(number, int) and number > 0 for number in (before, accumulated, group)):  # which are refused later
+    # which are refused later
+    if not all(isinstance(number, int) and number > 0 for number in (before, accumulated, group)):
         return layers
     whole = group // math.gcd(batch * int(environ.get("WORLD_SIZE", 1)), group)
     if accumulated % whole == 0:
         return layers
     steps = whole * max(1, round(before * accumulated / batch / whole))
-    _say(environ, f"{steps_key} is {steps}, as {accumulated} batches of {batch} completions are no whole groups of {group}")
+    _say(
+        environ,
+        (
+            f"{steps_key} is {steps}, as {accumulated} batches of {batch} completions are no whole groups "
+            f"of {group}"
+        ),
+    )
     return Layers([*layers, Layer(str(source), nested_settings({steps_key: steps}))])
 
 
@@ -93,7 +113,9 @@ def _number(key: str) -> Variable:
 
 
 def _switch(key: str, values: tuple[Any, Any] = (False, True)) -> Variable:
-    return Variable(lambda text: {key: values[SWITCH[text.lower()]]}, "1, true, yes or on, or 0, false, no or off")
+    return Variable(
+        lambda text: {key: values[SWITCH[text.lower()]]}, "1, true, yes or on, or 0, false, no or off"
+    )
 
 
 def _precision(text: str) -> Settings:
@@ -108,7 +130,11 @@ def _precision(text: str) -> Settings:
 def _fast_type() -> str:
     import torch
 
-    return "fp16" if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
+    return (
+        "fp16"
+        if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+        else "bf16"
+    )
 
 
 def _data(text: str) -> Settings:
@@ -129,7 +155,9 @@ def _address(text: str) -> Settings:
 OLDER = {
     "DIFFU_MODEL_PATH": Variable(lambda text: {"model.path": text}, "a folder or a hub name"),
     "DIFFU_DATASET": Variable(_data, "a built-in task, a file or a hub name"),
-    "DIFFU_MIXED_PRECISION": Variable(_precision, "bf16, fp16, or a switch, of which true is bf16 (on a GPU without it fp16)"),
+    "DIFFU_MIXED_PRECISION": Variable(
+        _precision, "bf16, fp16, or a switch, of which true is bf16 (on a GPU without it fp16)"
+    ),
     "DIFFU_BATCH_SIZE": _number("training.per_device_train_batch_size"),
 }
 OLDER_OF_GRPO = {

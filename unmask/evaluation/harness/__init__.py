@@ -1,6 +1,8 @@
-"""Evaluation by lm-evaluation-harness (lm-eval), unmodified: Unmask's models are the model `unmask` of its registry.
+"""Evaluation by lm-evaluation-harness (lm-eval), unmodified: Unmask's models are the model `unmask` of its
+registry.
 
-lm-eval looks for no plugins: a model is registered by importing its module. Importing this one registers it, beside lm-eval's own models:
+lm-eval looks for no plugins: a model is registered by importing its module. Importing this one registers it,
+beside lm-eval's own models:
 
     import lm_eval, unmask.evaluation.harness
     lm_eval.simple_evaluate(model="unmask", model_args="pretrained=PATH,samples=128", tasks=[...])
@@ -13,7 +15,8 @@ from unmask.errors import require
 
 require("lm_eval", "eval", where="lm-eval")
 
-from lm_eval import models  # noqa: E402 (registers lm-eval's own models, which it does only while its registry is empty)
+# registers lm-eval's own models, which it does only while its registry is empty
+from lm_eval import models  # noqa: E402
 from lm_eval.api.registry import register_model  # noqa: E402
 
 from unmask.evaluation.harness.model import HarnessLM  # noqa: E402

@@ -1,4 +1,5 @@
-"""lm-eval's command line with the model `unmask`: `python -m unmask.evaluation.harness --model unmask --model_args pretrained=PATH ...`."""
+"""lm-eval's command line with the model `unmask`: `python -m unmask.evaluation.harness --model unmask
+--model_args pretrained=PATH ...`."""
 
 import sys
 

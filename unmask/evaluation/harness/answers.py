@@ -1,7 +1,8 @@
-"""What the model answers to lm-eval: the numbers and texts that it expects, which also know how they came about.
+"""What the model answers to lm-eval: the numbers and texts that it expects, which also know how they came
+about.
 
-lm-eval passes answers on as they are, to metrics, filters, caches and other processes. So the standard error of a log-likelihood, and the
-work that went into a text, are attributes of the number and of the text.
+lm-eval passes answers on as they are, to metrics, filters, caches and other processes. So the standard error
+of a log-likelihood, and the work that went into a text, are attributes of the number and of the text.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterable
 class LogLikelihood(float):
     """A log-likelihood, or an estimate of a lower bound, in nats.
 
-    Attributes:
-        differences: of `Bound.difference_BP`: their squares add up to the variance of the estimate; empty where it is exact.
+    Attributes: differences: of `Bound.difference_BP`: their squares add up to the variance of the estimate;
+        empty where it is exact.
     """
 
     differences: tuple[float, ...]
@@ -33,8 +34,12 @@ class LogLikelihood(float):
         return math.sqrt(sum(difference**2 for difference in self.differences))
 
     def moved(self, signs: Iterable[float]) -> LogLikelihood:
-        """The estimate with each difference added or subtracted: equally likely, to the second moment, with random signs."""
-        return LogLikelihood(float(self) + sum(sign * difference for sign, difference in zip(signs, self.differences, strict=False)))
+        """The estimate with each difference added or subtracted: equally likely, to the second moment, with
+        random signs."""
+        return LogLikelihood(
+            float(self)
+            + sum(sign * difference for sign, difference in zip(signs, self.differences, strict=False))
+        )
 
 
 class Text(str):

@@ -38,13 +38,16 @@ from unmask.models.model_state import fingerprint
 from unmask.training.durable.launchers import connected_processes
 
 Wanted = tuple[int, list[int], int, list[str]]
-"""A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and the stop strings."""
+"""A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and
+the stop strings."""
 DEFAULT_SAMPLES = 128
 LM_EVAL_DEVICE = "cuda:0"
-"""What lm-eval's command line passes unless `--device` is given. Where there is no such device its own models choose another, too."""
+"""What lm-eval's command line passes unless `--device` is given. Where there is no such device its own models
+choose another, too."""
 Answer = TypeVar("Answer")
 KEPT_OF, KEPT = "unmask", "answer "
-"""The key, in lm-eval's file of answers, of the model and settings that gave them; and how the names of answers begin."""
+"""The key, in lm-eval's file of answers, of the model and settings that gave them; and how the names of
+answers begin."""
 _read_protocol = cache(read_protocol)
 DEFAULT_CONTEXT = 2048
 """Tokens, for a model whose config does not say: as lm-eval."""
@@ -53,21 +56,19 @@ DEFAULT_CONTEXT = 2048
 class HarnessLM(TemplateLM):
     """A DiffusionLM as a model of lm-eval.
 
-    Scores are functions of model, request and settings: they do not depend on the batch size, the order of the requests, or the processes.
+    Scores are functions of model, request and settings: they do not depend on the batch size, the order of
+    the requests, or the processes.
 
-    Args:
-        pretrained: a DiffusionLM, or the path or name of one to load.
-        samples: noised views per likelihood at most (elbo); None: 128, or those of the protocol.
-        estimator: elbo or exact; None: exact for causal models and blocks of at most 4 tokens, else elbo.
-        seed: of masks and samples.
-        batch_size: sequences generated at once, or "auto"; likelihoods are computed one by one.
-        max_batch_size: of "auto".
-        device: where to load the model; None: the GPU if there is one.
-        protocol: evaluate as its authors did (`unmask.evaluation.protocols`): a sampler and a number of samples for each task. Of a
-            request's own options only the stop strings are then read. Examples and chat template are lm-eval's to set.
-        max_length: the longest row, prompt and completion; None: the model's context. Longer prompts lose their beginning.
-        settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for requests that do not have their own; they replace
-            those of the protocol.
+    Args: pretrained: a DiffusionLM, or the path or name of one to load. samples: noised views per likelihood
+        at most (elbo); None: 128, or those of the protocol. estimator: elbo or exact; None: exact for causal
+        models and blocks of at most 4 tokens, else elbo. seed: of masks and samples. batch_size: sequences
+        generated at once, or "auto"; likelihoods are computed one by one. max_batch_size: of "auto". device:
+        where to load the model; None: the GPU if there is one. protocol: evaluate as its authors did
+        (`unmask.evaluation.protocols`): a sampler and a number of samples for each task. Of a request's own
+        options only the stop strings are then read. Examples and chat template are lm-eval's to set.
+        max_length: the longest row, prompt and completion; None: the model's context. Longer prompts lose
+        their beginning. settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for
+        requests that do not have their own; they replace those of the protocol.
 
     Raises:
         ConfigError: an unknown setting, or a wrong value.
@@ -99,20 +100,31 @@ class HarnessLM(TemplateLM):
         state = _processes(device, pretrained) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
         if isinstance(pretrained, DiffusionLM):
             if model:
-                raise ConfigError("the model is loaded already", where=next(iter(model)), remedy="Leave it out, or give a path")
+                raise ConfigError(
+                    "the model is loaded already",
+                    where=next(iter(model)),
+                    remedy="Leave it out, or give a path",
+                )
             self.lm = pretrained
         else:
             if device == LM_EVAL_DEVICE and not torch.cuda.is_available():
                 device = None
-            self.lm = load(str(pretrained), **model, device=device or ("auto" if state is None else str(state.device)))
+            self.lm = load(
+                str(pretrained), **model, device=device or ("auto" if state is None else str(state.device))
+            )
         self.tokenizer = self.lm.tokenizer
-        self.samples, self.seed = DEFAULT_SAMPLES if samples is None else _whole(samples, "samples"), int(seed)
+        self.samples, self.seed = (
+            DEFAULT_SAMPLES if samples is None else _whole(samples, "samples"),
+            int(seed),
+        )
         self.authors, self._asked_samples = protocol, samples is not None
         if protocol is not None:
             protocol_tasks(protocol.partition("/")[0])
         self.estimator: Estimator = estimator or default_estimator(self.lm)
         if self.estimator not in ("elbo", "exact"):
-            raise ConfigError(f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact")
+            raise ConfigError(
+                f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact"
+            )
         self.sampler = SamplerConfig(**sampler, seed=self.seed)
         self._max_length = None if max_length is None else _whole(max_length, "max_length")
         self._state, self._device = state, self.lm.device
@@ -127,7 +139,10 @@ class HarnessLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Tokens of the longest row."""
-        return min(self._max_length or self.lm.context_length or DEFAULT_CONTEXT, self.lm.context_length or DEFAULT_CONTEXT)
+        return min(
+            self._max_length or self.lm.context_length or DEFAULT_CONTEXT,
+            self.lm.context_length or DEFAULT_CONTEXT,
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -153,7 +168,8 @@ class HarnessLM(TemplateLM):
         return {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
 
     def samples_of(self, task: str | None) -> int:
-        """The views per likelihood of a task's requests. Raises ConfigError if the authors generate its answers, or for guidance."""
+        """The views per likelihood of a task's requests. Raises ConfigError if the authors generate its
+        answers, or for guidance."""
         if self.sampler.guidance:
             remedy = f"Leave it out, or evaluate without {task}"
             raise ConfigError("likelihoods are computed without guidance", where="guidance", remedy=remedy)
@@ -162,18 +178,27 @@ class HarnessLM(TemplateLM):
             return self.samples
         where = f"protocol {protocol.name}"
         if protocol.likelihood_samples is None:
-            raise ConfigError(f"answers to {task} are generated, and it measures likelihoods", where=where, remedy="Choose another task")
+            raise ConfigError(
+                f"answers to {task} are generated, and it measures likelihoods",
+                where=where,
+                remedy="Choose another task",
+            )
         if protocol.guidance:
             remedy = f"Use {protocol.name}/without-guidance"
-            raise ConfigError(f"{task} has guidance, and likelihoods are computed without it", where=where, remedy=remedy)
+            raise ConfigError(
+                f"{task} has guidance, and likelihoods are computed without it", where=where, remedy=remedy
+            )
         return self.samples if self._asked_samples else protocol.likelihood_samples
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, after BOS if the tokenizer adds one and the text does not begin with it. An end that the tokenizer adds is
-        left out, as in the prompts of `unmask.generate`."""
+        """The ids of a text, after BOS if the tokenizer adds one and the text does not begin with it. An end
+        that the tokenizer adds is left out, as in the prompts of `unmask.generate`."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode([self.prefix_token_id]))
-        ids, bos = list(self.tokenizer(string, add_special_tokens=False)["input_ids"]), [self.tokenizer.bos_token_id]
+        ids, bos = (
+            list(self.tokenizer(string, add_special_tokens=False)["input_ids"]),
+            [self.tokenizer.bos_token_id],
+        )
         return bos + ids if add_special_tokens and self.tokenizer("")["input_ids"][:1] == bos else ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -187,7 +212,8 @@ class HarnessLM(TemplateLM):
         return answers
 
     def _once(self, asked: Sequence[Any], answer: Callable[[], Answer]) -> Answer:
-        """An answer that lm-eval's file keeps under all that it depends on beside the model and its settings."""
+        """An answer that lm-eval's file keeps under all that it depends on beside the model and its
+        settings."""
         kept = self.cache_hook.dbdict
         if kept is None:
             return answer()
@@ -198,9 +224,10 @@ class HarnessLM(TemplateLM):
         return found
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Keep answers in a file of lm-eval. It knows a request by its text alone, so the file notes the model and its settings.
-        An answer depends on more: a likelihood on the other choices of its question, a text on the task's protocol. So answers have names
-        of our own there, and those that lm-eval has kept by request are removed.
+        """Keep answers in a file of lm-eval. It knows a request by its text alone, so the file notes the
+        model and its settings. An answer depends on more: a likelihood on the other choices of its question,
+        a text on the task's protocol. So answers have names of our own there, and those that lm-eval has kept
+        by request are removed.
 
         Raises:
             DataError: the file has the answers of another model, or of other settings.
@@ -209,20 +236,27 @@ class HarnessLM(TemplateLM):
         answers = cache_hook.dbdict
         if answers is None:
             return
-        own = json.loads(json.dumps({"fingerprint": fingerprint(self.lm.model), **self.lm.settings, **self.protocol}))
+        own = json.loads(
+            json.dumps({"fingerprint": fingerprint(self.lm.model), **self.lm.settings, **self.protocol})
+        )
         kept = answers.get(KEPT_OF) or {}
         if not len(answers):
             answers[KEPT_OF] = own
-        elif changed := [name for name in own | kept if kept.get(name) != own.get(name)]:  # what a version does not know is unset
+        # what a version does not know is unset
+        elif changed := [name for name in own | kept if kept.get(name) != own.get(name)]:
             remedy = "Choose another file, or remove this one"
             raise DataError(
-                f"has answers of another evaluation ({', '.join(changed)})", where=f"use_cache {answers.filename}", remedy=remedy
+                f"has answers of another evaluation ({', '.join(changed)})",
+                where=f"use_cache {answers.filename}",
+                remedy=remedy,
             )
         for name in [name for name in answers if name != KEPT_OF and not name.startswith(KEPT)]:
             del answers[name]
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
-        return [self._score(context, continuation, sequence_key(context)) for _, context, continuation in requests]
+        return [
+            self._score(context, continuation, sequence_key(context)) for _, context, continuation in requests
+        ]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         answers: list[float] = []
@@ -235,8 +269,13 @@ class HarnessLM(TemplateLM):
     def _rolling(self, text: str, samples: int) -> LogLikelihood:
         # A causal model does not read the last token of a window, which may therefore be one longer.
         size = self.max_length - (not self.lm.autoregressive)
-        windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1))
-        parts = [self._estimate(context, ids, sequence_key([*context, *ids]), samples) for context, ids in windows]
+        windows = map(
+            make_disjoint_window,
+            get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1),
+        )
+        parts = [
+            self._estimate(context, ids, sequence_key([*context, *ids]), samples) for context, ids in windows
+        ]
         return LogLikelihood(sum(parts), [difference for part in parts for difference in part.differences])
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -253,10 +292,14 @@ class HarnessLM(TemplateLM):
                 sampler = protocol.sampler(self.lm, self._given)
                 context, until = protocol.prompt(context, self.lm), [] if protocol.ignore_until else until
             if (room := self.max_length - sampler.max_new_tokens) < 1:
-                what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of {self.max_length}"
+                what = (
+                    f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of "
+                    f"{self.max_length}"
+                )
                 raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
             prompt = self.tok_encode(context)[-room:]
-            # lm-eval repeats a request to get several samples, and once more so that all processes have equally many.
+            # lm-eval repeats a request to get several samples, and once more so that all processes have
+            # equally many.
             key = sequence_key(prompt, repeats[id(request)] % (request.repeats or 1))
             repeats[id(request)] += 1
             name = sampler.model_dump_json()
@@ -276,13 +319,20 @@ class HarnessLM(TemplateLM):
 
     def _answer_texts(self, batch: Sequence[Wanted], sampler: SamplerConfig) -> Iterator[tuple[int, Text]]:
         """The number of each request of a batch, and its answer."""
-        found = generate(self.lm, [prompt for _, prompt, _, _ in batch], sampler, keys=[key for _, _, key, _ in batch])
+        found = generate(
+            self.lm, [prompt for _, prompt, _, _ in batch], sampler, keys=[key for _, _, key, _ in batch]
+        )
         made = zip(batch, found.texts, found.tokens, found.steps, found.forward_passes, strict=True)
         for (number, _, _, until), text, tokens, steps, passes in made:
             yield number, Text(cut(text, until), len(tokens), max(steps, default=-1) + 1, passes)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
         return render_template(self.tokenizer, chat_history, **options)
 
     @property
@@ -311,7 +361,11 @@ class HarnessLM(TemplateLM):
 
     @property
     def protocol(self) -> dict[str, Any]:
-        likelihood = {"estimator": self.estimator, "log_likelihoods_are_lower_bounds": self.bounds, "max_length": self.max_length}
+        likelihood = {
+            "estimator": self.estimator,
+            "log_likelihoods_are_lower_bounds": self.bounds,
+            "max_length": self.max_length,
+        }
         masks = {"samples": self.samples} if self.bounds else {}
         sampler = self.sampler.model_dump(mode="json", exclude={"batch_size", "seed"}, exclude_unset=True)
         authors = {} if self.authors is None else {"authors": self.authors}
@@ -321,19 +375,26 @@ class HarnessLM(TemplateLM):
         """The answers to the requests of a question. Masks are aligned by what its choices have in common."""
         task = requests[0].task_name
         samples, protocol = self.samples_of(task), self.protocol_of(task)
-        contexts = [protocol.prompt(request.args[0], self.lm) if protocol else request.args[0] for request in requests]
+        contexts = [
+            protocol.prompt(request.args[0], self.lm) if protocol else request.args[0] for request in requests
+        ]
         pairs = self._encode(contexts, requests)
         shared = common_length([continuation for _, continuation in pairs])
         # One without a context may be of several questions, and has one likelihood.
         common = [shared if request.args[0] else None for request in requests]
-        return [self._score(*pair, key, samples, first) for pair, key, first in zip(pairs, keys, common, strict=True)]
+        return [
+            self._score(*pair, key, samples, first)
+            for pair, key, first in zip(pairs, keys, common, strict=True)
+        ]
 
-    def _encode(self, contexts: Sequence[str], requests: Sequence[Instance]) -> list[tuple[list[int], list[int]]]:
+    def _encode(
+        self, contexts: Sequence[str], requests: Sequence[Instance]
+    ) -> list[tuple[list[int], list[int]]]:
         """The ids before each continuation and those to score, which together are the ids of the whole text.
 
-        They part where the ids of the context alone end (without the spaces at its end, as in lm-eval). Where the text continues the last
-        token of the context, they part before this token, for all choices of a question that have the same context: they are then
-        conditioned on the same ids.
+        They part where the ids of the context alone end (without the spaces at its end, as in lm-eval). Where
+        the text continues the last token of the context, they part before this token, for all choices of a
+        question that have the same context: they are then conditioned on the same ids.
         """
         whole, parts = [], dict[Any, int]()
         names = [
@@ -344,9 +405,13 @@ class HarnessLM(TemplateLM):
             ids = self.tok_encode(context + request.args[1])
             common = common_length([ids, self.tok_encode(context.rstrip())])
             if common == len(ids):
-                what = f"{request.args[1]!r:.80} adds no token to its context, which ends with {context[-20:]!r}"
+                what = (
+                    f"{request.args[1]!r:.80} adds no token to its context, which ends with {context[-20:]!r}"
+                )
                 where = f"{request.task_name}, document {request.doc_id}"
-                raise DataError(what, where=where, remedy="Give a continuation with text that the tokenizer keeps")
+                raise DataError(
+                    what, where=where, remedy="Give a continuation with text that the tokenizer keeps"
+                )
             whole.append(ids)
             parts[name] = min(common, parts.get(name, common))
         prefix = [self.prefix_token_id]
@@ -354,32 +419,53 @@ class HarnessLM(TemplateLM):
         return [(ids[:start] or prefix, ids[start:]) for ids, start in zip(whole, starts, strict=True)]
 
     def _score(
-        self, context: list[int], continuation: list[int], key: int, samples: int | None = None, shared: int | None = None
+        self,
+        context: list[int],
+        continuation: list[int],
+        key: int,
+        samples: int | None = None,
+        shared: int | None = None,
     ) -> tuple[float, bool]:
         longest = self.max_length + self.lm.autoregressive  # a causal model does not read the last token
         if len(continuation) >= longest:
-            what = f"a continuation of {len(continuation)} tokens leaves no room for a context in rows of {self.max_length}"
-            raise GenerationError(what, where="loglikelihood", remedy="Shorten it, or use a model with a longer context")
+            what = (
+                f"a continuation of {len(continuation)} tokens leaves no room for a context in rows of "
+                f"{self.max_length}"
+            )
+            raise GenerationError(
+                what, where="loglikelihood", remedy="Shorten it, or use a model with a longer context"
+            )
         context = context[-(longest - len(continuation)) :]
-        return self._estimate(context, continuation, key, samples, shared), is_greedy(self.lm, context, continuation)
+        return self._estimate(context, continuation, key, samples, shared), is_greedy(
+            self.lm, context, continuation
+        )
 
     def _estimate(
-        self, context: list[int], continuation: list[int], key: int, samples: int | None = None, shared: int | None = None
+        self,
+        context: list[int],
+        continuation: list[int],
+        key: int,
+        samples: int | None = None,
+        shared: int | None = None,
     ) -> LogLikelihood:
         samples = samples or self.samples
-        found = log_likelihoods(self.lm, [context], [continuation], self.estimator, samples, self.seed, keys=[key], shared=shared)
+        found = log_likelihoods(
+            self.lm, [context], [continuation], self.estimator, samples, self.seed, keys=[key], shared=shared
+        )
         return LogLikelihood(float(found.values[0]), found.differences[0].tolist())
 
     @contextlib.contextmanager
     def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> Iterator[Iterable[Any]]:
-        """The requests, with a display of their progress: that of lm-eval's own command, unless there is another one."""
+        """The requests, with a display of their progress: that of lm-eval's own command, unless there is
+        another one."""
         hidden = disable_tqdm or self.rank != 0 or self.progress is not None
         with tqdm(requests, total=total, disable=hidden, desc="Running requests") as shown:
             yield tracked(shown, total, self.progress)
 
 
 def _processes(device: str | None, pretrained: str | DiffusionLM) -> PartialState:
-    """The processes of a launcher, connected. Accelerate connects none on a machine without a GPU, unless it is told to use the CPU."""
+    """The processes of a launcher, connected. Accelerate connects none on a machine without a GPU, unless it
+    is told to use the CPU."""
     where = pretrained.device.type if isinstance(pretrained, DiffusionLM) else device
     return connected_processes(cpu=where == "cpu" or not torch.accelerator.is_available())
 
@@ -400,15 +486,20 @@ def _question(request: Instance) -> tuple[str | None, int | None]:
 
 
 def _mask_keys(requests: Sequence[Instance]) -> list[int]:
-    """A key for the masks of each request. The choices of a question have one: a hash of their context, or of all their contexts where
-    these differ (Winogrande). A request without a context, which measures a choice by itself, has the key of the empty context in any
-    question."""
+    """A key for the masks of each request. The choices of a question have one: a hash of their context, or of
+    all their contexts where these differ (Winogrande). A request without a context, which measures a choice
+    by itself, has the key of the empty context in any question."""
     contexts: dict[Any, set[str]] = {}
     for request in requests:
         contexts.setdefault(_question(request), set()).add(request.args[0])
     keys = []
     for request in requests:
         own = request.args[0]
-        together = sorted(contexts[_question(request)] - {""}) if own and request.doc_id is not None else [own]
-        keys.append(int.from_bytes(hashlib.blake2b("\0".join(together).encode(), digest_size=8).digest(), "little") >> 1)
+        together = (
+            sorted(contexts[_question(request)] - {""}) if own and request.doc_id is not None else [own]
+        )
+        keys.append(
+            int.from_bytes(hashlib.blake2b("\0".join(together).encode(), digest_size=8).digest(), "little")
+            >> 1
+        )
     return keys

@@ -43,8 +43,13 @@ def _naming_templates(tasks: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except jinja2.TemplateError as error:
-        what, where = f"a template of the task does not fit its data: {first_line(error)}", ", ".join(map(str, tasks))
-        raise DataError(what, where=where, remedy="Check the task's `doc_to_text`, `doc_to_choice` and `doc_to_target`") from error
+        what, where = (
+            f"a template of the task does not fit its data: {first_line(error)}",
+            ", ".join(map(str, tasks)),
+        )
+        raise DataError(
+            what, where=where, remedy="Check the task's `doc_to_text`, `doc_to_choice` and `doc_to_target`"
+        ) from error
 
 
 class _Tasks(TaskManager):
@@ -52,7 +57,11 @@ class _Tasks(TaskManager):
 
     def __init__(self, names: Sequence[str], include_path: str | Path | None):
         if include_path is not None and not Path(include_path).is_dir():
-            raise DataError("is not a folder", where=f"include_path {include_path}", remedy="Give the folder of the task files")
+            raise DataError(
+                "is not a folder",
+                where=f"include_path {include_path}",
+                remedy="Give the folder of the task files",
+            )
         folder = None if include_path is None else str(include_path)
         super().__init__(include_path=folder, include_defaults=False)
         if not set(names) <= set(self.all_tasks):
@@ -71,15 +80,19 @@ class _Tasks(TaskManager):
                 self.found = super().load(task_list)
         except UnmaskError:
             raise
-        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:  # of files that are missing or malformed
+        # of files that are missing or malformed
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
             where, what = ", ".join(map(str, task_list)), f"{type(error).__name__}: {first_line(error)}"
-            remedy = "Check the task's file, its data (`dataset_path`, `data_files`, `test_split`), or the network"
+            remedy = (
+                "Check the task's file, its data (`dataset_path`, `data_files`, `test_split`), or the network"
+            )
             raise DataError(f"the task cannot be loaded: {what}", where=where, remedy=remedy) from error
         return self.found
 
 
 def check_tasks(names: Sequence[str], include_path: str | Path | None = None) -> None:
-    """Raise ConfigError for a name that is no task, group, tag or task file of lm-eval, and DataError if there is no such folder."""
+    """Raise ConfigError for a name that is no task, group, tag or task file of lm-eval, and DataError if
+    there is no such folder."""
     _Tasks(names, include_path)
 
 
@@ -98,22 +111,19 @@ def evaluate_with_harness(
 ) -> list[TaskScores]:
     """Evaluate on tasks of lm-eval.
 
-    Args:
-        tasks: names of tasks, groups and tags, or task files.
-        include_path: a folder with more task files.
-        samples, estimator: as of `HarnessLM`.
-        sampler: what is set in it is used for generated texts, where a task does not say otherwise; its seed is also that of the masks.
-        protocol: as of `HarnessLM`; also sets each task's number of examples and the chat template, where `options` do not.
-        strict: whether a setting that none of these tasks reads is an error; other measurements may share them.
-        progress: as of `HarnessLM`.
-        options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
+    Args: tasks: names of tasks, groups and tags, or task files. include_path: a folder with more task files.
+        samples, estimator: as of `HarnessLM`. sampler: what is set in it is used for generated texts, where a
+        task does not say otherwise; its seed is also that of the masks. protocol: as of `HarnessLM`; also
+        sets each task's number of examples and the chat template, where `options` do not. strict: whether a
+        setting that none of these tasks reads is an error; other measurements may share them. progress: as of
+        `HarnessLM`. options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
 
     Returns:
         Each task in turn, then the groups; in a process other than the first, nothing.
 
-    Raises:
-        ConfigError: an unknown task or option, or an option that none of the tasks obeys.
-        DataError: missing data, a task's template that does not fit them, or a chat template is asked for where there is none.
+    Raises: ConfigError: an unknown task or option, or an option that none of the tasks obeys. DataError:
+        missing data, a task's template that does not fit them, or a chat template is asked for where there is
+        none.
     """
     for name in options:
         if name not in OPTIONS:
@@ -129,19 +139,27 @@ def evaluate_with_harness(
         given |= _prompts_of(model, loaded["tasks"], options)
     if strict:
         _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
-    # Where the current folder is in no repository, git would write an error to the terminal. The commit is not read here.
+    # Where the current folder is in no repository, git would write an error to the terminal. The commit is
+    # not read here.
     with _naming_templates(tasks), mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None):
-        found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
+        found = lm_eval.simple_evaluate(
+            model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given
+        )
     if found is None:
         return []
     shown = {name: value for name, value in given.items() if name not in ("use_cache", "cache_requests")}
     used = {"harness": f"lm-eval {importlib.metadata.version('lm_eval')}", **model.protocol, **shown}
-    scores = [task_scores(name, task, found, used | model.record_of(name)) for name, task in loaded["tasks"].items()]
-    return scores + [group_scores(loaded["groups"][name], scores, found, used) for name in found.get("groups", {})]
+    scores = [
+        task_scores(name, task, found, used | model.record_of(name)) for name, task in loaded["tasks"].items()
+    ]
+    return scores + [
+        group_scores(loaded["groups"][name], scores, found, used) for name in found.get("groups", {})
+    ]
 
 
 def _prompts_of(model: HarnessLM, tasks: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Set each task's number of examples as its protocol has it, unless `options` do. The template and its turns, as options of lm-eval."""
+    """Set each task's number of examples as its protocol has it, unless `options` do. The template and its
+    turns, as options of lm-eval."""
     protocols = {name: protocol for name in tasks if (protocol := model.protocol_of(name))}
     if options.get("num_fewshot") is None:
         for name, protocol in protocols.items():
@@ -149,13 +167,25 @@ def _prompts_of(model: HarnessLM, tasks: dict[str, Any], options: dict[str, Any]
     turns = {protocol.multiturn for protocol in protocols.values() if protocol.template and protocol.shots}
     if len(turns) > 1 and "fewshot_as_multiturn" not in options:
         what = "examples are turns of the conversation in some of these tasks only"
-        raise ConfigError(what, where=f"protocol {model.authors}", remedy="Evaluate the others by themselves, or set fewshot_as_multiturn")
-    found = {"apply_chat_template": any(protocol.template for protocol in protocols.values()), "fewshot_as_multiturn": True in turns}
+        raise ConfigError(
+            what,
+            where=f"protocol {model.authors}",
+            remedy="Evaluate the others by themselves, or set fewshot_as_multiturn",
+        )
+    found = {
+        "apply_chat_template": any(protocol.template for protocol in protocols.values()),
+        "fewshot_as_multiturn": True in turns,
+    }
     return {name: value for name, value in found.items() if name not in options}
 
 
 def _refuse_unread(
-    tasks: dict[str, Any], model: HarnessLM, samples: int | None, estimator: str | None, sampler: SamplerConfig, options: dict[str, Any]
+    tasks: dict[str, Any],
+    model: HarnessLM,
+    samples: int | None,
+    estimator: str | None,
+    sampler: SamplerConfig,
+    options: dict[str, Any],
 ) -> None:
     """Raise a ConfigError for an option that no request of these tasks reads."""
     generates = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
@@ -163,11 +193,19 @@ def _refuse_unread(
     if not generates:
         unread = sampler.of_texts + ["gen_kwargs"] * bool(options["gen_kwargs"])
         if unread:
-            raise ConfigError("no task generates text", where=unread[0], remedy=f"Leave it out for {', '.join(measures)}")
+            raise ConfigError(
+                "no task generates text", where=unread[0], remedy=f"Leave it out for {', '.join(measures)}"
+            )
     unread = [name for name, value in (("samples", samples), ("estimator", estimator)) if value is not None]
     if unread and not measures:
-        raise ConfigError("no task measures likelihoods", where=unread[0], remedy=f"Leave it out for {', '.join(generates)}")
+        raise ConfigError(
+            "no task measures likelihoods", where=unread[0], remedy=f"Leave it out for {', '.join(generates)}"
+        )
     if samples is not None and not model.bounds:
-        raise ConfigError("the likelihood of this model is exact", where="samples", remedy="Leave it out, or set the estimator elbo")
+        raise ConfigError(
+            "the likelihood of this model is exact",
+            where="samples",
+            remedy="Leave it out, or set the estimator elbo",
+        )
     for name in measures:
         model.samples_of(name)

@@ -1,4 +1,5 @@
-"""The results of lm-eval as `TaskScores`: each metric with its interval over items and its standard error over the random masks.
+"""The results of lm-eval as `TaskScores`: each metric with its interval over items and its standard error
+over the random masks.
 
 Shapes: N items, C columns of a metric's values.
 """
@@ -41,7 +42,8 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
             values = [sample[metric] for sample in found]
             low, high = _interval(aggregate, values, [_group(sample) for sample in found])
             metrics[title] = Metric(
-                mean=_value(aggregate, values),  # lm-eval's own has the last bits of the order in which processes answered
+                # lm-eval's own has the last bits of the order in which processes answered
+                mean=_value(aggregate, values),
                 low=low,
                 high=high,
                 standard_error=errors.get(metric),
@@ -54,19 +56,36 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
     items = [_item(sample, scores.get(sample["doc_id"], {}), repeats) for sample in first]
     digest = hashlib.sha256("".join(sample["doc_hash"] for sample in first).encode()).hexdigest()
     config = json.loads(json.dumps(results["configs"][name], default=handle_non_serializable))
-    own = {"harness_task": config, "version": results["versions"][name], "shots": results["n-shot"][name], "data": digest}
-    return TaskScores(task=name, protocol={**protocol, **own}, metrics=metrics, statuses={"ok": len(items)}, items=items)
+    own = {
+        "harness_task": config,
+        "version": results["versions"][name],
+        "shots": results["n-shot"][name],
+        "data": digest,
+    }
+    return TaskScores(
+        task=name, protocol={**protocol, **own}, metrics=metrics, statuses={"ok": len(items)}, items=items
+    )
 
 
-def group_scores(group: Group, tasks: Sequence[TaskScores], results: Mapping[str, Any], protocol: Mapping[str, Any]) -> TaskScores:
+def group_scores(
+    group: Group, tasks: Sequence[TaskScores], results: Mapping[str, Any], protocol: Mapping[str, Any]
+) -> TaskScores:
     """The scores that lm-eval aggregates over the tasks of a group, here from the means of `task_scores`."""
     scores_of_tasks = {name: dict(scores) for name, scores in results["results"].items()}
     for task in tasks:
         for key in scores_of_tasks[task.task]:
             if "," in key and (title := _title(*key.split(",", 1))) in task.metrics:
                 scores_of_tasks[task.task][key] = task.metrics[title].mean
-    numbers = {key: value for key, value in group.aggregate(scores_of_tasks).items() if "," in key and isinstance(value, int | float)}
-    metrics = {_title(*key.split(",", 1)): Metric(mean=value) for key, value in numbers.items() if "_stderr," not in key}
+    numbers = {
+        key: value
+        for key, value in group.aggregate(scores_of_tasks).items()
+        if "," in key and isinstance(value, int | float)
+    }
+    metrics = {
+        _title(*key.split(",", 1)): Metric(mean=value)
+        for key, value in numbers.items()
+        if "_stderr," not in key
+    }
     own = {"tasks": list(results["group_subtasks"].get(group.name, []))}
     return TaskScores(task=group.name, protocol={**protocol, **own}, metrics=metrics)
 
@@ -81,7 +100,8 @@ def _aggregate(task: Any, metric: str) -> Aggregate:
 
 
 def _value(aggregate: Aggregate, values: list[Any]) -> float:
-    """The metric of some values; infinite where it is too large for a float, as the perplexity of a text that is nearly impossible."""
+    """The metric of some values; infinite where it is too large for a float, as the perplexity of a text that
+    is nearly impossible."""
     try:
         return float(aggregate(values))
     except OverflowError:
@@ -93,9 +113,12 @@ def _group(sample: Sample) -> str:
     return str(sample["doc_hash"])[:16]
 
 
-def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tuple[float | None, float | None]:
-    """The bounds of a metric that is a monotone function of the mean of its values, or of a ratio of means (perplexity per word: of the
-    log-likelihood and the words), at those of the mean or ratio; None for any other metric."""
+def _interval(
+    aggregate: Aggregate, values: list[Any], groups: list[str]
+) -> tuple[float | None, float | None]:
+    """The bounds of a metric that is a monotone function of the mean of its values, or of a ratio of means
+    (perplexity per word: of the log-likelihood and the words), at those of the mean or ratio; None for any
+    other metric."""
     try:
         values_NC = np.asarray(values, dtype=np.float64).reshape(len(values), -1)
     except (TypeError, ValueError):  # texts, or values of different lengths
@@ -109,9 +132,12 @@ def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tup
         try:
             whole = _value(aggregate, list(values))
             same = [of_means(*mean_C)] + ([of_means(mean_C[0] / mean_C[1], 1.0)] if len(mean_C) == 2 else [])
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):  # one that refuses a mean is no function of it
+        # one that refuses a mean is no function of it
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
             return None, None
-        if len(mean_C) > 2 or not all(math.isclose(value, whole, rel_tol=1e-9, abs_tol=1e-12) for value in same):
+        if len(mean_C) > 2 or not all(
+            math.isclose(value, whole, rel_tol=1e-9, abs_tol=1e-12) for value in same
+        ):
             return None, None
         if len(mean_C) == 1:
             interval = mean_interval(values_NC[:, 0], groups)
@@ -124,16 +150,25 @@ def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tup
 
 
 def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None]:
-    """The standard error of each metric over the random masks; none if likelihoods are exact or if texts are generated.
+    """The standard error of each metric over the random masks; none if likelihoods are exact or if texts are
+    generated.
 
-    The differences of which a log-likelihood's error is known are added to it with random signs, the same for all choices of a question,
-    whose masks are the same: its mean, its variance, and its covariance with other choices are then those of the estimate. The task scores
-    each of these draws; the standard deviation of a metric over them is its standard error.
+    The differences of which a log-likelihood's error is known are added to it with random signs, the same for
+    all choices of a question, whose masks are the same: its mean, its variance, and its covariance with other
+    choices are then those of the estimate. The task scores each of these draws; the standard deviation of a
+    metric over them is its standard error.
     """
-    noisy = [sample for sample in samples if any(_differences(response) for response in sample["filtered_resps"])]
+    noisy = [
+        sample for sample in samples if any(_differences(response) for response in sample["filtered_resps"])
+    ]
     if not noisy:
         return {}
-    known = all(math.isfinite(x) for sample in noisy for response in sample["filtered_resps"] for x in _differences(response))
+    known = all(
+        math.isfinite(x)
+        for sample in noisy
+        for response in sample["filtered_resps"]
+        for x in _differences(response)
+    )
     names = dict.fromkeys(metric for sample in samples for metric in sample["metrics"])
     if not known:
         return dict.fromkeys(names)
@@ -146,32 +181,49 @@ def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None
             if id(sample) in is_noisy:
                 width = max(len(_differences(response)) for response in sample["filtered_resps"])
                 signs = rng.choice((-1.0, 1.0), size=width)
-                scored = task.process_results(sample["doc"], [_moved(response, signs) for response in sample["filtered_resps"]])
+                scored = task.process_results(
+                    sample["doc"], [_moved(response, signs) for response in sample["filtered_resps"]]
+                )
             for name in sample["metrics"]:
                 values[name].append(scored[name])
         for name in names:
             drawn[name].append(_value(_aggregate(task, name), values[name]))
-    return {name: float(np.std(numbers, ddof=1)) if np.isfinite(numbers).all() else None for name, numbers in drawn.items()}
+    return {
+        name: float(np.std(numbers, ddof=1)) if np.isfinite(numbers).all() else None
+        for name, numbers in drawn.items()
+    }
 
 
 def _differences(response: Any) -> tuple[float, ...]:
-    """Of an answer to `loglikelihood` (a pair), to `loglikelihood_rolling` (a number), or to `generate_until` (a text: none)."""
+    """Of an answer to `loglikelihood` (a pair), to `loglikelihood_rolling` (a number), or to `generate_until`
+    (a text: none)."""
     value = response[0] if isinstance(response, tuple | list) and response else response
     return value.differences if isinstance(value, LogLikelihood) else ()
 
 
 def _moved(response: Any, signs: np.ndarray) -> Any:
-    return (response[0].moved(signs), *response[1:]) if isinstance(response, tuple | list) else response.moved(signs)
+    return (
+        (response[0].moved(signs), *response[1:])
+        if isinstance(response, tuple | list)
+        else response.moved(signs)
+    )
 
 
 def _item(sample: Sample, scores: dict[str, float], repeats: int) -> Item:
     # Among several processes some answer their last request again, so that all have equally many.
-    arguments, answers = sample["arguments"], [answer for responses in sample["resps"] for answer in responses[:repeats]]
+    arguments, answers = (
+        sample["arguments"],
+        [answer for responses in sample["resps"] for answer in responses[:repeats]],
+    )
     texts = [answer for answer in answers if isinstance(answer, str)]
     work = [text for text in texts if isinstance(text, Text)]
-    details: dict[str, Any] = {"target": json.loads(json.dumps(sample["target"], default=handle_non_serializable))}
+    details: dict[str, Any] = {
+        "target": json.loads(json.dumps(sample["target"], default=handle_non_serializable))
+    }
     if not texts:
-        details["log_likelihoods"] = [_likelihood(own, responses[0]) for own, responses in zip(arguments, sample["resps"], strict=True)]
+        details["log_likelihoods"] = [
+            _likelihood(own, responses[0]) for own, responses in zip(arguments, sample["resps"], strict=True)
+        ]
     return Item(
         id=str(sample["doc_id"]),
         group=_group(sample),
@@ -189,4 +241,8 @@ def _likelihood(arguments: Sequence[Any], response: Any) -> dict[str, Any]:
     value, rest = (response[0], response[1:]) if isinstance(response, tuple | list) else (response, ())
     error = value.standard_error if isinstance(value, LogLikelihood) else 0.0
     found = {"log_likelihood": float(value), "standard_error": error if math.isfinite(error) else None}
-    return found | ({"continuation": arguments[1]} if len(arguments) > 1 else {}) | ({"greedy": bool(rest[0])} if rest else {})
+    return (
+        found
+        | ({"continuation": arguments[1]} if len(arguments) > 1 else {})
+        | ({"greedy": bool(rest[0])} if rest else {})
+    )

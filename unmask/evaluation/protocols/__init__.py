@@ -1,6 +1,8 @@
-"""The protocols of authors: how they evaluated their models, task by task. Each is a file of data in this folder, with its sources.
+"""The protocols of authors: how they evaluated their models, task by task. Each is a file of data in this
+folder, with its sources.
 
-Where an author's code and text differ, the code is the default, the text a variant, and `Protocol.differences` says so.
+Where an author's code and text differ, the code is the default, the text a variant, and
+`Protocol.differences` says so.
 """
 
 from __future__ import annotations
@@ -71,13 +73,14 @@ class Protocol(Config):
             lm: its end tokens are those of the rules about them.
             given: settings of the user, by the names of `SamplerConfig`. They win.
 
-        Raises:
-            ConfigError: the task is scored by likelihood, the model has no end token, or settings contradict one another.
+        Raises: ConfigError: the task is scored by likelihood, the model has no end token, or settings
+            contradict one another.
         """
         return SamplerConfig(**_over(self._settings(lm), given or {}))
 
     def prompt(self, text: str, lm: DiffusionLM) -> str:
-        """The text of a prompt with BOS, if it is to have one and has none, and with the beginning of the answer."""
+        """The text of a prompt with BOS, if it is to have one and has none, and with the beginning of the
+        answer."""
         bos = str(lm.tokenizer.bos_token or "") if self.add_bos else ""
         return ("" if text.startswith(bos) else bos) + text + self.prefill
 
@@ -85,7 +88,11 @@ class Protocol(Config):
         """As `prompt`, for a text or messages: token ids."""
         ids, bos = encode_prompt(lm.tokenizer, prompt), [lm.tokenizer.bos_token_id]
         with_bos = self.add_bos and bos != [None] and ids[:1] != bos
-        return bos * with_bos + ids + (encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else [])
+        return (
+            bos * with_bos
+            + ids
+            + (encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else [])
+        )
 
     def record(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, Any]:
         """The protocol for a result file, with what the user's settings replace."""
@@ -93,17 +100,28 @@ class Protocol(Config):
         return {**self.model_dump(mode="json", exclude_defaults=True), "replaced": replaced}
 
     def replaced(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What `given` changes, for the result: by setting the protocol's value and the one that is used. Errors as `sampler`."""
+        """What `given` changes, for the result: by setting the protocol's value and the one that is used.
+        Errors as `sampler`."""
         ours, used = (to_jsonable_python(dict(self.sampler(lm, each))) for each in (None, given))
-        return {name: {"protocol": value, "used": used[name]} for name, value in ours.items() if value != used[name]}
+        return {
+            name: {"protocol": value, "used": used[name]}
+            for name, value in ours.items()
+            if value != used[name]
+        }
 
     def _settings(self, lm: DiffusionLM) -> dict[str, Any]:
         where = f"protocol {self.name}"
         if self.generation is None:
-            raise ConfigError(f"the answers of {self.task} are scored by likelihood", where=where, remedy="Choose a task that generates")
+            raise ConfigError(
+                f"the answers of {self.task} are scored by likelihood",
+                where=where,
+                remedy="Choose a task that generates",
+            )
         if (self.logits_eos_inf or self.confidence_eos_eot_inf) and lm.eos_token_id is None:
             remedy = "Give the tokenizer an EOS token, or choose another protocol"
-            raise ConfigError("has rules about end tokens, and the model has none", where=where, remedy=remedy)
+            raise ConfigError(
+                "has rules about end tokens, and the model has none", where=where, remedy=remedy
+            )
         settings: dict[str, Any] = self.generation | ({"guidance": self.guidance} if self.guidance else {})
         if self.logits_eos_inf:
             settings["forbidden_tokens"] = [lm.eos_token_id]
@@ -123,9 +141,13 @@ def protocol_names() -> list[str]:
 
 
 def protocol_tasks(name: str) -> dict[str, list[str]]:
-    """The tasks of a protocol, each with the names of its variants. Raises ConfigError if the name is unknown."""
+    """The tasks of a protocol, each with the names of its variants. Raises ConfigError if the name is
+    unknown."""
     content = _read(name)
-    return {task: sorted(_merged(content["defaults"], values)["variants"]) for task, values in content["tasks"].items()}
+    return {
+        task: sorted(_merged(content["defaults"], values)["variants"])
+        for task, values in content["tasks"].items()
+    }
 
 
 def read_protocol(name: str, task: str) -> Protocol:
@@ -140,7 +162,11 @@ def read_protocol(name: str, task: str) -> Protocol:
     name, _, variant = name.partition("/")
     content = _read(name)
     tasks = content["tasks"]
-    found = task if task in tasks else next((key for key, values in tasks.items() if re.fullmatch(values.get("also", ""), task)), None)
+    found = (
+        task
+        if task in tasks
+        else next((key for key, values in tasks.items() if re.fullmatch(values.get("also", ""), task)), None)
+    )
     if found is None:
         raise ConfigError(f"has no task {task!r}", where=f"protocol {name}", remedy=did_you_mean(task, tasks))
     values = _merged(content["defaults"], tasks[found])
@@ -161,7 +187,9 @@ def read_protocol(name: str, task: str) -> Protocol:
 @cache
 def _read(name: str) -> dict[str, Any]:
     if name not in (names := protocol_names()):
-        raise ConfigError(f"there is no protocol {name!r}", where="protocol", remedy=did_you_mean(name, names))
+        raise ConfigError(
+            f"there is no protocol {name!r}", where="protocol", remedy=did_you_mean(name, names)
+        )
     path = FILES / f"{name}.yaml"
     content: dict[str, Any] = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     return content
@@ -170,7 +198,12 @@ def _read(name: str) -> dict[str, Any]:
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Values of both; those above win, in `generation` and `variants` one by one."""
     generation = _over(below.get("generation", {}), above.get("generation", {}))
-    return {**below, **above, "generation": generation, "variants": {**below.get("variants", {}), **above.get("variants", {})}}
+    return {
+        **below,
+        **above,
+        "generation": generation,
+        "variants": {**below.get("variants", {}), **above.get("variants", {})},
+    }
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def make_report(
     more: Sequence[Section] = (),
     last: Sequence[Block] = (),
 ) -> Report:
-    """The report. `entries` are the names of runs and models by their colors; `more` are sections before the curves,
-    `last` blocks at the end."""
+    """The report. `entries` are the names of runs and models by their colors; `more` are sections before the
+    curves, `last` blocks at the end."""
     sections = [training.overview(runs)] if runs else []
     if results:
         sections += [scores.tables(results), scores.speed(results)]
@@ -30,6 +30,15 @@ def make_report(
         sections += [traces.decoding_order(results), traces.answers(results)]
     if runs:
         sections += [training.curves(runs), training.phases(runs), training.learnt_rows(runs)]
-    records: list[Block] = [*last, *(training.record_of(run) for run in runs if run.settings), *map(scores.record_of, results)]
+    records: list[Block] = [
+        *last,
+        *(training.record_of(run) for run in runs if run.settings),
+        *map(scores.record_of, results),
+    ]
     sections.append(Section(title="How to repeat this", blocks=records))
-    return Report(title=title, subtitle=subtitle, entries=entries, sections=[section for section in sections if section.blocks])
+    return Report(
+        title=title,
+        subtitle=subtitle,
+        entries=entries,
+        sections=[section for section in sections if section.blocks],
+    )

@@ -1,4 +1,5 @@
-"""The content of a report: sections of tables, charts, heat maps and answers, independent of how they are drawn.
+"""The content of a report: sections of tables, charts, heat maps and answers, independent of how they are
+drawn.
 
 Each run or model has a color, a number from 0, which is the same in all sections.
 """
@@ -52,7 +53,8 @@ class Series:
     color: int
     points: Sequence[Point]
     bounds: Sequence[tuple[float, float]] = ()
-    """An interval for each point, whose values are then not smoothed; without, the points are those of a log."""
+    """An interval for each point, whose values are then not smoothed; without, the points are those of a
+    log."""
     dashed: bool = False
 
 
@@ -134,7 +136,9 @@ class Denoising:
     """Cells that the prompt fills."""
 
     def __post_init__(self) -> None:
-        assert self.frames and len(self.frames) == len(self.revealed), f"{len(self.frames)} frames, {len(self.revealed)} sets of reveals"
+        assert self.frames and len(self.frames) == len(self.revealed), (
+            f"{len(self.frames)} frames, {len(self.revealed)} sets of reveals"
+        )
         assert len({len(frame) for frame in self.frames}) == 1, "frames of different lengths"
 
 
@@ -196,4 +200,6 @@ class Report:
     def charts(self) -> list[Chart]:
         """All charts, also those that are folded away."""
         blocks = [block for section in self.sections for block in section.blocks]
-        return [chart for block in blocks if isinstance(block, Charts) for chart in (*block.charts, *block.more)]
+        return [
+            chart for block in blocks if isinstance(block, Charts) for chart in (*block.charts, *block.more)
+        ]

@@ -1,4 +1,5 @@
-"""Where the parts of charts, heat maps and grids are drawn. Positions are fractions of the plot, from its lower left corner.
+"""Where the parts of charts, heat maps and grids are drawn. Positions are fractions of the plot, from its
+lower left corner.
 
 Shapes: N points of a curve, each a step and a value (2).
 """
@@ -67,7 +68,9 @@ def _round_numbers(low: float, high: float) -> list[float]:
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = min(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
-    return [float(f"{index * step:.12g}") for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [
+        float(f"{index * step:.12g}") for index in range(math.ceil(low / step), math.floor(high / step) + 1)
+    ]
 
 
 def _decades(low: float, high: float) -> list[float]:
@@ -84,7 +87,8 @@ class Curve(NamedTuple):
 
 
 def curve_of(series: Series) -> Curve | None:
-    """The curve of a log: means of neighbouring steps, and their moving average. None: it has no value that can be drawn."""
+    """The curve of a log: means of neighbouring steps, and their moving average. None: it has no value that
+    can be drawn."""
     drawable = [point for point in series.points if all(map(_is_drawable, point))]
     if not drawable:
         return None
@@ -96,7 +100,8 @@ def curve_of(series: Series) -> Curve | None:
     window = 1 + 2 * (len(values) // 20)
     # The edges are repeated so that the trend spans the whole curve.
     trend = np.convolve(np.pad(values, window // 2, mode="edge"), np.full(window, 1 / window), mode="valid")
-    return Curve(steps, values, np.clip(trend, values.min(), values.max()))  # a mean may round to a value outside
+    # a mean may round to a value outside
+    return Curve(steps, values, np.clip(trend, values.min(), values.max()))
 
 
 def _is_drawable(value: float) -> bool:
@@ -140,7 +145,11 @@ def draw_chart(chart: Chart) -> DrawnChart | None:
         return None
     ends = [end for series, _ in curves for bounds in series.bounds for end in bounds if _is_drawable(end)]
     x = Axis([float(step) for _, curve in curves for step in curve.steps])
-    y = Axis([*(float(value) for _, curve in curves for value in curve.values), *ends], log=True, percent=chart.percent)
+    y = Axis(
+        [*(float(value) for _, curve in curves for value in curve.values), *ends],
+        log=True,
+        percent=chart.percent,
+    )
     drawn = [_draw_series(series, curve, x, y, chart.percent) for series, curve in curves]
     marks = [(x.at(step), name) for step, name in chart.marks if 0 <= x.at(step) <= 1]
     return DrawnChart(chart, drawn, x.ticks(), y.ticks(), marks, y.log)
@@ -148,7 +157,10 @@ def draw_chart(chart: Chart) -> DrawnChart | None:
 
 def _draw_series(series: Series, curve: Curve, x: Axis, y: Axis, percent: bool) -> DrawnSeries:
     def polyline(values: np.ndarray) -> str:
-        return " ".join(f"{1000 * x.at(step):.0f},{1000 - 1000 * y.at(value):.1f}" for step, value in zip(curve.steps, values, strict=True))
+        return " ".join(
+            f"{1000 * x.at(step):.0f},{1000 - 1000 * y.at(value):.1f}"
+            for step, value in zip(curve.steps, values, strict=True)
+        )
 
     bars = [
         (round(1000 * x.at(step), 1), round(1000 - 1000 * y.at(low), 1), round(1000 - 1000 * y.at(high), 1))
@@ -195,9 +207,14 @@ def draw_frames(denoising: Denoising) -> list[Frame]:
     frames = []
     for number, (texts, revealed) in enumerate(zip(denoising.frames, denoising.revealed, strict=True)):
         confidences = [revealed.get(position) for position in range(len(texts))]
-        kinds = [_kinds(denoising, position, text, position in revealed, box) for position, text in enumerate(texts)]
+        kinds = [
+            _kinds(denoising, position, text, position in revealed, box)
+            for position, text in enumerate(texts)
+        ]
         cells = list(map(GridCell, texts, kinds, confidences))
-        frames.append(Frame(_caption(number, list(revealed.values())), _spoken(texts, denoising.columns), cells))
+        frames.append(
+            Frame(_caption(number, list(revealed.values())), _spoken(texts, denoising.columns), cells)
+        )
     return frames
 
 
@@ -210,7 +227,15 @@ def _caption(number: int, confidences: Sequence[float]) -> str:
 
 
 def _kinds(denoising: Denoising, position: int, text: str, new: bool, box: int) -> str:
-    kinds = ["clue" if position in denoising.clues else "hidden" if text in ("", "·") else "new" if new else "filled"]
+    kinds = [
+        "clue"
+        if position in denoising.clues
+        else "hidden"
+        if text in ("", "·")
+        else "new"
+        if new
+        else "filled"
+    ]
     if box:
         row, column = divmod(position, denoising.columns)
         if column % box == box - 1 and column + 1 < denoising.columns:

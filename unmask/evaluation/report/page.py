@@ -1,4 +1,5 @@
-"""A report as one HTML file that needs no network. All text is escaped, control characters are shown, and secrets are masked."""
+"""A report as one HTML file that needs no network. All text is escaped, control characters are shown, and
+secrets are masked."""
 
 from __future__ import annotations
 
@@ -26,12 +27,18 @@ def write_page(report: Report, path: str | Path) -> None:
     """Write the report as one HTML file. An existing file is replaced atomically."""
     folder = resources.files("unmask.evaluation.report")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_visible
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_visible,
     )
     environment.filters |= {
         "percent": _percent,
         "columns": column_classes,
-        "drawn": lambda charts: [drawn for chart in charts if (drawn := geometry.draw_chart(chart)) is not None],
+        "drawn": lambda charts: [
+            drawn for chart in charts if (drawn := geometry.draw_chart(chart)) is not None
+        ],
         "shades": geometry.draw_heat,
         "shade": geometry.shade_of,
         "frames": geometry.draw_frames,
@@ -42,18 +49,24 @@ def write_page(report: Report, path: str | Path) -> None:
         report=report,
         sections=[section for section in report.sections if _has_content(section)],
         style=Markup(folder.joinpath("page.css").read_text(encoding="utf-8")),
-        has_player=any(isinstance(block, Denoising) for section in report.sections for block in section.blocks),
+        has_player=any(
+            isinstance(block, Denoising) for section in report.sections for block in section.blocks
+        ),
     )
     write_atomic(path, html)
 
 
 def _visible(value: Any) -> Any:
-    """Control characters in text, such as changes of direction, as `\\uXXXX`; applied to every value on the page."""
+    """Control characters in text, such as changes of direction, as `\\uXXXX`; applied to every value on the
+    page."""
     return value if isinstance(value, Markup) else shown(value) if isinstance(value, str) else value
 
 
 def _has_content(section: Section) -> bool:
-    return any(not isinstance(block, Charts) or any(map(geometry.draw_chart, [*block.charts, *block.more])) for block in section.blocks)
+    return any(
+        not isinstance(block, Charts) or any(map(geometry.draw_chart, [*block.charts, *block.more]))
+        for block in section.blocks
+    )
 
 
 def _split(token: str) -> tuple[str, str]:
@@ -69,13 +82,18 @@ def _percent(fraction: float) -> str:
 
 
 def column_classes(table: Table) -> list[str]:
-    """The class of each column: `drawn` has bars or intervals, `num` numbers aligned to the right, `words` the rest."""
+    """The class of each column: `drawn` has bars or intervals, `num` numbers aligned to the right, `words`
+    the rest."""
     rows: list[Sequence[Any]] = [row for _, group in table.groups for row in group]
     classes = []
     for column in range(len(table.header)):
         cells = [row[column] for row in rows if column < len(row)]
         drawn = any(cell.span or cell.length is not None for cell in cells)
         classes.append(
-            "drawn" if drawn else "num" if column and all(NUMERIC.fullmatch(cell.text or cell.detail) for cell in cells) else "words"
+            "drawn"
+            if drawn
+            else "num"
+            if column and all(NUMERIC.fullmatch(cell.text or cell.detail) for cell in cells)
+            else "words"
         )
     return classes

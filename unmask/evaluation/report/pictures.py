@@ -31,7 +31,8 @@ STYLE = {
 
 
 def write_pictures(report: Report, folder: str | Path) -> list[Path]:
-    """Write a PNG for each chart, heat map and table of scores into a folder, which is created. Returns the files.
+    """Write a PNG for each chart, heat map and table of scores into a folder, which is created. Returns the
+    files.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -40,12 +41,19 @@ def write_pictures(report: Report, folder: str | Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     blocks: list[Any] = [block for section in report.sections for block in section.blocks]
-    drawings: list[tuple[str, Any, Any]] = [(chart.title, _draw_chart, chart) for chart in report.charts() if draw_chart(chart)]
+    drawings: list[tuple[str, Any, Any]] = [
+        (chart.title, _draw_chart, chart) for chart in report.charts() if draw_chart(chart)
+    ]
     drawings += [(block.title, _draw_heat, block) for block in blocks if isinstance(block, HeatMap)]
-    drawings += [(block.caption, _draw_spans, block) for block in blocks if isinstance(block, Table) and _spans(block)]
+    drawings += [
+        (block.caption, _draw_spans, block) for block in blocks if isinstance(block, Table) and _spans(block)
+    ]
     paths = []
     for number, (title, draw, content) in enumerate(drawings, start=1):
-        path = folder / f"{number:02}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')[:60] or 'picture'}.png"
+        path = (
+            folder
+            / f"{number:02}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')[:60] or 'picture'}.png"
+        )
         _save(draw, content, path)
         paths.append(path)
     return paths
@@ -70,16 +78,35 @@ def _draw_chart(figure: Any, chart: Chart) -> None:
         if curve is None:
             continue
         color, dashed = COLORS[series.color % len(COLORS)], series.dashed or series.color >= len(COLORS)
-        line, marker = "--" if dashed else "-", "o" if series.bounds or series.dashed or len(curve.steps) == 1 else None
+        line, marker = (
+            "--" if dashed else "-",
+            "o" if series.bounds or series.dashed or len(curve.steps) == 1 else None,
+        )
         if curve.trend is not curve.values:
             axes.plot(curve.steps, curve.values, color=color, alpha=0.35, linewidth=0.8)
-        axes.plot(curve.steps, curve.trend, line, color=color, marker=marker, markersize=4, linewidth=1.6, label=shown(series.name))
+        axes.plot(
+            curve.steps,
+            curve.trend,
+            line,
+            color=color,
+            marker=marker,
+            markersize=4,
+            linewidth=1.6,
+            label=shown(series.name),
+        )
         for (step, _), ends in zip(series.points, series.bounds, strict=False):
             if np.isfinite(ends).all():
                 axes.plot([step, step], ends, color=color, linewidth=1.2)
     for step, name in chart.marks:
         axes.axvline(step, color="#b9b4aa", linestyle=":", linewidth=1)
-        axes.annotate(shown(name), (step, 1), xycoords=("data", "axes fraction"), xytext=(3, -8), textcoords="offset points", fontsize=7)
+        axes.annotate(
+            shown(name),
+            (step, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -8),
+            textcoords="offset points",
+            fontsize=7,
+        )
     if drawn.log:
         axes.set_yscale("log")
     if chart.percent:
@@ -97,7 +124,9 @@ def _draw_heat(figure: Any, heat: HeatMap) -> None:
         cells[number, : len(row)] = [np.nan if value is None else value for value in row]
     colors = LinearSegmentedColormap.from_list("order", ["#f3f4f6", COLORS[heat.color % len(COLORS)]])
     extent = (0.5, cells.shape[1] + 0.5, cells.shape[0] + 0.5, 0.5)
-    image = axes.imshow(cells, cmap=colors, vmin=0, vmax=1, aspect="auto", interpolation="nearest", extent=extent)
+    image = axes.imshow(
+        cells, cmap=colors, vmin=0, vmax=1, aspect="auto", interpolation="nearest", extent=extent
+    )
     bar = figure.colorbar(image, ax=axes, ticks=[0, 1])
     bar.ax.set_yticklabels(["first step", "last step"])
     axes.grid(visible=False)
@@ -113,16 +142,25 @@ def _spans(table: Table) -> list[tuple[str, Sequence[Any]]]:
 def _draw_spans(figure: Any, table: Table) -> None:
     groups = _spans(table)
     figure.set_size_inches(6.4, 0.8 + sum(0.6 + 0.36 * len(rows) for _, rows in groups))
-    panels = figure.subplots(len(groups), squeeze=False, height_ratios=[len(rows) + 1 for _, rows in groups])[:, 0]
+    panels = figure.subplots(len(groups), squeeze=False, height_ratios=[len(rows) + 1 for _, rows in groups])[
+        :, 0
+    ]
     for axes, (name, rows) in zip(panels, groups, strict=True):
         for number, row in enumerate(rows):
             for cell in row:
                 if cell.span:
-                    color = {"gain": "#1f6f43", "loss": "#a83232", "unclear": "#5d6470"}.get(cell.verdict) or COLORS[
-                        (cell.color or 0) % len(COLORS)
-                    ]
+                    color = {"gain": "#1f6f43", "loss": "#a83232", "unclear": "#5d6470"}.get(
+                        cell.verdict
+                    ) or COLORS[(cell.color or 0) % len(COLORS)]
                     low, mean, high = np.clip(cell.span, 0, 1)
-                    axes.plot([low, high], [number, number], color=color, alpha=0.45, linewidth=5, solid_capstyle="butt")
+                    axes.plot(
+                        [low, high],
+                        [number, number],
+                        color=color,
+                        alpha=0.45,
+                        linewidth=5,
+                        solid_capstyle="butt",
+                    )
                     axes.plot(mean, number, "|", color=color, markersize=11, markeredgewidth=2)
         labels = [shown(f"{row[0].text}\n{row[1].text} {row[2].detail}".rstrip()) for row in rows]
         axes.set_yticks(range(len(rows)), labels, fontsize=8)

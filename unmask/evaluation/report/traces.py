@@ -16,17 +16,31 @@ PROBLEMS_SHOWN = 3
 
 def decoding_order(results: Sequence[Result]) -> Section:
     """A heat map for each model and task whose traces were recorded."""
-    maps = [heat for task, entries in entries_by_task(results).items() for entry in entries if (heat := _heat(task, entry)) is not None]
+    maps = [
+        heat
+        for task, entries in entries_by_task(results).items()
+        for entry in entries
+        if (heat := _heat(task, entry)) is not None
+    ]
     intro = "A row is an answer, a column a position in it. The stronger the color, the later the token came."
     return Section(title="Decoding order", blocks=maps, intro=intro)
 
 
 def _heat(task: str, entry: Entry) -> HeatMap | None:
-    traces = [trace for item in entry.scores.items for trace in item.traces[:1] if any(step >= 0 for step in trace.steps)]
+    traces = [
+        trace
+        for item in entry.scores.items
+        for trace in item.traces[:1]
+        if any(step >= 0 for step in trace.steps)
+    ]
     if not traces:
         return None
     shown = traces[:ANSWERS_IN_MAP]
-    note = f"{_order(traces)} {len(shown)} of {len(traces)} answers are drawn." if len(shown) < len(traces) else _order(traces)
+    note = (
+        f"{_order(traces)} {len(shown)} of {len(traces)} answers are drawn."
+        if len(shown) < len(traces)
+        else _order(traces)
+    )
     return HeatMap(
         title=f"{entry.name}: {task}",
         color=entry.color,
@@ -44,16 +58,26 @@ def _fractions(trace: Trace) -> list[float | None]:
 
 def _order(traces: Sequence[Trace]) -> str:
     """How far decoding goes from left to right."""
-    pairs = [pair for trace in traces for pair in zip(trace.steps, trace.steps[1:], strict=False) if min(pair) >= 0]
+    pairs = [
+        pair for trace in traces for pair in zip(trace.steps, trace.steps[1:], strict=False) if min(pair) >= 0
+    ]
     if not pairs:
         return "No two neighbouring tokens were recorded."
-    rising, equal = sum(left < right for left, right in pairs) / len(pairs), sum(left == right for left, right in pairs) / len(pairs)
-    return f"Of neighbouring tokens, the left one came first in {rising:.0%} of pairs, both in one step in {equal:.0%}."
+    rising, equal = (
+        sum(left < right for left, right in pairs) / len(pairs),
+        sum(left == right for left, right in pairs) / len(pairs),
+    )
+    return (
+        f"Of neighbouring tokens, the left one came first in {rising:.0%} of pairs, both in one step in "
+        f"{equal:.0%}."
+    )
 
 
 def answers(results: Sequence[Result]) -> Section:
     """The first problems of each task whose answers were traced, with the answers of all models."""
-    blocks = [problem for task, entries in entries_by_task(results).items() for problem in _problems(task, entries)]
+    blocks = [
+        problem for task, entries in entries_by_task(results).items() for problem in _problems(task, entries)
+    ]
     intro = "Small numbers: the denoising step at which a token came. The stronger the color, the later."
     return Section(title="Answers", blocks=blocks, intro=intro)
 
@@ -76,9 +100,19 @@ def _problems(task: str, entries: Sequence[Entry]) -> list[Problem]:
 
 def _answer(entry: Entry, item: Item) -> Answer:
     scores = [f"{name} {value:.4g}" for name, value in item.scores.items()]
-    work = [f"{count} {name}" for name, count in (("tokens", item.tokens), ("steps", item.steps), ("passes", item.passes)) if count]
+    work = [
+        f"{count} {name}"
+        for name, count in (("tokens", item.tokens), ("steps", item.steps), ("passes", item.passes))
+        if count
+    ]
     facts = [*([item.status] if item.status != "ok" else []), *scores, *work]
-    return Answer(name=entry.name, color=entry.color, tokens=item.traces[0].tokens, steps=item.traces[0].steps, facts=facts)
+    return Answer(
+        name=entry.name,
+        color=entry.color,
+        tokens=item.traces[0].tokens,
+        steps=item.traces[0].steps,
+        facts=facts,
+    )
 
 
 def text_of_prompt(prompt: Any) -> str:

@@ -61,7 +61,11 @@ class Run:
 
     def points(self, metric: str) -> list[Point]:
         """The (step, value) pairs of a metric."""
-        return [(line["step"], line[metric]) for line in self.lines if is_number(line.get(metric)) and is_number(line.get("step"))]
+        return [
+            (line["step"], line[metric])
+            for line in self.lines
+            if is_number(line.get(metric)) and is_number(line.get("step"))
+        ]
 
     def values(self, metric: str) -> list[float]:
         return [value for _, value in self.points(metric)]
@@ -69,7 +73,9 @@ class Run:
     @property
     def metrics(self) -> list[str]:
         """The names of logged numbers, in the order in which they first occur."""
-        return list(dict.fromkeys(name for line in self.lines for name, value in line.items() if is_number(value)))
+        return list(
+            dict.fromkeys(name for line in self.lines for name, value in line.items() if is_number(value))
+        )
 
 
 def is_number(value: Any) -> bool:
@@ -82,7 +88,12 @@ def overview(runs: Sequence[Run]) -> Section:
     header = ["Run", "Verb", "State", "Steps", "Time", "Peak memory", "Tokens per second", "Last value"]
     rows = [_overview_row(run) for run in runs]
     total = sum(sum(run.values("train_runtime")) for run in runs)
-    foot = [Cell(text="all runs"), *(Cell(text=""),) * 3, Cell(text=format_duration(total)), *(Cell(text=""),) * 3]
+    foot = [
+        Cell(text="all runs"),
+        *(Cell(text=""),) * 3,
+        Cell(text=format_duration(total)),
+        *(Cell(text=""),) * 3,
+    ]
     kept = [0, *(column for column in range(1, len(header)) if any(row[column].text != NONE for row in rows))]
     table = Table(
         caption="What was run",
@@ -100,7 +111,10 @@ def _overview_row(run: Run) -> list[Cell]:
     seconds, memory = run.values("train_runtime"), run.values("memory_gb")
     rates = run.values("tokens_per_second")
     done = max(run.values("step"), default=0)
-    last = next(((name, run.values(name)[-1]) for name in ("reward", "cross_entropy", "loss") if run.values(name)), None)
+    last = next(
+        ((name, run.values(name)[-1]) for name in ("reward", "cross_entropy", "loss") if run.values(name)),
+        None,
+    )
     return [
         Cell(text=run.name, detail=run.description, color=run.color),
         Cell(text=run.verb),
@@ -126,7 +140,9 @@ def curves(runs: Sequence[Run]) -> Section:
         charts += [_chart(before, name, mine, marks) for name in main]
         folded += [_chart(before, name, mine, marks) for name in more]
     intro = "Thin: means of neighbouring steps. Thick: their moving average. Dashed: held-out rows."
-    return Section(title="Curves", blocks=[Charts(charts=charts, more=folded)] if charts or folded else [], intro=intro)
+    return Section(
+        title="Curves", blocks=[Charts(charts=charts, more=folded)] if charts or folded else [], intro=intro
+    )
 
 
 def _metrics(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
@@ -147,10 +163,23 @@ def _is_drawn(name: str) -> bool:
 
 def _chart(before: str, metric: str, runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> Chart:
     series = [Series(name=run.name, color=run.color, points=run.points(metric)) for run in runs]
-    series += [Series(name=f"{run.name}, held out", color=run.color, points=run.points(f"eval_{metric}"), dashed=True) for run in runs]
-    unit = UNITS.get(metric, "reward" if metric.startswith("rewards/") and metric.count("/") == 1 else "value")
+    series += [
+        Series(
+            name=f"{run.name}, held out", color=run.color, points=run.points(f"eval_{metric}"), dashed=True
+        )
+        for run in runs
+    ]
+    unit = UNITS.get(
+        metric, "reward" if metric.startswith("rewards/") and metric.count("/") == 1 else "value"
+    )
     title = before + metric.replace("_", " ")
-    return Chart(title=title, x_label="optimizer step", y_label=unit, series=[each for each in series if each.points], marks=marks)
+    return Chart(
+        title=title,
+        x_label="optimizer step",
+        y_label=unit,
+        series=[each for each in series if each.points],
+        marks=marks,
+    )
 
 
 def _stages(run: Run) -> Iterable[tuple[float, str]]:
@@ -179,7 +208,10 @@ def phases(runs: Sequence[Run]) -> Section:
         caption="Mean time of a step, and peak memory, by phase",
         header=header if any(peaks.values()) else header[:4],
         groups=[(name, [row if any(peaks.values()) else row[:4] for row in rows]) for name, rows in groups],
-        note="Phases do not overlap: their times add up to that of a step. Peak memory is of the process that writes the log.",
+        note=(
+            "Phases do not overlap: their times add up to that of a step. Peak memory is of the process "
+            "that writes the log."
+        ),
     )
     return Section(title="Time and memory", blocks=[table] if groups else [])
 
@@ -190,11 +222,15 @@ def _by_phase(run: Run, before: str, after: str) -> dict[str, float]:
     for name in run.metrics:
         if name.startswith(before) and name.endswith(after) and name != WHOLE_PROCESS:
             values = run.values(name)
-            found[name.removeprefix(before).removesuffix(after)] = max(values) if after else sum(values) / len(values)
+            found[name.removeprefix(before).removesuffix(after)] = (
+                max(values) if after else sum(values) / len(values)
+            )
     return {name: value for name, value in sorted(found.items(), key=lambda each: -each[1]) if value > 0}
 
 
-def _phase_row(run: Run, name: str, times: Mapping[str, float], longest: float, peak: float | None, largest: float) -> list[Cell]:
+def _phase_row(
+    run: Run, name: str, times: Mapping[str, float], longest: float, peak: float | None, largest: float
+) -> list[Cell]:
     return [
         Cell(text=name),
         Cell(text=f"{times[name]:.{2 if longest >= 1 else 4}f}"),
@@ -207,8 +243,17 @@ def _phase_row(run: Run, name: str, times: Mapping[str, float], longest: float, 
 
 def learnt_rows(runs: Sequence[Run]) -> Section:
     """The training rows that runs were asked to show."""
-    shown = [f"{run.name}, row {number}\n{text}" for run in runs for number, documents in enumerate(run.rows) for text in documents]
-    return Section(title="What is learnt", blocks=[Texts(texts=shown)] if shown else [], intro="The tokens between ⟦ and ⟧ are learnt.")
+    shown = [
+        f"{run.name}, row {number}\n{text}"
+        for run in runs
+        for number, documents in enumerate(run.rows)
+        for text in documents
+    ]
+    return Section(
+        title="What is learnt",
+        blocks=[Texts(texts=shown)] if shown else [],
+        intro="The tokens between ⟦ and ⟧ are learnt.",
+    )
 
 
 def record_of(run: Run) -> Record:

@@ -19,25 +19,24 @@ from unmask.generation.constraints.byte_automaton import ByteAutomaton, number_r
 from unmask.generation.constraints.vocabulary import Vocabulary
 
 End = Literal["stops", "filled", "none"]
-"""How a text ends before the canvas does: with an end token, after which nothing is read; with end tokens and padding up to the end of the
-canvas; or not at all."""
+"""How a text ends before the canvas does: with an end token, after which nothing is read; with end tokens and
+padding up to the end of the canvas; or not at all."""
 MAX_CELLS = 2**25
 """Entries of the tables that a constraint may have, states times classes: 128 MB."""
 MOST_KEPT = 8
-"""Sets of tokens that may be produced, for each of which it is kept what they lead to: every request may have another one."""
+"""Sets of tokens that may be produced, for each of which it is kept what they lead to: every request may have
+another one."""
 
 
 class EdgeTable:
     """The edges of an automaton, by source and class, and how to group them.
 
-    Attributes:
-        source_E, class_E, target_E: of every edge that is not dead.
-        first_S: the first edge of every state, and the number of edges.
-        by_pair_E, pair_start_P: the edges by (source, target), and the first of each pair.
-        pair_source_P, pair_target_P: of every pair, by source.
-        source_with_pairs, source_start: the states that have any, and the first pair of each.
-        by_target_P, target_with_pairs, target_start: the pairs by target, the targets, and the first pair of each in this order.
-        by_class_E, class_with_edges, class_start: the same for edges by class.
+    Attributes: source_E, class_E, target_E: of every edge that is not dead. first_S: the first edge of every
+        state, and the number of edges. by_pair_E, pair_start_P: the edges by (source, target), and the first
+        of each pair. pair_source_P, pair_target_P: of every pair, by source. source_with_pairs, source_start:
+        the states that have any, and the first pair of each. by_target_P, target_with_pairs, target_start:
+        the pairs by target, the targets, and the first pair of each in this order. by_class_E,
+        class_with_edges, class_start: the same for edges by class.
     """
 
     def __init__(self, next_SC: np.ndarray):
@@ -51,19 +50,22 @@ class EdgeTable:
         self.pair_source_P, self.pair_target_P = pairs // len(next_SC), pairs % len(next_SC)
         self.source_with_pairs, self.source_start = np.unique(self.pair_source_P, return_index=True)
         self.by_target_P = np.argsort(self.pair_target_P, kind="stable")
-        self.target_with_pairs, self.target_start = np.unique(self.pair_target_P[self.by_target_P], return_index=True)
+        self.target_with_pairs, self.target_start = np.unique(
+            self.pair_target_P[self.by_target_P], return_index=True
+        )
         self.by_class_E = np.argsort(self.class_E, kind="stable")
         self.class_with_edges, self.class_start = np.unique(self.class_E[self.by_class_E], return_index=True)
 
 
 class Reach:
-    """The states from which so many tokens lead to an accepting one, for each number of tokens up to the first at which they repeat
-    themselves. Threads may share it."""
+    """The states from which so many tokens lead to an accepting one, for each number of tokens up to the
+    first at which they repeat themselves. Threads may share it."""
 
     def __init__(self, accepts_S: np.ndarray, edges: Callable[[], tuple[np.ndarray, np.ndarray]]):
         self._edges, self._lock = edges, Lock()
         self._found = [accepts_S]
-        self._first = {np.packbits(accepts_S).tobytes(): 0}  # the number of tokens with which they are these first
+        # the number of tokens with which they are these first
+        self._first = {np.packbits(accepts_S).tobytes(): 0}
         self._again: int | None = None  # the number of tokens that the one after the last repeats
 
     @property
@@ -97,7 +99,8 @@ class Reach:
 
 @dataclass(eq=False)
 class TokenAutomaton:
-    """A deterministic automaton over tokens, in which every state but the dead one can reach an accepting one.
+    """A deterministic automaton over tokens, in which every state but the dead one can reach an accepting
+    one.
 
     Attributes:
         next_SC: the state after a token of a class.
@@ -110,7 +113,8 @@ class TokenAutomaton:
     class_V: np.ndarray
     start: int
     accepts_S: np.ndarray
-    _reach: dict[bytes, Reach] = field(default_factory=dict, repr=False)  # the one that was asked for last is the last one
+    # the one that was asked for last is the last one
+    _reach: dict[bytes, Reach] = field(default_factory=dict, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     @property
@@ -176,13 +180,18 @@ class TokenAutomaton:
         return pair_E // len(self.next_SC), pair_E % len(self.next_SC)
 
     def shortest(self, live_C: np.ndarray, at_least: int = 0) -> int | None:
-        """The smallest length, from `at_least` on, of texts that are accepted; None: there is none. Lengths beyond the number of states
-        past `at_least` are not tried, as they fit only if a shorter one does."""
+        """The smallest length, from `at_least` on, of texts that are accepted; None: there is none. Lengths
+        beyond the number of states past `at_least` are not tried, as they fit only if a shorter one does."""
         limit = at_least + len(self.next_SC)
-        return next((length for length in range(at_least, limit + 1) if self.completable(length, live_C)[self.start]), None)
+        return next(
+            (length for length in range(at_least, limit + 1) if self.completable(length, live_C)[self.start]),
+            None,
+        )
 
 
-def token_automaton(automaton: ByteAutomaton, vocabulary: Vocabulary, *, end: End, at_start: bool, where: str) -> TokenAutomaton:
+def token_automaton(
+    automaton: ByteAutomaton, vocabulary: Vocabulary, *, end: End, at_start: bool, where: str
+) -> TokenAutomaton:
     """The automaton over tokens of an automaton over bytes.
 
     Args:
@@ -197,11 +206,17 @@ def token_automaton(automaton: ByteAutomaton, vocabulary: Vocabulary, *, end: En
     if at_start and vocabulary.strips_space:  # a state before the first byte
         first_256 = next_S256[start].copy()
         first_256[ord(" ")] = start
-        start, next_S256, accepts_S = 0, np.vstack([first_256, next_S256]) + 1, np.concatenate([accepts_S[[start]], accepts_S])
+        start, next_S256, accepts_S = (
+            0,
+            np.vstack([first_256, next_S256]) + 1,
+            np.concatenate([accepts_S[[start]], accepts_S]),
+        )
     function_CS, class_V = _classes(next_S256, vocabulary.bytes_V, where)
     next_SC = function_CS.T
     if end != "none":
-        next_SC, class_V, accepts_S = _with_ends(next_SC, class_V, accepts_S, vocabulary, stops=end == "stops")
+        next_SC, class_V, accepts_S = _with_ends(
+            next_SC, class_V, accepts_S, vocabulary, stops=end == "stops"
+        )
     trimmed = _trimmed(next_SC, class_V, start, accepts_S)
     if trimmed is None:
         what = "no sequence of this model's tokens meets it"
@@ -209,9 +224,11 @@ def token_automaton(automaton: ByteAutomaton, vocabulary: Vocabulary, *, end: En
     return trimmed
 
 
-def _classes(next_S256: np.ndarray, bytes_V: Sequence[bytes | None], where: str) -> tuple[np.ndarray, np.ndarray]:
-    """The function [C, S] from state to state of each class of tokens, and the class of each token. The function of a token is composed
-    from those of its bytes; equal functions of prefixes are one."""
+def _classes(
+    next_S256: np.ndarray, bytes_V: Sequence[bytes | None], where: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The function [C, S] from state to state of each class of tokens, and the class of each token. The
+    function of a token is composed from those of its bytes; equal functions of prefixes are one."""
     size = len(next_S256)
     dead_S = np.full(size, size - 1, dtype=np.int32)
     functions, numbers = [dead_S, np.arange(size, dtype=np.int32)], {dead_S.tobytes(): 0}
@@ -248,7 +265,8 @@ def _refuse_large(cells: int, where: str) -> None:
 def _with_ends(
     next_SC: np.ndarray, class_V: np.ndarray, accepts_S: np.ndarray, vocabulary: Vocabulary, *, stops: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """With a state after the end (the last but one), and two classes: end tokens, and others that are no text but may follow these."""
+    """With a state after the end (the last but one), and two classes: end tokens, and others that are no text
+    but may follow these."""
     dead, classes = next_SC.shape[0] - 1, next_SC.shape[1]
     ended = dead  # the dead state moves behind it
     next_SC = np.where(next_SC == dead, dead + 1, next_SC)
@@ -263,13 +281,18 @@ def _with_ends(
     return next_SC, class_V, np.concatenate([accepts_S[:dead], [True, False]])
 
 
-def _trimmed(next_SC: np.ndarray, class_V: np.ndarray, start: int, accepts_S: np.ndarray) -> TokenAutomaton | None:
-    """Without states that no tokens reach or that reach no end, and without classes that act alike; None: nothing is accepted."""
+def _trimmed(
+    next_SC: np.ndarray, class_V: np.ndarray, start: int, accepts_S: np.ndarray
+) -> TokenAutomaton | None:
+    """Without states that no tokens reach or that reach no end, and without classes that act alike; None:
+    nothing is accepted."""
     dead = len(next_SC) - 1
     used_C = np.unique(np.concatenate([[0], class_V]))  # class 0 may have no token
     source_E, index_E = np.nonzero(next_SC[:, used_C] != dead)
     target_E = next_SC[source_E, used_C[index_E]]
-    keep_S = _reached(np.arange(len(next_SC)) == start, source_E, target_E) & _reached(accepts_S, target_E, source_E)
+    keep_S = _reached(np.arange(len(next_SC)) == start, source_E, target_E) & _reached(
+        accepts_S, target_E, source_E
+    )
     if not keep_S[start]:
         return None
     keep_S[dead] = False

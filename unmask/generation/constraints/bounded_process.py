@@ -1,5 +1,5 @@
-"""Python in a process of its own, with bounds on time and memory: libraries that read patterns and grammars have none, and a short one may
-need hours and all memory."""
+"""Python in a process of its own, with bounds on time and memory: libraries that read patterns and grammars
+have none, and a short one may need hours and all memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ _bounds: ContextVar[Bounds | None] = ContextVar("bounds", default=None)
 
 @contextmanager
 def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Inside, in this thread, all that is built may take so many seconds together, and each process so much memory."""
+    """Inside, in this thread, all that is built may take so many seconds together, and each process so much
+    memory."""
     token = _bounds.set(Bounds(seconds, num_bytes, monotonic() + seconds))
     try:
         yield
@@ -65,7 +66,8 @@ def check_time(where: str) -> None:
 
 
 def run_bounded(script: str, given: Any, where: str, *, remedy: str, until: float = math.inf) -> Any:
-    """The `result` that a script makes of what is `given`; both are sent as JSON. `until`: when it has to be there, by `time.monotonic`.
+    """The `result` that a script makes of what is `given`; both are sent as JSON. `until`: when it has to be
+    there, by `time.monotonic`.
 
     Raises:
         GenerationError: it takes too long, or too much memory.
@@ -73,11 +75,24 @@ def run_bounded(script: str, given: Any, where: str, *, remedy: str, until: floa
     most = bounds()
     seconds = max(min(until, most.until) - monotonic(), 0)
     cpu_seconds = 2 * math.ceil(seconds) + 10  # should this process end before
-    command = [sys.executable, "-P", "-c", SCRIPT.replace("{}", script), str(most.num_bytes), str(cpu_seconds)]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        SCRIPT.replace("{}", script),
+        str(most.num_bytes),
+        str(cpu_seconds),
+    ]
     try:
         done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise GenerationError(f"its automaton takes more than {most.seconds:g} seconds to build", where=where, remedy=remedy) from None
+        raise GenerationError(
+            f"its automaton takes more than {most.seconds:g} seconds to build", where=where, remedy=remedy
+        ) from None
     if done.returncode != 0:
-        raise GenerationError(f"its automaton takes more than {most.num_bytes / 2**30:g} GiB to build", where=where, remedy=remedy)
+        raise GenerationError(
+            f"its automaton takes more than {most.num_bytes / 2**30:g} GiB to build",
+            where=where,
+            remedy=remedy,
+        )
     return json.loads(done.stdout)

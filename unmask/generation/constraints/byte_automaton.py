@@ -1,8 +1,8 @@
 """A regular expression as a minimal deterministic automaton over bytes, built by outlines-core.
 
-Its index (0.2.14) follows Rust's leftmost-first matches: of `a|ab` it accepts `a` alone, and from an accepting state it keeps transitions
-to accepting ones only. Therefore a character that no text has, a noncharacter of Unicode, is appended to the pattern; a state accepts if
-this character leads to the end.
+Its index (0.2.14) follows Rust's leftmost-first matches: of `a|ab` it accepts `a` alone, and from an
+accepting state it keeps transitions to accepting ones only. Therefore a character that no text has, a
+noncharacter of Unicode, is appended to the pattern; a state accepts if this character leads to the end.
 
 Shapes: S states, of which the last is dead.
 """
@@ -51,7 +51,8 @@ for pattern in patterns:
     except ValueError as error:
         result.append([str(error), reason(pattern)])
     else:
-        edges = [list(edge) for edge in ((s, t, e) for s, row in index.get_transitions().items() for t, e in row.items())]
+        rows = index.get_transitions().items()
+        edges = [[state, token, end] for state, row in rows for token, end in row.items()]
         result.append([index.get_initial_state(), sorted(index.get_final_states()), edges])
 """
 
@@ -66,15 +67,19 @@ class ByteAutomaton:
 
 
 def byte_automata(
-    patterns: Sequence[str], where: str, *, names: Sequence[str] = (), plain: bool = False, until: float = math.inf
+    patterns: Sequence[str],
+    where: str,
+    *,
+    names: Sequence[str] = (),
+    plain: bool = False,
+    until: float = math.inf,
 ) -> list[ByteAutomaton]:
     """The automata of regular expressions in Rust's syntax.
 
-    Args:
-        plain: whether they match no `FIRST`. The library also builds an automaton of all texts that end with a match, which then is as
-            small: else `[1-9][0-9]{20,}` has millions of states, since any digit but 0 may be where it begins.
-        names: what each adds to `where` in errors.
-        until: when they have to be there, by `time.monotonic`.
+    Args: plain: whether they match no `FIRST`. The library also builds an automaton of all texts that end
+        with a match, which then is as small: else `[1-9][0-9]{20,}` has millions of states, since any digit
+        but 0 may be where it begins. names: what each adds to `where` in errors. until: when they have to be
+        there, by `time.monotonic`.
 
     Raises:
         ConfigError: outlines-core is not installed.
@@ -96,12 +101,15 @@ def byte_automata(
             raise GenerationError(what, where=place, remedy=remedy)
         automata.append(_read(first, *result))
         if len(automata[-1].next_S256) > MAX_STATES:
-            raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=place, remedy=too_large)
+            raise GenerationError(
+                f"its automaton has more than {MAX_STATES} states", where=place, remedy=too_large
+            )
     return automata
 
 
 def _refuse_unopened(pattern: str, where: str) -> None:
-    """Refuse a closing parenthesis that nothing opened: it would close the group that the pattern is put into."""
+    """Refuse a closing parenthesis that nothing opened: it would close the group that the pattern is put
+    into."""
     depth = 0
     for found in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|[()]", pattern, flags=re.S):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -111,7 +119,8 @@ def _refuse_unopened(pattern: str, where: str) -> None:
 
 
 def _reason(pattern: str, message: str, of_python: str | None) -> tuple[str, str]:
-    """What is wrong with a pattern, and the remedy. The library does not say where, so Python's parser is asked before."""
+    """What is wrong with a pattern, and the remedy. The library does not say where, so Python's parser is
+    asked before."""
     if "incompatible" in message:
         return "no text matches it", "Correct the pattern"
     if of_python is not None:
@@ -125,7 +134,10 @@ def _reason(pattern: str, message: str, of_python: str | None) -> tuple[str, str
 
 def _read(first: str, start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
     """The smallest automaton of what the library has built, without the characters that were added."""
-    names = {state: number for number, state in enumerate(sorted({start, *accepting, *(edge[0] for edge in edges)}))}
+    names = {
+        state: number
+        for number, state in enumerate(sorted({start, *accepting, *(edge[0] for edge in edges)}))
+    }
     dead = len(names)
     next_S256 = np.full((dead + 1, 256), dead, dtype=np.int32)
     for state, byte, target in edges:
@@ -143,9 +155,11 @@ def _read(first: str, start: int, accepting: Sequence[int], edges: Sequence[Sequ
 
 
 def minimal(next_S256: np.ndarray, start: int, accepts_S: np.ndarray) -> ByteAutomaton:
-    """The smallest equal automaton: states are split until those of one group act alike (Moore 1956). The last state has to be dead."""
+    """The smallest equal automaton: states are split until those of one group act alike (Moore 1956). The
+    last state has to be dead."""
     dead = len(next_S256) - 1
-    byte_C = np.unique(number_rows(next_S256.T), return_index=True)[1]  # one of each group of bytes that act alike
+    # one of each group of bytes that act alike
+    byte_C = np.unique(number_rows(next_S256.T), return_index=True)[1]
     group_S: np.ndarray = accepts_S.astype(np.int32)
     for _ in range(MAX_ROUNDS):
         count = len(np.unique(group_S))
@@ -155,7 +169,8 @@ def minimal(next_S256: np.ndarray, start: int, accepts_S: np.ndarray) -> ByteAut
     else:
         group_S = np.arange(dead + 1)
     first_G = np.unique(group_S, return_index=True)[1]
-    order_G = np.concatenate([np.delete(np.arange(len(first_G)), group_S[dead]), group_S[[dead]]])  # the dead state last
+    # the dead state last
+    order_G = np.concatenate([np.delete(np.arange(len(first_G)), group_S[dead]), group_S[[dead]]])
     place_G = np.argsort(order_G).astype(np.int32)
     kept_G = first_G[order_G]
     return ByteAutomaton(place_G[group_S[next_S256[kept_G]]], int(place_G[group_S[start]]), accepts_S[kept_G])

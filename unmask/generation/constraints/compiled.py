@@ -18,13 +18,18 @@ _lock = Lock()
 
 
 def compile_constraint(
-    constraint: ConstraintConfig, vocabulary: Vocabulary, *, end: End = "stops", at_start: bool = True, where: str = "constraint"
+    constraint: ConstraintConfig,
+    vocabulary: Vocabulary,
+    *,
+    end: End = "stops",
+    at_start: bool = True,
+    where: str = "constraint",
 ) -> TokenAutomaton:
-    """The automaton of a constraint over the tokens of a vocabulary; `end` and `at_start` as for `token_automaton`.
+    """The automaton of a constraint over the tokens of a vocabulary; `end` and `at_start` as for
+    `token_automaton`.
 
-    Raises:
-        ConfigError: outlines-core is not installed.
-        GenerationError: the constraint is invalid, cannot be enforced, is too large, or nothing in the vocabulary meets it.
+    Raises: ConfigError: outlines-core is not installed. GenerationError: the constraint is invalid, cannot be
+        enforced, is too large, or nothing in the vocabulary meets it.
     """
     key = (constraint.model_dump_json(), vocabulary.digest, end, at_start and vocabulary.strips_space)
     where = f"{where}.{constraint.kind}"
@@ -33,9 +38,13 @@ def compile_constraint(
             _cache.move_to_end(key)
             return _cache[key]
     if constraint.json or constraint.grammar is not None:
-        automaton = grammar_automaton(JSON if constraint.json else constraint.grammar or "", constraint.depth, where)
+        automaton = grammar_automaton(
+            JSON if constraint.json else constraint.grammar or "", constraint.depth, where
+        )
     else:
-        (automaton,) = byte_automata([regex_of(constraint, where)], where, plain=constraint.json_schema is not None)
+        (automaton,) = byte_automata(
+            [regex_of(constraint, where)], where, plain=constraint.json_schema is not None
+        )
     compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)
     with _lock:
         _cache[key] = compiled

@@ -1,7 +1,7 @@
 """Tokens for the hidden positions of a decoding block, given that every gap can still meet its constraint.
 
-Within the block, tokens have the model's distribution given that the gap is accepted. Of later blocks the model has said nothing yet: there
-it only counts whether some text fits.
+Within the block, tokens have the model's distribution given that the gap is accepted. Of later blocks the
+model has said nothing yet: there it only counts whether some text fits.
 
 Shapes: N hidden positions of the block or of a window, V vocabulary, C classes, S states.
 """
@@ -22,10 +22,20 @@ from unmask.errors import GenerationError
 from unmask.generation.constraints.automaton import TokenAutomaton
 from unmask.generation.constraints.distribution import ClassWeights, Paths, class_weights
 from unmask.generation.constraints.gaps import Gap
-from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, penalise_and_ban, weights
+from unmask.generation.policies import (
+    Decision,
+    Given,
+    best,
+    decide,
+    draw,
+    keep_likely,
+    penalise_and_ban,
+    weights,
+)
 
 OUTSIDE = 1e9
-"""Nats by which tokens that top_k or top_p leave out fall behind: they are used only where no text fits without them."""
+"""Nats by which tokens that top_k or top_p leave out fall behind: they are used only where no text fits
+without them."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +82,12 @@ def decide_given(
     present_NV: Tensor | None,
     windows: Sequence[Window],
 ) -> Decision:
-    """As `decide`, for all hidden positions of one sequence's block: tokens that fit together, and confidences given the constraint.
+    """As `decide`, for all hidden positions of one sequence's block: tokens that fit together, and
+    confidences given the constraint.
 
-    Temperature 0: the most probable text of each window (Suresh et al. 2025, "DINGO"). Else one drawn from the model's distribution given
-    that it is accepted. The log-probabilities are the model's own; those of a trace, and entropies, are given the constraint.
+    Temperature 0: the most probable text of each window (Suresh et al. 2025, "DINGO"). Else one drawn from
+    the model's distribution given that it is accepted. The log-probabilities are the model's own; those of a
+    trace, and entropies, are given the constraint.
     """
     if logits_NV.isnan().any():
         return decide(logits_NV, config, key_N, step_N, position_N, present_NV)  # the error
@@ -114,26 +126,42 @@ def decide_given(
             token_N[row_N] = _draw_tokens(window, drawn, adjusted_NV[row_N], uniform_N[row_N], temperature)
         class_N = window.class_V[token_N[row_N]].cpu().numpy()
         ratio_N = ratio_NC[np.arange(len(class_N)), class_N]
-        shift_N = np.where(ratio_N == 0, np.nan, ratio_N - predicted.normaliser_W)  # of the same sums: they cancel where one token is left
-        log_prob_N[row_N] = logits_NV[row_N, token_N[row_N]].double() + torch.from_numpy(shift_N).to(log_prob_N.device)
+        # of the same sums: they cancel where one token is left
+        shift_N = np.where(ratio_N == 0, np.nan, ratio_N - predicted.normaliser_W)
+        log_prob_N[row_N] = logits_NV[row_N, token_N[row_N]].double() + torch.from_numpy(shift_N).to(
+            log_prob_N.device
+        )
     given = Given(token_N, log_prob_N, believed_NV, drawn_from_NV, forbidden_NV)
     return decide(logits_NV, config, key_N, step_N, position_N, given=given)
 
 
 def windows_of(
-    gaps: Sequence[Gap], block: tuple[int, int], ids: Sequence[int], hidden: Sequence[bool], device: torch.device
+    gaps: Sequence[Gap],
+    block: tuple[int, int],
+    ids: Sequence[int],
+    hidden: Sequence[bool],
+    device: torch.device,
 ) -> list[Window]:
-    """The windows of the gaps in a block. Their rows, on the device of the logits, are those of the block's hidden positions, in order."""
+    """The windows of the gaps in a block. Their rows, on the device of the logits, are those of the block's
+    hidden positions, in order."""
     start, stop = block
-    row = {position: number for number, position in enumerate(position for position in range(start, stop) if hidden[position])}
+    row = {
+        position: number
+        for number, position in enumerate(position for position in range(start, stop) if hidden[position])
+    }
     windows = []
     for gap in gaps:
-        inside = [position for position in range(max(gap.start, start), min(gap.stop, stop)) if hidden[position]]
+        inside = [
+            position for position in range(max(gap.start, start), min(gap.stop, stop)) if hidden[position]
+        ]
         if not inside:
             continue
         last, end = inside[-1], min(gap.stop, stop)
         state = gap.automaton.after(ids[gap.start : inside[0]])
-        runs = [gap.automaton.through(ids[one + 1 : other]) if other > one + 1 else None for one, other in pairwise(inside)]
+        runs = [
+            gap.automaton.through(ids[one + 1 : other]) if other > one + 1 else None
+            for one, other in pairwise(inside)
+        ]
         end_S = gap.completable(end)[gap.automaton.through(ids[last + 1 : end])]
         row_N = torch.tensor([row[position] for position in inside], device=device)
         windows.append(Window(gap.automaton, state, end_S, runs, row_N))
@@ -142,7 +170,9 @@ def windows_of(
 
 def _impossible() -> GenerationError:
     what = "the model gives no text that meets it any probability"
-    return GenerationError(what, where="constraint", remedy="Change the constraint, or the tokens that are allowed")
+    return GenerationError(
+        what, where="constraint", remedy="Change the constraint, or the tokens that are allowed"
+    )
 
 
 def _best_tokens(window: Window, logits_NV: Tensor, largest_NC: np.ndarray) -> Tensor:
@@ -154,12 +184,16 @@ def _best_tokens(window: Window, logits_NV: Tensor, largest_NC: np.ndarray) -> T
 
     if (class_N := paths.best(first_token)) is None:
         raise _impossible()
-    return best(torch.where(class_V == torch.from_numpy(class_N).to(class_V.device)[:, None], logits_NV, -torch.inf))
+    return best(
+        torch.where(class_V == torch.from_numpy(class_N).to(class_V.device)[:, None], logits_NV, -torch.inf)
+    )
 
 
-def _draw_tokens(window: Window, paths: Paths, logits_NV: Tensor, uniform_N: Tensor, temperature: float) -> Tensor:
-    """The tokens of a text that is drawn from left to right: each as without a constraint, with the logits of its class moved by how likely
-    the rest is accepted after it."""
+def _draw_tokens(
+    window: Window, paths: Paths, logits_NV: Tensor, uniform_N: Tensor, temperature: float
+) -> Tensor:
+    """The tokens of a text that is drawn from left to right: each as without a constraint, with the logits of
+    its class moved by how likely the rest is accepted after it."""
     class_V, tokens = window.class_V, list[Tensor]()
 
     def pick(at: int, rest_C: np.ndarray) -> int:
@@ -172,13 +206,20 @@ def _draw_tokens(window: Window, paths: Paths, logits_NV: Tensor, uniform_N: Ten
     return torch.cat(tokens)
 
 
-def _draw_filtered(window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, uniform_N: Tensor, config: SamplerConfig) -> Tensor:
-    """As `_draw_tokens`, when top_k and top_p have cut each position's distribution given the constraint. Tokens that they leave out are
-    drawn only where no text fits without them."""
+def _draw_filtered(
+    window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, uniform_N: Tensor, config: SamplerConfig
+) -> Tensor:
+    """As `_draw_tokens`, when top_k and top_p have cut each position's distribution given the constraint.
+    Tokens that they leave out are drawn only where no text fits without them."""
     row_N, class_V = window.row_N, window.class_V
     weight_NV = weights(drawn_from_NV[row_N], drawn_from_NV[row_N].amax(-1, keepdim=True), config.temperature)
     keep_NV = keep_likely(weight_NV, config.top_k, config.top_p) > 0
-    keep_NC = torch.zeros(len(row_N), window.automaton.next_SC.shape[1], device=row_N.device).index_add(1, class_V, keep_NV.float()) > 0
+    keep_NC = (
+        torch.zeros(len(row_N), window.automaton.next_SC.shape[1], device=row_N.device).index_add(
+            1, class_V, keep_NV.float()
+        )
+        > 0
+    )
     cut_NV = scaled_NV[row_N].double()
     cut_NV = torch.where(keep_NV, cut_NV, torch.where(keep_NC[:, class_V], -torch.inf, cut_NV - OUTSIDE))
     log_NC = class_weights(cut_NV, class_V, keep_NC.shape[1]).log_prob_WC

@@ -1,10 +1,14 @@
-"""The distribution of hidden tokens given that a text is accepted: the model predicts each position by itself, and an automaton ties them.
+"""The distribution of hidden tokens given that a text is accepted: the model predicts each position by
+itself, and an automaton ties them.
 
-Sums and maxima over the paths of the automaton, in logarithms and float64, so that an improbable text is never lost to underflow.
+Sums and maxima over the paths of the automaton, in logarithms and float64, so that an improbable text is
+never lost to underflow.
 
-Between the positions there may be given tokens. They are no positions: a run of them leads from each state to one, at once.
+Between the positions there may be given tokens. They are no positions: a run of them leads from each state to
+one, at once.
 
-Shapes: W positions, V vocabulary, S states, C classes, E edges (state, class, next state), P pairs (state, next state) of them.
+Shapes: W positions, V vocabulary, S states, C classes, E edges (state, class, next state), P pairs (state,
+next state) of them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from unmask.generation.constraints.automaton import TokenAutomaton
 from unmask.generation.policies import CPU_LOGITS_AT_ONCE
 
 ROUNDING = 1e-12
-"""What sums of log-probabilities differ by where they are equal: a constraint that allows everything then changes no bit."""
+"""What sums of log-probabilities differ by where they are equal: a constraint that allows everything then
+changes no bit."""
 
 
 class ClassWeights(NamedTuple):
@@ -40,32 +45,45 @@ class ClassWeights(NamedTuple):
 
 def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeights:
     """The weights of each class of tokens."""
-    rows = max(1, CPU_LOGITS_AT_ONCE // len(class_V)) if logits_WV.device.type == "cpu" else max(1, len(logits_WV))
+    rows = (
+        max(1, CPU_LOGITS_AT_ONCE // len(class_V))
+        if logits_WV.device.type == "cpu"
+        else max(1, len(logits_WV))
+    )
     if len(logits_WV) > rows:
         parts = [class_weights(part_WV, class_V, count) for part_WV in logits_WV.split(rows)]
         return ClassWeights(*map(np.concatenate, zip(*parts, strict=True)))
     class_WV = class_V.expand_as(logits_WV)
-    largest_WC = logits_WV.new_full((len(logits_WV), count), -torch.inf).scatter_reduce(1, class_WV, logits_WV, "amax")
+    largest_WC = logits_WV.new_full((len(logits_WV), count), -torch.inf).scatter_reduce(
+        1, class_WV, logits_WV, "amax"
+    )
     offset_WC = largest_WC.masked_fill(largest_WC == -torch.inf, 0.0)
     weight_WV = (logits_WV - offset_WC.gather(1, class_WV)).exp_()
-    sum_WC = torch.zeros(largest_WC.shape, dtype=torch.float64, device=logits_WV.device).scatter_add(1, class_WV, weight_WV.double())
+    sum_WC = torch.zeros(largest_WC.shape, dtype=torch.float64, device=logits_WV.device).scatter_add(
+        1, class_WV, weight_WV.double()
+    )
     log_WC = offset_WC.double() + sum_WC.log()
     normaliser_W = log_WC.logsumexp(-1)
-    return ClassWeights(*(each.cpu().numpy() for each in (log_WC - normaliser_W[:, None], largest_WC.double(), normaliser_W)))
+    return ClassWeights(
+        *(each.cpu().numpy() for each in (log_WC - normaliser_W[:, None], largest_WC.double(), normaliser_W))
+    )
 
 
 class Paths:
     """All paths of an automaton over some positions, weighted by what a model predicts there.
 
-    Args:
-        log_WC: the weight of each class at each position; -inf: it cannot stand there.
-        start: the state before the first position.
-        end_S: the states that are allowed after the last position.
-        runs: of given tokens after each position but the last: the state [S] that follows each state; None: there are none.
+    Args: log_WC: the weight of each class at each position; -inf: it cannot stand there. start: the state
+        before the first position. end_S: the states that are allowed after the last position. runs: of given
+        tokens after each position but the last: the state [S] that follows each state; None: there are none.
     """
 
     def __init__(
-        self, automaton: TokenAutomaton, log_WC: np.ndarray, start: int, end_S: np.ndarray, runs: Sequence[np.ndarray | None] | None = None
+        self,
+        automaton: TokenAutomaton,
+        log_WC: np.ndarray,
+        start: int,
+        end_S: np.ndarray,
+        runs: Sequence[np.ndarray | None] | None = None,
     ):
         self.automaton, self.log_WC, self.start = automaton, log_WC, start
         self.runs = [None] * len(log_WC) if runs is None else [*runs, None]
@@ -90,7 +108,9 @@ class Paths:
         total[-1], edges = self.end_S, self.edges
         for at in reversed(range(len(self.log_WC))):
             rest_S = self._before_run(at, total[at + 1])
-            total[at, edges.source_with_pairs] = sums(self.pair_WP[at] + rest_S[edges.pair_target_P], edges.source_start)
+            total[at, edges.source_with_pairs] = sums(
+                self.pair_WP[at] + rest_S[edges.pair_target_P], edges.source_start
+            )
         return total
 
     @cached_property
@@ -99,7 +119,8 @@ class Paths:
         return np.stack([self._before_run(at, self.to_end[at + 1]) for at in range(len(self.log_WC))])
 
     def _before_run(self, at: int, value_S: np.ndarray) -> np.ndarray:
-        """What holds for the states before the run of given tokens after a position, from what holds for those after it."""
+        """What holds for the states before the run of given tokens after a position, from what holds for
+        those after it."""
         run_S = self.runs[at]
         return value_S if run_S is None else value_S[run_S]
 
@@ -123,7 +144,8 @@ class Paths:
         return total
 
     def log_ratios(self) -> np.ndarray:
-        """[W, C]: the log of how much likelier each class is given that the text is accepted than without this condition."""
+        """[W, C]: the log of how much likelier each class is given that the text is accepted than without
+        this condition."""
         edges = self.edges
         path_WE = self.from_start[:-1, edges.source_E] + self.rest_WS[:, edges.target_E]
         ratio_WC = np.full(self.log_WC.shape, -np.inf)
@@ -134,9 +156,8 @@ class Paths:
     def draw(self, pick: Callable[[int, np.ndarray], int]) -> np.ndarray:
         """The class [W] at each position of a path that is drawn by its weight, from left to right.
 
-        Args:
-            pick: draws the class at a position, from its weights there times what their logarithms [C] are given for: how likely the rest
-                is accepted after each, relative to the likeliest.
+        Args: pick: draws the class at a position, from its weights there times what their logarithms [C] are
+            given for: how likely the rest is accepted after each, relative to the likeliest.
         """
         state, classes = self.start, np.zeros(len(self.log_WC), dtype=np.int64)
         for at, log_C in enumerate(self.log_WC):
@@ -147,23 +168,32 @@ class Paths:
         return classes
 
     def best(self, first_token: Callable[[int, int], int]) -> np.ndarray | None:
-        """The class [W] at each position of the path of the largest weight (Viterbi 1967), where weights are those of best tokens. Among
-        equal ones the lower token comes first: `first_token` is the lowest of the best tokens at a position and of a class. None: no path
-        is accepted."""
+        """The class [W] at each position of the path of the largest weight (Viterbi 1967), where weights are
+        those of best tokens. Among equal ones the lower token comes first: `first_token` is the lowest of the
+        best tokens at a position and of a class. None: no path is accepted."""
         edges, steps = self.edges, len(self.log_WC)
         most = np.full((steps + 1, len(self.end_S)), -np.inf)
         most[-1] = self.end_S
         for at in reversed(range(steps)):
             step_E = self.log_WC[at, edges.class_E] + self._before_run(at, most[at + 1])[edges.target_E]
-            most[at, edges.source_with_pairs] = np.maximum.reduceat(step_E, edges.first_S[edges.source_with_pairs])
+            most[at, edges.source_with_pairs] = np.maximum.reduceat(
+                step_E, edges.first_S[edges.source_with_pairs]
+            )
         if most[0, self.start] == -np.inf:
             return None
         state, classes = self.start, np.zeros(steps, dtype=np.int64)
         for at in range(steps):
             edge_E = np.arange(edges.first_S[state], edges.first_S[state + 1])
-            step_E = self.log_WC[at, edges.class_E[edge_E]] + self._before_run(at, most[at + 1])[edges.target_E[edge_E]]
+            step_E = (
+                self.log_WC[at, edges.class_E[edge_E]]
+                + self._before_run(at, most[at + 1])[edges.target_E[edge_E]]
+            )
             equal = edge_E[step_E == step_E.max()]
-            edge = equal[0] if len(equal) == 1 else min(equal, key=lambda one: first_token(at, int(edges.class_E[one])))
+            edge = (
+                equal[0]
+                if len(equal) == 1
+                else min(equal, key=lambda one: first_token(at, int(edges.class_E[one])))
+            )
             classes[at] = edges.class_E[edge]
             state = self._step(at, state, classes[at])
         return classes

@@ -17,21 +17,25 @@ from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
 
 MOST_EDGES = 2**24
-"""Edges of the automaton at each hidden position of a text as a whole, and states at each given one: about half a gigabyte."""
+"""Edges of the automaton at each hidden position of a text as a whole, and states at each given one: about
+half a gigabyte."""
 
 
 @dataclass(frozen=True, eq=False)
 class Gap:
-    """Neighbouring positions whose tokens together have to meet a constraint: all hidden at first, or with text between the hidden ones."""
+    """Neighbouring positions whose tokens together have to meet a constraint: all hidden at first, or with
+    text between the hidden ones."""
 
     start: int
     stop: int
     automaton: TokenAutomaton
     live_C: np.ndarray  # the classes with a token that may be produced
-    given: tuple[int | None, ...] | None = None  # the tokens of the text, None where hidden; None: all are hidden
+    # the tokens of the text, None where hidden; None: all are hidden
+    given: tuple[int | None, ...] | None = None
 
     def completable(self, position: int) -> np.ndarray:
-        """The states [S] from which the tokens from a position on can lead to an accepting one, if those hidden at first are free."""
+        """The states [S] from which the tokens from a position on can lead to an accepting one, if those
+        hidden at first are free."""
         if self.given is None:
             return self._reach.states(self.stop - position)
         return self._completable[position - self.start]
@@ -57,10 +61,17 @@ class Gap:
 
 
 def constrained_gaps(
-    lm: DiffusionLM, ids: Sequence[int], hidden: Sequence[bool], config: SamplerConfig, where: str, *, completion: bool
+    lm: DiffusionLM,
+    ids: Sequence[int],
+    hidden: Sequence[bool],
+    config: SamplerConfig,
+    where: str,
+    *,
+    completion: bool,
 ) -> tuple[Gap, ...]:
-    """The gaps of a sequence; none without a constraint. A completion is one gap, in which an end token may follow the text. If the
-    constraint is over the text, that is one gap without the special tokens on either side.
+    """The gaps of a sequence; none without a constraint. A completion is one gap, in which an end token may
+    follow the text. If the constraint is over the text, that is one gap without the special tokens on either
+    side.
 
     Raises:
         ConfigError: outlines-core is not installed.
@@ -72,7 +83,9 @@ def constrained_gaps(
     if config.constraint.over == "text":
         if completion:
             remedy = "Leave it out, or fill in a text (unmask.infill)"
-            raise GenerationError("a completion is met as a whole, without its prompt", where="constraint.over", remedy=remedy)
+            raise GenerationError(
+                "a completion is met as a whole, without its prompt", where="constraint.over", remedy=remedy
+            )
         return (_whole_text(lm, vocabulary, ids, hidden, config, where),)
     banned = _banned(lm, config)
     end: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
@@ -89,11 +102,19 @@ def constrained_gaps(
 
 
 def _whole_text(
-    lm: DiffusionLM, vocabulary: Vocabulary, ids: Sequence[int], hidden: Sequence[bool], config: SamplerConfig, where: str
+    lm: DiffusionLM,
+    vocabulary: Vocabulary,
+    ids: Sequence[int],
+    hidden: Sequence[bool],
+    config: SamplerConfig,
+    where: str,
 ) -> Gap:
     """The text of a sequence as a gap in which only some tokens are hidden."""
     assert config.constraint is not None
-    known = [is_hidden or vocabulary.bytes_V[token] is not None for token, is_hidden in zip(ids, hidden, strict=True)]
+    known = [
+        is_hidden or vocabulary.bytes_V[token] is not None
+        for token, is_hidden in zip(ids, hidden, strict=True)
+    ]
     inside = [at for at, token in enumerate(ids) if known[at] or token == lm.tokenizer.unk_token_id]
     start, stop = inside[0], inside[-1] + 1
     if not all(known[start:stop]):
@@ -103,8 +124,15 @@ def _whole_text(
     automaton = compile_constraint(config.constraint, vocabulary, end="none", at_start=True)
     known_tokens = stop - start - sum(hidden)
     if sum(hidden) * len(automaton.edge_table.source_E) + known_tokens * len(automaton.next_SC) > MOST_EDGES:
-        what = f"{stop - start:,} tokens are too many for a constraint of {len(automaton.edge_table.source_E):,} edges"
-        raise GenerationError(what, where=f"constraint.over for {where}", remedy="Shorten the text, or bound the constraint's repetitions")
+        what = (
+            f"{stop - start:,} tokens are too many for a constraint of "
+            f"{len(automaton.edge_table.source_E):,} edges"
+        )
+        raise GenerationError(
+            what,
+            where=f"constraint.over for {where}",
+            remedy="Shorten the text, or bound the constraint's repetitions",
+        )
     given = tuple(None if hidden[at] else ids[at] for at in range(start, stop))
     gap = Gap(start, stop, automaton, automaton.live_classes(_banned(lm, config)), given)
     if not gap.completable(start)[automaton.start]:
@@ -114,21 +142,33 @@ def _whole_text(
     return gap
 
 
-def fitting_lengths(lm: DiffusionLM, config: SamplerConfig, longest: int, where: str, *, at_start: bool) -> list[int]:
-    """The lengths from 1 to `longest` of a gap for which a text meets the constraint; without a constraint all. Errors as of
-    `constrained_gaps`."""
+def fitting_lengths(
+    lm: DiffusionLM, config: SamplerConfig, longest: int, where: str, *, at_start: bool
+) -> list[int]:
+    """The lengths from 1 to `longest` of a gap for which a text meets the constraint; without a constraint
+    all. Errors as of `constrained_gaps`."""
     if config.constraint is None:
         return list(range(1, longest + 1))
     if config.constraint.over == "text":
         what = "the text as a whole is not searched for lengths"
-        raise GenerationError(what, where="constraint.over", remedy="Write mask tokens for its gaps, or use over 'gap'")
+        raise GenerationError(
+            what, where="constraint.over", remedy="Write mask tokens for its gaps, or use over 'gap'"
+        )
     automaton = compile_constraint(config.constraint, read_vocabulary(lm), end="none", at_start=at_start)
     live_C = automaton.live_classes(_banned(lm, config))
-    lengths = [length for length in range(1, longest + 1) if automaton.completable(length, live_C)[automaton.start]]
+    lengths = [
+        length for length in range(1, longest + 1) if automaton.completable(length, live_C)[automaton.start]
+    ]
     if not lengths:
         shortest = automaton.shortest(live_C, 1)
-        what = f"no text that meets it has 1 to {longest} tokens" + ("" if shortest is None else f": the shortest has {shortest}")
-        remedy = "Allow more tokens, or change the constraint" if shortest is None else f"Set max_gap to {shortest} or more"
+        what = f"no text that meets it has 1 to {longest} tokens" + (
+            "" if shortest is None else f": the shortest has {shortest}"
+        )
+        remedy = (
+            "Allow more tokens, or change the constraint"
+            if shortest is None
+            else f"Set max_gap to {shortest} or more"
+        )
         raise GenerationError(what, where=f"constraint for {where}", remedy=remedy)
     return lengths
 
@@ -152,4 +192,8 @@ def _check_length(gap: Gap, where: str, *, completion: bool) -> None:
     if completion:
         raise GenerationError(what, where=where, remedy=f"Set max_new_tokens to {longer or shortest} or more")
     fits = f"{longer}" if longer else f"fewer, such as {shortest}"
-    raise GenerationError(what, where=where, remedy=f"Write {fits} mask tokens for the gap, or let its length be found (--max-gap)")
+    raise GenerationError(
+        what,
+        where=where,
+        remedy=f"Write {fits} mask tokens for the gap, or let its length be found (--max-gap)",
+    )

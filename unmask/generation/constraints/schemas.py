@@ -1,7 +1,8 @@
-"""JSON schemas as regular expressions in Rust's syntax. Keywords that these cannot enforce are refused by name.
+"""JSON schemas as regular expressions in Rust's syntax. Keywords that these cannot enforce are refused by
+name.
 
-What is written always fits its schema. Not all that fits is written: objects have their properties in the schema's order and no others,
-and there is at most one space beside a bracket, comma or colon.
+What is written always fits its schema. Not all that fits is written: objects have their properties in the
+schema's order and no others, and there is at most one space beside a bracket, comma or colon.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from typing import Any, NamedTuple, NoReturn
 from unmask.errors import GenerationError, did_you_mean
 from unmask.generation.constraints.string_patterns import FORMATS, string_pattern
 
-NOTES = {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"}
+NOTES = {
+    "$comment",
+    "$id",
+    "$schema",
+    "default",
+    "deprecated",
+    "description",
+    "examples",
+    "readOnly",
+    "title",
+    "writeOnly",
+}
 """Keywords that restrict nothing."""
 DEFINITIONS = {"$defs", "definitions"}
 LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -39,7 +51,8 @@ BESIDE = {"const": {"type"}, "enum": {"type"}, "anyOf": {"discriminator"}, "oneO
 MOST = 10**6
 """Of what is counted: far more than automata can hold."""
 MOST_WRITTEN = 2**22
-"""Characters of the patterns of all parts, each with those in it: what references that double one another may come to."""
+"""Characters of the patterns of all parts, each with those in it: what references that double one another may
+come to."""
 MOST_COMPARED = 20_000
 """Pairs of schemas of which it is asked whether a value may fit both."""
 MOST_DIGITS = 40
@@ -48,7 +61,12 @@ NOT_ENFORCED = "Leave it out, and check the text afterwards"
 CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F\x{100000}-\x{10FFFF}]|\\["\\/bfnrt])'
 STRING = f'"{CHARACTER}*"'
 INTEGER = "-?(?:0|[1-9][0-9]*)"
-SIMPLE = {"boolean": "(?:true|false)", "null": "null", "integer": INTEGER, "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-][0-9]+)?"}
+SIMPLE = {
+    "boolean": "(?:true|false)",
+    "null": "null",
+    "integer": INTEGER,
+    "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-][0-9]+)?",
+}
 
 
 def escape(text: str) -> str:
@@ -117,23 +135,35 @@ class Reader:
         if not schema:
             return SIMPLE[name]
         found = (integer_patterns if name == "integer" else decimal_patterns)(limits(schema, where))
-        return union(found) if found else refuse(f"no {name} is within {' and '.join(sorted(schema))}", where, "Change one of them")
+        return (
+            union(found)
+            if found
+            else refuse(f"no {name} is within {' and '.join(sorted(schema))}", where, "Change one of them")
+        )
 
     def _read_alone(self, schema: dict[str, Any], name: str, where: str, within: tuple[str, ...]) -> str:
         value = schema[name]
         if name == "$ref":
             if value in within:
-                refuse(f"{value!r} contains itself, which no regular expression can enforce", f"{where}.$ref", "Write out some levels")
+                refuse(
+                    f"{value!r} contains itself, which no regular expression can enforce",
+                    f"{where}.$ref",
+                    "Write out some levels",
+                )
             target = self._resolve(value, f"{where}.$ref")
             if value not in self.known:
-                self.known[value] = self.read(target, f"{self.where}{value[1:].replace('/', '.')}", (*within, value))
+                self.known[value] = self.read(
+                    target, f"{self.where}{value[1:].replace('/', '.')}", (*within, value)
+                )
             return self.known[value]
         if name != "const" and not (isinstance(value, list) and value):
             refuse("is not a list with entries", f"{where}.{name}", "Give at least one")
         if name in ("anyOf", "oneOf", "allOf"):
             if name == "allOf" and len(value) > 1:
                 refuse("of several schemas cannot be enforced", f"{where}.allOf", "Write them as one")
-            found = union([self.read(one, f"{where}.{name}.{index}", within) for index, one in enumerate(value)])
+            found = union(
+                [self.read(one, f"{where}.{name}.{index}", within) for index, one in enumerate(value)]
+            )
             if name == "oneOf":
                 self._check_apart(value, f"{where}.oneOf")
             return found
@@ -141,8 +171,14 @@ class Reader:
             if isinstance(one, (dict, list)):
                 refuse(f"{json.dumps(one)} cannot be enforced", f"{where}.{name}", "Describe it by its type")
             if "type" in schema and not is_of_type(one, schema["type"]):
-                refuse(f"{json.dumps(one)} is not of type {json.dumps(schema['type'])}", f"{where}.{name}", "Change one of them")
-        return union(escape(json.dumps(one, ensure_ascii=False)) for one in (value if name == "enum" else [value]))
+                refuse(
+                    f"{json.dumps(one)} is not of type {json.dumps(schema['type'])}",
+                    f"{where}.{name}",
+                    "Change one of them",
+                )
+        return union(
+            escape(json.dumps(one, ensure_ascii=False)) for one in (value if name == "enum" else [value])
+        )
 
     def _resolve(self, reference: Any, where: str) -> Any:
         found = self.root
@@ -152,10 +188,16 @@ class Reader:
             found = found.get(part) if isinstance(found, dict) else None
             if isinstance(found, dict) and isinstance(found.get("$id"), str):
                 refuse(
-                    f"{reference!r} leads into a schema with its own $id, which changes what references mean", where, "Leave the $id out"
+                    f"{reference!r} leads into a schema with its own $id, which changes what references mean",
+                    where,
+                    "Leave the $id out",
                 )
         if parts[0] != "#" or found is None or len(parts) == 1:
-            what = "contains itself, which no regular expression can enforce" if reference == "#" else "is not in this schema"
+            what = (
+                "contains itself, which no regular expression can enforce"
+                if reference == "#"
+                else "is not in this schema"
+            )
             refuse(f"{json.dumps(reference)} {what}", where, "Use a reference such as #/$defs/NAME")
         return found
 
@@ -168,7 +210,11 @@ class Reader:
         if given == ["pattern"]:
             return f'"{string_pattern(schema["pattern"], f"{where}.pattern")}"'
         if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
-            refuse(f"{schema['format']!r} cannot be enforced", f"{where}.format", f"Use one of {', '.join(FORMATS)}, or a pattern")
+            refuse(
+                f"{schema['format']!r} cannot be enforced",
+                f"{where}.format",
+                f"Use one of {', '.join(FORMATS)}, or a pattern",
+            )
         return f'"{FORMATS[schema["format"]]}"'
 
     def _read_array(self, schema: dict[str, Any], where: str, within: tuple[str, ...]) -> str:
@@ -184,7 +230,11 @@ class Reader:
         if first and (more is None or isinstance(more, bool)):
             parts = parts[:high]
             if len(parts) < low:
-                refuse(f"{low} exceeds the {len(first)} that are described", f"{where}.minItems", "Describe them, or set items to a schema")
+                refuse(
+                    f"{low} exceeds the {len(first)} that are described",
+                    f"{where}.minItems",
+                    "Describe them, or set items to a schema",
+                )
             return rf"\[ ?{' ?, ?'.join(parts)} ?\]"
         more = self.read(more, f"{where}.items", within)
         if not first:
@@ -193,7 +243,11 @@ class Reader:
             following = f"{more}(?:, ?{more}){times(max(low - 1, 0), None if high is None else high - 1)}"
             return rf"\[ ?{following if low else f'(?:{following})?'} ?\]"
         if high is not None and high < len(first):
-            refuse(f"{high} is below the {len(first)} entries", f"{where}.maxItems", "Raise it, or describe fewer")
+            refuse(
+                f"{high} is below the {len(first)} entries",
+                f"{where}.maxItems",
+                "Raise it, or describe fewer",
+            )
         count = times(max(low - len(first), 0), None if high is None else high - len(first))
         return rf"\[ ?{' ?, ?'.join(parts)}(?: ?, ?{more}){count} ?\]"
 
@@ -206,16 +260,31 @@ class Reader:
             if not isinstance(properties, dict):
                 refuse("is not an object of schemas", f"{where}.properties", "Give one schema per name")
             if not isinstance(required, list) or not properties.keys() >= {*map(str, required)}:
-                refuse(f"{json.dumps(required)} are not all among the properties", f"{where}.required", "Describe them there")
-            inside = {name: self.read(one, f"{where}.properties.{name}", within) for name, one in properties.items()}
-            written = [f" ?{escape(json.dumps(name, ensure_ascii=False))} ?: ?{pattern}" for name, pattern in inside.items()]
+                refuse(
+                    f"{json.dumps(required)} are not all among the properties",
+                    f"{where}.required",
+                    "Describe them there",
+                )
+            inside = {
+                name: self.read(one, f"{where}.properties.{name}", within) for name, one in properties.items()
+            }
+            written = [
+                f" ?{escape(json.dumps(name, ensure_ascii=False))} ?: ?{pattern}"
+                for name, pattern in inside.items()
+            ]
             return rf"\{{{ordered(written, [name in required for name in properties])} ?\}}"
         if not isinstance(others, dict):
-            refuse("does not say what its properties are", where, "Set properties, or additionalProperties to a schema")
+            refuse(
+                "does not say what its properties are",
+                where,
+                "Set properties, or additionalProperties to a schema",
+            )
         only(schema.keys(), {"additionalProperties", "minProperties"}, where)
         low, _ = bounds(schema, "minProperties", "", where)
         if low > 1:
-            refuse(f"{low} cannot be enforced", f"{where}.minProperties", "Use 0 or 1, or name the properties")
+            refuse(
+                f"{low} cannot be enforced", f"{where}.minProperties", "Use 0 or 1, or name the properties"
+            )
         pair = f"{STRING} ?: ?{self.read(others, f'{where}.additionalProperties', within)}"
         pairs = f"{pair}(?: ?, ?{pair})*"
         return rf"\{{ ?{pairs if low else f'(?:{pairs})?'} ?\}}"
@@ -225,7 +294,10 @@ class Reader:
         for (index, one), (other_index, other) in combinations(enumerate(schemas), 2):
             if not self._apart(one, other, where):
                 what = f"a value may fit both entry {index} and entry {other_index}"
-                remedy = "Use anyOf, if it may fit several. Else tell them apart by a property with a const that one of them requires"
+                remedy = (
+                    "Use anyOf, if it may fit several. Else tell them apart by a property with a const "
+                    "that one of them requires"
+                )
                 refuse(what, where, remedy)
 
     def _apart(self, one: Any, other: Any, where: str) -> bool:
@@ -275,12 +347,14 @@ def only(used: Iterable[str], enforced: set[str], where: str) -> None:
 
 
 def implied(used: set[str]) -> str | None:
-    """The type that all these keywords belong to. JSON Schema would also allow other types, which no keyword then restricts."""
+    """The type that all these keywords belong to. JSON Schema would also allow other types, which no keyword
+    then restricts."""
     return next((name for name, keywords in BY_TYPE.items() if used and used <= keywords), None)
 
 
 def types_of(schema: dict[str, Any]) -> list[str]:
-    """The types of values that may fit a schema: without a type all do, of which its keywords restrict some."""
+    """The types of values that may fit a schema: without a type all do, of which its keywords restrict
+    some."""
     types = schema.get("type", [*BY_TYPE])
     return types if isinstance(types, list) else [str(types)]
 
@@ -308,7 +382,13 @@ def may_be(value: Any, schema: dict[str, Any]) -> bool:
 
 def is_of_type(value: Any, types: Any) -> bool:
     """Whether a value that is no list or object has one of the types."""
-    kinds = {str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, type(None): {"null"}}
+    kinds = {
+        str: {"string"},
+        bool: {"boolean"},
+        int: {"integer", "number"},
+        float: {"number"},
+        type(None): {"null"},
+    }
     found = kinds[type(value)] | ({"integer"} if isinstance(value, float) and value.is_integer() else set())
     return bool(found & {*map(str, types if isinstance(types, list) else [types])})
 
@@ -317,8 +397,17 @@ def bounds(schema: dict[str, Any], low: str, high: str, where: str) -> tuple[int
     """The lower and the upper bound of a count; None: there is none. A whole number may be written as 2.0."""
     counts = {name: schema[name] for name in (low, high) if name in schema}
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST or value % 1 != 0:
-            refuse(f"{json.dumps(value)} is not a count", f"{where}.{name}", f"Give a whole number from 0 to {MOST:,}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 <= value <= MOST
+            or value % 1 != 0
+        ):
+            refuse(
+                f"{json.dumps(value)} is not a count",
+                f"{where}.{name}",
+                f"Give a whole number from 0 to {MOST:,}",
+            )
     if high in counts and counts.get(low, 0) > counts[high]:
         refuse(f"{schema[low]} exceeds {high}", f"{where}.{low}", "Change one of them")
     return int(counts.get(low, 0)), int(counts[high]) if high in counts else None
@@ -341,12 +430,16 @@ def ordered(pairs: Sequence[str], required: Sequence[bool]) -> str:
         return f"(?:{_some(pairs)})?" if pairs else ""
     first = required.index(True)
     before = [f"(?:{pair} ?,)?" for pair in pairs[:first]]
-    after = [f" ?,{pair}" if needed else f"(?: ?,{pair})?" for pair, needed in zip(pairs[first + 1 :], required[first + 1 :], strict=True)]
+    after = [
+        f" ?,{pair}" if needed else f"(?: ?,{pair})?"
+        for pair, needed in zip(pairs[first + 1 :], required[first + 1 :], strict=True)
+    ]
     return "".join([*before, pairs[first], *after])
 
 
 def _some(pairs: Sequence[str]) -> str:
-    """One or more of the pairs. Halves share what follows them, so that each pair is written as often as they are halved."""
+    """One or more of the pairs. Halves share what follows them, so that each pair is written as often as they
+    are halved."""
     if len(pairs) == 1:
         return pairs[0]
     half = len(pairs) // 2
@@ -365,7 +458,9 @@ class Limits(NamedTuple):
     def whole(self) -> Limits:
         """The limits of whole numbers."""
         low = None if self.low is None else math.floor(self.low) + 1 if self.above else math.ceil(self.low)
-        high = None if self.high is None else math.ceil(self.high) - 1 if self.under else math.floor(self.high)
+        high = (
+            None if self.high is None else math.ceil(self.high) - 1 if self.under else math.floor(self.high)
+        )
         return Limits(low, high)
 
     def hold(self, value: float) -> bool:
@@ -389,17 +484,26 @@ def limits(schema: dict[str, Any], where: str) -> Limits:
             refuse(f"{json.dumps(value)} is not a number", f"{where}.{name}", "Give a number")
         given[name] = Decimal(value)
         if (-given[name] if "aximum" in name else given[name]) > 10**MOST_DIGITS:
-            refuse(f"numbers of more than {MOST_DIGITS} digits cannot be enforced", f"{where}.{name}", "Give a number with fewer")
-    lows = [(given[name], name == "exclusiveMinimum") for name in ("minimum", "exclusiveMinimum") if name in given]
+            refuse(
+                f"numbers of more than {MOST_DIGITS} digits cannot be enforced",
+                f"{where}.{name}",
+                "Give a number with fewer",
+            )
+    lows = [
+        (given[name], name == "exclusiveMinimum") for name in ("minimum", "exclusiveMinimum") if name in given
+    ]
     highs = [(given[name], name == "maximum") for name in ("maximum", "exclusiveMaximum") if name in given]
     (low, above), (high, closed) = max(lows, default=(None, False)), min(highs, default=(None, True))
     return Limits(low, high, above, not closed)
 
 
 def integer_patterns(within: Limits) -> list[str]:
-    """Patterns of the whole numbers within limits; with a limit on a side they have at most `MOST_DIGITS` digits there."""
+    """Patterns of the whole numbers within limits; with a limit on a side they have at most `MOST_DIGITS`
+    digits there."""
     low, high, _, _ = within.whole()
-    return _signed(_whole, None if low is None else int(low), None if high is None else int(high), 10**MOST_DIGITS, 1)
+    return _signed(
+        _whole, None if low is None else int(low), None if high is None else int(high), 10**MOST_DIGITS, 1
+    )
 
 
 def decimal_patterns(within: Limits) -> list[str]:
@@ -411,9 +515,15 @@ def decimal_patterns(within: Limits) -> list[str]:
     return _signed(_decimals, least, most, scale * scale, 0)
 
 
-def _signed(patterns: Callable[[int, int | None], list[str]], low: int | None, high: int | None, largest: int, least: int) -> list[str]:
-    """Patterns of numbers within limits from those of numbers that are not negative; of limits beyond the largest number so much as is
-    within. `least`: the smallest one that may have a minus."""
+def _signed(
+    patterns: Callable[[int, int | None], list[str]],
+    low: int | None,
+    high: int | None,
+    largest: int,
+    least: int,
+) -> list[str]:
+    """Patterns of numbers within limits from those of numbers that are not negative; of limits beyond the
+    largest number so much as is within. `least`: the smallest one that may have a minus."""
     if (low is not None and low > largest) or (high is not None and high < -largest):
         return []
     low, high = None if low is None else max(low, -largest), None if high is None else min(high, largest)
@@ -428,7 +538,9 @@ def _as_float(limit: Decimal | int | None, outside: bool, towards: float) -> Dec
     if limit is None:
         return None
     found = float(limit)
-    while (outside and Decimal(found) == limit) or (Decimal(found) < limit if towards > 0 else Decimal(found) > limit):
+    while (outside and Decimal(found) == limit) or (
+        Decimal(found) < limit if towards > 0 else Decimal(found) > limit
+    ):
         found = math.nextafter(found, towards)
     return Decimal(repr(found)) if math.isfinite(found) else Decimal(limit)
 
@@ -449,7 +561,8 @@ def _whole(low: int, high: int | None) -> list[str]:
 
 
 def _decimals(low: int, high: int | None) -> list[str]:
-    """Patterns of numbers that are not negative; the limits are in units of the last of `MOST_DIGITS` places."""
+    """Patterns of numbers that are not negative; the limits are in units of the last of `MOST_DIGITS`
+    places."""
     if high is not None and low > high:
         return []
     (first, low_places), (last, high_places) = (divmod(each, 10**MOST_DIGITS) for each in (low, high or 0))
@@ -472,26 +585,44 @@ def _places(low: str, high: str | None) -> str:
 
 
 def _digits(low: str, high: str | None, *, places: bool = False) -> list[str]:
-    """Patterns of digits from `low` to `high`, which are as many, or of places: more may follow these, and zeros at their end be absent."""
+    """Patterns of digits from `low` to `high`, which are as many, or of places: more may follow these, and
+    zeros at their end be absent."""
 
     def free(count: int) -> str:
         return "[0-9]*" if places else f"[0-9]{{{count}}}"
 
     def at_least(digits: str) -> list[str]:
-        more = [f"{digits[:at]}[{int(digit) + 1}-9]{free(len(digits) - at - 1)}" for at, digit in enumerate(digits) if digit != "9"]
+        more = [
+            f"{digits[:at]}[{int(digit) + 1}-9]{free(len(digits) - at - 1)}"
+            for at, digit in enumerate(digits)
+            if digit != "9"
+        ]
         return [*more, digits + free(0)]
 
     def at_most(digits: str) -> list[str]:
-        less = [f"{digits[:at]}[0-{int(digit) - 1}]{free(len(digits) - at - 1)}" for at, digit in enumerate(digits) if digit != "0"]
-        return [*less, f"{digits}0*", *(digits[:at] for at in range(len(digits)))] if places else [*less, digits]
+        less = [
+            f"{digits[:at]}[0-{int(digit) - 1}]{free(len(digits) - at - 1)}"
+            for at, digit in enumerate(digits)
+            if digit != "0"
+        ]
+        return (
+            [*less, f"{digits}0*", *(digits[:at] for at in range(len(digits)))] if places else [*less, digits]
+        )
 
     if high is None:
         return at_least(low)
-    same = low[: next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), min(len(low), len(high)))]
+    same = low[
+        : next(
+            (at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]),
+            min(len(low), len(high)),
+        )
+    ]
     low, high = low[len(same) :], high[len(same) :]
     if not low:
         return [same + each for each in at_most(high)]
-    found = [f"{same}{low[0]}{each}" for each in at_least(low[1:])] + [f"{same}{high[0]}{each}" for each in at_most(high[1:])]
+    found = [f"{same}{low[0]}{each}" for each in at_least(low[1:])] + [
+        f"{same}{high[0]}{each}" for each in at_most(high[1:])
+    ]
     if int(low[0]) + 1 < int(high[0]):
         found.append(f"{same}[{int(low[0]) + 1}-{int(high[0]) - 1}]{free(len(low) - 1)}")
     return found

@@ -1,10 +1,11 @@
 r"""Patterns of strings in JSON schemas, as patterns of what stands between the quotes.
 
-They are read as ECMA 262 has them with its flag `u`, which JSON schemas use, or without it if they are patterns only so. They are written
-in Rust's syntax with every class and dot as a set of code points: `&&`, `--` and `~~`, `\d` and `\s`, and the line ends of a dot mean other
-things there.
+They are read as ECMA 262 has them with its flag `u`, which JSON schemas use, or without it if they are
+patterns only so. They are written in Rust's syntax with every class and dot as a set of code points: `&&`,
+`--` and `~~`, `\d` and `\s`, and the line ends of a dot mean other things there.
 
-A character that JSON writes with a backslash is never matched: the strings are those of the pattern that need none.
+A character that JSON writes with a backslash is never matched: the strings are those of the pattern that need
+none.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ SETS |= {name.upper(): f"[^{inside}]" for name, inside in SETS.items()}
 DOT = r"[[^\x{A}\x{D}\x{2028}\x{2029}]&&" + PLAIN + "]"
 CONTROLS = {"b": 0x8, "t": 0x9, "n": 0xA, "v": 0xB, "f": 0xC, "r": 0xD}
 ESCAPE = re.compile(
-    r"\\(?:(?P<set>[dDwWsS])|(?P<property>[pP]\{[A-Za-z0-9_=]+\})|(?P<control>[btnvfr])|c(?P<letter>[A-Za-z])|(?P<zero>0)(?![0-9])"
-    r"|x(?P<two>[0-9A-Fa-f]{2})|u(?P<high>[Dd][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[Dd][C-Fc-f][0-9A-Fa-f]{2})|u(?P<four>[0-9A-Fa-f]{4})"
+    r"\\(?:(?P<set>[dDwWsS])|(?P<property>[pP]\{[A-Za-z0-9_=]+\})|(?P<control>[btnvfr])"
+    r"|c(?P<letter>[A-Za-z])|(?P<zero>0)(?![0-9])"
+    r"|x(?P<two>[0-9A-Fa-f]{2})"
+    r"|u(?P<high>[Dd][89ABab][0-9A-Fa-f]{2})\\u(?P<low>[Dd][C-Fc-f][0-9A-Fa-f]{2})"
+    r"|u(?P<four>[0-9A-Fa-f]{4})"
     r"|u\{(?P<any>[0-9A-Fa-f]{1,8})\}|(?P<same>[^A-Za-z0-9]))",
     re.DOTALL,
 )
 REPEATED = re.compile(r"(?:[*+?]|\{([0-9]+)(?:,([0-9]*))?\})")
-DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
 CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = rf"{CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{CLOCK})"
 LABEL = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
@@ -41,7 +49,7 @@ FORMATS = {
     "date": f"[0-9]{{4}}-{DAY}",
     "date-time": f"[0-9]{{4}}-{DAY}T{TIME}",
     "email": rf"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@{LABEL}(?:\.{LABEL})+",
-    "ipv4": r"(?:(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])",
+    "ipv4": rf"(?:{BYTE}\.){{3}}{BYTE}",
     "time": TIME,
     "uri": rf"https?://{LABEL}(?:\.{LABEL})*(?::[0-9]{{1,4}})?(?:/[A-Za-z0-9._~-]+)*/?(?:\?[A-Za-z0-9._~=&-]+)?(?:#[A-Za-z0-9._~-]+)?",
     "uuid": "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
@@ -56,7 +64,9 @@ def string_pattern(pattern: Any, where: str) -> str:
         GenerationError: it is no text or no pattern, is not regular, or has a character that JSON escapes.
     """
     if not isinstance(pattern, str):
-        raise GenerationError(f"{pattern!r} is not a pattern", where=where, remedy="Give a regular expression")
+        raise GenerationError(
+            f"{pattern!r} is not a pattern", where=where, remedy="Give a regular expression"
+        )
     return _Pattern(pattern, where).read()
 
 
@@ -75,7 +85,8 @@ class _Pattern:
 
     def __init__(self, text: str, where: str):
         self.text, self.where, self.at = text, where, 0
-        self.needs_flag = self.needs_no_flag = False  # means something else without the flag `u`; is no pattern with it
+        # means something else without the flag `u`; is no pattern with it
+        self.needs_flag = self.needs_no_flag = False
 
     def read(self) -> str:
         """The whole, as a group."""
@@ -107,10 +118,17 @@ class _Pattern:
                 parts.append(self._atom(character, place) + self._repetition())
                 starts = False
         if len(groups) > 1:
-            self._refuse("an unterminated group", groups[-1].place, "Close it, or write a backslash before it")
+            self._refuse(
+                "an unterminated group", groups[-1].place, "Close it, or write a backslash before it"
+            )
         if self.needs_flag and self.needs_no_flag:
-            what = f"the pattern {self.text!r} has properties or \\u{{...}}, and what is no pattern beside them"
-            remedy = "Escape a brace or bracket that stands for itself, a hyphen in a class, and no other character that needs no escape"
+            what = (
+                f"the pattern {self.text!r} has properties or \\u{{...}}, and what is no pattern beside them"
+            )
+            remedy = (
+                "Escape a brace or bracket that stands for itself, a hyphen in a class, and no other "
+                "character that needs no escape"
+            )
             raise GenerationError(what, where=self.where, remedy=remedy)
         return "".join([*parts, ")"])
 
@@ -119,7 +137,9 @@ class _Pattern:
         if self.text.startswith("?", self.at):
             named = re.compile(r"\?(?::|<[A-Za-z_$][A-Za-z0-9_$]*>)").match(self.text, self.at)
             if named is None:
-                self._refuse("a group of a kind that is not supported", place, "Write out what may stand there")
+                self._refuse(
+                    "a group of a kind that is not supported", place, "Write out what may stand there"
+                )
             self.at = named.end()
         return "(?:"
 
@@ -155,7 +175,10 @@ class _Pattern:
 
     def _literal(self, code: int) -> str:
         if code < 0x20 or chr(code) in '"\\':
-            what = f"the pattern {self.text!r} has a quote, a backslash or a control character, which JSON escapes"
+            what = (
+                f"the pattern {self.text!r} has a quote, a backslash or a control character, which JSON "
+                "escapes"
+            )
             raise GenerationError(what, where=self.where, remedy="Leave the character out")
         return _code_point(code)
 
@@ -174,7 +197,9 @@ class _Pattern:
         if parts["property"]:
             if not is_property(name := parts["property"][2:-1]):
                 remedy = (
-                    f"Write Script={name}" if name in SCRIPTS else "Write it as ECMA 262 does, as Lu, Letter, Alphabetic or Script=Greek"
+                    f"Write Script={name}"
+                    if name in SCRIPTS
+                    else "Write it as ECMA 262 does, as Lu, Letter, Alphabetic or Script=Greek"
                 )
                 self._refuse(f"{name}, which is no property of characters,", place, remedy)
             return f"\\{parts['property']}"
@@ -198,7 +223,10 @@ class _Pattern:
         members = list[str]()
         while not self.text.startswith("]", self.at):
             low = self._member(place)
-            last = self.text.startswith("-", self.at) and self.text[self.at + 1 : self.at + 2] not in ("", "]")
+            last = self.text.startswith("-", self.at) and self.text[self.at + 1 : self.at + 2] not in (
+                "",
+                "]",
+            )
             if not last:
                 members.append(low if isinstance(low, str) else _code_point(low))
                 continue
@@ -210,7 +238,9 @@ class _Pattern:
                 members.append(f"{_code_point(low)}-{_code_point(high)}")
             else:  # a hyphen beside a set is one
                 self.needs_no_flag = True
-                members += [each if isinstance(each, str) else _code_point(each) for each in (low, ord("-"), high)]
+                members += [
+                    each if isinstance(each, str) else _code_point(each) for each in (low, ord("-"), high)
+                ]
         self.at += 1
         return f"[[{'^' * negated}{''.join(members)}]&&{PLAIN}]"
 

@@ -26,12 +26,10 @@ KNOWN = "ByteLevel, Fuse, Metaspace, and Replace with ByteFallback"
 class Vocabulary:
     """What the tokens of a model write.
 
-    Attributes:
-        bytes_V: of each token; None: it matches no text (special tokens, the mask token, ids without a token).
-        end_token_ids: tokens that end a text.
-        fill_token_ids: end tokens and padding.
-        never_token_ids: tokens that are never produced: the mask token.
-        strips_space: whether decoding removes a space at the start of a text.
+    Attributes: bytes_V: of each token; None: it matches no text (special tokens, the mask token, ids without
+        a token). end_token_ids: tokens that end a text. fill_token_ids: end tokens and padding.
+        never_token_ids: tokens that are never produced: the mask token. strips_space: whether decoding
+        removes a space at the start of a text.
     """
 
     bytes_V: tuple[bytes | None, ...]
@@ -43,7 +41,9 @@ class Vocabulary:
     @cached_property
     def digest(self) -> bytes:
         """A hash of the content."""
-        content = repr((self.bytes_V, self.end_token_ids, self.fill_token_ids, self.never_token_ids, self.strips_space))
+        content = repr(
+            (self.bytes_V, self.end_token_ids, self.fill_token_ids, self.never_token_ids, self.strips_space)
+        )
         return blake2b(content.encode(), digest_size=16).digest()
 
 
@@ -57,7 +57,13 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
         GenerationError: what its tokens write cannot be told one by one.
     """
     tokenizer = lm.tokenizer
-    key = (len(tokenizer), lm.config.vocab_size, lm.mask_token_id, tuple(lm.eos_token_ids), tokenizer.pad_token_id)
+    key = (
+        len(tokenizer),
+        lm.config.vocab_size,
+        lm.mask_token_id,
+        tuple(lm.eos_token_ids),
+        tokenizer.pad_token_id,
+    )
     known = _read.setdefault(tokenizer, {})
     if key not in known:
         write, strips_space = _decoder(tokenizer)
@@ -71,7 +77,9 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
         for number, name in enumerate(names):
             if name is not None and number not in special:
                 bytes_V[number] = (added[number].content.encode() if number in added else write(name)) or None
-        known[key] = Vocabulary(tuple(bytes_V), tuple(sorted(ends)), tuple(sorted(ends | pad)), (lm.mask_token_id,), strips_space)
+        known[key] = Vocabulary(
+            tuple(bytes_V), tuple(sorted(ends)), tuple(sorted(ends | pad)), (lm.mask_token_id,), strips_space
+        )
     return known[key]
 
 
@@ -89,14 +97,27 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], bytes]
         return byte_level, False
     if kinds == ["Metaspace"]:
         mark = steps[0]["replacement"]
-        return lambda name: name.replace(mark, " ").encode(), steps[0].get("prepend_scheme", "always") != "never"
+        return lambda name: name.replace(mark, " ").encode(), steps[0].get(
+            "prepend_scheme", "always"
+        ) != "never"
     allowed = {"Replace", "ByteFallback", "Fuse", "Strip"}
     strips = [index for index, kind in enumerate(kinds) if kind == "Strip"]
     one_by_one = "Fuse" in kinds and all("Fuse" in kinds[:index] for index in strips)
-    plain = all(step["content"] == " " and (step["start"], step["stop"]) == (1, 0) for step in steps if step["type"] == "Strip")
+    plain = all(
+        step["content"] == " " and (step["start"], step["stop"]) == (1, 0)
+        for step in steps
+        if step["type"] == "Strip"
+    )
     replaced = [step for step in steps if step["type"] == "Replace"]
-    if not {*kinds} <= allowed or not one_by_one or not plain or not all("String" in step["pattern"] for step in replaced):
-        raise GenerationError(f"writes tokens by {' + '.join(kinds) or 'joining them'}", where="tokenizer", remedy=remedy)
+    if (
+        not {*kinds} <= allowed
+        or not one_by_one
+        or not plain
+        or not all("String" in step["pattern"] for step in replaced)
+    ):
+        raise GenerationError(
+            f"writes tokens by {' + '.join(kinds) or 'joining them'}", where="tokenizer", remedy=remedy
+        )
     pairs = [(step["pattern"]["String"], step["content"]) for step in replaced]
 
     def write(name: str) -> bytes:
@@ -110,4 +131,8 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], bytes]
 
 
 def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return [step for one in decoder["decoders"] for step in _flat(one)] if decoder["type"] == "Sequence" else [decoder]
+    return (
+        [step for one in decoder["decoders"] for step in _flat(one)]
+        if decoder["type"] == "Sequence"
+        else [decoder]
+    )

@@ -1,8 +1,10 @@
 """Forward passes over cached keys: exact for causal and block-causal models, lossy for bidirectional models.
 
-The queries of a pass are `[clean tokens | current block | draft 1 | draft 2 | ...]`, each part as wide as the longest sequence needs.
+The queries of a pass are `[clean tokens | current block | draft 1 | draft 2 | ...]`, each part as wide as the
+longest sequence needs.
 
-Shapes: B sequences of a pass, Q queries, K keys, S slots, C columns (positions), N hidden positions, G drafts, W positions of a block.
+Shapes: B sequences of a pass, Q queries, K keys, S slots, C columns (positions), N hidden positions, G
+drafts, W positions of a block.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 
 class Extent(NamedTuple):
-    """The part of a sequence that a pass computes: clean positions from `first` to `base`, the block from there to `stop`, and drafts."""
+    """The part of a sequence that a pass computes: clean positions from `first` to `base`, the block from
+    there to `stop`, and drafts."""
 
     slot: int
     first: int
@@ -46,9 +49,12 @@ class Queries:
     end_BQ: Tensor  # the query attends to the columns before this one
     ids_BQ: Tensor
     hidden_BQ: Tensor | None = None  # only for a time embedding
-    draft_BQ2: Tensor | None = None  # for a draft's query also first and last + 1 of its draft's columns; None: no drafts
-    path_BQK: Tensor | None = None  # the drafted tokens before a query, which it attends to as well; None: no drafted tokens
-    mask: AttentionMask | None = None  # the keys that all this says; made by the first pass with these queries
+    # for a draft's query also first and last + 1 of its draft's columns; None: no drafts
+    draft_BQ2: Tensor | None = None
+    # the drafted tokens before a query, which it attends to as well; None: no drafted tokens
+    path_BQK: Tensor | None = None
+    # the keys that all this says; made by the first pass with these queries
+    mask: AttentionMask | None = None
 
     @cached_property
     def written(self) -> tuple[Tensor, Tensor]:
@@ -57,7 +63,8 @@ class Queries:
 
 
 class Plan(NamedTuple):
-    """The queries of a pass over blocks, which stay the same until one of the sequences goes on to another block."""
+    """The queries of a pass over blocks, which stay the same until one of the sequences goes on to another
+    block."""
 
     num_clean: int  # queries of clean tokens
     width: int  # of the block, and of each draft
@@ -65,24 +72,40 @@ class Plan(NamedTuple):
 
 
 def cached_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor, ahead_N: np.ndarray
+    lm: DiffusionLM,
+    slots: Slots,
+    entries: Sequence[BatchEntry],
+    member_N: np.ndarray,
+    position_N: Tensor,
+    ahead_N: np.ndarray,
 ) -> Tensor:
-    """A pass over the current block of every sequence and its drafts, which do not attend to each other. It also computes the clean tokens
-    before the block that are not cached, and with a logit shift the last clean token again, because it predicts the first token of the
-    block."""
+    """A pass over the current block of every sequence and its drafts, which do not attend to each other. It
+    also computes the clean tokens before the block that are not cached, and with a logit shift the last clean
+    token again, because it predicts the first token of the block."""
     assert slots.cache is not None
     device, shift = position_N.device, int(lm.logit_shift)
     extents = tuple(_extent(lm, entry) for entry in entries)
-    cells = len(extents) * max(extent.stop for extent in extents) * max(entry.num_queries(lm) for entry in entries)
-    num_clean, width, queries = slots.plans.get((extents, slots.cache.shape), lambda: _plan(lm, slots, extents), cells)
+    cells = (
+        len(extents)
+        * max(extent.stop for extent in extents)
+        * max(entry.num_queries(lm) for entry in entries)
+    )
+    num_clean, width, queries = slots.plans.get(
+        (extents, slots.cache.shape), lambda: _plan(lm, slots, extents), cells
+    )
     base_B = np.array([extent.base for extent in extents])
     _fill_in(lm, slots, queries)
     for member, (entry, extent) in enumerate(zip(entries, extents, strict=True)):
         if entry.draft is not None:
             block = slice(entry.start - extent.base, entry.stop - extent.base)
-            for values_BQ, draft_GW in ((queries.ids_BQ, entry.draft.ids_GW), (queries.hidden_BQ, entry.draft.hidden_GW)):
+            for values_BQ, draft_GW in (
+                (queries.ids_BQ, entry.draft.ids_GW),
+                (queries.hidden_BQ, entry.draft.hidden_GW),
+            ):
                 if values_BQ is not None:
-                    values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
+                    values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[
+                        : len(draft_GW), block
+                    ] = draft_GW
     row_N = member_N * queries.ids_BQ.shape[1] + num_clean
     index_N = moved(row_N + ahead_N * width - base_B[member_N] - shift, device) + position_N
     if shift and ahead_N.any():  # the last clean token predicts the first one of a draft, too
@@ -103,14 +126,21 @@ def _plan(lm: DiffusionLM, slots: Slots, extents: Sequence[Extent]) -> Plan:
     ahead_Q = np.concatenate([np.zeros(num_clean, dtype=int), np.repeat(np.arange(copies), width)])
     position_BQ = base_B1 + offset_Q
     real_BQ = (position_BQ >= first_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
-    draft_start_BQ = stop_B1 + (ahead_Q - 1) * width  # a draft has columns after the block, and attends to these and to the clean tokens
+    # a draft has columns after the block, and attends to these and to the clean tokens
+    draft_start_BQ = stop_B1 + (ahead_Q - 1) * width
     drafts = (ahead_Q, draft_start_BQ, draft_start_BQ + offset_Q) if copies > 1 else None
-    return Plan(num_clean, width, _queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts))
+    return Plan(
+        num_clean, width, _queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts)
+    )
 
 
-def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], cache: SlotCache | None = None) -> None:
+def cache_clean_tokens(
+    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], cache: SlotCache | None = None
+) -> None:
     """Cache the keys and values of the clean tokens before the current blocks; `cache` as for `run_pass`."""
-    slot_B1, start_B1, base_B1 = np.array([(entry.slot, entry.num_cached, entry.base(lm)) for entry in entries]).T[:, :, None]
+    slot_B1, start_B1, base_B1 = np.array(
+        [(entry.slot, entry.num_cached, entry.base(lm)) for entry in entries]
+    ).T[:, :, None]
     position_BQ = start_B1 + np.arange((base_B1 - start_B1).max())
     queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
     _fill_in(lm, slots, queries)
@@ -118,16 +148,28 @@ def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEnt
 
 
 def partial_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor, ahead_N: np.ndarray
+    lm: DiffusionLM,
+    slots: Slots,
+    entries: Sequence[BatchEntry],
+    member_N: np.ndarray,
+    position_N: Tensor,
+    ahead_N: np.ndarray,
 ) -> Tensor:
-    """A lossy pass of a bidirectional model: some positions, over stale keys of the others (Wu et al. 2025, "Fast-dLLM")."""
+    """A lossy pass of a bidirectional model: some positions, over stale keys of the others (Wu et al. 2025,
+    "Fast-dLLM")."""
     shift = int(lm.logit_shift)
-    spans = [(entry.slot, max(entry.recompute[0] - shift, 0), entry.recompute[1], entry.length) for entry in entries if entry.recompute]
+    spans = [
+        (entry.slot, max(entry.recompute[0] - shift, 0), entry.recompute[1], entry.length)
+        for entry in entries
+        if entry.recompute
+    ]
     slot_B1, start_B1, stop_B1, length_B1 = np.array(spans).T[:, :, None]
     position_BQ = start_B1 + np.arange((stop_B1 - start_B1).max())
     queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
     _fill_in(lm, slots, queries)
-    index_N = moved(member_N * position_BQ.shape[1] - start_B1[member_N, 0] - shift, position_N.device) + position_N
+    index_N = (
+        moved(member_N * position_BQ.shape[1] - start_B1[member_N, 0] - shift, position_N.device) + position_N
+    )
     unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
     index_N = index_N if unshifted_N is None else index_N + unshifted_N
     return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
@@ -150,9 +192,10 @@ def _queries(
     stop_B1: np.ndarray,
     drafts: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> Queries:
-    """The queries of these positions, without their tokens. Those before `base` are clean: they attend to clean tokens up to the end of
-    their block, or with a causal context up to themselves. The others attend to all positions before `stop`. In a bidirectional model all
-    attend to all. `drafts`: the steps ahead [Q], the first column of each draft and the column of each query [B, Q]."""
+    """The queries of these positions, without their tokens. Those before `base` are clean: they attend to
+    clean tokens up to the end of their block, or with a causal context up to themselves. The others attend to
+    all positions before `stop`. In a bidirectional model all attend to all. `drafts`: the steps ahead [Q],
+    the first column of each draft and the column of each query [B, Q]."""
     assert slots.cache is not None
     position_BQ = np.where(real_BQ, position_BQ, 0)
     if lm.attention == "bidirectional":
@@ -161,17 +204,36 @@ def _queries(
         size = lm.block_size or 1
         noisy_BQ = real_BQ & (position_BQ >= base_B1)
         block_end_BQ = position_BQ + 1 if lm.causal_context else (position_BQ // size + 1) * size
-        end_BQ = np.where(noisy_BQ, stop_B1, np.minimum(block_end_BQ, base_B1)).clip(1)  # padding attends to the first key
-    copy_BQ, column_BQ, draft_BQ = noisy_BQ.astype(int), np.where(real_BQ, position_BQ, slots.cache.shape[1]), []
+        # padding attends to the first key
+        end_BQ = np.where(noisy_BQ, stop_B1, np.minimum(block_end_BQ, base_B1)).clip(1)
+    copy_BQ, column_BQ, draft_BQ = (
+        noisy_BQ.astype(int),
+        np.where(real_BQ, position_BQ, slots.cache.shape[1]),
+        [],
+    )
     if drafts is not None:
         ahead_Q, start_BQ, draft_column_BQ = drafts
         is_draft_BQ = real_BQ & (ahead_Q > 0)
         copy_BQ, end_BQ = copy_BQ * (1 + ahead_Q), np.where(is_draft_BQ, base_B1, end_BQ)
         column_BQ = np.where(is_draft_BQ, draft_column_BQ, column_BQ)
-        draft_BQ = [np.where(is_draft_BQ, start_BQ, 0), np.where(is_draft_BQ, start_BQ + stop_B1 - base_B1, 0)]
+        draft_BQ = [
+            np.where(is_draft_BQ, start_BQ, 0),
+            np.where(is_draft_BQ, start_BQ + stop_B1 - base_B1, 0),
+        ]
     rows = [np.broadcast_to(slot_B1, position_BQ.shape), position_BQ, real_BQ, copy_BQ, column_BQ, end_BQ]
-    slot, position, document, copy, column, end, *draft = moved_together(slots.ids_SC.device, *rows, *draft_BQ)
-    return Queries(slot, position, document, copy, column, end, position, draft_BQ2=torch.stack(draft, -1) if draft else None)
+    slot, position, document, copy, column, end, *draft = moved_together(
+        slots.ids_SC.device, *rows, *draft_BQ
+    )
+    return Queries(
+        slot,
+        position,
+        document,
+        copy,
+        column,
+        end,
+        position,
+        draft_BQ2=torch.stack(draft, -1) if draft else None,
+    )
 
 
 def _fill_in(lm: DiffusionLM, slots: Slots, queries: Queries) -> None:
@@ -205,10 +267,14 @@ def run_pass(
     fraction_BQ = None  # of hidden tokens
     if lm.has_time_embedding and lm.attention == "bidirectional":
         length_B1 = moved(np.array([[entry.length] for entry in entries]), index_N.device)
-        fraction_BQ = (slots.hidden_SC[queries.slot_BQ[:, 0]].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
+        fraction_BQ = (slots.hidden_SC[queries.slot_BQ[:, 0]].sum(1, keepdim=True) / length_B1).expand_as(
+            queries.position_BQ
+        )
     elif lm.has_time_embedding:
         assert queries.hidden_BQ is not None
-        fraction_BQ = hidden_fraction(queries.hidden_BQ & (queries.copy_BQ > 0), layout, lm.attention, lm.block_size)
+        fraction_BQ = hidden_fraction(
+            queries.hidden_BQ & (queries.copy_BQ > 0), layout, lm.attention, lm.block_size
+        )
     if queries.mask is None:
         queries.mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
     inputs = ForwardInputs(queries.ids_BQ, layout, queries.mask, index_N, fraction_BQ, pruned=True)
@@ -226,5 +292,8 @@ def _mask(queries: Queries, columns: int, cache: SlotCache, windows: bool) -> At
     positions = None
     if windows:  # keys of earlier passes are at the position of their column
         column_BC = torch.arange(cache.shape[1] + 1, device=key_K.device).repeat(len(queries.end_BQ), 1)
-        positions = (queries.position_BQ, column_BC.scatter_(1, queries.column_BQ, queries.position_BQ)[:, : len(key_K)])
+        positions = (
+            queries.position_BQ,
+            column_BC.scatter_(1, queries.column_BQ, queries.position_BQ)[:, : len(key_K)],
+        )
     return AttentionMask(allowed_BQK[:, None], positions)

@@ -1,6 +1,8 @@
-"""Continuous batching: sequences enter and leave between steps, and share forward passes even if they are at different positions.
+"""Continuous batching: sequences enter and leave between steps, and share forward passes even if they are at
+different positions.
 
-Shapes: B running sequences, S slots, C columns (positions), W positions of a block, N hidden positions of all blocks, V vocabulary.
+Shapes: B running sequences, S slots, C columns (positions), W positions of a block, N hidden positions of all
+blocks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,12 +42,10 @@ from unmask.models.model_state import evaluating
 class SequenceView(NamedTuple):
     """What can be seen of a sequence between two steps.
 
-    Attributes:
-        ids: with the mask token at hidden positions.
-        log_probs: of revealed tokens, when they were revealed.
-        steps: denoising steps so far.
-        num_final: positions from the first one on that no later step changes.
-        forbidden: the ids and log-probabilities of the tokens that the constraint forbids, of each position; None: they are not recorded.
+    Attributes: ids: with the mask token at hidden positions. log_probs: of revealed tokens, when they were
+        revealed. steps: denoising steps so far. num_final: positions from the first one on that no later step
+        changes. forbidden: the ids and log-probabilities of the tokens that the constraint forbids, of each
+        position; None: they are not recorded.
     """
 
     ids: list[int]
@@ -56,26 +56,38 @@ class SequenceView(NamedTuple):
 
 
 class Engine:
-    """Samples sequences of one model, each with its own settings. The result of one does not depend on the others.
+    """Samples sequences of one model, each with its own settings. The result of one does not depend on the
+    others.
 
     Call `submit`, then `step` until it returns the ticket; or `run`, for all requests. Not thread-safe.
 
-    Args:
-        batch_size: the most sequences that run at once, at least 1.
-        verifier: in mode self-speculative, the causal model that verifies drafts, here or on a server; None: the model itself.
-        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
+    Args: batch_size: the most sequences that run at once, at least 1. verifier: in mode self-speculative, the
+        causal model that verifies drafts, here or on a server; None: the model itself. max_batch_tokens:
+        bound of the running sequences (with guidance twice) times the longest of them, drafts included; None:
+        no bound.
 
-    Attributes:
-        num_forward_passes: passes so far, of any number of sequences.
-        prompt_tokens: tokens before the first hidden one, of all sequences so far (with guidance twice); only with an exact cache.
+    Attributes: num_forward_passes: passes so far, of any number of sequences. prompt_tokens: tokens before
+        the first hidden one, of all sequences so far (with guidance twice); only with an exact cache.
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
         GenerationError: batch_size is below 1, or cuda_graphs without a GPU.
     """
 
-    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: Verifier | None = None):
-        self.lm, self.batch_size, self.max_batch_tokens, self.verifier = lm, batch_size, max_batch_tokens, verifier
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        *,
+        batch_size: int = 64,
+        max_batch_tokens: int | None = None,
+        verifier: Verifier | None = None,
+    ):
+        self.lm, self.batch_size, self.max_batch_tokens, self.verifier = (
+            lm,
+            batch_size,
+            max_batch_tokens,
+            verifier,
+        )
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
@@ -93,19 +105,21 @@ class Engine:
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
         self.num_forward_passes = 0
         self.prompt_tokens = self.prompt_tokens_shared = 0
-        self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # equal ones are one object
+        # equal ones are one object
+        self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()
         self._tickets = 0
 
     @property
     def prompt_reuse(self) -> float | None:
-        """The fraction of prompt tokens whose keys and values were copied; None without an exact cache or prompts."""
+        """The fraction of prompt tokens whose keys and values were copied; None without an exact cache or
+        prompts."""
         return self.prompt_tokens_shared / self.prompt_tokens if self.prompt_tokens else None
 
     def submit(self, request: Request, config: SamplerConfig) -> int:
         """Accept a request, and return its ticket.
 
-        Raises:
-            GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another model.
+        Raises: GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another
+            model.
         """
         check_settings(self.lm, config)
         if isinstance(self.verifier, RemoteLM):
@@ -114,7 +128,9 @@ class Engine:
             check_verified(self.verifier.context_length, request.length, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
         if given != (config.parallel, config.constraint is not None, config.revise is not None):
-            raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
+            raise GenerationError(
+                "the request was made with other settings", where="config", remedy="Make it with these"
+            )
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
         if config.self_speculative:
@@ -122,7 +138,10 @@ class Engine:
         sequence = SequenceState(self._tickets, request, config, columns)
         sequence.speculation = begin(self.lm, request, config) if config.self_speculative else None
         if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
-            what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed {self.max_batch_tokens}"
+            what = (
+                f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed "
+                f"{self.max_batch_tokens}"
+            )
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
             self.slots.create_cache()
@@ -156,8 +175,14 @@ class Engine:
         if sequence.speculation is None and sequence.config.remask == 0 and sequence.config.revise is None:
             hidden = self.slots.hidden_SC[at].tolist()
             num_final = hidden.index(True) if True in hidden else len(ids)
-        forbidden = self.slots.most_probable("forbidden", at, sequence.config.top_forbidden) if sequence.config.top_forbidden else None
-        return SequenceView(ids, self.slots.log_prob_SC[at].tolist(), sequence.steps_done, num_final, forbidden)
+        forbidden = (
+            self.slots.most_probable("forbidden", at, sequence.config.top_forbidden)
+            if sequence.config.top_forbidden
+            else None
+        )
+        return SequenceView(
+            ids, self.slots.log_prob_SC[at].tolist(), sequence.steps_done, num_final, forbidden
+        )
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""
@@ -169,10 +194,11 @@ class Engine:
                 yield self.finished.popleft()
 
     def step(self) -> list[tuple[int, Trace]]:
-        """Run `_denoise` once. Returns the tickets and traces of the finished requests that neither `run` nor `step` has returned yet.
+        """Run `_denoise` once. Returns the tickets and traces of the finished requests that neither `run` nor
+        `step` has returned yet.
 
-        Raises:
-            GenerationError: predictions are NaN. `run` raises it where a sequence finishes, or a block at which it may stop.
+        Raises: GenerationError: predictions are NaN. `run` raises it where a sequence finishes, or a block at
+            which it may stop.
         """
         with evaluating(self.lm), evaluating(self._verifier or self.lm):
             self._denoise()
@@ -183,9 +209,13 @@ class Engine:
 
     @torch.no_grad()
     def _denoise(self) -> None:
-        """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
-        of several), and `_draft` the next states. Sequences of mode self-speculative have a round of their own."""
-        self._finish([sequence for sequence in self.running if sequence.block == len(sequence.request.blocks)])  # NaN, or interrupted
+        """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one
+        denoising step (with drafts, of several), and `_draft` the next states. Sequences of mode
+        self-speculative have a round of their own."""
+        # NaN, or interrupted
+        self._finish(
+            [sequence for sequence in self.running if sequence.block == len(sequence.request.blocks)]
+        )
         self._admit()
         sequences = [sequence for sequence in self.running if sequence.speculation is None]
         if sequences:
@@ -194,57 +224,83 @@ class Engine:
         self._speculate()
 
     def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> dict[int, int]:
-        """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals the state reached. Returns
-        the number of drafts that each sequence used, by its index, without sequences that left their block."""
+        """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals
+        the state reached. Returns the number of drafts that each sequence used, by its index, without
+        sequences that left their block."""
         active = list(range(len(sequences)))
         used, blocks = dict.fromkeys(active, 0), [sequence.block for sequence in sequences]
         for ahead in range(1 + max(sequence.config.drafts for sequence in sequences)):
             if ahead:
-                active = self._confirmed([i for i in active if sequences[i].block == blocks[i]], sequences, ahead)
+                active = self._confirmed(
+                    [i for i in active if sequences[i].block == blocks[i]], sequences, ahead
+                )
                 used |= dict.fromkeys(active, ahead)
             if not active:
                 break
             stepping = [sequences[i] for i in active]
             drafted, ahead_N = predictions.ahead_N.any(), predictions.ahead_N
-            own = self._predictions_of(predictions, active, sequences, ahead_N == ahead) if drafted else predictions
+            own = (
+                self._predictions_of(predictions, active, sequences, ahead_N == ahead)
+                if drafted
+                else predictions
+            )
             reveal(self.slots, stepping, own)
             self._advance(stepping)
         return {i: number for i, number in used.items() if sequences[i].block == blocks[i]}
 
     def _draft(self, sequences: list[SequenceState], predictions: Predictions, used: dict[int, int]) -> None:
-        """Draft the next states of the sequences in `used`, from the predictions for the last draft that each used (0: for no draft)."""
+        """Draft the next states of the sequences in `used`, from the predictions for the last draft that each
+        used (0: for no draft)."""
         for sequence in sequences:
             sequence.draft = None
         drafting = [i for i in used if sequences[i].config.drafts]
         if drafting:
             used_B = np.array([used.get(i, 0) for i in range(len(sequences))])
-            latest = self._predictions_of(predictions, drafting, sequences, predictions.ahead_N == used_B[predictions.member_N])
+            latest = self._predictions_of(
+                predictions, drafting, sequences, predictions.ahead_N == used_B[predictions.member_N]
+            )
             draft_ahead(self.slots, [sequences[i] for i in drafting], latest)
 
     @staticmethod
-    def _predictions_of(predictions: Predictions, active: list[int], sequences: list[SequenceState], keep_N: np.ndarray) -> Predictions:
-        """The predictions of some members, renumbered, with their present slots: these move when others leave."""
+    def _predictions_of(
+        predictions: Predictions, active: list[int], sequences: list[SequenceState], keep_N: np.ndarray
+    ) -> Predictions:
+        """The predictions of some members, renumbered, with their present slots: these move when others
+        leave."""
         number_B, slot_B = np.full(len(sequences), -1), np.array([sequences[i].slots[0] for i in active])
         number_B[active] = np.arange(len(active))
         member_N = number_B[predictions.member_N]
         index_J = np.flatnonzero(keep_N & (member_N >= 0))
-        part = predictions.at(index_J[np.argsort(member_N[index_J], kind="stable")], number_B)  # those of drafts came last
+        # those of drafts came last
+        part = predictions.at(index_J[np.argsort(member_N[index_J], kind="stable")], number_B)
         return part._replace(slot_N=moved(slot_B[part.member_N], part.position_N.device))
 
     def _confirmed(self, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
-        """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that was reached."""
-        drafts = {i: draft for i in candidates if (draft := sequences[i].draft) is not None and len(draft.ids_GW) >= ahead}
+        """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that
+        was reached."""
+        drafts = {
+            i: draft
+            for i in candidates
+            if (draft := sequences[i].draft) is not None and len(draft.ids_GW) >= ahead
+        }
         equal = []
         for i, draft in drafts.items():
             at = (sequences[i].slots[0], slice(*sequences[i].span))
-            same_W = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1])
+            same_W = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (
+                self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1]
+            )
             equal.append(same_W.all())
-        return [i for i, same in zip(drafts, torch.stack(equal).tolist(), strict=True) if same] if equal else []
+        return (
+            [i for i, same in zip(drafts, torch.stack(equal).tolist(), strict=True) if same] if equal else []
+        )
 
     def _admit(self) -> None:
         """Start waiting requests in their order, as long as there is room."""
         entering: list[SequenceState] = []
-        num_slots, num_columns = self.slots.count, max((sequence.num_columns for sequence in self.running), default=0)
+        num_slots, num_columns = (
+            self.slots.count,
+            max((sequence.num_columns for sequence in self.running), default=0),
+        )
         while self.waiting and len(self.running) + len(entering) < self.batch_size:
             needed = num_slots + self.waiting[0].num_slots, max(num_columns, self.waiting[0].num_columns)
             if self.max_batch_tokens is not None and needed[0] * needed[1] > self.max_batch_tokens:
@@ -258,7 +314,11 @@ class Engine:
             grown = max(num_slots, reserved_slots), max(num_columns, reserved_columns)
             fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
             self.slots.reserve(*(grown if fits else (num_slots, num_columns)))
-        added = iter(self.slots.add_all([(ids, sequence.request.hidden) for sequence in entering for ids in self._texts(sequence)]))
+        added = iter(
+            self.slots.add_all(
+                [(ids, sequence.request.hidden) for sequence in entering for ids in self._texts(sequence)]
+            )
+        )
         for sequence in entering:
             sequence.slots = list(islice(added, sequence.num_slots))
             self.running.append(sequence)
@@ -268,15 +328,18 @@ class Engine:
             self._prefill(set(entering))
 
     def _texts(self, sequence: SequenceState) -> list[list[int]]:
-        """The ids of each slot of a sequence: the whole sequence, and with guidance the copy with a hidden prompt."""
+        """The ids of each slot of a sequence: the whole sequence, and with guidance the copy with a hidden
+        prompt."""
         ids = sequence.request.ids
         return [ids, [self.lm.mask_token_id] * len(ids)] if sequence.num_slots == 2 else [ids]
 
     def _prefill(self, entering: set[SequenceState]) -> None:
-        """Cache the keys and values of the prompts. Each is computed once; if a running sequence has the same prompt, they are copied."""
+        """Cache the keys and values of the prompts. Each is computed once; if a running sequence has the same
+        prompt, they are copied."""
         assert self.slots.cache is not None
         known: dict[tuple[bool, bool, tuple[int, ...]], int] = {}
-        uncached: dict[bool, list[BatchEntry]] = {False: [], True: []}  # by whether they are read as by the causal model
+        # by whether they are read as by the causal model
+        uncached: dict[bool, list[BatchEntry]] = {False: [], True: []}
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.running:
             base, causal = self._prefix(sequence), sequence.config.self_speculative
@@ -303,7 +366,8 @@ class Engine:
             self.prompt_tokens += sequence.request.blocks[0][0] * sequence.num_slots
 
     def _prefix(self, sequence: SequenceState) -> int:
-        """The number of tokens whose keys do not depend on what is revealed: those before the first block, or before the completion."""
+        """The number of tokens whose keys do not depend on what is revealed: those before the first block, or
+        before the completion."""
         first = sequence.request.blocks[0][0]
         return first if sequence.config.self_speculative else block_start(first, self.lm.block_size)
 
@@ -335,10 +399,18 @@ class Engine:
         unconditional_B[[sequences.index(sequence) for sequence in guided]] = count + np.arange(len(guided))
         index_J = np.flatnonzero(member_N < count)
         member_J, row_B = member_N[index_J], starts([entry.num_predicted for entry in entries])
-        row_J = np.where(unconditional_B[member_J] < count, index_J, row_B[unconditional_B[member_J]] + index_J - row_B[member_J])
+        row_J = np.where(
+            unconditional_B[member_J] < count,
+            index_J,
+            row_B[unconditional_B[member_J]] + index_J - row_B[member_J],
+        )
         conditional = predictions.at(index_J)
         weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in sequences])
-        guided_NV = guide(conditional.logits_NV, predictions.logits_NV[moved(row_J, device)], weight_B[moved(member_J, device)][:, None])
+        guided_NV = guide(
+            conditional.logits_NV,
+            predictions.logits_NV[moved(row_J, device)],
+            weight_B[moved(member_J, device)][:, None],
+        )
         return conditional._replace(logits_NV=guided_NV)
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
@@ -350,8 +422,17 @@ class Engine:
             refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             stale = (start, stop if config.cache == "dual" else length)
             return entry._replace(recompute=(0, length) if refresh else stale)
-        own = (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.steps_done, revise)
-        return entry._replace(num_cached=sequence.num_cached, state=None if self.exact_cache else own, draft=sequence.draft)
+        own = (
+            tuple(sequence.request.prompt),
+            slot == sequence.slots[0],
+            start,
+            stop,
+            sequence.steps_done,
+            revise,
+        )
+        return entry._replace(
+            num_cached=sequence.num_cached, state=None if self.exact_cache else own, draft=sequence.draft
+        )
 
     def _advance(self, sequences: list[SequenceState]) -> None:
         """Advance to the next step or block; finished sequences leave."""
@@ -362,20 +443,37 @@ class Engine:
         for sequence in ended:
             sequence.begin_block(sequence.block + 1)
         stopped = self._stopped(ended)
-        self._finish([sequence for sequence in sequences if sequence in stopped or sequence.block == len(sequence.request.blocks)])
+        self._finish(
+            [
+                sequence
+                for sequence in sequences
+                if sequence in stopped or sequence.block == len(sequence.request.blocks)
+            ]
+        )
 
     def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
         """The sequences that have produced an end token, in the block that ended now, and stop at it."""
-        stopping = [sequence for sequence in sequences if sequence.request.stop_at_eos and self.lm.eos_token_ids]
+        stopping = [
+            sequence for sequence in sequences if sequence.request.stop_at_eos and self.lm.eos_token_ids
+        ]
         if not stopping:
             return set()
-        at = self.slots.blocks(tuple((each.slots[0], *each.request.blocks[each.block - 1]) for each in stopping))
+        at = self.slots.blocks(
+            tuple((each.slots[0], *each.request.blocks[each.block - 1]) for each in stopping)
+        )
         end_token_ids = moved(np.array(self.lm.eos_token_ids), self.lm.device)
-        ended, nan = torch.stack((torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan())).tolist()
-        return {sequence for sequence, is_ended, is_nan in zip(stopping, ended, nan, strict=True) if is_ended or is_nan}
+        ended, nan = torch.stack(
+            (torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan())
+        ).tolist()
+        return {
+            sequence
+            for sequence, is_ended, is_nan in zip(stopping, ended, nan, strict=True)
+            if is_ended or is_nan
+        }
 
     def _finish(self, sequences: list[SequenceState]) -> None:
-        """Sequences leave with their traces. Raises GenerationError if predictions of some were NaN; these stay."""
+        """Sequences leave with their traces. Raises GenerationError if predictions of some were NaN; these
+        stay."""
         if not sequences:
             return
         sum_S = self.slots.sum_S.tolist()
@@ -384,9 +482,13 @@ class Engine:
         for sequence, trace in zip(finished, traces, strict=True):
             trace.forward_passes = sequence.num_forward_passes
             if sequence.speculation is not None:
-                trace.num_drafted, trace.num_accepted = sequence.speculation.num_drafted, sequence.speculation.num_accepted
+                trace.num_drafted, trace.num_accepted = (
+                    sequence.speculation.num_drafted,
+                    sequence.speculation.num_accepted,
+                )
             self.finished.append((sequence.ticket, trace))
-        for sequence in sorted(finished, key=lambda sequence: -sequence.slots[-1]):  # the last ones first: then none has to move
+        # the last ones first: then none has to move
+        for sequence in sorted(finished, key=lambda sequence: -sequence.slots[-1]):
             self._leave(sequence)
         if len(finished) < len(sequences):
             raise nan_error()
@@ -397,4 +499,5 @@ class Engine:
             moved = self.slots.remove(slot)
             for other in self.running if moved != slot else ():
                 other.slots = [slot if each == moved else each for each in other.slots]
-        self.running.sort(key=lambda other: other.slots[0])  # the cache of adjacent slots is read without a copy
+        # the cache of adjacent slots is read without a copy
+        self.running.sort(key=lambda other: other.slots[0])

@@ -1,6 +1,7 @@
 """Forward passes over the slots: the logits at the hidden positions of the current blocks, and nothing else.
 
-Shapes: B sequences of a pass, S slots, C columns of the slots (positions), T tokens, N hidden positions, J some of them, V vocabulary.
+Shapes: B sequences of a pass, S slots, C columns of the slots (positions), T tokens, N hidden positions, J
+some of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ class Predictions(NamedTuple):
         """Those at these rows, whose members are these."""
         quality_J = None if self.quality_N is None else self.quality_N[index_J]
         ahead_J = np.zeros_like(member_J)
-        return Predictions(self.logits_NV[index_J], member_J, self.slot_N[index_J], self.position_N[index_J], ahead_J, quality_J)
+        return Predictions(
+            self.logits_NV[index_J],
+            member_J,
+            self.slot_N[index_J],
+            self.position_N[index_J],
+            ahead_J,
+            quality_J,
+        )
 
     def at(self, index_J: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
         """Those at these rows; `number_B` renumbers their members."""
@@ -55,8 +63,9 @@ class Predictions(NamedTuple):
 
 
 def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Predictions:
-    """Logits at the positions of the current blocks that `Slots.hidden_positions` names. Sequences in equal states are computed once.
-    Sequences of very different lengths have separate passes. With `alone`, every sequence has a pass of its own."""
+    """Logits at the positions of the current blocks that `Slots.hidden_positions` names. Sequences in equal
+    states are computed once. Sequences of very different lengths have separate passes. With `alone`, every
+    sequence has a pass of its own."""
     member_N, slot_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
     judged = any(entry.revise == "quality" for entry in entries)
@@ -72,7 +81,9 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
         number_B = np.full(len(entries), -1)
         number_B[group] = np.arange(len(group))
         index_J = np.flatnonzero(number_B[member_N] >= 0)
-        position_J = position_N if len(index_J) == len(member_N) else position_N[moved(index_J, position_N.device)]
+        position_J = (
+            position_N if len(index_J) == len(member_N) else position_N[moved(index_J, position_N.device)]
+        )
         with lm.capturing() if judged else nullcontext(states) as seen:
             own = [entries[member] for member in group]
             parts.append(run(lm, slots, own, number_B[member_N[index_J]], position_J, ahead_N[index_J]))
@@ -89,11 +100,14 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
         assert lm.quality_head is not None
         quality_N = logsigmoid(lm.quality_head(torch.cat(states)))
         quality_N = quality_N if source is None else quality_N[source]
-    return Predictions(logits_NV if source is None else logits_NV[source], member_N, slot_N, position_N, ahead_N, quality_N)
+    return Predictions(
+        logits_NV if source is None else logits_NV[source], member_N, slot_N, position_N, ahead_N, quality_N
+    )
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
-    """Indices of sequences that share a pass. They are of similar lengths: the padding costs less than a separate pass."""
+    """Indices of sequences that share a pass. They are of similar lengths: the padding costs less than a
+    separate pass."""
     bucket: list[int] = []
     padding = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -107,7 +121,12 @@ def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
 
 
 def full_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor, ahead_N: np.ndarray
+    lm: DiffusionLM,
+    slots: Slots,
+    entries: Sequence[BatchEntry],
+    member_N: np.ndarray,
+    position_N: Tensor,
+    ahead_N: np.ndarray,
 ) -> Tensor:
     """A pass of a bidirectional model over whole sequences."""
     lengths = tuple(entry.length for entry in entries)
@@ -131,7 +150,9 @@ def _layout(lm: DiffusionLM, ids_BT: Tensor, lengths: Sequence[int]) -> tuple[La
     return lm.layout_and_mask(ids_BT, moved(np.arange(width) < np.array(lengths)[:, None], ids_BT.device))
 
 
-def _passes(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
+def _passes(
+    lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool
+) -> Iterator[tuple[list[int], Pass]]:
     """The members of each pass, and the function that computes it."""
     exact_pass = full_pass if lm.attention == "bidirectional" else cached_pass
     for lossy, run in ((True, partial_pass), (False, exact_pass)):
@@ -141,8 +162,8 @@ def _passes(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int],
 
 
 def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], list[int]]:
-    """The members to compute, and for every member the computed one with the same state, which may be itself. The host reads which states
-    of sequences with the same prompt are equal."""
+    """The members to compute, and for every member the computed one with the same state, which may be itself.
+    The host reads which states of sequences with the same prompt are equal."""
     groups: dict[tuple, list[int]] = {}
     for member, entry in enumerate(entries):
         if entry.state is not None:
@@ -153,6 +174,8 @@ def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], l
             slot_B = moved(np.array([entries[member].slot for member in members]), slots.ids_SC.device)
             state_BC = torch.where(slots.hidden_SC[slot_B], -1, slots.ids_SC[slot_B])
             first: dict[int, int] = {}
-            for member, state in zip(members, state_BC.unique(dim=0, return_inverse=True)[1].tolist(), strict=True):
+            for member, state in zip(
+                members, state_BC.unique(dim=0, return_inverse=True)[1].tolist(), strict=True
+            ):
                 twin[member] = first.setdefault(state, member)
     return [member for member in range(len(entries)) if twin[member] == member], twin

@@ -1,4 +1,5 @@
-"""Integers that the host knows before a step, such as slots and counts: made with NumPy and moved to the device without waiting for it.
+"""Integers that the host knows before a step, such as slots and counts: made with NumPy and moved to the
+device without waiting for it.
 
 Shapes: B sequences, N their rows, M the most rows of one.
 """
@@ -56,18 +57,22 @@ def first_by_order(order_BM: Tensor, start_B: np.ndarray, chosen_B: Counts) -> T
     """The first `chosen_B` entries of each sequence's order, counted from its start."""
     if (most := max(chosen_B)) == min(chosen_B):
         return (order_BM[:, :most] + moved(start_B[:, None], order_BM.device)).view(-1)
-    member_J, rank_J, start_J = moved_together(order_BM.device, members(chosen_B), ranks(chosen_B), np.repeat(start_B, chosen_B))
+    member_J, rank_J, start_J = moved_together(
+        order_BM.device, members(chosen_B), ranks(chosen_B), np.repeat(start_B, chosen_B)
+    )
     return order_BM[member_J, rank_J] + start_J
 
 
 def first_by_priority(priority_N: Tensor, count_B: Counts, chosen_B: Counts) -> Tensor:
-    """The rows of the `chosen_B` highest priorities of each sequence, by its number of rows; ties by the first."""
+    """The rows of the `chosen_B` highest priorities of each sequence, by its number of rows; ties by the
+    first."""
     order_BM = padded(priority_N, count_B, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     return first_by_order(order_BM, starts(count_B), chosen_B)
 
 
 def first_true(flag_N: Tensor) -> Tensor:
-    """The rows, those with the flag first, each part in its order. The host need not know them to take as many as it knows there are."""
+    """The rows, those with the flag first, each part in its order. The host need not know them to take as
+    many as it knows there are."""
     return flag_N.sort(descending=True, stable=True).indices
 
 

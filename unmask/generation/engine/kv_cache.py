@@ -1,6 +1,7 @@
-"""Keys and values of the running sequences. Column c of a slot holds position c. While a block is denoised, every step overwrites its
-columns; when its tokens are final, one more pass writes their keys. Keys of noised tokens are never reused. Drafts of mode self-speculative
-are in any columns after those of the final tokens, and move to their positions when they are kept.
+"""Keys and values of the running sequences. Column c of a slot holds position c. While a block is denoised,
+every step overwrites its columns; when its tokens are final, one more pass writes their keys. Keys of noised
+tokens are never reused. Drafts of mode self-speculative are in any columns after those of the final tokens,
+and move to their positions when they are kept.
 
 Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
 """
@@ -29,9 +30,11 @@ class SlotCache(Cache):
         self.heads: dict[int, Tensor] = {}  # numbers [H, 1] of heads, by how many a layer has
         self.index: slice | Tensor = slice(0)  # of the slots of the current pass, in the order of its batch
         self.slot_B1Q = torch.zeros(0, 1, 0, dtype=torch.long)  # the same
-        self.column_B1Q = torch.zeros(0, 1, 0, dtype=torch.long)  # where the pass writes; padding: the extra column after the last
+        # where the pass writes; padding: the extra column after the last
+        self.column_B1Q = torch.zeros(0, 1, 0, dtype=torch.long)
         self.width = 0  # the number of columns that the pass reads
-        self._read: list[tuple[Tensor, Tensor]] = []  # of each layer that part of `stored`, if the slots are consecutive
+        # of each layer that part of `stored`, if the slots are consecutive
+        self._read: list[tuple[Tensor, Tensor]] = []
         self.memory = memory  # of an earlier cache, to be used again
 
     def reserve(self, slots: int, columns: int) -> None:
@@ -71,8 +74,11 @@ class SlotCache(Cache):
         self.index, self.slot_B1Q, self.column_B1Q, self.width = index, slot_B1Q, column_B1Q, width
         return self
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width, D]."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width,
+        D]."""
         if layer_idx == len(self.stored):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
         if (count := key_states.shape[1]) not in self.heads:
@@ -82,7 +88,11 @@ class SlotCache(Cache):
             stored[at] = new
         if not torch.compiler.is_compiling() and layer_idx < len(self._read):
             return self._read[layer_idx]
-        index = self.index if isinstance(self.index, Tensor) else slice(self.index.start, self.index.start + len(key_states))
+        index = (
+            self.index
+            if isinstance(self.index, Tensor)
+            else slice(self.index.start, self.index.start + len(key_states))
+        )
         keys, values = (stored[:, :, : self.width][index] for stored in self.stored[layer_idx])
         return keys, values
 
@@ -97,20 +107,28 @@ class SlotCache(Cache):
 
 
 class CacheMemory:
-    """The tables of the latest cache of a model. The next cache takes them over, as CUDA graphs were recorded with this memory."""
+    """The tables of the latest cache of a model. The next cache takes them over, as CUDA graphs were recorded
+    with this memory."""
 
     def __init__(self) -> None:
         self._owner: Callable[[], SlotCache | None] = lambda: None
         self._stored: list[tuple[Tensor, Tensor]] = []
         self._shape = (0, 0)
-        self._heads: dict[int, Tensor] = {}  # made while a graph is recorded, they would be in memory that other graphs write to
+        # made while a graph is recorded, they would be in memory that other graphs write to
+        self._heads: dict[int, Tensor] = {}
 
     def keep(self, cache: SlotCache) -> None:
         """Remember the tables of this cache."""
-        self._owner, self._stored, self._shape, self._heads = weakref.ref(cache), cache.stored, cache.shape, cache.heads
+        self._owner, self._stored, self._shape, self._heads = (
+            weakref.ref(cache),
+            cache.stored,
+            cache.shape,
+            cache.heads,
+        )
 
     def serves(self, cache: SlotCache, slots: int, columns: int) -> bool:
-        """Whether the cache has so many slots and columns, perhaps now: without tables, it gets those of a cache that is gone."""
+        """Whether the cache has so many slots and columns, perhaps now: without tables, it gets those of a
+        cache that is gone."""
         if not cache.stored and self._owner() is None and self._stored:
             cache.stored, cache.shape, cache.heads = self._stored, self._shape, self._heads
             cache.clear(range(cache.shape[0]))

@@ -1,4 +1,5 @@
-"""Random numbers of the running sequences, for many steps at once: the generator has 250 small operations, for one step as for all.
+"""Random numbers of the running sequences, for many steps at once: the generator has 250 small operations,
+for one step as for all.
 
 Shapes: B sequences, N predictions, K streams, M positions of several steps, U random numbers of a slot.
 """
@@ -30,10 +31,14 @@ def num_numbers(request: Request, config: SamplerConfig) -> int:
 
 
 def numbers(
-    slots: Slots, sequences: Sequence[SequenceState], config: SamplerConfig, predictions: Predictions, ahead: int
+    slots: Slots,
+    sequences: Sequence[SequenceState],
+    config: SamplerConfig,
+    predictions: Predictions,
+    ahead: int,
 ) -> dict[Stream, Tensor]:
-    """The random numbers of `policies.streams` at these positions of sequences, all with these settings, for the step that comes `ahead`
-    steps after the current one."""
+    """The random numbers of `policies.streams` at these positions of sequences, all with these settings, for
+    the step that comes `ahead` steps after the current one."""
     drawn = streams(config)
     if not drawn:
         return {}
@@ -47,7 +52,9 @@ def numbers(
         first, blocks, width = sequence.noise
         step = sequence.steps_done + ahead - first
         offset_KB[:, member] = (step + len(blocks) * np.arange(len(drawn))) * width - sequence.span[0]
-    cell_KN = moved(offset_KB[:, predictions.member_N], predictions.position_N.device) + predictions.position_N
+    cell_KN = (
+        moved(offset_KB[:, predictions.member_N], predictions.position_N.device) + predictions.position_N
+    )
     return dict(zip(drawn, slots.noise_SU[predictions.slot_N, cell_KN].unbind(0), strict=True))
 
 
@@ -60,7 +67,13 @@ def _has(sequence: SequenceState, ahead: int) -> bool:
     return 0 <= step < len(blocks) and blocks[step] == sequence.block
 
 
-def _make(slots: Slots, sequences: Iterable[SequenceState], config: SamplerConfig, drawn: Sequence[Stream], ahead: int) -> None:
+def _make(
+    slots: Slots,
+    sequences: Iterable[SequenceState],
+    config: SamplerConfig,
+    drawn: Sequence[Stream],
+    ahead: int,
+) -> None:
     """Make the numbers of this step and of those after it."""
     parts, made = [], []
     for sequence in sequences:
@@ -74,7 +87,12 @@ def _make(slots: Slots, sequences: Iterable[SequenceState], config: SamplerConfi
         made.append((sequence, Noise(first, blocks, width)))
     key_M, step_M, position_M, slot_M, cell_M, stride_M = np.concatenate(parts, 1)
     key, step, position, slot, *cells = moved_together(
-        slots.noise_SU.device, key_M, step_M, position_M, slot_M, *(cell_M + number * stride_M for number in range(len(drawn)))
+        slots.noise_SU.device,
+        key_M,
+        step_M,
+        position_M,
+        slot_M,
+        *(cell_M + number * stride_M for number in range(len(drawn))),
     )
     for stream, cell in zip(drawn, cells, strict=True):
         slots.noise_SU[slot, cell] = uniform(config.seed, key, step=step, position=position, stream=stream)

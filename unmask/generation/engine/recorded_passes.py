@@ -1,8 +1,9 @@
-"""Forward passes as CUDA graphs: the host launches a whole pass at once, where it would launch a thousand kernels one by one.
+"""Forward passes as CUDA graphs: the host launches a whole pass at once, where it would launch a thousand
+kernels one by one.
 
-A graph reads and writes the memory with which it was recorded. So a pass copies its inputs there, and the logits out. A pass is recorded
-when its shapes occur for the second time. For few shapes the cache is read in steps of `COLUMNS`, and logits are computed of a few rows
-more than were asked for.
+A graph reads and writes the memory with which it was recorded. So a pass copies its inputs there, and the
+logits out. A pass is recorded when its shapes occur for the second time. For few shapes the cache is read in
+steps of `COLUMNS`, and logits are computed of a few rows more than were asked for.
 
 Shapes: B sequences of a pass, Q queries, N rows of logits, V vocabulary.
 """
@@ -51,13 +52,15 @@ def num_columns(lm: DiffusionLM, columns: int, cache: SlotCache) -> int:
 
 
 def num_rows(count: int) -> int:
-    """How many rows of logits are computed where so many are asked for: up to 8 these, and up to a quarter more."""
+    """How many rows of logits are computed where so many are asked for: up to 8 these, and up to a quarter
+    more."""
     step = 1 << max(count.bit_length() - 3, 0)
     return -count // step * -step
 
 
 def check_graphs(*models: object) -> None:
-    """Forget the graphs of models whose weights are elsewhere now, whose adapters are other ones, or whose layers were replaced.
+    """Forget the graphs of models whose weights are elsewhere now, whose adapters are other ones, or whose
+    layers were replaced.
 
     Raises GenerationError where such a model is not on a GPU.
     """
@@ -89,7 +92,11 @@ def forward(lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None = No
     """`lm.forward` [N, V], as a CUDA graph where that is asked for and possible."""
     plain = inputs.mask.full or inputs.ids_BT.shape[1] < LEAST_QUERIES  # FlexAttention is compiled by itself
     consecutive = cache is None or (isinstance(cache.index, slice) and bool(cache.stored))
-    if not (lm.cuda_graphs and plain and consecutive) or lm.quality_head is not None or lm.compile_options is not None:
+    if (
+        not (lm.cuda_graphs and plain and consecutive)
+        or lm.quality_head is not None
+        or lm.compile_options is not None
+    ):
         return lm.forward(inputs, cache)
     return passes_of(lm).run(lm, inputs, cache)
 
@@ -100,7 +107,8 @@ class RecordedPasses:
     def __init__(self, made_for: object):
         self.made_for, self.memory = made_for, CacheMemory()
         self._passes: OrderedDict[Hashable, RecordedPass | None] = OrderedDict()  # None: it occurred once
-        self._logits: dict[tuple[int, torch.dtype], Tensor] = {}  # [N, V] that all passes with so many rows write to
+        # [N, V] that all passes with so many rows write to
+        self._logits: dict[tuple[int, torch.dtype], Tensor] = {}
         self._pool: Any = None
         self._cache: SlotCache | None = None  # of the present pass: no graph keeps a cache
 
@@ -136,7 +144,9 @@ class RecordedPasses:
     def _record(self, lm: DiffusionLM, recorded: RecordedPass) -> None:
         rows, kind = len(recorded.index_N), lm.log_prob_dtype
         if (rows, kind) not in self._logits:
-            self._logits[rows, kind] = torch.empty(rows, lm.config.vocab_size, dtype=kind, device=recorded.index_N.device)
+            self._logits[rows, kind] = torch.empty(
+                rows, lm.config.vocab_size, dtype=kind, device=recorded.index_N.device
+            )
         recorded.logits_NV = self._logits[rows, kind]
         if self._pool is None and torch.cuda.is_available():
             self._pool = torch.cuda.graph_pool_handle()
@@ -149,7 +159,9 @@ class RecordedPasses:
             recorded.graph = Graph(call, self._pool)
         except RuntimeError as error:
             what = f"a pass of this model cannot be recorded: {first_line(error)}"
-            raise GenerationError(what.rstrip("."), where="cuda_graphs", remedy="Leave cuda_graphs out") from error
+            raise GenerationError(
+                what.rstrip("."), where="cuda_graphs", remedy="Leave cuda_graphs out"
+            ) from error
 
 
 class RecordedPass:
@@ -162,7 +174,8 @@ class RecordedPass:
         assert inputs.index_N is not None
         self._like = inputs
         self._held = None if cache is None else list(cache.heads.values())  # which it reads too
-        self._latest: dict[str, Tensor] = {}  # what was copied last: a plan's tensors are the same in many passes
+        # what was copied last: a plan's tensors are the same in many passes
+        self._latest: dict[str, Tensor] = {}
         self._parts = {name: torch.empty_like(part) for name, part in _parts(inputs, cache).items()}
         self.index_N = inputs.index_N.new_zeros(num_rows(len(inputs.index_N)))
 
@@ -174,7 +187,9 @@ class RecordedPass:
             positions = (parts["query"], parts["key"]) if mask.positions is not None else None
             mask = AttentionMask(parts["allowed"], positions)
         layout = replace(like.layout, position_BT=parts["position"])
-        return ForwardInputs(parts["ids"], layout, mask, self.index_N, parts.get("fraction"), pruned=like.pruned)
+        return ForwardInputs(
+            parts["ids"], layout, mask, self.index_N, parts.get("fraction"), pruned=like.pruned
+        )
 
     @contextmanager
     def writing(self, cache: SlotCache | None) -> Iterator[None]:
@@ -190,7 +205,8 @@ class RecordedPass:
             cache.slot_B1Q, cache.column_B1Q = before
 
     def fill(self, inputs: ForwardInputs, cache: SlotCache | None) -> None:
-        """Copy the inputs of a pass here. Rows of logits that were not asked for are those of an earlier pass."""
+        """Copy the inputs of a pass here. Rows of logits that were not asked for are those of an earlier
+        pass."""
         assert inputs.index_N is not None
         self.index_N[: len(inputs.index_N)] = inputs.index_N
         for name, part in _parts(inputs, cache).items():

@@ -19,7 +19,8 @@ from unmask.generation.requests import Request
 
 
 class Noise(NamedTuple):
-    """The steps whose random numbers a slot holds: for each step and stream those of a block, `width` positions apart."""
+    """The steps whose random numbers a slot holds: for each step and stream those of a block, `width`
+    positions apart."""
 
     first: int  # denoising steps before the first of them
     blocks: list[int]  # of each step
@@ -46,7 +47,8 @@ class SequenceState:
     request: Request
     config: SamplerConfig
     num_columns: int  # KV-cache columns reserved for the sequence: positions and drafts
-    slots: list[int] = field(default_factory=list)  # its slot, and with guidance that of the copy with a hidden prompt
+    # its slot, and with guidance that of the copy with a hidden prompt
+    slots: list[int] = field(default_factory=list)
     block: int = 0  # the current decoding block
     step: int = 0  # denoising steps of this block so far
     steps_done: int = 0  # denoising steps of all blocks so far
@@ -91,13 +93,15 @@ class SequenceState:
         return self.counts[step] if step < len(self.counts) else 0
 
     def coming_blocks(self, ahead: int) -> Iterator[int]:
-        """The block of every step from the one that comes `ahead` steps after the current one on. Where predictions decide how many tokens
-        a step reveals, only of those steps that this block may need."""
+        """The block of every step from the one that comes `ahead` steps after the current one on. Where
+        predictions decide how many tokens a step reveals, only of those steps that this block may need."""
         if self.request.counts is None or self.config.early_commit is not None:
             yield from repeat(self.block, max(self.num_hidden - ahead, 1))
         else:
             for block in range(self.block, len(self.request.counts)):
-                yield from repeat(block, len(self.request.counts[block]) - (self.step + ahead if block == self.block else 0))
+                yield from repeat(
+                    block, len(self.request.counts[block]) - (self.step + ahead if block == self.block else 0)
+                )
 
     @property
     def num_remasked(self) -> int:
@@ -106,7 +110,8 @@ class SequenceState:
 
     @property
     def num_revised(self) -> int:
-        """The most tokens that the step hides again by its own predictions. It reveals as many more than its count."""
+        """The most tokens that the step hides again by its own predictions. It reveals as many more than its
+        count."""
         return self.request.revisions[self.block][self.step] if self.request.revisions else 0
 
     @property

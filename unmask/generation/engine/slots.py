@@ -1,7 +1,7 @@
 """The running sequences on the device: their tokens, which are hidden, and the step that revealed each.
 
-Shapes: S slots, R some of them, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W block, V vocabulary,
-K most probable tokens.
+Shapes: S slots, R some of them, C columns (positions), B sequences, N hidden positions, J drafted ones, G
+drafts, W block, V vocabulary, K most probable tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
-from unmask.generation.engine.host import first_by_order, first_true, members, moved, moved_together, ranks, slot_index
+from unmask.generation.engine.host import (
+    first_by_order,
+    first_true,
+    members,
+    moved,
+    moved_together,
+    ranks,
+    slot_index,
+)
 from unmask.generation.engine.kv_cache import CacheMemory, SlotCache
 from unmask.generation.output import Trace
 from unmask.generation.policies import Decision
@@ -29,7 +37,8 @@ TABLES = (
 )
 PLANS_KEPT = 16
 CELLS_KEPT = 2**24
-"""Elements of the masks of all kept plans: 16 MB as booleans, and four times that where they are added in float32."""
+"""Elements of the masks of all kept plans: 16 MB as booleans, and four times that where they are added in
+float32."""
 Which = Literal["top", "forbidden"]
 """Of what tokens the most probable ones are recorded: of all, or of those that the constraint forbids."""
 
@@ -49,12 +58,14 @@ class BatchEntry(NamedTuple):
     length: int  # of the whole sequence
     start: int
     stop: int
-    num_predicted: int = 0  # positions of the block to predict: the hidden ones, and with `revise` those that were revealed in it
+    # positions of the block to predict: the hidden ones, and with `revise` those that were revealed in it
+    num_predicted: int = 0
     num_cached: int = 0  # positions whose keys and values are cached, from the first one on
     recompute: tuple[int, int] | None = None  # with a lossy cache, the positions to compute; None: exact
     state: tuple | None = None  # equal in sequences that may be in the same state; None: no other sequence is
     draft: Draft | None = None  # its states are computed too
-    revise: Literal["probability", "quality"] | None = None  # the positions that were revealed in the block are computed too, for this
+    # the positions that were revealed in the block are computed too, for this
+    revise: Literal["probability", "quality"] | None = None
 
     def base(self, lm: DiffusionLM) -> int:
         """The start of the current attention block: the tokens before it are clean."""
@@ -75,8 +86,8 @@ class BatchEntry(NamedTuple):
 
 
 class SpeculativeEntry(NamedTuple):
-    """One sequence of a pass of mode self-speculative: clean positions from `first` to `base`, drafts of the tokens after them, and masks
-    after each node that may be the last one kept."""
+    """One sequence of a pass of mode self-speculative: clean positions from `first` to `base`, drafts of the
+    tokens after them, and masks after each node that may be the last one kept."""
 
     slot: int
     length: int  # of the whole sequence
@@ -97,32 +108,40 @@ def as_columns(values: Sequence[tuple[int, ...]], device: torch.device) -> tuple
 
 
 class Slots:
-    """Tables with a slot (a row) per sequence. The first `count` are in use: when a sequence leaves, the last one moves to its slot.
+    """Tables with a slot (a row) per sequence. The first `count` are in use: when a sequence leaves, the last
+    one moves to its slot.
 
-    Attributes:
-        ids_SC: token ids, with the mask token at hidden positions.
-        step_SC: the step that revealed each token; -1: none.
-        log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
-        top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until `create_top`.
-        noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
-        sum_S: of the log-probabilities of all tokens that were considered so far; NaN if some predictions were.
+    Attributes: ids_SC: token ids, with the mask token at hidden positions. step_SC: the step that revealed
+        each token; -1: none. log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
+        top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until
+        `create_top`. noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
+        sum_S: of the log-probabilities of all tokens that were considered so far; NaN if some predictions
+        were.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
         self.mask_token_id = mask_token_id
         self.count = 0
-        self.plans: MaskCache = MaskCache(PLANS_KEPT, CELLS_KEPT)  # what a pass needs of the host, by what the host knows of its sequences
+        # what a pass needs of the host, by what the host knows of its sequences
+        self.plans: MaskCache = MaskCache(PLANS_KEPT, CELLS_KEPT)
         self.cache: SlotCache | None = None
-        self.verifier_cache: SlotCache | None = None  # of another model, which verifies the drafts of this one
+        # of another model, which verifies the drafts of this one
+        self.verifier_cache: SlotCache | None = None
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
+        self.log_prob_SC, self.sampled_SC, self.entropy_SC = (
+            torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3)
+        )
         self.noise_SU = torch.zeros(0, 0, dtype=torch.float64, device=device)
         self.sum_S = torch.zeros(0, dtype=torch.float64, device=device)
         self.shown = torch.zeros((), dtype=torch.bool, device=device)
-        self.top_id_SCK, self.forbidden_id_SCK = (torch.zeros(0, 0, 0, dtype=torch.long, device=device) for _ in range(2))
-        self.top_log_prob_SCK, self.forbidden_log_prob_SCK = (torch.zeros(0, 0, 0, dtype=torch.float64, device=device) for _ in range(2))
+        self.top_id_SCK, self.forbidden_id_SCK = (
+            torch.zeros(0, 0, 0, dtype=torch.long, device=device) for _ in range(2)
+        )
+        self.top_log_prob_SCK, self.forbidden_log_prob_SCK = (
+            torch.zeros(0, 0, 0, dtype=torch.float64, device=device) for _ in range(2)
+        )
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; those in use keep their values."""
@@ -131,7 +150,9 @@ class Slots:
             shape = (slots, columns, *old.shape[2:]) if "_SC" in name else (slots, *old.shape[1:])
             new = old.new_full(shape, self.mask_token_id if name == "ids_SC" else 0)
             if self.count:
-                kept = tuple(slice(min(sizes)) for sizes in zip((self.count, *old.shape[1:]), shape, strict=True))
+                kept = tuple(
+                    slice(min(sizes)) for sizes in zip((self.count, *old.shape[1:]), shape, strict=True)
+                )
                 new[kept] = old[kept]
             setattr(self, name, new)
         for cache in self._caches:
@@ -174,20 +195,28 @@ class Slots:
             cache.copy(source, targets, columns)
 
     def blocks(self, spans: tuple[tuple[int, int, int], ...]) -> tuple[Tensor, Tensor]:
-        """The slots and positions [B, W] of blocks, given the slot, start and stop of each; a shorter block ends with its last position."""
+        """The slots and positions [B, W] of blocks, given the slot, start and stop of each; a shorter block
+        ends with its last position."""
 
         def index() -> tuple[Tensor, ...]:
             slot_B1, start_B1, stop_B1 = np.array(spans).T[:, :, None]
             position_BW = np.minimum(start_B1 + np.arange((stop_B1 - start_B1).max()), stop_B1 - 1)
-            return moved_together(self.ids_SC.device, np.broadcast_to(slot_B1, position_BW.shape), position_BW)
+            return moved_together(
+                self.ids_SC.device, np.broadcast_to(slot_B1, position_BW.shape), position_BW
+            )
 
         return self.plans.get(("blocks", spans), index, 0)
 
-    def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
-        """Member, slot, position and steps ahead (0: the current state) of every position to predict: the hidden ones of the current
-        blocks, and the revealed ones of a block that is revised. The host knows how many, and the device which."""
+    def hidden_positions(
+        self, entries: Sequence[BatchEntry]
+    ) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
+        """Member, slot, position and steps ahead (0: the current state) of every position to predict: the
+        hidden ones of the current blocks, and the revealed ones of a block that is revised. The host knows
+        how many, and the device which."""
         device = self.ids_SC.device
-        slot_B, start_B, count_B = np.array([(entry.slot, entry.start, entry.num_predicted) for entry in entries]).T
+        slot_B, start_B, count_B = np.array(
+            [(entry.slot, entry.start, entry.num_predicted) for entry in entries]
+        ).T
         at = self.blocks(tuple((entry.slot, entry.start, entry.stop) for entry in entries))
         hidden_BW = self.hidden_SC[at]
         if any(entry.revise is not None for entry in entries):
@@ -195,18 +224,30 @@ class Slots:
             hidden_BW = hidden_BW | (revise_B1 & (self.step_SC[at] >= 0))
         order_BW = first_true(hidden_BW)  # what is not in the block comes after what is
         member_N = members(count_B)
-        slot_N, position_N, ahead_N = moved(slot_B[member_N], device), first_by_order(order_BW, start_B, count_B), np.zeros_like(member_N)
+        slot_N, position_N, ahead_N = (
+            moved(slot_B[member_N], device),
+            first_by_order(order_BW, start_B, count_B),
+            np.zeros_like(member_N),
+        )
         for member, entry in enumerate(entries):
             if entry.draft is not None:
                 number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden
                 draft_J, rank_J = moved_together(device, number_J, ranks(counts))
-                position_N = torch.cat([position_N, first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start])
+                position_N = torch.cat(
+                    [position_N, first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start]
+                )
                 slot_N = torch.cat([slot_N, torch.full_like(draft_J, entry.slot)])
-                member_N, ahead_N = np.append(member_N, np.full_like(number_J, member)), np.append(ahead_N, 1 + number_J)
+                member_N, ahead_N = (
+                    np.append(member_N, np.full_like(number_J, member)),
+                    np.append(ahead_N, 1 + number_J),
+                )
         return member_N, slot_N, position_N, ahead_N
 
-    def unshifted(self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor) -> Tensor | None:
-        """The positions that are read at their own row despite a logit shift: visible ones whose quality is read. None: there are none."""
+    def unshifted(
+        self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor
+    ) -> Tensor | None:
+        """The positions that are read at their own row despite a logit shift: visible ones whose quality is
+        read. None: there are none."""
         if not lm.logit_shift or all(entry.revise != "quality" for entry in entries):
             return None
         slot_B, quality_B = np.array([(entry.slot, entry.revise == "quality") for entry in entries]).T
@@ -225,7 +266,10 @@ class Slots:
             ids_RC[row, : len(ids)], hidden_RC[row, : len(ids)] = ids, hidden
         added = slice(self.count, self.count + len(texts))
         self.count += len(texts)
-        self.ids_SC[added], self.hidden_SC[added] = moved(ids_RC, self.ids_SC.device), moved(hidden_RC, self.ids_SC.device)
+        self.ids_SC[added], self.hidden_SC[added] = (
+            moved(ids_RC, self.ids_SC.device),
+            moved(hidden_RC, self.ids_SC.device),
+        )
         self.step_SC[added].fill_(-1)
         for table in (self.log_prob_SC, self.sampled_SC, self.entropy_SC, self.sum_S):
             table[added].zero_()
@@ -233,9 +277,15 @@ class Slots:
 
     def write(self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor, step_J: Tensor) -> None:
         """Reveal tokens of a decision, of its index `index_J`, at these slots and positions."""
-        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = decision.token_N[index_J], self.shown, step_J.to(self.step_SC.dtype)
+        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = (
+            decision.token_N[index_J],
+            self.shown,
+            step_J.to(self.step_SC.dtype),
+        )
         records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
-        for table, values_N in zip((self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True):
+        for table, values_N in zip(
+            (self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True
+        ):
             if values_N is not None:
                 table[at] = values_N[index_J].double()
         if decision.top_id_NK is not None and decision.top_log_prob_NK is not None:
@@ -267,28 +317,41 @@ class Slots:
             at = (slot, slice(request.start, request.length))
             trace = Trace(*(column_C[at[1]] for column_C in columns))
             if config.trace:
-                trace.sampled_log_probs, trace.entropies = self.sampled_SC[at].tolist(), self.entropy_SC[at].tolist()
+                trace.sampled_log_probs, trace.entropies = (
+                    self.sampled_SC[at].tolist(),
+                    self.entropy_SC[at].tolist(),
+                )
             if config.top_log_probs:
                 trace.top_ids, trace.top_log_probs = self.most_probable("top", at, config.top_log_probs)
             if config.top_forbidden:
-                trace.forbidden_ids, trace.forbidden_log_probs = self.most_probable("forbidden", at, config.top_forbidden)
+                trace.forbidden_ids, trace.forbidden_log_probs = self.most_probable(
+                    "forbidden", at, config.top_forbidden
+                )
             traces.append(trace)
         return traces
 
-    def most_probable(self, which: Which, at: tuple[int, slice], count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """At each of a slot's positions, the most probable tokens when it was revealed, at most `count`, and their log-probabilities; none
-        where no token was revealed."""
-        id_CK, log_prob_CK = getattr(self, f"{which}_id_SCK")[at][:, :count], getattr(self, f"{which}_log_prob_SCK")[at][:, :count]
+    def most_probable(
+        self, which: Which, at: tuple[int, slice], count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """At each of a slot's positions, the most probable tokens when it was revealed, at most `count`, and
+        their log-probabilities; none where no token was revealed."""
+        id_CK, log_prob_CK = (
+            getattr(self, f"{which}_id_SCK")[at][:, :count],
+            getattr(self, f"{which}_log_prob_SCK")[at][:, :count],
+        )
         recorded_CK = self.step_SC[at].ge(0)[:, None].expand_as(id_CK)
         if which == "forbidden":
             recorded_CK = recorded_CK & (log_prob_CK > -torch.inf)
         number_C = recorded_CK.sum(1).tolist()
         ids, log_probs = (
-            [each[:number] for each, number in zip(table_CK.tolist(), number_C, strict=True)] for table_CK in (id_CK, log_prob_CK)
+            [each[:number] for each, number in zip(table_CK.tolist(), number_C, strict=True)]
+            for table_CK in (id_CK, log_prob_CK)
         )
         return ids, log_probs
 
     def present(self, slot_B: Tensor, vocabulary: int) -> Tensor:
         """The tokens [B, V] that occur in the sequences of these slots."""
         shown_BC = torch.where(self.hidden_SC[slot_B], self.mask_token_id, self.ids_SC[slot_B])
-        return torch.zeros(len(slot_B), vocabulary, dtype=torch.bool, device=slot_B.device).scatter_(1, shown_BC, True)
+        return torch.zeros(len(slot_B), vocabulary, dtype=torch.bool, device=slot_B.device).scatter_(
+            1, shown_BC, True
+        )

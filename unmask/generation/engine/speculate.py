@@ -1,7 +1,8 @@
-"""A round of mode self-speculative: verify the drafts of sequences, reveal the tokens, and draft the next ones. One forward pass.
+"""A round of mode self-speculative: verify the drafts of sequences, reveal the tokens, and draft the next
+ones. One forward pass.
 
-Shapes: B sequences, G drafts, J = G + 1 nodes of their tree, D depths, K candidates, V vocabulary, N positions of several sequences, M some
-of them.
+Shapes: B sequences, G drafts, J = G + 1 nodes of their tree, D depths, K candidates, V vocabulary, N
+positions of several sequences, M some of them.
 """
 
 from __future__ import annotations
@@ -34,20 +35,27 @@ def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculati
     """The state before the first round, which has no drafts."""
     none = torch.zeros(0, dtype=torch.long, device=lm.device)
     shape = (0, _tree(lm, config).width, lm.config.vocab_size)
-    return Speculation(request.start, request.start, none, torch.zeros(shape, dtype=lm.log_prob_dtype, device=lm.device))
+    return Speculation(
+        request.start, request.start, none, torch.zeros(shape, dtype=lm.log_prob_dtype, device=lm.device)
+    )
 
 
 def speculate(
     lm: DiffusionLM, verifier: Verifier | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
 ) -> list[SequenceState]:
-    """One round of each sequence. Those of different settings or very different lengths have separate passes; with `alone`, all have.
-    Returns the finished ones. `verifier`: the causal model that verifies, here or on a server; None: the model itself."""
+    """One round of each sequence. Those of different settings or very different lengths have separate passes;
+    with `alone`, all have. Returns the finished ones. `verifier`: the causal model that verifies, here or on
+    a server; None: the model itself."""
     finished: list[SequenceState] = []
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
         alike = [sequence for sequence in sequences if sequence.config is config]
         for bucket in buckets([_state(sequence).position - sequence.num_cached for sequence in alike], alone):
             members = [alike[index] for index in bucket]
-            finished += _round(lm, slots, members) if verifier is None else _round_of_two(lm, verifier, slots, members)
+            finished += (
+                _round(lm, slots, members)
+                if verifier is None
+                else _round_of_two(lm, verifier, slots, members)
+            )
     return finished
 
 
@@ -60,7 +68,14 @@ def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> lis
     states = [_state(sequence) for sequence in sequences]
     tree, width = _tree(lm, sequences[0].config), num_drafts(lm, sequences[0].config) + 1
     entries = [
-        SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, width)
+        SpeculativeEntry(
+            each.slots[0],
+            each.request.length,
+            min(each.num_cached, state.position - 1),
+            state.position,
+            state.draft_G,
+            width,
+        )
         for each, state in zip(sequences, states, strict=True)
     ]
     causal_BJV, masked_BJDV = speculative_pass(lm, slots, entries, tree)
@@ -72,11 +87,20 @@ def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> lis
     return finished
 
 
-def _round_of_two(lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
+def _round_of_two(
+    lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: list[SequenceState]
+) -> list[SequenceState]:
     """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
     states, count = [_state(sequence) for sequence in sequences], num_drafts(lm, sequences[0].config)
     entries = [
-        SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, 0)
+        SpeculativeEntry(
+            each.slots[0],
+            each.request.length,
+            min(each.num_cached, state.position - 1),
+            state.position,
+            state.draft_G,
+            0,
+        )
         for each, state in zip(sequences, states, strict=True)
     ]
     tree = _tree(lm, sequences[0].config)
@@ -92,7 +116,11 @@ def _round_of_two(lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: 
         for sequence in going_on:
             state = _state(sequence)
             first, none = min(state.num_drafter_cached, state.position - 1), state.draft_G[:0]
-            entries.append(SpeculativeEntry(sequence.slots[0], sequence.request.length, first, state.position, none, count + 1))
+            entries.append(
+                SpeculativeEntry(
+                    sequence.slots[0], sequence.request.length, first, state.position, none, count + 1
+                )
+            )
             state.num_drafter_cached = state.position
         _draft(lm, slots, going_on, draft_pass(lm, slots, entries)[:, :count])
     return finished
@@ -105,10 +133,11 @@ def _tree(lm: DiffusionLM, config: SamplerConfig) -> Tree:
 def _reveal(
     lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, cache: SlotCache | None
 ) -> tuple[list[int], list[SequenceState]]:
-    """Reveal the tokens that are decided. Returns the last node of each sequence that was kept, and the finished sequences.
+    """Reveal the tokens that are decided. Returns the last node of each sequence that was kept, and the
+    finished sequences.
 
-    Args:
-        cache: holds the keys of all drafts. Those that were kept move to the columns of their positions. None: a server has them.
+    Args: cache: holds the keys of all drafts. Those that were kept move to the columns of their positions.
+        None: a server has them.
     """
     tree, shape = _tree(lm, sequences[0].config), logits_BJV.shape[:2]
     decision, rank_N = _verify(slots, sequences, logits_BJV, tree)
@@ -123,14 +152,27 @@ def _reveal(
         ends = lm.eos_token_ids if request.stop_at_eos else ()
         count = end_of(tokens, ends)
         slot, start = sequence.slots[0], state.position
-        revealed += [(member, node, slot, start + depth, sequence.steps_done) for depth, node in enumerate(path[:count])]
-        moved += [(slot, start + node - 1, start + depth) for depth, node in enumerate(path[1:count]) if node - 1 != depth]
-        state.num_drafted, state.num_accepted = state.num_drafted + len(state.draft_G), state.num_accepted + min(len(path) - 1, count)
+        revealed += [
+            (member, node, slot, start + depth, sequence.steps_done)
+            for depth, node in enumerate(path[:count])
+        ]
+        moved += [
+            (slot, start + node - 1, start + depth)
+            for depth, node in enumerate(path[1:count])
+            if node - 1 != depth
+        ]
+        state.num_drafted, state.num_accepted = (
+            state.num_drafted + len(state.draft_G),
+            state.num_accepted + min(len(path) - 1, count),
+        )
         state.position += count
         if state.position == request.length or tokens[count - 1] in ends:
             finished.append(sequence)
         sequence.num_cached = state.position - 1
-        sequence.steps_done, sequence.num_forward_passes = sequence.steps_done + 1, sequence.num_forward_passes + 1
+        sequence.steps_done, sequence.num_forward_passes = (
+            sequence.steps_done + 1,
+            sequence.num_forward_passes + 1,
+        )
     member_N, node_N, slot_N, position_N, step_N = torch.tensor(revealed, device=rank_N.device).unbind(1)
     slots.write((slot_N, position_N), decision, member_N * shape[1] + node_N, step_N)
     if moved and cache is not None:  # a server keeps its own
@@ -138,16 +180,25 @@ def _reveal(
     return last, finished
 
 
-def _verify(slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tree: Tree) -> tuple[Decision, Tensor]:
-    """The token after each node [B * J] if the path to it is kept, and the rank of the candidate that it is, or -1."""
-    config, states, (size, count, vocabulary) = sequences[0].config, [_state(sequence) for sequence in sequences], logits_BJV.shape
+def _verify(
+    slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tree: Tree
+) -> tuple[Decision, Tensor]:
+    """The token after each node [B * J] if the path to it is kept, and the rank of the candidate that it is,
+    or -1."""
+    config, states, (size, count, vocabulary) = (
+        sequences[0].config,
+        [_state(sequence) for sequence in sequences],
+        logits_BJV.shape,
+    )
     draft_BJ = F.pad(pad_sequence([state.draft_G for state in states], batch_first=True), (1, 0))
     drafted_BDKV = pad_sequence([state.drafted_DKV for state in states], batch_first=True)
     depth_J = tree.depth_J[:count].to(draft_BJ.device)
     key_N, position_N = _keys(sequences, depth_J)
     present_NV = None
     if config.repetition_penalty != 1:
-        earlier_BJV = tree.path_JJ[:count, :count].to(depth_J.device).float() @ F.one_hot(draft_BJ, vocabulary).float()
+        earlier_BJV = (
+            tree.path_JJ[:count, :count].to(depth_J.device).float() @ F.one_hot(draft_BJ, vocabulary).float()
+        )
         present_NV = _present(slots, sequences, count, vocabulary) | (earlier_BJV > 0).flatten(0, 1)
     candidates = []
     for rank in range(tree.width):
@@ -161,12 +212,23 @@ def _verify(slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tr
 
 def _draft(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BDV: Tensor) -> None:
     """Draw the candidates of the next tokens, as far as the sequence goes."""
-    config, tree, (count, vocabulary) = sequences[0].config, _tree(lm, sequences[0].config), logits_BDV.shape[1:]
+    config, tree, (count, vocabulary) = (
+        sequences[0].config,
+        _tree(lm, sequences[0].config),
+        logits_BDV.shape[1:],
+    )
     key_N, position_N = _keys(sequences, torch.arange(count, device=logits_BDV.device))
     present_NV = _present(slots, sequences, count, vocabulary) if config.repetition_penalty != 1 else None
-    draft_NK, drafted_NKV = draw_drafts(logits_BDV.flatten(0, 1), tree.width, config, key_N, position_N, present_NV)
+    draft_NK, drafted_NKV = draw_drafts(
+        logits_BDV.flatten(0, 1), tree.width, config, key_N, position_N, present_NV
+    )
     index_G = ((tree.depth_J - 1) * tree.width + tree.rank_J)[1:].to(draft_NK.device)
-    drafts = zip(sequences, draft_NK.view(-1, count * tree.width)[:, index_G], drafted_NKV.unflatten(0, (-1, count)), strict=True)
+    drafts = zip(
+        sequences,
+        draft_NK.view(-1, count * tree.width)[:, index_G],
+        drafted_NKV.unflatten(0, (-1, count)),
+        strict=True,
+    )
     for sequence, draft_G, drafted_DKV in drafts:
         state = _state(sequence)
         rest = sequence.request.length - state.position

@@ -1,11 +1,13 @@
 """The forward pass of mode self-speculative: it verifies drafts and predicts the next ones.
 
-Its queries are `[clean tokens | drafts | masks after node 0 | masks after node 1 | ...]`, each part as wide as the longest needs. Node 0
-is the clean text, and each other node a draft. A draft sees the clean tokens and the path of the tree that leads to it, as in reading from
-left to right; the masks after a node see what it sees, itself and each other. So the next drafts are there wherever the path of kept drafts
-ends (as in TiDAR, Liu et al. 2025).
+Its queries are `[clean tokens | drafts | masks after node 0 | masks after node 1 | ...]`, each part as wide
+as the longest needs. Node 0 is the clean text, and each other node a draft. A draft sees the clean tokens and
+the path of the tree that leads to it, as in reading from left to right; the masks after a node see what it
+sees, itself and each other. So the next drafts are there wherever the path of kept drafts ends (as in TiDAR,
+Liu et al. 2025).
 
-Shapes: B sequences of a pass, Q queries, K keys, G drafts, J = 1 + G nodes, W masks after each, R rows of logits, V vocabulary.
+Shapes: B sequences of a pass, Q queries, K keys, G drafts, J = 1 + G nodes, W masks after each, R rows of
+logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,26 +41,31 @@ class _Plan:
 
 
 def draft_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry]) -> Tensor:
-    """Logits [B, W, V] of the tokens from `base` on, for entries without drafts. With a logit shift the last clean token predicts the
-    first one."""
+    """Logits [B, W, V] of the tokens from `base` on, for entries without drafts. With a logit shift the last
+    clean token predicts the first one."""
     clean_BJV, masked_BJWV = speculative_pass(lm, slots, entries, draft_tree(0, 1), skipped=0)
     return torch.cat([clean_BJV, masked_BJWV[:, 0]], 1) if lm.logit_shift else masked_BJWV[:, 0]
 
 
 def speculative_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], tree: Tree, skipped: int = 1, cache: SlotCache | None = None
+    lm: DiffusionLM,
+    slots: Slots,
+    entries: Sequence[SpeculativeEntry],
+    tree: Tree,
+    skipped: int = 1,
+    cache: SlotCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the pass. Where a sequence has fewer drafts, masks or positions than others, the results are undefined.
+    """Run the pass. Where a sequence has fewer drafts, masks or positions than others, the results are
+    undefined.
 
     Args:
         tree: whose first nodes the drafts are.
         skipped: the masks of each group whose tokens are not predicted.
         cache: another cache than that of the slots.
 
-    Returns:
-        [B, J, V]: the causal reading's logits of the token after each node.
-        [B, J, W - skipped, V]: for the masks after each node, the logits of their tokens without the first ones; with a logit shift, never
-        that of the first one, which the token before it predicts.
+    Returns: [B, J, V]: the causal reading's logits of the token after each node. [B, J, W - skipped, V]: for
+        the masks after each node, the logits of their tokens without the first ones; with a logit shift,
+        never that of the first one, which the token before it predicts.
     """
     plan = _plan(entries, tree, slots.ids_SC.device)
     columns = max(entry.num_columns for entry in entries)
@@ -81,26 +88,37 @@ def _plan(entries: Sequence[SpeculativeEntry], tree: Tree, device: torch.device)
     text, node_J = num_clean + drafts, torch.arange(drafts + 1, device=device)
     group_Q = F.pad(node_J.repeat_interleave(width), (text, 0), value=-1)
     inside_Q = F.pad(torch.arange(width, device=device).repeat(drafts + 1), (text, 0))
-    depth_J, path_JG = tree.depth_J[: drafts + 1].to(device), tree.path_JJ[: drafts + 1, 1 : drafts + 1].to(device)
+    depth_J, path_JG = (
+        tree.depth_J[: drafts + 1].to(device),
+        tree.path_JJ[: drafts + 1, 1 : drafts + 1].to(device),
+    )
     node_Q = torch.cat([node_J.new_zeros(num_clean), node_J[1:], group_Q[text:]])
     offset_Q = depth_J[node_Q] + inside_Q - (group_Q < 0).long()
     offset_Q[:num_clean] = torch.arange(-num_clean, 0, device=device)
     return _Plan(num_clean, drafts, width, depth_J, group_Q, inside_Q, offset_Q, path_JG[node_Q])
 
 
-def _queries(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], plan: _Plan, columns: int) -> Queries:
+def _queries(
+    lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], plan: _Plan, columns: int
+) -> Queries:
     assert slots.cache is not None
-    extents = [(entry.slot, entry.first, entry.base, entry.length, len(entry.draft_G), entry.num_masks) for entry in entries]
+    extents = [
+        (entry.slot, entry.first, entry.base, entry.length, len(entry.draft_G), entry.num_masks)
+        for entry in entries
+    ]
     slot_B1, first_B1, base_B1, length_B1, drafts_B1, masks_B1 = as_columns(extents, plan.group_Q.device)
     group_Q, position_BQ = plan.group_Q, base_B1 + plan.offset_Q
     number_Q = torch.arange(len(group_Q), device=group_Q.device) - plan.num_clean  # of a draft, from 0
     text_BQ = (group_Q < 0) & (position_BQ >= first_B1) & (number_Q < drafts_B1)
-    masked_BQ = (group_Q >= 0) & (group_Q <= drafts_B1) & (plan.inside_Q < masks_B1) & (position_BQ < length_B1)
+    masked_BQ = (
+        (group_Q >= 0) & (group_Q <= drafts_B1) & (plan.inside_Q < masks_B1) & (position_BQ < length_B1)
+    )
     position_BQ = torch.where(text_BQ | masked_BQ, position_BQ, 0)
     ids_BQ = slots.ids_SC[slot_B1, position_BQ].masked_fill(masked_BQ, lm.mask_token_id)
     for member, entry in enumerate(entries):
         ids_BQ[member, plan.num_clean : plan.num_clean + len(entry.draft_G)] = entry.draft_G
-    start_BQ = base_B1 + drafts_B1 + group_Q * masks_B1  # the first column of a group; masks past the end of the sequence have none
+    # the first column of a group; masks past the end of the sequence have none
+    start_BQ = base_B1 + drafts_B1 + group_Q * masks_B1
     stop_BQ = start_BQ + torch.minimum(masks_B1, length_B1 - base_B1 - plan.depth_J[group_Q])
     column_BQ = torch.where(masked_BQ, start_BQ + plan.inside_Q, base_B1 + number_Q)
     path_PQ = F.pad(plan.path_QG, (1, 1)).T  # no query sees what is before or after all drafts as a draft

@@ -1,10 +1,12 @@
-"""What `Engine._denoise` does after the forward pass: decide on tokens, reveal the best (`reveal`), draft later states (`draft_ahead`).
+"""What `Engine._denoise` does after the forward pass: decide on tokens, reveal the best (`reveal`), draft
+later states (`draft_ahead`).
 
-The host knows how many tokens each sequence reveals and hides again, and the device which: it sorts, and the host takes the first ones.
-Only where predictions decide how many (`threshold`, `factor`, `entropy_bound`, `early_commit`, `revise.below`), the host reads the number.
+The host knows how many tokens each sequence reveals and hides again, and the device which: it sorts, and the
+host takes the first ones. Only where predictions decide how many (`threshold`, `factor`, `entropy_bound`,
+`early_commit`, `revise.below`), the host reads the number.
 
-Shapes: B sequences, N positions of their blocks with predictions, J chosen ones, M the most of one sequence, S slots, C columns
-(positions), W positions of a block, G drafts, V vocabulary.
+Shapes: B sequences, N positions of their blocks with predictions, J chosen ones, M the most of one sequence,
+S slots, C columns (positions), W positions of a block, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from torch import Tensor
 from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.engine.forward import Predictions
-from unmask.generation.engine.host import first_by_order, first_by_priority, first_true, members, moved, moved_together, padded
+from unmask.generation.engine.host import (
+    first_by_order,
+    first_by_priority,
+    first_true,
+    members,
+    moved,
+    moved_together,
+    padded,
+)
 from unmask.generation.engine.noise import numbers
 from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import Draft, Slots
@@ -29,13 +39,17 @@ At = tuple[Tensor, Tensor]  # slots and positions
 
 
 def reveal(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
-    """One denoising step, without its forward pass: hide the remasked tokens, and write the chosen ones to the slots."""
+    """One denoising step, without its forward pass: hide the remasked tokens, and write the chosen ones to
+    the slots."""
     device = predictions.position_N.device
     again = [sequence.num_remasked for sequence in sequences]
     hide_at = [_unlikely(slots, sequences, again)] if any(again) else []
     if any(sequence.num_revised for sequence in sequences):
         predictions, visible_at, revised = _revise(slots, sequences, predictions)
-        hide_at, again = [*hide_at, visible_at], [one + other for one, other in zip(again, revised, strict=True)]
+        hide_at, again = (
+            [*hide_at, visible_at],
+            [one + other for one, other in zip(again, revised, strict=True)],
+        )
     decision = decide_all(slots, sequences, predictions)
     decision = decision._replace(log_prob_N=decision.log_prob_N.double())
     index_J, chosen = choose(sequences, predictions, decision, again=again)
@@ -57,7 +71,9 @@ def _copy_blocks(slots: Slots, guided: list[SequenceState]) -> None:
     slot_B, copy_B, start_B, stop_B = np.array(spans).T
     member_N = members(stop_B - start_B)
     position_N = np.concatenate([np.arange(start, stop) for _, _, start, stop in spans])
-    slot_N, copy_N, column_N = moved_together(slots.ids_SC.device, slot_B[member_N], copy_B[member_N], position_N)
+    slot_N, copy_N, column_N = moved_together(
+        slots.ids_SC.device, slot_B[member_N], copy_B[member_N], position_N
+    )
     at, copied = (slot_N, column_N), (copy_N, column_N)
     hidden_N, step_N = slots.hidden_SC[at], slots.step_SC[at]
     filled_N = hidden_N | (step_N >= 0)  # the other tokens belong to the prompt
@@ -65,13 +81,18 @@ def _copy_blocks(slots: Slots, guided: list[SequenceState]) -> None:
     slots.hidden_SC[copied], slots.step_SC[copied] = hidden_N, step_N
 
 
-def decide_all(slots: Slots, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0) -> Decision:
+def decide_all(
+    slots: Slots, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0
+) -> Decision:
     """The token that would be revealed at each position, by the settings of its sequence."""
     member_N, device = predictions.member_N, predictions.position_N.device
     parts: list[tuple[Tensor | None, Decision]] = []
     for config, uses_B in _by_settings(sequences):
         if config.constraint is not None:
-            parts += [_decide_given(slots, sequences[member], member, predictions, ahead) for member in np.flatnonzero(uses_B).tolist()]
+            parts += [
+                _decide_given(slots, sequences[member], member, predictions, ahead)
+                for member in np.flatnonzero(uses_B).tolist()
+            ]
             continue
         own, at = predictions, None
         if not uses_B.all():
@@ -82,18 +103,26 @@ def decide_all(slots: Slots, sequences: list[SequenceState], predictions: Predic
         if config.repetition_penalty != 1:
             slot_B = moved(np.array([sequence.slots[0] for sequence in sequences]), device)
             present_NV = slots.present(slot_B, own.logits_NV.shape[1])[moved(own.member_N, device)]
-        parts.append((at, decide_by(own.logits_NV, config, numbers(slots, sequences, config, own, ahead), present_NV)))
+        parts.append(
+            (at, decide_by(own.logits_NV, config, numbers(slots, sequences, config, own, ahead), present_NV))
+        )
     return parts[0][1] if len(parts) == 1 else _merge(parts, len(member_N))
 
 
-def _decide_given(slots: Slots, sequence: SequenceState, member: int, predictions: Predictions, ahead: int) -> tuple[Tensor, Decision]:
-    """The predictions of one sequence, and its tokens given its constraint. The host reads which are hidden, and the chances of texts."""
+def _decide_given(
+    slots: Slots, sequence: SequenceState, member: int, predictions: Predictions, ahead: int
+) -> tuple[Tensor, Decision]:
+    """The predictions of one sequence, and its tokens given its constraint. The host reads which are hidden,
+    and the chances of texts."""
     index_J = moved(np.flatnonzero(predictions.member_N == member), predictions.position_N.device)
     slot, length, config = sequence.slots[0], sequence.request.length, sequence.config
     ids, hidden = slots.ids_SC[slot, :length].tolist(), slots.hidden_SC[slot, :length].tolist()
     windows = windows_of(sequence.request.gaps, sequence.span, ids, hidden, index_J.device)
     logits_JV, position_J = predictions.logits_NV[index_J], predictions.position_N[index_J]
-    key_J, step_J = torch.full_like(index_J, sequence.request.key), torch.full_like(index_J, sequence.steps_done + ahead)
+    key_J, step_J = (
+        torch.full_like(index_J, sequence.request.key),
+        torch.full_like(index_J, sequence.steps_done + ahead),
+    )
     present_JV = None
     if config.repetition_penalty != 1:
         present_JV = slots.present(index_J.new_tensor([slot]), logits_JV.shape[1]).expand(len(index_J), -1)
@@ -101,9 +130,14 @@ def _decide_given(slots: Slots, sequence: SequenceState, member: int, prediction
 
 
 def choose(
-    sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0, again: list[int] | None = None
+    sequences: list[SequenceState],
+    predictions: Predictions,
+    decision: Decision,
+    ahead: int = 0,
+    again: list[int] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """The predictions [J] to reveal, and how many these are of each sequence. `again`: how many tokens of each are hidden again."""
+    """The predictions [J] to reveal, and how many these are of each sequence. `again`: how many tokens of
+    each are hidden again."""
     count_B = predictions.counts(len(sequences))
     chosen = [sequence.tokens_to_reveal(ahead) for sequence in sequences]
     if again is not None:
@@ -114,7 +148,9 @@ def choose(
     return first_by_priority(decision.priority_N, count_B, chosen), chosen
 
 
-def _read_counts(sequences: list[SequenceState], decision: Decision, count_B: np.ndarray, planned: list[int]) -> list[int]:
+def _read_counts(
+    sequences: list[SequenceState], decision: Decision, count_B: np.ndarray, planned: list[int]
+) -> list[int]:
     """How many tokens each sequence reveals, where predictions decide it for some."""
     priority_BM = padded(decision.priority_N, count_B, -torch.inf)
     chosen_B = moved(np.array(planned), priority_BM.device)
@@ -125,7 +161,9 @@ def _read_counts(sequences: list[SequenceState], decision: Decision, count_B: np
         if config.early_commit is not None:
             assert decision.margin_N is not None
             margin_BM = padded(decision.margin_N.float(), count_B, torch.inf)
-            chosen_B = torch.where(uses_B & (margin_BM.amin(1) >= config.early_commit), priority_BM.shape[1], chosen_B)
+            chosen_B = torch.where(
+                uses_B & (margin_BM.amin(1) >= config.early_commit), priority_BM.shape[1], chosen_B
+            )
     return chosen_B.tolist()
 
 
@@ -153,14 +191,18 @@ def draft_ahead(slots: Slots, sequences: list[SequenceState], predictions: Predi
         return
     ids_GBW, hidden_GBW = (torch.stack(tables) for tables in zip(*states, strict=True))
     for member, sequence in enumerate(sequences):
-        num_hidden = [counts[member] for counts in left[1 : 1 + sequence.config.drafts] if counts[member]]  # without, it needs no pass
+        # without, it needs no pass
+        num_hidden = [counts[member] for counts in left[1 : 1 + sequence.config.drafts] if counts[member]]
         if count := len(num_hidden):
             size = sequence.span[1] - sequence.span[0]
-            sequence.draft = Draft(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size], num_hidden)
+            sequence.draft = Draft(
+                ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size], num_hidden
+            )
 
 
 def _by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:
-    """Each distinct config, and a mask [B] of the sequences that use it. The engine keeps equal configs as one object."""
+    """Each distinct config, and a mask [B] of the sequences that use it. The engine keeps equal configs as
+    one object."""
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
         yield config, np.array([sequence.config is config for sequence in sequences])
 
@@ -173,15 +215,19 @@ def _unlikely(slots: Slots, sequences: list[SequenceState], again: list[int]) ->
     _, position_BW = at = slots.blocks(spans)
     width = position_BW.shape[1]
     inside_BW = moved(np.arange(width) < (stop_B - start_B)[:, None], device)
-    priority_BW = torch.where(inside_BW & (slots.step_SC[at] >= 0), -slots.log_prob_SC[at].float(), -torch.inf)
+    priority_BW = torch.where(
+        inside_BW & (slots.step_SC[at] >= 0), -slots.log_prob_SC[at].float(), -torch.inf
+    )
     order_BW = priority_BW.sort(dim=1, descending=True, stable=True).indices
     index_J = first_by_order(order_BW, np.arange(len(sequences)) * width, again)
     return moved(np.repeat(slot_B, again), device), position_BW.reshape(-1)[index_J]
 
 
-def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> tuple[Predictions, At, list[int]]:
-    """The predictions of hidden positions, the slots and positions of the visible tokens to hide, and how many these are in each
-    sequence."""
+def _revise(
+    slots: Slots, sequences: list[SequenceState], predictions: Predictions
+) -> tuple[Predictions, At, list[int]]:
+    """The predictions of hidden positions, the slots and positions of the visible tokens to hide, and how
+    many these are in each sequence."""
     device, count_B = predictions.position_N.device, np.array([sequence.num_hidden for sequence in sequences])
     slot_B = np.array([sequence.slots[0] for sequence in sequences])
     order_N = first_true(slots.hidden_SC[moved(slot_B[predictions.member_N], device), predictions.position_N])
@@ -202,8 +248,13 @@ def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictio
         else:
             log_prob_J = present_log_probs(visible.logits_NV[index_J], slots.ids_SC[slot_J, position_J])
         priority_N[index_J] = doubts(log_prob_J, config.revise, config.seed, key_J, step_J, position_J)
-    limits = [min(sequence.num_revised, int(most)) for sequence, most in zip(sequences, visible_B, strict=True)]
-    if any(sequence.config.revise is not None and sequence.config.revise.below is not None for sequence in sequences):
+    limits = [
+        min(sequence.num_revised, int(most)) for sequence, most in zip(sequences, visible_B, strict=True)
+    ]
+    if any(
+        sequence.config.revise is not None and sequence.config.revise.below is not None
+        for sequence in sequences
+    ):
         doubtful_B = (padded(priority_N, visible_B, -torch.inf) > -torch.inf).sum(1)
         limits = [min(limit, most) for limit, most in zip(limits, doubtful_B.tolist(), strict=True)]
     position_J = visible.position_N[first_by_priority(priority_N, visible_B, limits)]
@@ -212,7 +263,8 @@ def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictio
 
 
 def _merge(parts: list[tuple[Tensor | None, Decision]], count: int) -> Decision:
-    """The decisions of groups of positions, in the order of all positions; fields that a group lacks are 0 there."""
+    """The decisions of groups of positions, in the order of all positions; fields that a group lacks are 0
+    there."""
     merged: dict[str, Tensor] = {}
     for at, decision in parts:
         for name, values_N in decision._asdict().items():

@@ -31,13 +31,17 @@ class AheadBackend:
         self.asked: Asked | None = None
 
     def ask(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int]) -> None:
-        """Begin to sample from the weights sent last, in a thread. `generate` with the same keys returns the completions."""
+        """Begin to sample from the weights sent last, in a thread. `generate` with the same keys returns the
+        completions."""
         thread = ThreadPool(1)  # a process that exits does not wait for it
         self.asked = Asked(keys, thread.apply_async(self.backend.generate, (prompts, config, keys)))
         thread.close()
 
-    def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
-        """Complete prompts, or wait for the completions that were asked for with these keys, or raise the error that they met."""
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+    ) -> Generation:
+        """Complete prompts, or wait for the completions that were asked for with these keys, or raise the
+        error that they met."""
         if self.asked is None or self.asked.keys != keys:
             return self.backend.generate(prompts, config, keys)
         asked, self.asked = self.asked, None

@@ -1,7 +1,7 @@
 """Backends that sample for reinforcement learning: the model in process, `unmask serve`, or a vLLM server.
 
-A server gets the trained weights through a folder that both can read, and loses them when it dies. Every rollout therefore names its
-weights, and a restarted server gets them again.
+A server gets the trained weights through a folder that both can read, and loses them when it dies. Every
+rollout therefore names its weights, and a restarted server gets them again.
 """
 
 from __future__ import annotations
@@ -43,25 +43,30 @@ MOST_TOKENS = 50_000  # of the prompts of such a request, whose body may have 1 
 
 
 class Backend(Protocol):
-    """Samples for a trainer. In a distributed run every process has one, and all call `sync` at the same time."""
+    """Samples for a trainer. In a distributed run every process has one, and all call `sync` at the same
+    time."""
 
-    def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+    ) -> Generation:
         """Complete prompts, as `unmask.generate`."""
 
     def due(self, step: int | None) -> bool:
-        """Whether weights must be sent before the rollout of this step. None: an evaluation, which always needs the current weights."""
+        """Whether weights must be sent before the rollout of this step. None: an evaluation, which always
+        needs the current weights."""
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Sample from these weights from now on; `step` names them. Adapters are merged, unless only adapters are sent. The first process
-        of a run sends them; the others wait for it before they sample."""
+        """Sample from these weights from now on; `step` names them. Adapters are merged, unless only adapters
+        are sent. The first process of a run sends them; the others wait for it before they sample."""
 
     def close(self) -> None:
         """Close connections; a server keeps running."""
 
 
 def make_backend(config: RolloutConfig, lm: DiffusionLM, output_dir: str | Path) -> Backend:
-    """The backend of a config, for the trained model. Weights for a server are written to the run's output folder unless the config names
-    another. Raises GenerationError if the server is absent or holds another model, or vLLM cannot run the model."""
+    """The backend of a config, for the trained model. Weights for a server are written to the run's output
+    folder unless the config names another. Raises GenerationError if the server is absent or holds another
+    model, or vLLM cannot run the model."""
     if config.backend == "local":
         return LocalBackend(lm)
     folder = Path(config.folder or Path(output_dir) / "rollout_weights").resolve()
@@ -74,7 +79,9 @@ class LocalBackend:
     def __init__(self, lm: DiffusionLM):
         self.lm = lm
 
-    def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+    ) -> Generation:
         return generate(self.lm, prompts, config, keys)
 
     def due(self, step: int | None) -> bool:
@@ -87,7 +94,8 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """The base of backends with a server: the weights that it should hold, and the folders from which it reads them."""
+    """The base of backends with a server: the weights that it should hold, and the folders from which it
+    reads them."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         self.config, self.lm, self.folder = config, lm, folder
@@ -112,7 +120,8 @@ class RemoteBackend:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write(self, lm: DiffusionLM, path: Path) -> None:
-        """Write weights to a staging folder and rename it, so that no reader sees a part of them. Or raise RemoteError."""
+        """Write weights to a staging folder and rename it, so that no reader sees a part of them. Or raise
+        RemoteError."""
         staging = path.with_name(f"{path.name}-unfinished")
         for old in (staging, path):
             shutil.rmtree(old, ignore_errors=True)
@@ -124,10 +133,13 @@ class RemoteBackend:
             staging.rename(path)
         except (OSError, SafetensorError) as error:
             remedy = "Make room there, or set rollout.folder to another folder that both sides can read"
-            raise RemoteError(f"the weights cannot be written ({first_line(error)})", where=str(path), remedy=remedy) from error
+            raise RemoteError(
+                f"the weights cannot be written ({first_line(error)})", where=str(path), remedy=remedy
+            ) from error
 
     def check_weights(self, lm: DiffusionLM) -> None:
-        """Raise GenerationError for unmerged adapters, or for a model without adapters when these are to be sent."""
+        """Raise GenerationError for unmerged adapters, or for a model without adapters when these are to be
+        sent."""
         if self.config.sync == "lora":
             check_adapters(lm)
         elif not isinstance(lm.model, PreTrainedModel):
@@ -135,7 +147,11 @@ class RemoteBackend:
             raise GenerationError(what, where="sync", remedy="Merge its adapters")
         elif lm.model.config.tie_word_embeddings != self.lm.model.config.tie_word_embeddings:
             what = "with these adapters embedding table and head differ, which are one in the server's model"
-            raise GenerationError(what, where="sync", remedy="Sample in this process, or leave table and head out of the adapters")
+            raise GenerationError(
+                what,
+                where="sync",
+                remedy="Sample in this process, or leave table and head out of the adapters",
+            )
 
     def send(self) -> None:
         """Make the server load the weights."""
@@ -153,22 +169,35 @@ def check_adapters(lm: DiffusionLM) -> None:
         foreign = [] if kind == "LORA" else [f"peft_type {kind}"]
         foreign += [
             name
-            for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+            for name in (
+                "use_dora",
+                "modules_to_save",
+                "rank_pattern",
+                "alpha_pattern",
+                "trainable_token_indices",
+            )
             if getattr(config, name, None)
         ]
         foreign += ["bias"] if getattr(config, "bias", "none") != "none" else []
         if foreign:
             what = f"vLLM does not compute adapters with {', '.join(foreign)} as they are trained"
-            raise GenerationError(what, where="sync", remedy="Train plain LoRA adapters, or set sync to disk, which sends them merged")
+            raise GenerationError(
+                what,
+                where="sync",
+                remedy="Train plain LoRA adapters, or set sync to disk, which sends them merged",
+            )
 
 
 class ServerBackend(RemoteBackend):
-    """`unmask serve`: any model, with the same tokens as in process. Weights go to servers that were started with `--weights-from`, by the
-    key in UNMASK_ADMIN_KEY."""
+    """`unmask serve`: any model, with the same tokens as in process. Weights go to servers that were started
+    with `--weights-from`, by the key in UNMASK_ADMIN_KEY."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         super().__init__(config, lm, folder)
-        url, limits = str(config.url), {"timeout": config.timeout, "patience": config.patience, "queue_patience": config.timeout}
+        url, limits = (
+            str(config.url),
+            {"timeout": config.timeout, "patience": config.patience, "queue_patience": config.timeout},
+        )
         self.http = HttpClient(url, "`unmask serve`", **limits, api_key=self.api_key)
         self._sending = Lock()
         try:
@@ -181,16 +210,24 @@ class ServerBackend(RemoteBackend):
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
-        """Complete prompts, as `unmask.generate`; `agreement` and `prompt_reuse` are unknown. A request has at most
-        `config.batch_size` prompts, and no more than the server lets wait. As many run at once as the server was started with."""
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+    ) -> Generation:
+        """Complete prompts, as `unmask.generate`; `agreement` and `prompt_reuse` are unknown. A request has
+        at most `config.batch_size` prompts, and no more than the server lets wait. As many run at once as the
+        server was started with."""
         if config.deterministic:
             what = "the sequences of all clients of a server share its forward passes"
-            raise GenerationError(what, where="deterministic", remedy="Leave it out and start the server with --deterministic")
+            raise GenerationError(
+                what, where="deterministic", remedy="Leave it out and start the server with --deterministic"
+            )
         unconstrained = config.model_copy(update={"constraint": None})  # the server compiles it
         requests = make_requests(self.lm, prompts, unconstrained, keys)
-        order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))  # as in process
-        chunks = in_chunks([requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE)))
+        # as in process
+        order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
+        chunks = in_chunks(
+            [requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE))
+        )
         with ThreadPool(REQUESTS_AT_ONCE) as pool:  # a process that exits does not wait for its threads
             found = chain.from_iterable(pool.imap(partial(self._complete, config), chunks))
             traces = dict(zip(order, found, strict=True))
@@ -199,7 +236,9 @@ class ServerBackend(RemoteBackend):
     def send(self) -> None:
         if not (admin_key := os.environ.get(ADMIN_KEY)):
             remedy = f"Set {ADMIN_KEY} to the server's, which is started with --weights-from {self.folder}"
-            raise GenerationError("a server takes weights only with its admin key", where=str(self.config.url), remedy=remedy)
+            raise GenerationError(
+                "a server takes weights only with its admin key", where=str(self.config.url), remedy=remedy
+            )
         body = {"model": self.model, "path": str(self.source), "version": self.version}
         headers = {"Authorization": f"Bearer {admin_key}"}
         self.http.call("POST", "/v1/weights", json=body, headers=headers)
@@ -213,21 +252,34 @@ class ServerBackend(RemoteBackend):
         names = self.http.read(answer, lambda answer: [card["id"] for card in answer["data"]])
         if self.config.model not in (None, *names):
             remedy = f"Set rollout.model to one of {', '.join(map(str, names))}"
-            raise GenerationError(f"has no model {self.config.model!r}", where=str(self.config.url), remedy=remedy)
+            raise GenerationError(
+                f"has no model {self.config.model!r}", where=str(self.config.url), remedy=remedy
+            )
 
         def pick(answer: Any) -> dict[str, Any]:
             card = answer["data"][0 if self.config.model is None else names.index(self.config.model)]
-            return {"id": card["id"], "version": card["version"], "facts": dict(card["facts"]), "limits": dict(card["limits"])}
+            return {
+                "id": card["id"],
+                "version": card["version"],
+                "facts": dict(card["facts"]),
+                "limits": dict(card["limits"]),
+            }
 
         return self.http.read(answer, pick)
 
     def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
-        settings = config.model_dump(mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER, "trace"})
+        settings = config.model_dump(
+            mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER, "trace"}
+        )
         keys = [request.key for request in requests]
         body = {
             "model": self.model,
             "prompt": [request.prompt for request in requests],
-            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items() if ours != "top_log_probs"},
+            **{
+                theirs: getattr(config, ours)
+                for ours, theirs in OPENAI_NAMES.items()
+                if ours != "top_log_probs"
+            },
             "logprobs": config.top_log_probs or None,  # as completions name it
             "diffusion": {**settings, "keys": keys, "trace": True, "version": self.version},
         }
@@ -238,7 +290,9 @@ class ServerBackend(RemoteBackend):
                 raise
             self._send_again()
             answer = self.http.call("POST", "/v1/completions", json=body)
-        return self.http.read(answer, lambda answer: [read_trace(choice["diffusion"]["trace"]) for choice in answer["choices"]])
+        return self.http.read(
+            answer, lambda answer: [read_trace(choice["diffusion"]["trace"]) for choice in answer["choices"]]
+        )
 
     def _send_again(self) -> None:
         """Send the weights to a server that was restarted; once, though many requests find out."""
@@ -249,7 +303,12 @@ class ServerBackend(RemoteBackend):
 
 def read_trace(fields: dict[str, Any]) -> Trace:
     """A trace from JSON, where null stands for a log-probability of minus infinity."""
-    return Trace(**{name: _with_infinity(value) if name.endswith("log_probs") else value for name, value in fields.items()})
+    return Trace(
+        **{
+            name: _with_infinity(value) if name.endswith("log_probs") else value
+            for name, value in fields.items()
+        }
+    )
 
 
 def _with_infinity(values: Any) -> Any:
@@ -273,13 +332,16 @@ def in_chunks(requests: Sequence[Request], size: int) -> list[list[Request]]:
 
 
 class VLLMBackend(RemoteBackend):
-    """A vLLM server, for causal models. It draws tokens with its own random numbers; at temperature 0 they are the same as in process.
+    """A vLLM server, for causal models. It draws tokens with its own random numbers; at temperature 0 they
+    are the same as in process.
 
-    Start it from a model that Unmask saved or exported, whose vocabulary has the mask token; docs/generation.md has the command.
+    Start it from a model that Unmask saved or exported, whose vocabulary has the mask token;
+    docs/generation.md has the command.
 
-    In the mode "processed_logprobs" the traces have the exact `sampled_log_probs`, and `log_probs` at temperatures 0 and 1 without
-    filters, else NaN. In the server's default mode they have `sampled_log_probs` at temperature 0 and, but for the probability of the
-    mask token, at temperature 1 without filters; else they are empty. `entropies` are empty.
+    In the mode "processed_logprobs" the traces have the exact `sampled_log_probs`, and `log_probs` at
+    temperatures 0 and 1 without filters, else NaN. In the server's default mode they have `sampled_log_probs`
+    at temperature 0 and, but for the probability of the mask token, at temperature 1 without filters; else
+    they are empty. `entropies` are empty.
     """
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
@@ -292,24 +354,41 @@ class VLLMBackend(RemoteBackend):
         if config.sync == "nccl":
             check_nccl()
         super().__init__(config, lm, folder)
-        self.adapter = f"unmask-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"  # runs with adapters may share a server
-        options: dict[str, Any] = {"timeout": config.timeout, "patience": config.patience, "api_key": self.api_key}
-        self.remote = RemoteLM(str(config.url), lm.tokenizer, config.model, eos_token_ids=lm.eos_token_ids, **options)
+        # runs with adapters may share a server
+        self.adapter = f"unmask-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+        options: dict[str, Any] = {
+            "timeout": config.timeout,
+            "patience": config.patience,
+            "api_key": self.api_key,
+        }
+        self.remote = RemoteLM(
+            str(config.url), lm.tokenizer, config.model, eos_token_ids=lm.eos_token_ids, **options
+        )
         try:
             self.processed = self._probe()
         except GenerationError:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+    ) -> Generation:
         generation = self._complete(prompts, config.model_copy(update={"trace": False}), keys)
-        filters = (config.top_p < 1, config.top_k, config.repetition_penalty != 1, config.allowed_tokens, config.forbidden_tokens)
+        filters = (
+            config.top_p < 1,
+            config.top_k,
+            config.repetition_penalty != 1,
+            config.allowed_tokens,
+            config.forbidden_tokens,
+        )
         plain = config.temperature in (0, 1) and not any(filters)
         sampled: list[list[float]] | None = generation.log_probs if self.processed or plain else None
         if config.temperature == 0:
             sampled = [[0.0] * len(tokens) for tokens in generation.tokens]
         if self.processed and not plain:
-            generation = replace(generation, log_probs=[[math.nan] * len(tokens) for tokens in generation.tokens])
+            generation = replace(
+                generation, log_probs=[[math.nan] * len(tokens) for tokens in generation.tokens]
+            )
         if not config.trace:
             return generation
         traces = []
@@ -317,14 +396,20 @@ class VLLMBackend(RemoteBackend):
             rest = config.max_new_tokens - len(tokens)
             canvas, steps = tokens + [self.lm.mask_token_id] * rest, generation.steps[row] + [-1] * rest
             drawn = sampled[row] + [0.0] * rest if sampled else []
-            traces.append(Trace(canvas, steps, generation.log_probs[row] + [0.0] * rest, drawn, forward_passes=len(tokens)))
+            traces.append(
+                Trace(
+                    canvas, steps, generation.log_probs[row] + [0.0] * rest, drawn, forward_passes=len(tokens)
+                )
+            )
         return replace(generation, trace=traces)
 
     def send(self) -> None:
         if self.config.sync == "lora":
             if os.path.isabs(version := self.remote.weight_version):
                 remedy = "Restart the server with the model that the run began with"
-                raise GenerationError(f"the server's own weights are from {version}", where=str(self.config.url), remedy=remedy)
+                raise GenerationError(
+                    f"the server's own weights are from {version}", where=str(self.config.url), remedy=remedy
+                )
             self.remote.load_adapter(self.adapter, str(self.source))
         else:
             self.remote.update_weights(self.source)
@@ -333,28 +418,39 @@ class VLLMBackend(RemoteBackend):
     def close(self) -> None:
         self.remote.close()
 
-    def _complete(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None) -> Generation:
-        """Completions from the weights sent last. A restarted server gets them again: it names other weights, or does not know the
-        adapters, which are requested by name."""
+    def _complete(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None
+    ) -> Generation:
+        """Completions from the weights sent last. A restarted server gets them again: it names other weights,
+        or does not know the adapters, which are requested by name."""
         if self.config.sync == "lora" and self.version is not None:
             self.remote.model = self.adapter
         for _ in range(TRIES):
             try:
                 generation = self.remote.generate(prompts, config, keys)
-                if self.version is None or self.config.sync == "lora" or self.remote.weight_version == self.version:
+                if (
+                    self.version is None
+                    or self.config.sync == "lora"
+                    or self.remote.weight_version == self.version
+                ):
                     return generation
             except RemoteError as error:
                 if self.version is None or error.status != UNKNOWN_MODEL:
                     raise
             self.send()
-        raise self.remote.http.error("the server does not keep the weights that it is sent", "Use one server per run")
+        raise self.remote.http.error(
+            "the server does not keep the weights that it is sent", "Use one server per run"
+        )
 
     def _probe(self) -> bool:
-        """Whether the server returns log-probabilities of the distribution that it draws from, not of the model. Two tokens are drawn, each
-        as the only allowed one: that has log-probability 0 when it is drawn, while under the model one of the two has at most log 1/2."""
+        """Whether the server returns log-probabilities of the distribution that it draws from, not of the
+        model. Two tokens are drawn, each as the only allowed one: that has log-probability 0 when it is
+        drawn, while under the model one of the two has at most log 1/2."""
         log_probs = []
         for token in [token for token in range(3) if token != self.lm.mask_token_id][:2]:
-            config = SamplerConfig(max_new_tokens=1, temperature=1.0, allowed_tokens=[token], stop_at_eos=False)
+            config = SamplerConfig(
+                max_new_tokens=1, temperature=1.0, allowed_tokens=[token], stop_at_eos=False
+            )
             try:
                 log_probs += self.remote.generate([[token]], config).log_probs[0]
             except RemoteError as error:

@@ -43,21 +43,28 @@ def check_nccl() -> None:
     if not torch.cuda.is_available():
         raise GenerationError("NCCL needs a GPU on both sides", where=where, remedy=remedy)
     if importlib.util.find_spec("vllm") is None:
-        raise GenerationError("NCCL needs vLLM, which is not installed here", where=where, remedy=f"Install vllm, or {remedy}")
+        raise GenerationError(
+            "NCCL needs vLLM, which is not installed here", where=where, remedy=f"Install vllm, or {remedy}"
+        )
 
 
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
-    """A sender whose `send_weights()` sends the model's current weights, whose names are those of the server's checkpoint. Errors as in
-    `check_nccl`. `address`: of this machine, as the server's workers reach it."""
+    """A sender whose `send_weights()` sends the model's current weights, whose names are those of the
+    server's checkpoint. Errors as in `check_nccl`. `address`: of this machine, as the server's workers reach
+    it."""
     check_nccl()
     try:
         from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
         remedy = "Install another vllm, or give a folder that the server can read instead"
-        raise GenerationError(f"NCCL needs vLLM's sender ({error})", where="update_weights", remedy=remedy) from error
+        raise GenerationError(
+            f"NCCL needs vLLM's sender ({error})", where="update_weights", remedy=remedy
+        ) from error
     workers = call("GET", "/get_world_size")["world_size"]
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     facts = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + workers)
-    return WeightTransferTrainerFactory.trainer_init(facts, client=ControlPlane(call), source=ModuleSource(model))
+    return WeightTransferTrainerFactory.trainer_init(
+        facts, client=ControlPlane(call), source=ModuleSource(model)
+    )

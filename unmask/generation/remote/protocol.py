@@ -18,7 +18,8 @@ OTHER_WEIGHTS = 409  # the status of a request for weights that the server does 
 
 
 def model_facts(lm: DiffusionLM) -> dict[str, Any]:
-    """The facts that a server's model must share with the trained one: all but the weights and their dtype."""
+    """The facts that a server's model must share with the trained one: all but the weights and their
+    dtype."""
     vocabulary = json.dumps(sorted(lm.tokenizer.get_vocab().items()))
     return {
         "model_type": lm.config.model_type,
@@ -31,4 +32,8 @@ def model_facts(lm: DiffusionLM) -> dict[str, Any]:
 
 def differences(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """A description of the facts of a model that are not as expected; empty: all are."""
-    return ", ".join(f"{name} is {facts.get(name)!r} and not {fact!r}" for name, fact in expected.items() if facts.get(name) != fact)
+    return ", ".join(
+        f"{name} is {facts.get(name)!r} and not {fact!r}"
+        for name, fact in expected.items()
+        if facts.get(name) != fact
+    )

@@ -1,4 +1,5 @@
-"""Drafts of mode self-speculative, read by a causal model on a vLLM server: the `prompt_logprobs` of the texts that end in them.
+"""Drafts of mode self-speculative, read by a causal model on a vLLM server: the `prompt_logprobs` of the
+texts that end in them.
 
 Shapes: B sequences of a pass, J nodes of the tree of drafts, V vocabulary.
 """
@@ -33,7 +34,8 @@ def server_logits(
 ) -> Tensor:
     """The log-probabilities [B, J, V] of the token after each node, as the server gives them.
 
-    Greedy decoding needs the likeliest tokens alone; the rest of the probability is spread evenly over the others. Sampling needs all.
+    Greedy decoding needs the likeliest tokens alone; the rest of the probability is spread evenly over the
+    others. Sampling needs all.
 
     Args:
         ids_BT: the sequences.
@@ -49,31 +51,44 @@ def server_logits(
         for path in leaves:
             nodes = [0, *path]
             after = [drafts[node - 1] for node in path]
-            text, place = [*ids[: entry.base], *after], [(member, node, entry.base + depth) for depth, node in enumerate(nodes)]
+            text, place = (
+                [*ids[: entry.base], *after],
+                [(member, node, entry.base + depth) for depth, node in enumerate(nodes)],
+            )
             if len(text) < entry.length:
                 text.append(ids[0])  # whose own log-probability is not read
             texts.append(text)
             places.append(place[: len(text) - entry.base])
     with ThreadPoolExecutor(min(AT_ONCE, len(texts))) as pool:
-        answers = list(pool.map(lambda text: server.prompt_log_probs(text, 1 + banned if greedy else -1), texts))
+        answers = list(
+            pool.map(lambda text: server.prompt_log_probs(text, 1 + banned if greedy else -1), texts)
+        )
     widest = 1 + max(len(entry.draft_G) for entry in entries)
     out_BJV = torch.zeros(len(entries), widest, lm.config.vocab_size, dtype=lm.log_prob_dtype)
     for answer, place in zip(answers, places, strict=True):
         for member, node, position in place:
-            out_BJV[member, node] = distribution(answer[position], out_BJV.shape[2], lm.never_predicted).to(out_BJV.dtype)
+            out_BJV[member, node] = distribution(answer[position], out_BJV.shape[2], lm.never_predicted).to(
+                out_BJV.dtype
+            )
     return out_BJV.to(lm.device)
 
 
 def leaves_of(tree: Tree, count: int) -> list[list[int]]:
-    """The paths from the first draft to each leaf, in the tree of the first `count` nodes; one empty path without drafts."""
+    """The paths from the first draft to each leaf, in the tree of the first `count` nodes; one empty path
+    without drafts."""
     inside = [[child for child in children if child < count] for children in tree.children[:count]]
-    return [tree.path_JJ[node, :count].nonzero().flatten().tolist() for node in range(count) if not inside[node]]
+    return [
+        tree.path_JJ[node, :count].nonzero().flatten().tolist() for node in range(count) if not inside[node]
+    ]
 
 
 def distribution(known: Mapping[int, float], vocabulary: int, never: Collection[int]) -> Tensor:
-    """Log-probabilities [V] of all tokens, of which some are known: what is left is spread evenly over the others, and some are never
-    written. A server's model may have more rows than tokens: they are left out. Not normalised if those have a probability."""
-    inside = {token: log_prob for token, log_prob in known.items() if token < vocabulary and token not in never}
+    """Log-probabilities [V] of all tokens, of which some are known: what is left is spread evenly over the
+    others, and some are never written. A server's model may have more rows than tokens: they are left out.
+    Not normalised if those have a probability."""
+    inside = {
+        token: log_prob for token, log_prob in known.items() if token < vocabulary and token not in never
+    }
     rest = max(0.0, 1.0 - sum(map(math.exp, known.values())))
     others = vocabulary - len({*inside, *never})
     out_V = torch.full((vocabulary,), rest / others if others else 0.0, dtype=torch.float64).log()
@@ -84,18 +99,25 @@ def distribution(known: Mapping[int, float], vocabulary: int, never: Collection[
 
 
 def check_server(lm: DiffusionLM, server: RemoteLM) -> None:
-    """Raise GenerationError unless the server's tokenizer has the same tokens as the drafting model's, the mask token aside."""
+    """Raise GenerationError unless the server's tokenizer has the same tokens as the drafting model's, the
+    mask token aside."""
     words, others = (dict(tokenizer.get_vocab()) for tokenizer in (lm.tokenizer, server.tokenizer))
     for vocabulary in (words, others):
         vocabulary.pop(lm.tokenizer.mask_token, None)
     if words != others:
-        what = f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's tokenizer"
-        raise GenerationError(what, where="verifier", remedy="Give a server of a model with the same tokenizer")
+        what = (
+            f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's "
+            "tokenizer"
+        )
+        raise GenerationError(
+            what, where="verifier", remedy="Give a server of a model with the same tokenizer"
+        )
 
 
 def check_served(server: RemoteLM, request: Request, config: SamplerConfig) -> None:
     """Raise GenerationError for a request that a server cannot verify."""
-    check_verified(server.context_length, request.length + 1, config)  # a server always writes a token after what it reads
+    # a server always writes a token after what it reads
+    check_verified(server.context_length, request.length + 1, config)
     if config.repetition_penalty != 1:
         what = "changes logits, of which a server gives only the log-probabilities"
         raise GenerationError(what, where="repetition_penalty and verifier", remedy="Leave one of them out")

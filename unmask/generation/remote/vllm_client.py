@@ -1,4 +1,5 @@
-"""A causal model on a vLLM server, with the interface of `unmask.generate`. docs/generation.md has the command that starts the server."""
+"""A causal model on a vLLM server, with the interface of `unmask.generate`. docs/generation.md has the
+command that starts the server."""
 
 from __future__ import annotations
 
@@ -28,15 +29,12 @@ BANNED = -100.0  # the lowest bias that a server accepts
 class RemoteLM:
     """A causal model on a vLLM server.
 
-    Args:
-        url: such as http://localhost:8000.
-        tokenizer: the model's, or its path.
-        model: its name on the server; None: the only one.
-        timeout: seconds to wait for an answer.
-        patience: seconds to wait for a server that does not accept requests, at the start or after it died.
-        api_key: the one that the server was started with, if any.
-        eos_token_ids: the tokens that end a text, besides those that the server finds in the model's generation_config.json; None: the
-            tokenizer's EOS and its chat template's end of turn.
+    Args: url: such as http://localhost:8000. tokenizer: the model's, or its path. model: its name on the
+        server; None: the only one. timeout: seconds to wait for an answer. patience: seconds to wait for a
+        server that does not accept requests, at the start or after it died. api_key: the one that the server
+        was started with, if any. eos_token_ids: the tokens that end a text, besides those that the server
+        finds in the model's generation_config.json; None: the tokenizer's EOS and its chat template's end of
+        turn.
 
     Raises:
         GenerationError: the server is absent, or holds several models and none is named.
@@ -54,29 +52,41 @@ class RemoteLM:
         eos_token_ids: Sequence[int] | None = None,
     ):
         self.tokenizer = read_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        ends = [self.tokenizer.eos_token_id, turn_end(self.tokenizer)] if eos_token_ids is None else eos_token_ids
+        ends = (
+            [self.tokenizer.eos_token_id, turn_end(self.tokenizer)]
+            if eos_token_ids is None
+            else eos_token_ids
+        )
         self.eos_token_ids = [*dict.fromkeys(token for token in ends if token is not None)]
         self._sender: tuple[nn.Module, Any] | None = None
         self.http = HttpClient(url, "a vLLM server", timeout=timeout, patience=patience, api_key=api_key)
         models = self.http.read(self.http.call("GET", "/v1/models"), base_models)
         if model is None and len(models) != 1:
-            raise GenerationError(f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}")
+            raise GenerationError(
+                f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}"
+            )
         self.model = model or next(iter(models))
         self.context_length = models.get(self.model)
 
-    def generate(self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-        """Complete prompts; arguments and result as in `unmask.generate`. The server draws its own random numbers, seeded for every
-        prompt by `config.seed` and its key; log-probabilities are at temperature 1 (the server's default mode).
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None
+    ) -> Generation:
+        """Complete prompts; arguments and result as in `unmask.generate`. The server draws its own random
+        numbers, seeded for every prompt by `config.seed` and its key; log-probabilities are at temperature 1
+        (the server's default mode).
 
-        Raises:
-            GenerationError: settings of diffusion only, or a request that the server refuses.
-            RemoteError: the server accepts no requests or does not answer. Its `completed` holds the completions so far.
+        Raises: GenerationError: settings of diffusion only, or a request that the server refuses.
+            RemoteError: the server accepts no requests or does not answer. Its `completed` holds the
+            completions so far.
         """
         config = config or SamplerConfig()
         if (name := unread_by_vllm(config)) is not None:
             raise GenerationError("has no effect on a causal server", where=name, remedy="Leave it out")
         encoded = encode_all(self.tokenizer, prompts, "prompts")
-        bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
+        bodies = [
+            self._body(ids, config, key)
+            for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)
+        ]
         pool = ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies))))
         futures = [pool.submit(self._complete, body) for body in bodies]
         try:
@@ -84,7 +94,9 @@ class RemoteLM:
                 future.result()  # raises the first error of any prompt
         except RemoteError as error:
             pool.shutdown(cancel_futures=True)
-            error.completed = {i: f.result() for i, f in enumerate(futures) if not f.cancelled() and not f.exception()}
+            error.completed = {
+                i: f.result() for i, f in enumerate(futures) if not f.cancelled() and not f.exception()
+            }
             error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
             raise
         finally:
@@ -92,7 +104,10 @@ class RemoteLM:
         tokens = [future.result()[0] for future in futures]
         return Generation(
             prompts=encoded,
-            texts=[text_after(self.tokenizer, *each, self.eos_token_ids) for each in zip(encoded, tokens, strict=True)],
+            texts=[
+                text_after(self.tokenizer, *each, self.eos_token_ids)
+                for each in zip(encoded, tokens, strict=True)
+            ],
             tokens=tokens,
             log_probs=[future.result()[1] for future in futures],
             steps=[list(range(len(ids))) for ids in tokens],
@@ -100,7 +115,8 @@ class RemoteLM:
         )
 
     def prompt_log_probs(self, ids: Sequence[int], top: int) -> list[dict[int, float]]:
-        """For each position of a text the log-probabilities, at temperature 1, of its token and of the likeliest ones: {} for the first.
+        """For each position of a text the log-probabilities, at temperature 1, of its token and of the
+        likeliest ones: {} for the first.
 
         Args:
             top: how many of the likeliest; -1: all.
@@ -109,34 +125,50 @@ class RemoteLM:
             GenerationError: the server gives fewer.
             RemoteError: it accepts no requests, refuses this one or does not answer.
         """
-        body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+        body = {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": top,
+        }
         try:
             answer = self.http.call("POST", "/v1/completions", json=body)
         except RemoteError as error:
             if error.status == 400 and "logprobs" in str(error):
                 remedy = "Start it with --max-logprobs -1, or decode greedily with few forbidden tokens"
-                raise GenerationError(f"the server refuses {top} log-probabilities a token", where="verifier", remedy=remedy) from error
+                raise GenerationError(
+                    f"the server refuses {top} log-probabilities a token", where="verifier", remedy=remedy
+                ) from error
             raise
         found = self.http.read(answer, read_prompt_log_probs)
-        if fewer := [len(known) for known in found[1:] if len(known) < (len(self.tokenizer) - 1 if top == -1 else top)]:
+        if fewer := [
+            len(known) for known in found[1:] if len(known) < (len(self.tokenizer) - 1 if top == -1 else top)
+        ]:
             remedy = "Start it with --max-logprobs -1" if top == -1 else "Decode with fewer forbidden tokens"
-            raise GenerationError(f"the server gives {min(fewer)} log-probabilities of a token", where="verifier", remedy=remedy)
+            raise GenerationError(
+                f"the server gives {min(fewer)} log-probabilities of a token", where="verifier", remedy=remedy
+            )
         return found
 
     def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
         """Send new weights to the server, and clear its prefix cache.
 
-        Args:
-            source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to the server's GPUs. That needs
-                vLLM installed here, and a server started with `--weight-transfer-config '{"backend": "nccl"}'`.
-            address: of this machine, as the server's workers reach it (NCCL).
+        Args: source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to
+            the server's GPUs. That needs vLLM installed here, and a server started with
+            `--weight-transfer-config '{"backend": "nccl"}'`. address: of this machine, as the server's
+            workers reach it (NCCL).
 
         Raises:
             GenerationError: NCCL cannot be used here, or the server refuses.
             RemoteError: the server accepts no requests or does not answer.
         """
         if not isinstance(source, nn.Module):
-            self.http.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}})
+            self.http.call(
+                "POST",
+                "/collective_rpc",
+                json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}},
+            )
         else:
             if self._sender is None or self._sender[0] is not source:
                 self._sender = (source, nccl_sender(source, self.http.call, address))
@@ -144,8 +176,8 @@ class RemoteLM:
         self.reset_prefix_cache()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Make the server load PEFT adapters, replacing earlier ones of this name; `model = name` completes with them. Needs a server
-        started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
+        """Make the server load PEFT adapters, replacing earlier ones of this name; `model = name` completes
+        with them. Needs a server started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
 
         Args:
             folder: one that the server can read; new weights need a new folder.
@@ -160,7 +192,9 @@ class RemoteLM:
     @property
     def weight_version(self) -> str:
         """The name of the weights sent last; a restarted server has lost it, and the weights."""
-        return self.http.read(self.http.call("GET", "/weight_info"), lambda answer: str(answer["weight_version"]))
+        return self.http.read(
+            self.http.call("GET", "/weight_info"), lambda answer: str(answer["weight_version"])
+        )
 
     @weight_version.setter
     def weight_version(self, name: str) -> None:
@@ -200,17 +234,25 @@ class RemoteLM:
         }
 
     def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        choice = self.http.read(self.http.call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
+        choice = self.http.read(
+            self.http.call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0])
+        )
         if choice.get("finish_reason") == "abort":
             raise self.http.error("the server aborted a completion", "Check the server's log")
-        return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
+        return self.http.read(
+            choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"]))
+        )
 
 
 def read_prompt_log_probs(answer: Any) -> list[dict[int, float]]:
     """The log-probabilities of tokens at each position of a prompt."""
-    return [{int(token): float(one["logprob"]) for token, one in (each or {}).items()} for each in answer["choices"][0]["prompt_logprobs"]]
+    return [
+        {int(token): float(one["logprob"]) for token, one in (each or {}).items()}
+        for each in answer["choices"][0]["prompt_logprobs"]
+    ]
 
 
 def base_models(answer: Any) -> dict[str, int | None]:
-    """The models that a server lists, without adapters, each with its context length if the server says so."""
+    """The models that a server lists, without adapters, each with its context length if the server says
+    so."""
     return {card["id"]: card.get("max_model_len") for card in answer["data"] if not card.get("parent")}

@@ -1,6 +1,8 @@
-"""The output head at selected rows: only needed logits are computed, and a loss holds at most a chunk of them.
+"""The output head at selected rows: only needed logits are computed, and a loss holds at most a chunk of
+them.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, J targets of a row, K most probable tokens.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, J targets of a row, K most probable
+tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from unmask.models.kernels import fused_linear
 from unmask.models.kernels.log_softmax import LogSoftmaxAt
 
 LOGITS_AT_ONCE = 2**24
-"""Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed for the gradient."""
+"""Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed
+for the gradient."""
 GPU_LOGITS_AT_ONCE = 2**27
-"""The same on a GPU, where smaller chunks do not fill it, and each reads and casts the whole head: 0.5 GB in float32."""
+"""The same on a GPU, where smaller chunks do not fill it, and each reads and casts the whole head: 0.5 GB in
+float32."""
 
 
 def logits_at_once(device: torch.device) -> int:
@@ -33,10 +37,11 @@ def logits_at_once(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is computed from each row of logits, `function(logits_NV, *rows, setting)`: tensors with one entry per row.
+    """What is computed from each row of logits, `function(logits_NV, *rows, setting)`: tensors with one entry
+    per row.
 
-    `function` is a function of a module: a compiled model is compiled again for another one. The logits may be in 16 bits; those of
-    forbidden tokens are -inf, and their gradient must be 0.
+    `function` is a function of a module: a compiled model is compiled again for another one. The logits may
+    be in 16 bits; those of forbidden tokens are -inf, and their gradient must be 0.
     """
 
     function: Callable[..., tuple[Tensor, ...]]
@@ -49,23 +54,22 @@ class Reduction:
 
 
 def flat_indices(chosen: Tensor) -> Tensor:
-    """The flat indices of the chosen elements of a boolean tensor, for which the host waits; or what it was given, if they are known."""
+    """The flat indices of the chosen elements of a boolean tensor, for which the host waits; or what it was
+    given, if they are known."""
     return chosen.flatten().nonzero().squeeze(1) if chosen.dtype == torch.bool else chosen
 
 
 class RowSelector:
-    """Hooks of the output head that keep only the selected rows, or replace logits by what is computed from them.
+    """Hooks of the output head that keep only the selected rows, or replace logits by what is computed from
+    them.
 
-    They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head share one selector: PEFT trains
-    a deep copy of a head in `modules_to_save`.
+    They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head
+    share one selector: PEFT trains a deep copy of a head in `modules_to_save`.
 
-    Attributes:
-        index_N: the rows, flat indices into [B * T]; None: all.
-        first_only: the head returns the first row's logits only.
-        reduction: with `first_only`, what is computed from the logits of all rows, chunk by chunk; None: nothing.
-        reduced: the result.
-        hidden_ND: the head's input at the rows.
-        captured: a list that collects the hidden states at the rows of every pass; None: not collected.
+    Attributes: index_N: the rows, flat indices into [B * T]; None: all. first_only: the head returns the
+        first row's logits only. reduction: with `first_only`, what is computed from the logits of all rows,
+        chunk by chunk; None: nothing. reduced: the result. hidden_ND: the head's input at the rows. captured:
+        a list that collects the hidden states at the rows of every pass; None: not collected.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -101,23 +105,36 @@ class RowSelector:
     def result(self, first_V: Tensor) -> tuple[Tensor, ...]:
         """What was computed in a pass whose model returned these logits of the first row.
 
-        Raises ModelError if, on the first row, `AfterHead` does not reproduce what the model does to its head's logits (checked once).
+        Raises ModelError if, on the first row, `AfterHead` does not reproduce what the model does to its
+        head's logits (checked once).
         """
-        assert self.reduced is not None and self._first_V is not None, "another output head than the expected one was called"
-        if not self._checked and not torch.allclose(self._first_V.to(first_V.device).float(), first_V.float(), atol=1e-3):
+        assert self.reduced is not None and self._first_V is not None, (
+            "another output head than the expected one was called"
+        )
+        if not self._checked and not torch.allclose(
+            self._first_V.to(first_V.device).float(), first_V.float(), atol=1e-3
+        ):
             what = "the model changes the logits of its head in an unknown way"
-            raise ModelError(what, where="output head", remedy="Use fewer rows per pass (in training: score_chunk)")
+            raise ModelError(
+                what, where="output head", remedy="Use fewer rows per pass (in training: score_chunk)"
+            )
         self._checked = True
         results = [each.to(first_V.device) for each in self.reduced]
         # Wrappers wait for the gradient of their output.
-        return tuple(each + 0.0 * first_V[0].to(each.dtype) if each.requires_grad else each for each in results)
+        return tuple(
+            each + 0.0 * first_V[0].to(each.dtype) if each.requires_grad else each for each in results
+        )
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RowSelector:
         """The selector of this model's head; created on first use."""
         head = model.get_output_embeddings()
         if head is None:
-            raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
+            raise ModelError(
+                "the model has no output head",
+                where=type(model).__name__,
+                remedy="Load a causal language model",
+            )
         if (existing := hook_owner(head, cls)) is not None:
             return existing
         selector = cls(model.config)
@@ -154,21 +171,32 @@ class RowSelector:
         assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
         if self._fused(head):
-            self.reduced = (fused_linear.log_probs(head, self.hidden_ND, self.reduction.rows[0].to(out.device), self.forbidden),)
+            self.reduced = (
+                fused_linear.log_probs(
+                    head, self.hidden_ND, self.reduction.rows[0].to(out.device), self.forbidden
+                ),
+            )
             return
         size = max(1, logits_at_once(out.device) // out.shape[-1])
         rows = (self.hidden_ND, *(each.to(out.device) for each in self.reduction.rows))
         settings = (self.forbidden, self.reduction.function, self.reduction.setting)
         parts = [
-            checkpoint(self._reduce_chunk, head, *settings, *chunk, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                self._reduce_chunk, head, *settings, *chunk, use_reentrant=False, preserve_rng_state=False
+            )
             for chunk in zip(*(each.split(size) for each in rows), strict=True)
         ]
         self.reduced = tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
     def _fused(self, head: nn.Module) -> bool:
-        """Whether a fused kernel computes this: log-probabilities of one target per row, from logits that nothing changes."""
+        """Whether a fused kernel computes this: log-probabilities of one target per row, from logits that
+        nothing changes."""
         assert self.hidden_ND is not None and self.reduction is not None
-        plain = self.reduction.function is log_probs_at and self.reduction.setting == 1.0 and self.reduction.rows[0].dim() == 1
+        plain = (
+            self.reduction.function is log_probs_at
+            and self.reduction.setting == 1.0
+            and self.reduction.rows[0].dim() == 1
+        )
         return plain and not self.after.changes and fused_linear.usable(head, self.hidden_ND)
 
     def _reduce_chunk(
@@ -181,7 +209,8 @@ class RowSelector:
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         logits_NV = self.after(head.forward(hidden_ND))
-        for token in forbidden:  # not by autograd, which would copy the gradient, where what has no probability has none
+        # not by autograd, which would copy the gradient, where what has no probability has none
+        for token in forbidden:
             logits_NV.detach().select(1, token).fill_(-torch.inf)
         return function(logits_NV, *rows, setting)
 
@@ -191,7 +220,9 @@ class AfterHead:
 
     def __init__(self, config: PretrainedConfig):
         self.cap = getattr(config, "final_logit_softcapping", None)
-        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (
+            getattr(config, "logits_scaling", None) or 1.0
+        )
 
     @property
     def changes(self) -> bool:
@@ -205,7 +236,8 @@ class AfterHead:
 
 
 def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the target ids: [N], or [N, J] at J ids per row; at least in float32."""
+    """log softmax(logits / temperature) at the target ids: [N], or [N, J] at J ids per row; at least in
+    float32."""
     target_NJ = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
     return LogSoftmaxAt.apply(logits_NV, target_NJ, temperature).view_as(target_N)
 

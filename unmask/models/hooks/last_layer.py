@@ -1,4 +1,5 @@
-"""The last layer at selected rows: the other rows need only keys and values, so their queries, outputs and MLP are skipped.
+"""The last layer at selected rows: the other rows need only keys and values, so their queries, outputs and
+MLP are skipped.
 
 Shapes: B batch, T tokens, D width of a module's input or output, N selected rows.
 """
@@ -25,16 +26,22 @@ def hook_owner(module: nn.Module, kind: type[Owner]) -> Owner | None:
 
 
 def _takes_rows(module: nn.Module) -> bool:
-    """Whether a module computes rows [N, D] as it does [1, N, D], with fewer operations: a linear layer, or one that is made of them."""
+    """Whether a module computes rows [N, D] as it does [1, N, D], with fewer operations: a linear layer, or
+    one that is made of them."""
     parts = module._modules.values()
-    linear = all(isinstance(part, nn.Linear) or part is None or not (part._parameters or part._modules) for part in parts)
+    linear = all(
+        isinstance(part, nn.Linear) or part is None or not (part._parameters or part._modules)
+        for part in parts
+    )
     return isinstance(module, nn.Linear) or (linear and bool(parts) and not module._parameters)
 
 
 class LastLayer:
-    """Hooks of the last layer's row-wise modules: they compute the rows `at` (indices into [B, T]; None: all), and return zeros elsewhere.
+    """Hooks of the last layer's row-wise modules: they compute the rows `at` (indices into [B, T]; None:
+    all), and return zeros elsewhere.
 
-    A module of unknown name computes all rows, which costs time and changes nothing. All copies of a model share the hooks.
+    A module of unknown name computes all rows, which costs time and changes nothing. All copies of a model
+    share the hooks.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""A head that estimates how probable it is that a visible token is right, given the rest of the partly filled text (PRISM, Kim et al. 2025,
-arXiv 2510.01384).
+"""A head that estimates how probable it is that a visible token is right, given the rest of the partly filled
+text (PRISM, Kim et al. 2025, arXiv 2510.01384).
 
 Shapes: N rows, D hidden width.
 """
@@ -14,10 +14,11 @@ NAME = "unmask_quality"
 
 
 class QualityHead(nn.Module):
-    """A linear function of the hidden state that the output head reads at the token's own position; at first 0, thus probability 1/2.
+    """A linear function of the hidden state that the output head reads at the token's own position; at first
+    0, thus probability 1/2.
 
-    A module of the model, saved with it. It has no gradient except where it is trained. It is no `nn.Linear`, so that adapters on all
-    linear layers leave it out.
+    A module of the model, saved with it. It has no gradient except where it is trained. It is no `nn.Linear`,
+    so that adapters on all linear layers leave it out.
     """
 
     def __init__(self, width: int):
@@ -35,7 +36,9 @@ def add_quality_head(model: PreTrainedModel) -> QualityHead:
     existing = quality_head_of(model)
     if existing is None:
         table = model.get_output_embeddings().weight
-        existing = QualityHead(table.shape[-1]).to(device=table.device, dtype=model.get_input_embeddings().weight.dtype)
+        existing = QualityHead(table.shape[-1]).to(
+            device=table.device, dtype=model.get_input_embeddings().weight.dtype
+        )
         setattr(model, NAME, existing)
     return existing
 

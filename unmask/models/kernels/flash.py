@@ -1,8 +1,10 @@
-"""FlashAttention 2 (Dao 2023, torch's build) on a GPU in 16 bits: documents whose tokens attend to all others, or to all before them.
+"""FlashAttention 2 (Dao 2023, torch's build) on a GPU in 16 bits: documents whose tokens attend to all
+others, or to all before them.
 
 Padding is removed and documents are concatenated, so that nothing masked is computed.
 
-Shapes: B batch, T tokens, N tokens without padding, S documents, P = S + 1 bounds of documents, H heads, D head width.
+Shapes: B batch, T tokens, N tokens without padding, S documents, P = S + 1 bounds of documents, H heads, D
+head width.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ def documents(document_BT: Tensor, *, causal: bool) -> Documents:
 def usable(query_BHTD: Tensor) -> bool:
     """Whether the kernel supports these queries."""
     width = query_BHTD.shape[3]
-    return query_BHTD.is_cuda and _dtype(query_BHTD) in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return (
+        query_BHTD.is_cuda
+        and _dtype(query_BHTD) in (torch.bfloat16, torch.float16)
+        and width % 8 == 0
+        and width <= 256
+    )
 
 
 def _dtype(query_BHTD: Tensor) -> torch.dtype:
@@ -45,15 +52,32 @@ def _dtype(query_BHTD: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTD.dtype
 
 
-def attend(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, documents: Documents, *, scaling: float | None) -> Tensor:
-    """Scaled dot-product attention within the documents, [B, T, H, D], 0 at padding; fewer key heads serve groups of query heads."""
+def attend(
+    query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, documents: Documents, *, scaling: float | None
+) -> Tensor:
+    """Scaled dot-product attention within the documents, [B, T, H, D], 0 at padding; fewer key heads serve
+    groups of query heads."""
     batch, heads, length, width = query_BHTD.shape
     dtype, parts = _dtype(query_BHTD), (query_BHTD, key_BHTD, value_BHTD)
-    query_NHD, key_NHD, value_NHD = (part.to(dtype).transpose(1, 2).flatten(0, 1)[documents.index_N] for part in parts)
+    query_NHD, key_NHD, value_NHD = (
+        part.to(dtype).transpose(1, 2).flatten(0, 1)[documents.index_N] for part in parts
+    )
     out_NHD: Any = varlen_attn(
-        *(query_NHD, key_NHD, value_NHD, documents.bounds_P, documents.bounds_P, documents.longest, documents.longest),
+        *(
+            query_NHD,
+            key_NHD,
+            value_NHD,
+            documents.bounds_P,
+            documents.bounds_P,
+            documents.longest,
+            documents.longest,
+        ),
         scale=scaling,
         window_size=(-1, 0 if documents.causal else -1),
         enable_gqa=heads != key_BHTD.shape[1],
     )
-    return out_NHD.new_zeros(batch * length, heads, width).index_copy(0, documents.index_N, out_NHD).unflatten(0, (batch, length))
+    return (
+        out_NHD.new_zeros(batch * length, heads, width)
+        .index_copy(0, documents.index_N, out_NHD)
+        .unflatten(0, (batch, length))
+    )

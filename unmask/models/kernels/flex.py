@@ -17,7 +17,8 @@ LEAST_QUERIES = 256  # shorter rows are a tile or two
 
 
 def usable(query_BHQD: Tensor) -> bool:
-    """Whether FlexAttention supports these queries: on a CPU it has no backward pass; its kernels need widths that are powers of 2."""
+    """Whether FlexAttention supports these queries: on a CPU it has no backward pass; its kernels need widths
+    that are powers of 2."""
     queries, width = query_BHQD.shape[2:]
     return query_BHQD.is_cuda and queries >= LEAST_QUERIES and width >= 16 and width & (width - 1) == 0
 
@@ -29,11 +30,19 @@ def block_mask(allowed_B1QK: Tensor) -> BlockMask:
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return allowed_B1QK[batch if rows > 1 else 0, 0, query, key]
 
-    return create_block_mask(visible, rows if rows > 1 else None, None, queries, keys, device=str(allowed_B1QK.device))
+    return create_block_mask(
+        visible, rows if rows > 1 else None, None, queries, keys, device=str(allowed_B1QK.device)
+    )
 
 
 def attend(
-    query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: BlockMask, *, scaling: float | None, softcap: float | None
+    query_BHQD: Tensor,
+    key_BHKD: Tensor,
+    value_BHKD: Tensor,
+    mask: BlockMask,
+    *,
+    scaling: float | None,
+    softcap: float | None,
 ) -> Tensor:
     """Scaled dot-product attention under the mask, [B, H, Q, D]; fewer key heads serve groups of query heads.
 
@@ -41,7 +50,9 @@ def attend(
     """
     cap = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
     grouped = query_BHQD.shape[1] != key_BHKD.shape[1]
-    return _compiled()(query_BHQD, key_BHKD, value_BHKD, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=grouped)
+    return _compiled()(
+        query_BHQD, key_BHKD, value_BHKD, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=grouped
+    )
 
 
 @cache

@@ -1,6 +1,8 @@
-"""Log-probabilities at target tokens, from logits of any precision: the gradient takes one copy of the logits, where autograd takes three.
+"""Log-probabilities at target tokens, from logits of any precision: the gradient takes one copy of the
+logits, where autograd takes three.
 
-On a GPU two compiled kernels read the logits as they are; of plain operations each reads and writes all of them in float32.
+On a GPU two compiled kernels read the logits as they are; of plain operations each reads and writes all of
+them in float32.
 
 Shapes: N rows, V vocabulary, J targets of a row.
 """
@@ -31,7 +33,8 @@ class LogSoftmaxAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_NJ: Tensor, temperature: float) -> Tensor:
-        norm_N1 = (_compiled(norm) if usable(logits_NV) else norm)(logits_NV.detach(), temperature)  # one kernel with and without gradient
+        # one kernel with and without gradient
+        norm_N1 = (_compiled(norm) if usable(logits_NV) else norm)(logits_NV.detach(), temperature)
         ctx.save_for_backward(logits_NV, target_NJ, norm_N1)
         ctx.temperature = temperature
         return scaled(logits_NV.gather(1, target_NJ), temperature) - norm_N1
@@ -46,13 +49,15 @@ class LogSoftmaxAt(torch.autograd.Function):
 
 
 def usable(logits_NV: Tensor) -> bool:
-    """Whether the compiled kernels are used: on a GPU, where they can be made. A model that is compiled contains them already."""
+    """Whether the compiled kernels are used: on a GPU, where they can be made. A model that is compiled
+    contains them already."""
     return logits_NV.is_cuda and not torch.compiler.is_compiling() and can_compile()
 
 
 @cache
 def can_compile() -> bool:
-    """Whether Triton is there, and the C compiler and header that it needs; images of torch for running alone have none."""
+    """Whether Triton is there, and the C compiler and header that it needs; images of torch for running alone
+    have none."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return has_triton() and bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
@@ -60,7 +65,9 @@ def can_compile() -> bool:
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel of a function. It adds in the same order for every number of rows, and in every process."""
-    return torch.compile(function, dynamic=True, options={"split_reductions": False, "dynamic_scale_rblock": False})
+    return torch.compile(
+        function, dynamic=True, options={"split_reductions": False, "dynamic_scale_rblock": False}
+    )
 
 
 def scaled(logits_NV: Tensor, temperature: float) -> Tensor:
@@ -73,15 +80,21 @@ def norm(logits_NV: Tensor, temperature: float) -> Tensor:
     return scaled(logits_NV, temperature).logsumexp(1, keepdim=True)
 
 
-def gradient_at_many(logits_NV: Tensor, target_NJ: Tensor, norm_N1: Tensor, grad_NJ: Tensor, temperature: float) -> Tensor:
+def gradient_at_many(
+    logits_NV: Tensor, target_NJ: Tensor, norm_N1: Tensor, grad_NJ: Tensor, temperature: float
+) -> Tensor:
     """The gradient [N, V] of the logits."""
     probability_NV = (scaled(logits_NV, temperature) - norm_N1).exp_()
     grad_NV = probability_NV.mul_(-grad_NJ.sum(1, keepdim=True)).scatter_add_(1, target_NJ, grad_NJ)
     return (grad_NV if temperature == 1.0 else grad_NV.div_(temperature)).to(logits_NV.dtype)
 
 
-def gradient_at_one(logits_NV: Tensor, target_N1: Tensor, norm_N1: Tensor, grad_N1: Tensor, temperature: float) -> Tensor:
+def gradient_at_one(
+    logits_NV: Tensor, target_N1: Tensor, norm_N1: Tensor, grad_N1: Tensor, temperature: float
+) -> Tensor:
     """The same for one target, elementwise, so that a compiler makes one kernel of it."""
     probability_NV = (scaled(logits_NV, temperature) - norm_N1).exp()
     is_target_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == target_N1
-    return (torch.where(is_target_NV, 1 - probability_NV, -probability_NV) * (grad_N1 / temperature)).to(logits_NV.dtype)
+    return (torch.where(is_target_NV, 1 - probability_NV, -probability_NV) * (grad_N1 / temperature)).to(
+        logits_NV.dtype
+    )

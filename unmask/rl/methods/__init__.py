@@ -1,7 +1,18 @@
-"""Reinforcement-learning methods: what views hide, and the loss of their log-probabilities. docs/rl.md shows how to add one."""
+"""Reinforcement-learning methods: what views hide, and the loss of their log-probabilities. docs/rl.md shows
+how to add one."""
 
 from unmask.rl.methods import coupled, diffu_grpo, sequence, spg, trajectory  # each registers its methods
-from unmask.rl.methods.base import METHODS, Loss, LossInputs, Method, PolicyGradientMethod, TokenMethod, get_method, register, weighted_sum
+from unmask.rl.methods.base import (
+    METHODS,
+    Loss,
+    LossInputs,
+    Method,
+    PolicyGradientMethod,
+    TokenMethod,
+    get_method,
+    register,
+    weighted_sum,
+)
 from unmask.rl.rollout import Rollout
 
 __all__ = [

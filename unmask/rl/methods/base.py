@@ -1,7 +1,8 @@
-"""What a reinforcement-learning method is: its settings, the views of a rollout, and the loss of their log-probabilities.
+"""What a reinforcement-learning method is: its settings, the views of a rollout, and the loss of their
+log-probabilities.
 
-Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its end).
-Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
+Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its
+end). Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
 """
 
 from __future__ import annotations
@@ -27,15 +28,13 @@ Estimator = Literal["token", "mean", "bound"]
 class LossInputs:
     """All that a loss reads. Log-probabilities [B, M, T] are of the same views, and 0 outside their targets.
 
-    Attributes:
-        policy_BMT: log-probabilities under the trained model, with gradients.
-        old_BMT: log-probabilities under the model that sampled.
-        reference_BMT: log-probabilities under the other model of the KL divergence (`kl_to`: the reference or the old policy); None: no
-            divergence.
-        rollout, views: the completions; what the views hide, their targets, and the weight of each.
-        advantage_BT: the advantage of each token [B, T] or of each completion [B, 1].
-        token_weight_BT: the weight of each token in the loss; 0 for tokens that are not learnt from.
-        importance_BT: the weight that corrects for a server's own log-probabilities; None: 1.
+    Attributes: policy_BMT: log-probabilities under the trained model, with gradients. old_BMT:
+        log-probabilities under the model that sampled. reference_BMT: log-probabilities under the other model
+        of the KL divergence (`kl_to`: the reference or the old policy); None: no divergence. rollout, views:
+        the completions; what the views hide, their targets, and the weight of each. advantage_BT: the
+        advantage of each token [B, T] or of each completion [B, 1]. token_weight_BT: the weight of each token
+        in the loss; 0 for tokens that are not learnt from. importance_BT: the weight that corrects for a
+        server's own log-probabilities; None: 1.
     """
 
     policy_BMT: Tensor
@@ -64,7 +63,9 @@ class LossInputs:
     def advantage_B1(self) -> Tensor:
         """One advantage per completion: the weighted mean of its tokens' advantages."""
         tiny = torch.finfo(torch.float32).tiny
-        return (self.advantage_BT * self.token_weight_BT).sum(1, keepdim=True) / self.weight_B1.clamp_min(tiny)
+        return (self.advantage_BT * self.token_weight_BT).sum(1, keepdim=True) / self.weight_B1.clamp_min(
+            tiny
+        )
 
     @property
     def length_B1(self) -> Tensor:
@@ -82,7 +83,11 @@ class Loss(NamedTuple):
 
 
 def weighted_sum(
-    loss: Tensor, weight: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None
+    loss: Tensor,
+    weight: Tensor,
+    ratio: Tensor | None = None,
+    clipped: Tensor | None = None,
+    kl: Tensor | None = None,
 ) -> Loss:
     """The loss summed by weight. By default ratios are logged as 1, not clipped, and divergences as 0."""
     counted_N = flat_indices(weight > 0)
@@ -97,18 +102,22 @@ def loss_of(method: Method, inputs: LossInputs) -> Loss:
     loss = method.loss(inputs)
     if not isinstance(loss, Loss):
         remedy = "Return weighted_sum(loss_BT, inputs.token_weight_BT), of unmask.rl.methods"
-        raise TrainingError(f"returned {type(loss).__name__}, not Loss", where=f"loss of {method.name}", remedy=remedy)
+        raise TrainingError(
+            f"returned {type(loss).__name__}, not Loss", where=f"loss of {method.name}", remedy=remedy
+        )
     return loss
 
 
 def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
-    """The unit [B, T] over whose tokens `token_weights` averages: the view in which a token is a target, else the step that revealed it."""
+    """The unit [B, T] over whose tokens `token_weights` averages: the view in which a token is a target, else
+    the step that revealed it."""
     by_view = aggregation is not None and aggregation.startswith("view")
     return views.target_BMT.int().argmax(1) if by_view else rollout.step_BT.clamp_min(0)
 
 
 def plan_setting(default: Any) -> Any:
-    """A setting that only the method's own `plan` reads: refused where a masking strategy plans instead, and for causal models."""
+    """A setting that only the method's own `plan` reads: refused where a masking strategy plans instead, and
+    for causal models."""
     return field(default=default, metadata={"plan": True})
 
 
@@ -121,21 +130,21 @@ def fixed(value: Any) -> Any:
 class Method:
     """A member of the GRPO family. Its fields are its settings and their defaults.
 
-    `GRPOConfig` has each setting as a key of the same name, and documents it. An unset key has the method's default. A
-    key that only other methods have is refused. Fields that are no such keys are set by `GRPOConfig(method_settings=...)`.
-    To add a method, subclass this class or one below it, and decorate it with `register`.
+    `GRPOConfig` has each setting as a key of the same name, and documents it. An unset key has the method's
+    default. A key that only other methods have is refused. Fields that are no such keys are set by
+    `GRPOConfig(method_settings=...)`. To add a method, subclass this class or one below it, and decorate it
+    with `register`.
 
-    Attributes:
-        name: as in `GRPOConfig(method=...)`.
-        separable: whether the loss is a sum over views of losses of one view each; otherwise the gradient by the log-probabilities of
-            all views is computed first, and then backpropagated one view at a time.
-        biased_by: settings of rollouts and losses that the method refuses, because it promises a gradient without bias.
-        estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
-            token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
-        has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`), which corrects for completions
-            of older weights (`max_staleness`).
-        partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay its sampling.
-        aggregation: None: `for_attention` sets it.
+    Attributes: name: as in `GRPOConfig(method=...)`. separable: whether the loss is a sum over views of
+        losses of one view each; otherwise the gradient by the log-probabilities of all views is computed
+        first, and then backpropagated one view at a time. biased_by: settings of rollouts and losses that the
+        method refuses, because it promises a gradient without bias. estimator: what the weights of a masking
+        strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each token's
+        log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's
+        likelihood. has_ratio: whether the loss compares the policy with the one that sampled
+        (`LossInputs.old_BMT`), which corrects for completions of older weights (`max_staleness`). partial:
+        whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay
+        its sampling. aggregation: None: `for_attention` sets it.
     """
 
     name: ClassVar[str]
@@ -156,7 +165,8 @@ class Method:
     beyond_eos: str = "hidden"
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """The views of one inner iteration, for the policy, the old policy and the reference; `draw` is the source of randomness."""
+        """The views of one inner iteration, for the policy, the old policy and the reference; `draw` is the
+        source of randomness."""
         raise NotImplementedError
 
     def loss(self, inputs: LossInputs) -> Loss:
@@ -194,7 +204,11 @@ class ClippedMethod(DivergenceMethod):
 
     def clamped(self, log_ratio: Tensor) -> Tensor:
         """The logarithm of a ratio within `log_ratio_clamp`."""
-        return log_ratio if self.log_ratio_clamp is None else log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+        return (
+            log_ratio
+            if self.log_ratio_clamp is None
+            else log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+        )
 
     def surrogate(
         self,
@@ -209,20 +223,22 @@ class ClippedMethod(DivergenceMethod):
     ) -> Loss:
         """The clipped surrogate and the divergence of elements of any shape, summed by weight.
 
-        Args:
-            log_ratio: log-probability under the policy minus that under the old policy.
-            reference_log_ratio: log-probability under the reference minus that under the policy; None: no divergence.
-            importance: a factor of the surrogate.
-            kl_weight: a factor of the divergence, in addition to `beta`.
-            kl_unbiased: multiply the divergence by the ratio, as the samples are the old policy's (DeepSeek-AI 2025, DeepSeek-V3.2).
+        Args: log_ratio: log-probability under the policy minus that under the old policy.
+            reference_log_ratio: log-probability under the reference minus that under the policy; None: no
+            divergence. importance: a factor of the surrogate. kl_weight: a factor of the divergence, in
+            addition to `beta`. kl_unbiased: multiply the divergence by the ratio, as the samples are the old
+            policy's (DeepSeek-AI 2025, DeepSeek-V3.2).
         """
         log_ratio = self.clamped(log_ratio)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        clipped = clipped_surrogate(log_ratio, advantage, clip_low=self.epsilon, clip_high=high, dual_clip=self.dual_clip)
+        clipped = clipped_surrogate(
+            log_ratio, advantage, clip_low=self.epsilon, clip_high=high, dual_clip=self.dual_clip
+        )
         loss = clipped.loss if importance is None else importance * clipped.loss
         kl = torch.zeros_like(log_ratio)
         if reference_log_ratio is not None:
-            kl = kl_divergence(self.clamped(reference_log_ratio), self.kl)  # clamped: k3 is an exponential too
+            # clamped: k3 is an exponential too
+            kl = kl_divergence(self.clamped(reference_log_ratio), self.kl)
         if kl_unbiased:
             kl = log_ratio.exp() * kl
         return weighted_sum(loss + self.beta * kl_weight * kl, weight, clipped.ratio, clipped.clipped, kl)
@@ -232,9 +248,9 @@ class ClippedMethod(DivergenceMethod):
 class TokenMethod(ClippedMethod):
     """The clipped surrogate of every token, and the divergence from the reference.
 
-    Attributes:
-        ratio: "token": each token has its own. "sequence": all tokens of a completion have the geometric mean of theirs (GSPO, Zheng et
-            al. 2025). "product": all have the ratio of the whole completion.
+    Attributes: ratio: "token": each token has its own. "sequence": all tokens of a completion have the
+        geometric mean of theirs (GSPO, Zheng et al. 2025). "product": all have the ratio of the whole
+        completion.
     """
 
     ratio: str = "token"
@@ -253,7 +269,9 @@ class TokenMethod(ClippedMethod):
             if self.ratio == "sequence":
                 whole_B1 = whole_B1 / inputs.views.target_BMT.any(1).sum(1, keepdim=True).clamp_min(1)
             log_ratio_BT = whole_B1.expand_as(log_ratio_BT)
-        reference_BT = None if inputs.reference_BMT is None else inputs.of_tokens(inputs.reference_BMT) - policy_BT
+        reference_BT = (
+            None if inputs.reference_BMT is None else inputs.of_tokens(inputs.reference_BMT) - policy_BT
+        )
         return self.surrogate(
             log_ratio_BT,
             reference_BT,
@@ -270,7 +288,8 @@ class TokenMethod(ClippedMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientMethod(DivergenceMethod):
-    """-advantage times the log-probability of every token, without a ratio: the policy is, or is assumed to be, the one that sampled."""
+    """-advantage times the log-probability of every token, without a ratio: the policy is, or is assumed to
+    be, the one that sampled."""
 
     importance_cap: float | None = 2.0
 
@@ -280,7 +299,8 @@ class PolicyGradientMethod(DivergenceMethod):
             loss_BT = inputs.importance_BT * loss_BT
         if inputs.reference_BMT is None:
             return weighted_sum(loss_BT, inputs.token_weight_BT)
-        kl_BT = inputs.of_tokens(kl_divergence(inputs.reference_BMT - inputs.policy_BMT, self.kl))  # by view: weights may be far from 1
+        # by view: weights may be far from 1
+        kl_BT = inputs.of_tokens(kl_divergence(inputs.reference_BMT - inputs.policy_BMT, self.kl))
         return weighted_sum(loss_BT + self.beta * kl_BT, inputs.token_weight_BT, kl=kl_BT)
 
 
@@ -290,17 +310,25 @@ M = TypeVar("M", bound=Method)
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def register(method: type[M]) -> type[M]:
-    """Decorate a subclass of `Method`: makes it a frozen dataclass and lets `GRPOConfig(method=...)` name it. A method of the same name is
-    replaced.
+    """Decorate a subclass of `Method`: makes it a frozen dataclass and lets `GRPOConfig(method=...)` name it.
+    A method of the same name is replaced.
 
-    Raises:
-        ConfigError: it has no name, or a default was changed without an annotation, so that it would be no field.
+    Raises: ConfigError: it has no name, or a default was changed without an annotation, so that it would be
+        no field.
     """
     if not hasattr(method, "name"):
-        raise ConfigError(f"{method.__name__} has no name", where=method.__module__, remedy="Write name = ... in the class")
-    inherited = {setting.name for base in method.__mro__[1:] if issubclass(base, Method) for setting in fields(base)}
+        raise ConfigError(
+            f"{method.__name__} has no name", where=method.__module__, remedy="Write name = ... in the class"
+        )
+    inherited = {
+        setting.name for base in method.__mro__[1:] if issubclass(base, Method) for setting in fields(base)
+    }
     for name in inherited & vars(method).keys() - method.__annotations__.keys():
-        raise ConfigError(f"{method.__name__}.{name} has no annotation", where=method.__module__, remedy=f"Write {name}: TYPE = VALUE")
+        raise ConfigError(
+            f"{method.__name__}.{name} has no annotation",
+            where=method.__module__,
+            remedy=f"Write {name}: TYPE = VALUE",
+        )
     method = dataclass(frozen=True, kw_only=True)(method)
     METHODS[method.name] = method
     return method
@@ -333,7 +361,11 @@ def _load_method(target: str) -> type[Method]:
 def settings_of(method: type[Method], *, plan: bool = True) -> dict[str, Any]:
     """A method's settings and their defaults, with or without those that only its plan reads."""
     defaults = method()
-    return {setting.name: getattr(defaults, setting.name) for setting in fields(method) if plan or not setting.metadata.get("plan")}
+    return {
+        setting.name: getattr(defaults, setting.name)
+        for setting in fields(method)
+        if plan or not setting.metadata.get("plan")
+    }
 
 
 def fixed_settings(method: type[Method]) -> set[str]:

@@ -1,4 +1,5 @@
-"""coupled-GRPO (Gong et al. 2025, DiffuCoder): each token is a target where all are hidden, and in one of two complementary views."""
+"""coupled-GRPO (Gong et al. 2025, DiffuCoder): each token is a target where all are hidden, and in one of two
+complementary views."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LOW, HIGH = 0.2, 0.8
 
 
 def coupled_views(rollout: Rollout, draw: Draw) -> Views:
-    """All hidden, weight 1/2; a fraction rho ~ U(.2, .8) of the tokens, and the others, weights 1/rho and 1/(1 - rho), halved.
+    """All hidden, weight 1/2; a fraction rho ~ U(.2, .8) of the tokens, and the others, weights 1/rho and
+    1/(1 - rho), halved.
 
     A token's weighted sum is not a log-probability: a small rho inflates its ratio.
     """

@@ -1,6 +1,8 @@
-"""diffu-GRPO (Zhao et al. 2025, d1) and wd1 (Tang et al. 2025): one view that hides the whole completion and a part of the prompt.
+"""diffu-GRPO (Zhao et al. 2025, d1) and wd1 (Tang et al. 2025): one view that hides the whole completion and
+a part of the prompt.
 
-Each token's log-probability is conditioned on the prompt only; random prompt masks regularise repeated updates.
+Each token's log-probability is conditioned on the prompt only; random prompt masks regularise repeated
+updates.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class DiffuGRPO(TokenMethod):
 
 @register
 class WD1(PolicyGradientMethod):
-    """wd1: no ratio; a completion's weight is the group's softmax of its advantage, minus the softmax of its negative."""
+    """wd1: no ratio; a completion's weight is the group's softmax of its advantage, minus the softmax of its
+    negative."""
 
     name = "wd1"
     partial = False

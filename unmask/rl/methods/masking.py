@@ -1,13 +1,14 @@
-"""Masking strategies choose the hidden tokens of views, in place of a method's own plan. Weights follow from the method's loss.
+"""Masking strategies choose the hidden tokens of views, in place of a method's own plan. Weights follow from
+the method's loss.
 
 Your own strategy is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
 
-    class Growing(MaskingStrategy):
-        def plan(self, rollout, draw, config, progress):
-            hidden_BMT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
-            return weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
+    class Growing(MaskingStrategy): def plan(self, rollout, draw, config, progress): hidden_BMT =
+        draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress return
+        weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
 
-Shapes: B completions, M views, T positions, N patterns, C completions times views; L tokens of a group, k of them hidden.
+Shapes: B completions, M views, T positions, N patterns, C completions times views; L tokens of a group, k of
+them hidden.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class MaskingStrategy:
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         """The views of one inner iteration.
 
-        They depend only on the completion and the draw, not on the rest of the batch, the global generators or earlier calls.
-        Targets are hidden and belong to the completion; the canvas after its end is hidden (`weighed` does that).
+        They depend only on the completion and the draw, not on the rest of the batch, the global generators
+        or earlier calls. Targets are hidden and belong to the completion; the canvas after its end is hidden
+        (`weighed` does that).
 
         Args:
             rollout: the completions.
@@ -55,16 +57,19 @@ class MaskingStrategy:
         raise NotImplementedError
 
     def get_cache_stats(self) -> dict[str, float]:
-        """Statistics of the pattern cache: hits, misses, the fraction of hits (hit_rate, also called rate; 0 before the first look-up), and
-        the number of patterns kept (size)."""
+        """Statistics of the pattern cache: hits, misses, the fraction of hits (hit_rate, also called rate; 0
+        before the first look-up), and the number of patterns kept (size)."""
         return {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
 
 
 def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None) -> Views:
-    """Views that hide some of the completion and all after its end, with the weights that the method's loss needs.
+    """Views that hide some of the completion and all after its end, with the weights that the method's loss
+    needs.
 
-    token: 1 / (views that hide the token), so that the sum is its mean log-probability over these; a token that no view hides has sum 0 and
-    ratio 1. mean: 1 / (tokens that the view hides). bound: L / (k M), which estimates the ELBO where k ~ U{1..L}.
+    token: 1 / (views that hide the token), so that the sum is its mean log-probability over these; a token
+    that no view hides has sum 0 and
+    ratio 1. mean: 1 / (tokens that the view hides). bound: L / (k M), which estimates the ELBO where k ~
+    U{1..L}.
 
     Args:
         target_BMT: the hidden tokens of the completion [B, M, T].
@@ -79,7 +84,8 @@ def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estima
 
 
 def weights_by_rate(rollout: Rollout, target_BMT: Tensor) -> Tensor:
-    """L / (k M) for each hidden token [B, M, T]: the inverse mask rate of its group in that view, averaged over views."""
+    """L / (k M) for each hidden token [B, M, T]: the inverse mask rate of its group in that view, averaged
+    over views."""
     group_BT = rollout.groups_of(rollout.completion_BT)
     hidden_CT = torch.where(target_BMT, group_BT[:, None], -1).flatten(0, 1)
     count_BMT = group_sizes(hidden_CT).view_as(target_BMT)
@@ -87,9 +93,11 @@ def weights_by_rate(rollout: Rollout, target_BMT: Tensor) -> Tensor:
 
 
 class Diffusion(MaskingStrategy):
-    """The forward process with the linear schedule: `config.samples` views of k ~ U{1..L} hidden tokens, stratified.
+    """The forward process with the linear schedule: `config.samples` views of k ~ U{1..L} hidden tokens,
+    stratified.
 
-    With t ~ U(0, 1) and each token hidden with probability t, k ~ U{0..L}: this is that distribution, given k > 0.
+    With t ~ U(0, 1) and each token hidden with probability t, k ~ U{0..L}: this is that distribution, given k
+    > 0.
     """
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
@@ -98,19 +106,24 @@ class Diffusion(MaskingStrategy):
 
 
 class Adaptive(MaskingStrategy):
-    """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the progress of training.
+    """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the
+    progress of training.
 
-    Args:
-        start, end: r at the first step, and at the last one; linear in the steps.
-        adaptive_loss: whether hidden tokens weigh L / (k M), about 1 / (r M): the weights of a view then add up to those of a completion
-            hidden whole, at any rate. They are in the exponent of the ratio, which a low rate inflates.
+    Args: start, end: r at the first step, and at the last one; linear in the steps. adaptive_loss: whether
+        hidden tokens weigh L / (k M), about 1 / (r M): the weights of a view then add up to those of a
+        completion hidden whole, at any rate. They are in the exponent of the ratio, which a low rate
+        inflates.
     """
 
     estimators = ("token",)
 
     def __init__(self, start: float = 0.3, end: float = 0.9, *, adaptive_loss: bool = False):
         if not (0 < start <= 1 and 0 < end <= 1):
-            raise ConfigError(f"{start} and {end} are not mask rates", where="mask_rate", remedy="Give two rates above 0 and up to 1")
+            raise ConfigError(
+                f"{start} and {end} are not mask rates",
+                where="mask_rate",
+                remedy="Give two rates above 0 and up to 1",
+            )
         self.start, self.end, self.adaptive_loss = start, end, adaptive_loss
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
@@ -122,7 +135,8 @@ class Adaptive(MaskingStrategy):
 
 
 class Block(MaskingStrategy):
-    """SPG's views, as in sampling block by block: a random decoding block is partly hidden, earlier ones are clean, later ones hidden."""
+    """SPG's views, as in sampling block by block: a random decoding block is partly hidden, earlier ones are
+    clean, later ones hidden."""
 
     estimators = ("token", "mean")
 
@@ -154,21 +168,24 @@ class CachedDraw(Draw):
 
 
 class Optimized(MaskingStrategy):
-    """Another strategy's plans (or the method's own), from N patterns of random numbers that are drawn once and reused.
+    """Another strategy's plans (or the method's own), from N patterns of random numbers that are drawn once
+    and reused.
 
-    A completion has the pattern of its key modulo N. Each plan keeps its distribution, but completions with one pattern, in a batch or in
-    different steps, share its random numbers: a run averages over N patterns for each inner iteration instead of new ones in each step. The
-    numbers follow from the seed and the pattern, so that no checkpoint needs to hold them.
+    A completion has the pattern of its key modulo N. Each plan keeps its distribution, but completions with
+    one pattern, in a batch or in different steps, share its random numbers: a run averages over N patterns
+    for each inner iteration instead of new ones in each step. The numbers follow from the seed and the
+    pattern, so that no checkpoint needs to hold them.
 
-    Args:
-        inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at positions below T.
-        patterns: N.
-        adaptive_loss: whether hidden tokens weigh L / (k M), as with `Adaptive`, in place of the plan's weights. If k is uniform from 1 to
-            L, and all sets of k tokens are equally likely, the weighted sum is an unbiased estimate of the ELBO. A plan that hides the
-            completion whole keeps its weights: the rate is 1.
+    Args: inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at
+        positions below T. patterns: N. adaptive_loss: whether hidden tokens weigh L / (k M), as with
+        `Adaptive`, in place of the plan's weights. If k is uniform from 1 to L, and all sets of k tokens are
+        equally likely, the weighted sum is an unbiased estimate of the ELBO. A plan that hides the completion
+        whole keeps its weights: the rate is 1.
     """
 
-    def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False):
+    def __init__(
+        self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False
+    ):
         if patterns < 1:
             raise ConfigError(f"must be at least 1, not {patterns}", where="patterns", remedy="Use 1 or more")
         self.inner, self.patterns, self.adaptive_loss = inner, patterns, adaptive_loss
@@ -177,18 +194,40 @@ class Optimized(MaskingStrategy):
         self.numbers = lru_cache(maxsize=TABLES)(partial(drawn_patterns, patterns))
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        cached = CachedDraw(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.rows_before_B, numbers=self.numbers)
-        views = self.inner.plan(rollout, cached, config, progress) if self.inner else config.build_method().plan(rollout, cached)
-        return replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT)) if self.adaptive_loss else views
+        cached = CachedDraw(
+            draw.seed, draw.key_B % self.patterns, draw.iteration, draw.rows_before_B, numbers=self.numbers
+        )
+        views = (
+            self.inner.plan(rollout, cached, config, progress)
+            if self.inner
+            else config.build_method().plan(rollout, cached)
+        )
+        return (
+            replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT))
+            if self.adaptive_loss
+            else views
+        )
 
     def get_cache_stats(self) -> dict[str, float]:
         info = self.numbers.cache_info()
         rate = info.hits / max(info.hits + info.misses, 1)
-        return {"hits": info.hits, "misses": info.misses, "rate": rate, "hit_rate": rate, "size": info.currsize}
+        return {
+            "hits": info.hits,
+            "misses": info.misses,
+            "rate": rate,
+            "hit_rate": rate,
+            "size": info.currsize,
+        }
 
 
 def drawn_patterns(
-    num_patterns: int, seed: int, iteration: int, stream: Stream, num_views: int, length: int, device: torch.device
+    num_patterns: int,
+    seed: int,
+    iteration: int,
+    stream: Stream,
+    num_views: int,
+    length: int,
+    device: torch.device,
 ) -> Tensor:
     """`Draw.uniform` of the keys below `num_patterns` at all positions [N, M, T]."""
     draw = Draw(seed, torch.arange(num_patterns, device=device), iteration)
@@ -204,7 +243,9 @@ STRATEGIES: dict[str, type[MaskingStrategy]] = {
 }
 
 
-def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bool = False) -> MaskingStrategy | None:
+def find_masking(
+    config: Any, given: MaskingStrategy | None = None, *, exact: bool = False
+) -> MaskingStrategy | None:
     """The given strategy, or the one that the config names; None: the method's own plan.
 
     Args:
@@ -224,17 +265,24 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
         what = f"is {config.masking!r}, but a strategy was passed as well"
         raise ConfigError(what, where="masking", remedy="Leave one of them out")
     if exact:
-        raise ConfigError("a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out")
+        raise ConfigError(
+            "a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out"
+        )
     method = get_method(config.method)
     if method.separable:  # its loss needs each token to be a target in a single view
         what = f"{config.method} sums its loss over views of its own, of which a strategy would make others"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
     if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.estimator != "token":
         what = f"{config.method} weighs the tokens of a view by how many it hides, without this setting too"
-        raise ConfigError(what, where="adaptive_loss", remedy="Leave it out, or use a method whose loss is of single tokens")
+        raise ConfigError(
+            what, where="adaptive_loss", remedy="Leave it out, or use a method whose loss is of single tokens"
+        )
     if method.estimator not in strategy.estimators:
         fitting = [name for name, kind in STRATEGIES.items() if method.estimator in kind.estimators]
-        what = f"{config.method} compares bounds on the likelihood, which the views of {type(strategy).__name__} do not estimate"
+        what = (
+            f"{config.method} compares bounds on the likelihood, which the views of "
+            f"{type(strategy).__name__} do not estimate"
+        )
         raise ConfigError(what, where="masking", remedy=f"Use one of {', '.join(fitting)}, or leave it out")
     return strategy
 
@@ -242,10 +290,15 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
 def _strategy_named(config: Any) -> MaskingStrategy | None:
     name, rates = config.masking, config.mask_rate
     if name not in (None, *STRATEGIES):
-        raise ConfigError(f"unknown strategy {name!r}", where="masking", remedy=did_you_mean(name, STRATEGIES))
+        raise ConfigError(
+            f"unknown strategy {name!r}", where="masking", remedy=did_you_mean(name, STRATEGIES)
+        )
     if name == "adaptive":
         if rates is not None and len(rates) != 2:
-            what, remedy = f"needs two rates, not {len(rates)}", "Give one for the first step, and one for the last"
+            what, remedy = (
+                f"needs two rates, not {len(rates)}",
+                "Give one for the first step, and one for the last",
+            )
             raise ConfigError(what, where="mask_rate", remedy=remedy)
         return Adaptive(*rates or (), adaptive_loss=config.adaptive_loss)
     if name == "optimized":

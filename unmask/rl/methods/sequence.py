@@ -11,13 +11,23 @@ import torch
 from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
 from unmask.rl.losses import MAX_EXPONENT, AdvantageKind, Aggregation, Divergence, kl_divergence
-from unmask.rl.methods.base import ClippedMethod, Loss, LossInputs, Method, TokenMethod, plan_setting, register, weighted_sum
+from unmask.rl.methods.base import (
+    ClippedMethod,
+    Loss,
+    LossInputs,
+    Method,
+    TokenMethod,
+    plan_setting,
+    register,
+    weighted_sum,
+)
 from unmask.rl.rollout import Rollout
 
 
 @register
 class UniGRPO(TokenMethod):
-    """UniGRPO (Yang et al. 2025, MMaDA): a ratio of whole sequences, with times evenly spaced over the inner iterations."""
+    """UniGRPO (Yang et al. 2025, MMaDA): a ratio of whole sequences, with times evenly spaced over the inner
+    iterations."""
 
     name = "uni-grpo"
     ratio: str = "sequence"
@@ -25,8 +35,8 @@ class UniGRPO(TokenMethod):
     advantage: AdvantageKind = "z-score"
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """One view of ceil(t L) hidden tokens, with weight 1: t is random in the first inner iteration, the others follow at equal
-        distances, modulo 1."""
+        """One view of ceil(t L) hidden tokens, with weight 1: t is random in the first inner iteration, the
+        others follow at equal distances, modulo 1."""
         group_BT = rollout.groups_of(rollout.completion_BT)
         start_B = uniform(draw.seed, draw.key_B, stream=Stream.TIME)
         time_B11 = ((start_B + draw.iteration / self.num_iterations) % 1.0)[:, None, None]
@@ -37,7 +47,8 @@ class UniGRPO(TokenMethod):
 
 @register
 class ESPO(ClippedMethod):
-    """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `beyond_eos: learnt`."""
+    """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `beyond_eos:
+    learnt`."""
 
     name = "espo"
     estimator = "bound"
@@ -53,9 +64,11 @@ class ESPO(ClippedMethod):
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """The surrogate of exp((bound - old bound) / L), and the divergence of the bounds over L (eq. 10 and the published code).
+        """The surrogate of exp((bound - old bound) / L), and the divergence of the bounds over L (eq. 10 and
+        the published code).
 
-        Among the estimates of the divergence, only k2 has a gradient here that is not zero in the mean and has a bounded variance.
+        Among the estimates of the divergence, only k2 has a gradient here that is not zero in the mean and
+        has a bounded variance.
         """
         policy_B1, length_B1 = inputs.of_sequences(inputs.policy_BMT), inputs.length_B1
         log_ratio_B1 = (policy_B1 - inputs.of_sequences(inputs.old_BMT)) / length_B1
@@ -72,10 +85,9 @@ class ESPO(ClippedMethod):
 class GDPO(ClippedMethod):
     """GDPO (Rojas et al. 2025): the ratio of bounds that are computed by quadrature.
 
-    Attributes:
-        ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the authors' page and in eq. 9; it overflows
-            float32 at a difference of 88 nats. "sequence": normalised by length in the exponent, as in ports of their code. At the
-            first update both have the same gradient.
+    Attributes: ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the
+        authors' page and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence": normalised by
+        length in the exponent, as in ports of their code. At the first update both have the same gradient.
         exact_counts: False: views as in published code (`plan`).
     """
 
@@ -89,39 +101,52 @@ class GDPO(ClippedMethod):
     exact_counts: bool = plan_setting(True)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """At each of `samples` Gauss-Legendre nodes t a view of k = ceil(t L) hidden tokens, with the node's weight times L/k.
+        """At each of `samples` Gauss-Legendre nodes t a view of k = ceil(t L) hidden tokens, with the node's
+        weight times L/k.
 
-        Its only bias is the quadrature's: each count stands for its own L-th of the times. Without `exact_counts` k is floor(t L) and the
-        factor 1/t, as in published code; for short completions this hides nothing at small t and underestimates.
+        Its only bias is the quadrature's: each count stands for its own L-th of the times. Without
+        `exact_counts` k is floor(t L) and the factor 1/t, as in published code; for short completions this
+        hides nothing at small t and underestimates.
         """
-        node_M, weight_M = (torch.from_numpy(values) / 2 for values in np.polynomial.legendre.leggauss(self.samples))
+        node_M, weight_M = (
+            torch.from_numpy(values) / 2 for values in np.polynomial.legendre.leggauss(self.samples)
+        )
         group_BT = rollout.groups_of(rollout.completion_BT)
-        node_1M1, weight_1M1 = (values_M.to(group_BT.device)[None, :, None] for values_M in (node_M + 0.5, weight_M))
+        node_1M1, weight_1M1 = (
+            values_M.to(group_BT.device)[None, :, None] for values_M in (node_M + 0.5, weight_M)
+        )
         size_B1T = group_sizes(group_BT)[:, None]
         expected_BMT = node_1M1 * size_B1T
         count_BMT = (expected_BMT.ceil() if self.exact_counts else expected_BMT.floor()).long()
         hidden_BMT = hide(group_BT, draw, count_BMT)
-        return rollout.hiding(hidden_BMT, hidden_BMT * weight_1M1 * (size_B1T / count_BMT if self.exact_counts else 1 / node_1M1))
+        return rollout.hiding(
+            hidden_BMT,
+            hidden_BMT * weight_1M1 * (size_B1T / count_BMT if self.exact_counts else 1 / node_1M1),
+        )
 
     def loss(self, inputs: LossInputs) -> Loss:
         policy_B1, length_B1 = inputs.of_sequences(inputs.policy_BMT), inputs.length_B1
         log_ratio_B1 = policy_B1 - inputs.of_sequences(inputs.old_BMT)
-        reference_B1 = None if inputs.reference_BMT is None else inputs.of_sequences(inputs.reference_BMT) - policy_B1
+        reference_B1 = (
+            None if inputs.reference_BMT is None else inputs.of_sequences(inputs.reference_BMT) - policy_B1
+        )
         weight_B1 = inputs.weight_B1
         if self.ratio == "product":
             weight_B1 = weight_B1 / length_B1
         else:
             log_ratio_B1 = log_ratio_B1 / length_B1
             reference_B1 = None if reference_B1 is None else reference_B1 / length_B1
-        return self.surrogate(log_ratio_B1, reference_B1, inputs.advantage_B1, weight_B1, kl_unbiased=self.kl_unbiased)
+        return self.surrogate(
+            log_ratio_B1, reference_B1, inputs.advantage_B1, weight_B1, kl_unbiased=self.kl_unbiased
+        )
 
 
 @register
 class BGPO(Method):
     """BGPO (Lin et al. 2025): a lower bound of the objective that is a mean over views.
 
-    Attributes:
-        epsilon, epsilon_high: PPO's clip range of each view's value, as in published code; None: it is not clipped.
+    Attributes: epsilon, epsilon_high: PPO's clip range of each view's value, as in published code; None: it
+        is not clipped.
     """
 
     name = "bgpo"
@@ -140,16 +165,24 @@ class BGPO(Method):
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """1 + delta_v where the advantage is positive, exp(delta_v), at most `dual_clip`, where it is negative; delta_v is the change of
-        the view's estimate per token (eq. 7)."""
+        """1 + delta_v where the advantage is positive, exp(delta_v), at most `dual_clip`, where it is
+        negative; delta_v is the change of the view's estimate per token (eq. 7)."""
         views, count = inputs.views, inputs.views.count
         delta_BM = (views.weight_BMT * (inputs.policy_BMT - inputs.old_BMT)).sum(2) * count / inputs.length_B1
         advantage_B1 = inputs.advantage_B1
-        ratio_BM = delta_BM.clamp_max(MAX_EXPONENT).exp()  # an infinite value would have no valid gradient, even where it is not selected
+        # an infinite value would have no valid gradient, even where it is not selected
+        ratio_BM = delta_BM.clamp_max(MAX_EXPONENT).exp()
         plain_BM = torch.where(advantage_B1 > 0, 1 + delta_BM, ratio_BM)
         low = torch.inf if self.epsilon is None else self.epsilon
         high = low if self.epsilon_high is None else self.epsilon_high
         bound = torch.inf if self.dual_clip is None else self.dual_clip
-        value_BM = torch.where(advantage_B1 > 0, (1 + delta_BM).clamp_max(1 + high), ratio_BM.clamp(1 - low, bound))
+        value_BM = torch.where(
+            advantage_B1 > 0, (1 + delta_BM).clamp_max(1 + high), ratio_BM.clamp(1 - low, bound)
+        )
         weight_BM = (inputs.weight_B1 / count).expand_as(delta_BM)
-        return weighted_sum(-advantage_B1 * value_BM, weight_BM, ratio_BM.detach(), (advantage_B1 != 0) & (value_BM != plain_BM))
+        return weighted_sum(
+            -advantage_B1 * value_BM,
+            weight_BM,
+            ratio_BM.detach(),
+            (advantage_B1 != 0) & (value_BM != plain_BM),
+        )

@@ -1,4 +1,5 @@
-"""SPG (Wang et al. 2025): a lower bound of the likelihood for completions with positive advantage, an upper bound for the others.
+"""SPG (Wang et al. 2025): a lower bound of the likelihood for completions with positive advantage, an upper
+bound for the others.
 
 Shapes: B completions, M views, T positions, K decoding blocks.
 """
@@ -17,8 +18,9 @@ from unmask.rl.rollout import Rollout
 
 
 def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, Tensor]:
-    """The hidden tokens of the completion and the clean tokens [B, M, T]. Each view has a decoding block of its own, of which a random
-    number of tokens are hidden; the prompt and the blocks before it are clean, those after it hidden."""
+    """The hidden tokens of the completion and the clean tokens [B, M, T]. Each view has a decoding block of
+    its own, of which a random number of tokens are hidden; the prompt and the blocks before it are clean,
+    those after it hidden."""
     block_BT = torch.where(rollout.completion_BT, rollout.block_BT, -1)
     blocks_B = block_BT.amax(1) + 1
     number = max(int(blocks_B.max()), 1)
@@ -26,7 +28,8 @@ def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, 
     exists_BK = torch.arange(number, device=block_BT.device) < blocks_B[:, None]
     ranked_BK = torch.where(exists_BK, order_BK, torch.inf).argsort(1)
     turn_M = torch.arange(samples, device=block_BT.device)
-    chosen_BM1 = ranked_BK.gather(1, turn_M % blocks_B.clamp_min(1)[:, None])[:, :, None]  # starting over if there are fewer
+    # starting over if there are fewer
+    chosen_BM1 = ranked_BK.gather(1, turn_M % blocks_B.clamp_min(1)[:, None])[:, :, None]
     within_BMT = block_BT[:, None] == chosen_BM1
     size_BM1 = within_BMT.sum(2, keepdim=True)
     time_BM1 = draw.per_sequence(samples, Stream.TIME)[:, :, None]
@@ -37,17 +40,19 @@ def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, 
 
 
 def lower_bound(inputs: LossInputs) -> Tensor:
-    """The mean over views of the mean log-probability of the view's tokens [B, 1]: the ELBO per token, as published. Views
-    that hide only what comes after the end are left out."""
+    """The mean over views of the mean log-probability of the view's tokens [B, 1]: the ELBO per token, as
+    published. Views that hide only what comes after the end are left out."""
     weight_BM = inputs.views.weight_BMT.sum(2)  # below 1 where some of what is hidden is after the end
     value_BM = (inputs.views.weight_BMT * inputs.policy_BMT).sum(2) / torch.where(weight_BM > 0, weight_BM, 1)
     return value_BM.sum(1, keepdim=True) / (weight_BM > 0).sum(1, keepdim=True).clamp_min(1)
 
 
 def upper_bound(log_prob_BMT: Tensor, target_BMT: Tensor, length_B1: Tensor, beta: float) -> Tensor:
-    """The mean over tokens of (1/beta) log mean_m (1[hidden in m] p^beta / t_m) [B, 1], with t_m the mask rate of view m (eq. 8).
+    """The mean over tokens of (1/beta) log mean_m (1[hidden in m] p^beta / t_m) [B, 1], with t_m the mask
+    rate of view m (eq. 8).
 
-    Tokens that no view hides are left out. It is only guaranteed to be a bound if beta >= the number of tokens.
+    Tokens that no view hides are left out. It is only guaranteed to be a bound if beta >= the number of
+    tokens.
     """
     rate_BM1 = target_BMT.sum(2, keepdim=True) / length_B1[:, :, None]
     value_BMT = torch.where(target_BMT, beta * log_prob_BMT - rate_BM1.clamp_min(1e-8).log(), -torch.inf)
@@ -70,10 +75,12 @@ class SPG(Method):
     eubo_share: float = 0.5
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """Views as in sampling block by block (`block_by_block`). The weight of a target is 1 / (targets of its view).
+        """Views as in sampling block by block (`block_by_block`). The weight of a target is 1 / (targets of
+        its view).
 
-        Each clean token is hidden with probability `prompt_mask_rate`, and then a target if it is the completion's, as published. Blocks
-        are drawn evenly; the published code draws them unevenly, by a permutation of the canvas's blocks modulo the completion's.
+        Each clean token is hidden with probability `prompt_mask_rate`, and then a target if it is the
+        completion's, as published. Blocks are drawn evenly; the published code draws them unevenly, by a
+        permutation of the canvas's blocks modulo the completion's.
         """
         hidden_BMT, clean_BMT = block_by_block(rollout, draw, self.samples)
         noise_BMT = draw.uniform(columns(rollout.ids_BT), self.samples, Stream.PROMPT) < self.prompt_mask_rate
@@ -83,9 +90,12 @@ class SPG(Method):
         return replace(views, hidden_BMT=views.hidden_BMT | hidden_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """-advantage times the lower bound where it is positive, times a mixture of both where it is negative (eq. 11)."""
+        """-advantage times the lower bound where it is positive, times a mixture of both where it is negative
+        (eq. 11)."""
         advantage_B1 = inputs.advantage_B1
         below_B1 = lower_bound(inputs)
         above_B1 = upper_bound(inputs.policy_BMT, inputs.views.target_BMT, inputs.length_B1, self.eubo_beta)
         mixed_B1 = self.eubo_share * above_B1 + (1 - self.eubo_share) * below_B1
-        return weighted_sum(-advantage_B1 * torch.where(advantage_B1 > 0, below_B1, mixed_B1), inputs.weight_B1)
+        return weighted_sum(
+            -advantage_B1 * torch.where(advantage_B1 > 0, below_B1, mixed_B1), inputs.weight_B1
+        )

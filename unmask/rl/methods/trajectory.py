@@ -1,12 +1,14 @@
-"""Methods that replay the sampler's steps: each token is predicted in the state in which it was drawn, or in one shortly before.
+"""Methods that replay the sampler's steps: each token is predicted in the state in which it was drawn, or in
+one shortly before.
 
-With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does not
-depend on the drawn tokens (`policy` random, left_to_right, margin or entropy) and tokens after the end are learnt (from
-left to right they need not be). `confidence` keeps the tokens that were likely, which are not distributed as the model
-draws them (figures in docs/rl.md). Each token is a target in one view, so that the loss is a sum over views.
+With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does
+not depend on the drawn tokens (`policy` random, left_to_right, margin or entropy) and tokens after the end
+are learnt (from left to right they need not be). `confidence` keeps the tokens that were likely, which are
+not distributed as the model draws them (figures in docs/rl.md). Each token is a target in one view, so that
+the loss is a sum over views.
 
-In a block-causal model every block attends to its clean past: its steps are counted from its first, and one view holds the same step of
-every block.
+In a block-causal model every block attends to its clean past: its steps are counted from its first, and one
+view holds the same step of every block.
 
 Shapes: B completions, M views, T positions.
 """
@@ -22,13 +24,22 @@ from torch import Tensor
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns
 from unmask.rl.losses import AdvantageKind, Aggregation
-from unmask.rl.methods.base import Loss, LossInputs, PolicyGradientMethod, TokenMethod, fixed, plan_setting, register
+from unmask.rl.methods.base import (
+    Loss,
+    LossInputs,
+    PolicyGradientMethod,
+    TokenMethod,
+    fixed,
+    plan_setting,
+    register,
+)
 from unmask.rl.methods.diffu_grpo import completion_hidden
 from unmask.rl.rollout import Rollout
 
 
 def steps_within(rollout: Rollout) -> Tensor:
-    """The step [B, T] that revealed a token, counted from the first step of its group; -1 for tokens that were never revealed."""
+    """The step [B, T] that revealed a token, counted from the first step of its group; -1 for tokens that
+    were never revealed."""
     revealed_BT = rollout.step_BT >= 0
     index_BT = rollout.group_BT.clamp_min(0)
     late_BT = torch.where(revealed_BT, rollout.step_BT, torch.iinfo(torch.long).max)
@@ -54,11 +65,15 @@ def sampled_steps(rollout: Rollout, draw: Draw, samples: int) -> Views:
     """K = `samples` of each completion's S steps, without replacement, with weight S/K."""
     views = replay(rollout, steps_within(rollout))
     has_targets_BM = views.target_BMT.any(2)
-    chosen_BM = torch.where(has_targets_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, :samples]
+    chosen_BM = torch.where(has_targets_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(
+        1
+    )[:, :samples]
     chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
     num_steps_B1 = has_targets_BM.sum(1, keepdim=True)
     weight_B11 = (num_steps_B1 / num_steps_B1.clamp(1, samples))[:, :, None]
-    hidden_BMT, target_BMT = (mask_BMT.gather(1, chosen_BMT) for mask_BMT in (views.hidden_BMT, views.target_BMT))
+    hidden_BMT, target_BMT = (
+        mask_BMT.gather(1, chosen_BMT) for mask_BMT in (views.hidden_BMT, views.target_BMT)
+    )
     return Views(hidden_BMT, target_BMT, target_BMT * weight_B11)
 
 
@@ -75,7 +90,8 @@ class ReplayMethod(TokenMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyReplayMethod(PolicyGradientMethod):
-    """The gradient of the kept tokens' log-probabilities. It has no ratio for a second update on the same rollout."""
+    """The gradient of the kept tokens' log-probabilities. It has no ratio for a second update on the same
+    rollout."""
 
     separable = True
     partial = False
@@ -92,8 +108,8 @@ class CJGRPO(ReplayMethod):
 
 @register
 class StepMerge(ReplayMethod):
-    """d2's step merging (Wang et al. 2025): views of stretches of a completion's steps, as equal as possible, and the same in any batch.
-    As published with `prompt_mask_rate: 0.15`."""
+    """d2's step merging (Wang et al. 2025): views of stretches of a completion's steps, as equal as possible,
+    and the same in any batch. As published with `prompt_mask_rate: 0.15`."""
 
     name = "step-merge"
     segments: int = plan_setting(4)
@@ -106,13 +122,16 @@ class StepMerge(ReplayMethod):
         number_B1 = num_steps_B1.clamp_max(self.segments)
         segment_BT = ((step_BT + 1) * number_B1 - 1) // num_steps_B1.clamp_min(1)
         views = replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
-        prompt_B1T = completion_hidden(rollout, draw, self.prompt_mask_rate).hidden_BMT & rollout.prompt_BT[:, None]
+        prompt_B1T = (
+            completion_hidden(rollout, draw, self.prompt_mask_rate).hidden_BMT & rollout.prompt_BT[:, None]
+        )
         return replace(views, hidden_BMT=views.hidden_BMT | prompt_B1T)
 
 
 @register
 class TraceRL(ReplayMethod):
-    """TraceRL (Wang et al. 2025), as in its code for LLaDA, or in block-causal models for SDAR: `shrink` steps per view."""
+    """TraceRL (Wang et al. 2025), as in its code for LLaDA, or in block-causal models for SDAR: `shrink`
+    steps per view."""
 
     name = "trace-rl"
     epsilon: float = 0.2
@@ -128,15 +147,21 @@ class TraceRL(ReplayMethod):
         return replay(rollout, torch.where(step_BT >= 0, step_BT // self.shrink, -1))
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """The surrogate of tokens. With `aggregation: view` the divergence is summed over a view's tokens, where the surrogate is their
-        mean, as in the code for LLaDA."""
+        """The surrogate of tokens. With `aggregation: view` the divergence is summed over a view's tokens,
+        where the surrogate is their mean, as in the code for LLaDA."""
         weight_BT = inputs.token_weight_BT
-        return self.token_loss(inputs, torch.where(weight_BT > 0, 1 / weight_BT, 0) if self.aggregation == "view" else 1.0)
+        return self.token_loss(
+            inputs, torch.where(weight_BT > 0, 1 / weight_BT, 0) if self.aggregation == "view" else 1.0
+        )
 
     def for_attention(self, attention: str) -> Self:
         if attention != "block_causal":
             return replace(self, aggregation=self.aggregation or "view")
-        return replace(self, aggregation=self.aggregation or "view-constant", log_ratio_clamp=self.log_ratio_clamp or 10.0)
+        return replace(
+            self,
+            aggregation=self.aggregation or "view-constant",
+            log_ratio_clamp=self.log_ratio_clamp or 10.0,
+        )
 
 
 @register
@@ -153,7 +178,8 @@ class DiPO(ReplayMethod):
 
 @register
 class AGRPO(OnPolicyReplayMethod):
-    """AGRPO (2510.04019): `samples` random steps of each completion. The published code means over them: `aggregation: step`."""
+    """AGRPO (2510.04019): `samples` random steps of each completion. The published code means over them:
+    `aggregation: step`."""
 
     name = "agrpo"
     aggregation: Aggregation | None = "constant"
@@ -165,9 +191,11 @@ class AGRPO(OnPolicyReplayMethod):
 
 @register
 class ExactGradient(OnPolicyReplayMethod):
-    """The gradient of the expected reward, without bias: every token that was drawn, after the end too, where it was drawn.
+    """The gradient of the expected reward, without bias: every token that was drawn, after the end too, where
+    it was drawn.
 
-    The order is random, and so does not depend on the drawn tokens. All tokens, completions and groups weigh the same.
+    The order is random, and so does not depend on the drawn tokens. All tokens, completions and groups weigh
+    the same.
     """
 
     name = "exact-gradient"
@@ -195,7 +223,8 @@ class JustGRPO(OnPolicyReplayMethod):
     steps: int | None = fixed(None)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """A view for every token, which hides it and all that comes after it (in a block-causal model: within its block)."""
+        """A view for every token, which hides it and all that comes after it (in a block-causal model: within
+        its block)."""
         canvas_BT = rollout.completion_BT | rollout.beyond_BT
         as_steps = replace(rollout, step_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
         return replay(as_steps, steps_within(as_steps))

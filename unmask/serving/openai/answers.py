@@ -55,19 +55,37 @@ class Reply:
         make_writer: makes the writer of a choice.
     """
 
-    def __init__(self, service: ModelService, body: SamplingRequest, plan: Plan, kind: Kind, make_writer: Callable[[Progress], TextWriter]):
+    def __init__(
+        self,
+        service: ModelService,
+        body: SamplingRequest,
+        plan: Plan,
+        kind: Kind,
+        make_writer: Callable[[Progress], TextWriter],
+    ):
         self.body, self.plan, self.kind = body, plan, kind
-        self.progresses = [Progress(service.lm, *one, plan.stops) for one in zip(plan.work, plan.regions, strict=True)]
+        self.progresses = [
+            Progress(service.lm, *one, plan.stops) for one in zip(plan.work, plan.regions, strict=True)
+        ]
         self.writers = [make_writer(progress) for progress in self.progresses]
         self.version: str | None = None  # of the weights, which the first event tells
-        self._name, self._id, self._created = service.name, f"{kind.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._name, self._id, self._created = (
+            service.name,
+            f"{kind.prefix}-{uuid.uuid4().hex}",
+            int(time.time()),
+        )
         self._tokenizer = service.lm.tokenizer
         self._token_bytes = lru_cache(maxsize=1024)(partial(token_bytes, self._tokenizer))
 
     @property
     def _head(self) -> Fields:
         """What every object begins with."""
-        return {"id": self._id, "created": self._created, "model": self._name, "system_fingerprint": self.version}
+        return {
+            "id": self._id,
+            "created": self._created,
+            "model": self._name,
+            "system_fingerprint": self.version,
+        }
 
     @property
     def done(self) -> bool:
@@ -86,7 +104,13 @@ class Reply:
             {"index": index, **writer.choice(), "diffusion": choice_facts(writer.progress, writer.outcome)}
             for index, writer in enumerate(self.writers)
         ]
-        return {**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage(), "diffusion": self._facts()}
+        return {
+            **self._head,
+            "object": self.kind.whole,
+            "choices": choices,
+            "usage": self.usage(),
+            "diffusion": self._facts(),
+        }
 
     async def chunks(self, events: Events) -> AsyncGenerator[str, None]:
         """The answer as server-sent events. An error on the way is the last event."""
@@ -97,7 +121,11 @@ class Reply:
             try:
                 async for event in events:
                     self.version = event.version
-                    openings = [] if opened else list(chain.from_iterable(map(self._opening, range(len(self.writers)))))
+                    openings = (
+                        []
+                        if opened
+                        else list(chain.from_iterable(map(self._opening, range(len(self.writers)))))
+                    )
                     opened = True
                     for chunk in [*openings, *self._step(event)]:
                         yield _event({**chunk, **usage})
@@ -109,13 +137,24 @@ class Reply:
                 yield _event(error_of(error)[1])
                 return
         if usage:
-            yield _event({**self._head, "object": self.kind.chunk, "choices": [], "usage": self.usage(), "diffusion": self._facts()})
+            yield _event(
+                {
+                    **self._head,
+                    "object": self.kind.chunk,
+                    "choices": [],
+                    "usage": self.usage(),
+                    "diffusion": self._facts(),
+                }
+            )
         yield DONE
 
     def usage(self) -> Fields:
         """Tokens, steps and passes of all choices."""
         outcomes = [writer.outcome for writer in self.writers]
-        written, passes = sum(outcome.written for outcome in outcomes), [outcome.forward_passes for outcome in outcomes]
+        written, passes = (
+            sum(outcome.written for outcome in outcomes),
+            [outcome.forward_passes for outcome in outcomes],
+        )
         return {
             "prompt_tokens": self.plan.prompt_tokens,
             "completion_tokens": written,
@@ -151,7 +190,10 @@ class Reply:
         if not self.body.frames:
             return [self._chunk(index, piece) for piece in pieces]
         first, *others = pieces or [self.writers[index].delta("")]
-        return [self._chunk(index, first, {"canvas": {"tokens": self._canvas(index)}}), *(self._chunk(index, piece) for piece in others)]
+        return [
+            self._chunk(index, first, {"canvas": {"tokens": self._canvas(index)}}),
+            *(self._chunk(index, piece) for piece in others),
+        ]
 
     def _step(self, event: Event) -> list[Fields]:
         """The chunks of an event: of its frame, of the text that it commits, and of the end of its choice."""
@@ -165,11 +207,15 @@ class Reply:
         else:
             chunks, others = [], pieces
         chunks += [self._chunk(index, piece) for piece in others]
-        ended = event.trace is not None if frames else not known and self.progresses[index].outcome is not None
+        ended = (
+            event.trace is not None if frames else not known and self.progresses[index].outcome is not None
+        )
         if ended:
             own = {"text": writer.outcome.text, "seed": self.plan.config.seed, "key": self.plan.keys[index]}
             facts = choice_facts(self.progresses[index], writer.outcome) | own
-            chunks.append(self._chunk(index, writer.closing(), facts if frames or self.plan.config.trace else None))
+            chunks.append(
+                self._chunk(index, writer.closing(), facts if frames or self.plan.config.trace else None)
+            )
         return chunks
 
     def _chunk(self, index: int, piece: Fields, facts: Fields | None = None) -> Fields:
@@ -201,7 +247,8 @@ class Reply:
         return num_at_start(self._tokenizer, progress.before, *progress.given)
 
     def _token(self, token: int, log_prob: float, first: bool) -> Fields:
-        """A token, with its bytes where it is a part of a character; a special one, which has no text, by its name."""
+        """A token, with its bytes where it is a part of a character; a special one, which has no text, by its
+        name."""
         written = self._token_bytes(token, first=first)
         text = written.decode(errors="replace") or str(self._tokenizer.decode([token]))
         part = {"bytes": [*written]} if UNFINISHED in text else {}

@@ -20,7 +20,8 @@ class DisconnectedError(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of work, which is cancelled if the client disconnects. The body of the request has been read.
+    """The result of work, which is cancelled if the client disconnects. The body of the request has been
+    read.
 
     Raises:
         DisconnectedError: it has.
@@ -43,8 +44,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Their generator is closed as soon as the client disconnects. Whenever none comes for a while, a comment says that
-    the server is still there, which clients and proxies would doubt otherwise."""
+    """Server-sent events. Their generator is closed as soon as the client disconnects. Whenever none comes
+    for a while, a comment says that the server is still there, which clients and proxies would doubt
+    otherwise."""
 
     media_type = "text/event-stream"
 
@@ -78,7 +80,9 @@ class EventStream(StreamingResponse):
 
         commenting: asyncio.Task[None] | None = None
         try:
-            await say({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await say(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
             commenting = asyncio.create_task(comment())
             async for event in self._events:
                 await say({"type": "http.response.body", "body": event.encode(), "more_body": True})

@@ -36,8 +36,8 @@ class EditMessage(Body):
 
     role: Literal["system", "user"]
     content: str
-    """Of the user: text with `<|code_to_edit|>...<|/code_to_edit|>`, usually within `<|current_file_content|>` and beside
-    `<|edit_diff_history|>`."""
+    """Of the user: text with `<|code_to_edit|>...<|/code_to_edit|>`, usually within
+    `<|current_file_content|>` and beside `<|edit_diff_history|>`."""
 
 
 class EditRequest(NewerRequest):
@@ -49,13 +49,16 @@ class EditRequest(NewerRequest):
     }
 
     messages: Many[EditMessage] = Field(min_length=1, max_length=2)
-    """The user's, perhaps after one of the system, which then says what to do in place of the server's own instruction."""
+    """The user's, perhaps after one of the system, which then says what to do in place of the server's own
+    instruction."""
 
     @field_validator("messages")
     @classmethod
     def _one_of_the_user(cls, messages: list[EditMessage]) -> list[EditMessage]:
         if [each.role for each in messages] not in (["user"], ["system", "user"]):
-            raise PydanticCustomError("messages", "Give one message of a user, after at most one of the system")
+            raise PydanticCustomError(
+                "messages", "Give one message of a user, after at most one of the system"
+            )
         return messages
 
     @property

@@ -1,8 +1,8 @@
 """Edits: a region of a file is written again, as an editor's next-edit plugin asks for it.
 
-The message has the tags that Inception's Mercury introduced: snippets that were viewed, the current file with the region to edit and the
-cursor, and the history of edits. It goes to the model as it is, after what is asked of it; the answer is the edited region in a code fence,
-as such plugins read it.
+The message has the tags that Inception's Mercury introduced: snippets that were viewed, the current file with
+the region to edit and the cursor, and the history of edits. It goes to the model as it is, after what is
+asked of it; the answer is the edited region in a code fence, as such plugins read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from unmask.errors import GenerationError
 
 REGION, END, CURSOR = "<|code_to_edit|>", "<|/code_to_edit|>", "<|cursor|>"
 INSTRUCTION = (
-    f"Predict the next edit. Rewrite the code between {REGION} and {END}, given the code that was viewed, the current file and the edits so"
+    f"Predict the next edit. Rewrite the code between {REGION} and {END}, given the code that was "
+    "viewed, the current file and the edits so"
     " far. Answer with the rewritten code alone, in a code fence."
 )
 FENCE = re.compile(r"^\s*```[^\n`]*\n(.*?)(?:\n?```\s*)?$", re.S)
@@ -42,8 +43,8 @@ def region_to_edit(content: str) -> str:
 
 
 def edited_region(text: str, content: str) -> str:
-    """The region of an answer in a code fence, without tags, whether the model wrote a fence and tags or not. It ends with the end of a
-    line where that of the message does, since editors put it in the region's place.
+    """The region of an answer in a code fence, without tags, whether the model wrote a fence and tags or not.
+    It ends with the end of a line where that of the message does, since editors put it in the region's place.
 
     Args:
         content: the message with the region to edit.

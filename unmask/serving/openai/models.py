@@ -36,8 +36,8 @@ class MostAsked(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model. `parent`: the model whose weights it shares, of which it is adapters; `facts`: what the model of a client must share, for
-    whom it draws (`model_facts`)."""
+    """A model. `parent`: the model whose weights it shares, of which it is adapters; `facts`: what the model
+    of a client must share, for whom it draws (`model_facts`)."""
 
     id: str
     object: str
@@ -62,7 +62,8 @@ def model_card(service: ModelService, limits: Limits, created: int, facts: dict[
     card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask"}
     card |= {"parent": service.parent, "version": service.version}
     most: MostAsked = {"sequences": limits.sequences, "n": limits.n, "max_tokens": limits.max_tokens}
-    return {**card, "diffusion": _facts(service.lm), "facts": facts, "limits": most}  # type: ignore[typeddict-item]
+    diffusion = _facts(service.lm)
+    return {**card, "diffusion": diffusion, "facts": facts, "limits": most}  # type: ignore[typeddict-item]
 
 
 def find_model(models: Mapping[str, Model], name: str) -> Model:

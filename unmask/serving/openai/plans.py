@@ -1,5 +1,5 @@
-"""From the body of a request to the sequences that answer it. Encoding, constraints and searches for lengths take their time: none of
-this runs in the event loop."""
+"""From the body of a request to the sequences that answer it. Encoding, constraints and searches for lengths
+take their time: none of this runs in the event loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class Context:
 
     async def make(self, function: Callable[[], Result], *, compiles: bool) -> Result:
         """The result of a function, which takes its time; `compiles`: whether it compiles a constraint."""
-        return await (self.service.aside(self.bounded(function), owner=self.owner) if compiles else asyncio.to_thread(function))
+        return await (
+            self.service.aside(self.bounded(function), owner=self.owner)
+            if compiles
+            else asyncio.to_thread(function)
+        )
 
     def bounded(self, function: Callable[[], Result]) -> Callable[[], Result]:
         """A function that compiles constraints, within the limits."""
@@ -65,12 +69,10 @@ class Context:
 class Plan:
     """What answers a request.
 
-    Attributes:
-        work: one sequence per answer; those of one prompt side by side.
-        regions: of each sequence, what is answered.
-        stops: strings before which answers are cut.
-        prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
-        weights: with which lengths were searched, which have to fill them, as of `ModelService.submit`; None: any.
+    Attributes: work: one sequence per answer; those of one prompt side by side. regions: of each sequence,
+        what is answered. stops: strings before which answers are cut. prompt_tokens: of all prompts, each
+        counted once; of a text with gaps, what is not missing. weights: with which lengths were searched,
+        which have to fill them, as of `ModelService.submit`; None: any.
     """
 
     work: list[Work]
@@ -94,16 +96,23 @@ async def plan_completion(context: Context, body: CompletionRequest | FimRequest
     prompts = _prompts(body.prompt)
     check_answers(context, len(prompts), body)
     if body.max_tokens == 0 and (body.suffix or not (isinstance(body, CompletionRequest) and body.echo)):
-        raise GenerationError("0 tokens are no answer", where="max_tokens", remedy="Send 1 or more, or echo the prompt")
+        raise GenerationError(
+            "0 tokens are no answer", where="max_tokens", remedy="Send 1 or more, or echo the prompt"
+        )
     if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
     config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
-    encoded = await asyncio.to_thread(lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts])
+    encoded = await asyncio.to_thread(
+        lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts]
+    )
     return await plan_prompts(context, body, encoded, config)
 
 
 async def plan_prompts(
-    context: Context, body: ChatRequest | CompletionRequest | EditRequest | FimRequest, encoded: list[list[int]], config: SamplerConfig
+    context: Context,
+    body: ChatRequest | CompletionRequest | EditRequest | FimRequest,
+    encoded: list[list[int]],
+    config: SamplerConfig,
 ) -> Plan:
     """Completions of token ids."""
     check_length(context.lm, max(map(len, encoded)) + config.max_new_tokens, context.limits)
@@ -115,7 +124,12 @@ async def plan_prompts(
         echoes, weights = await _echoes(context, body, encoded)
         shown = [echo for echo in echoes for _ in range(body.n)]
         regions = [
-            Region(request.start, request.length if body.max_tokens != 0 else request.start, before, prompt=prompt)
+            Region(
+                request.start,
+                request.length if body.max_tokens != 0 else request.start,
+                before,
+                prompt=prompt,
+            )
             for request, (before, prompt) in zip(requests, shown, strict=True)
         ]
     return _plan(body, requests, config, regions, sum(map(len, encoded)), weights)
@@ -124,11 +138,15 @@ async def plan_prompts(
 async def _echoes(
     context: Context, body: CompletionRequest, encoded: list[list[int]]
 ) -> tuple[list[tuple[str, PromptLogProbs | None]], int | None]:
-    """The text of each prompt with its log-probabilities, if they are wanted, and the weights that gave them, None: any."""
+    """The text of each prompt with its log-probabilities, if they are wanted, and the weights that gave them,
+    None: any."""
     lm, logprobs = context.lm, body.logprobs
 
     def decoded() -> list[str]:
-        return [text if isinstance(text, str) else text_after(lm.tokenizer, [], text) for text in _prompts(body.prompt)]
+        return [
+            text if isinstance(text, str) else text_after(lm.tokenizer, [], text)
+            for text in _prompts(body.prompt)
+        ]
 
     def found(between_steps: BetweenSteps) -> list[PromptLogProbs]:
         return [prompt_log_probs(lm, ids, logprobs or 0, between_steps) for ids in encoded]
@@ -146,15 +164,31 @@ async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
     parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
     ids, weights = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
-    check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "text" if body.text is not None else "segments", "tokens")
+    check_limit(
+        ids.count(context.lm.mask_token_id),
+        context.limits.max_tokens,
+        "text" if body.text is not None else "segments",
+        "tokens",
+    )
     requests = await _infill_requests(context, ids, config, body)
-    return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests], weights=weights)
+    return _plan(
+        body,
+        requests,
+        config,
+        [Region(0, request.length, fills=True) for request in requests],
+        weights=weights,
+    )
 
 
-async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]]) -> Plan:
-    """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion of a prompt that has both."""
+async def _plan_middle(
+    context: Context, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]]
+) -> Plan:
+    """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion
+    of a prompt that has both."""
     if len(prompts) != 1 or not isinstance(prompts[0], str):
-        raise GenerationError("a suffix needs one prompt, as text", where="prompt", remedy="Send one request for each")
+        raise GenerationError(
+            "a suffix needs one prompt, as text", where="prompt", remedy="Send one request for each"
+        )
     if isinstance(body, CompletionRequest) and body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
     lm, prompt, suffix = context.lm, prompts[0], body.suffix or ""
@@ -164,15 +198,20 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
         return await plan_prompts(context, body, [encoded], config)
     if lm.attention != "bidirectional":
         what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
-        raise GenerationError(what, where="suffix", remedy="Use a bidirectional model, or complete the prompt alone")
+        raise GenerationError(
+            what, where="suffix", remedy="Use a bidirectional model, or complete the prompt alone"
+        )
     config, size = without_ends(lm, config), config.max_new_tokens
-    before, after = await asyncio.to_thread(lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix)))
+    before, after = await asyncio.to_thread(
+        lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix))
+    )
     exact = body.diffusion.length == "exact"
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
     ids, weights = await _with_lengths(context, parts, config, min(size, MOST_SEARCHED), "<gap>")
     requests = await _infill_requests(context, ids, config, body)
     length = len(ids) - len(before) - len(after)
-    fills = not exact and length < min(size, MOST_SEARCHED)  # the longest one may be too short for what is missing
+    # the longest one may be too short for what is missing
+    fills = not exact and length < min(size, MOST_SEARCHED)
     regions = [Region(len(before), len(before) + length, fills=fills) for _ in requests]
     return _plan(body, requests, config, regions, weights=weights)
 
@@ -180,14 +219,16 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
 async def _with_lengths(
     context: Context, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str
 ) -> tuple[list[int], int | None]:
-    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing; and the weights that
-    found it, None: any."""
+    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be
+    missing; and the weights that found it, None: any."""
     if len(parts) == 1:
         check_length(context.lm, len(parts[0]), context.limits)
         return parts[0], None
 
     def search(between_steps: BetweenSteps) -> list[int]:
-        return context.bounded(lambda: find_lengths(context.lm, [parts], config, max_gap, gap_mark, between_steps))()[0].ids
+        return context.bounded(
+            lambda: find_lengths(context.lm, [parts], config, max_gap, gap_mark, between_steps)
+        )()[0].ids
 
     check_length(context.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, context.limits)
     return await _searched(context, search)
@@ -203,7 +244,10 @@ async def _searched(context: Context, search: Callable[[BetweenSteps], Result]) 
 
 
 async def _infill_requests(
-    context: Context, ids: list[int], config: SamplerConfig, body: InfillRequest | CompletionRequest | FimRequest
+    context: Context,
+    ids: list[int],
+    config: SamplerConfig,
+    body: InfillRequest | CompletionRequest | FimRequest,
 ) -> list[Request]:
     """Requests for the hidden positions of a text."""
     repeated = _repeated([ids], body)
@@ -216,16 +260,22 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[in
     if (body.text is None) == (body.segments is None):
         raise GenerationError("give either text or segments", where="text", remedy="Give one of them")
     if body.text is not None and body.lengths is not None:
-        raise GenerationError("are for segments", where="lengths", remedy="Leave them out, or give segments in place of text")
+        raise GenerationError(
+            "are for segments", where="lengths", remedy="Leave them out, or give segments in place of text"
+        )
     segments = body.text.split(body.gap_mark) if body.text is not None else list(body.segments or [])
     lengths = body.lengths or [None] * (len(segments) - 1)
     if len(lengths) != len(segments) - 1:
         what = f"{len(lengths)} for {len(segments) - 1} gaps"
         raise GenerationError(what, where="lengths", remedy="Give one for each gap; null: it is searched")
     if body.gap_mark in lm.tokenizer.mask_token:
-        raise GenerationError("it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is")
+        raise GenerationError(
+            "it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is"
+        )
     check_limit(sum(length or 0 for length in lengths), limits.max_tokens, "lengths", "tokens")
-    check_limit(lengths.count(None) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap", "tokens")
+    check_limit(
+        lengths.count(None) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap", "tokens"
+    )
     keep = [lm.tokenizer.mask_token] if body.text is not None else []
     parts = [encode_prompt(lm.tokenizer, segments[0], keep)]
     for length, segment in zip(lengths, segments[1:], strict=True):
@@ -260,8 +310,8 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
 
 
 def check_answers(context: Context, prompts: int, body: SamplingRequest) -> None:
-    """Raise GenerationError for more answers than a request may ask for, and OverloadedError where they have no place in the queue: before
-    anything is encoded, compiled or searched."""
+    """Raise GenerationError for more answers than a request may ask for, and OverloadedError where they have
+    no place in the queue: before anything is encoded, compiled or searched."""
     if not prompts:
         raise GenerationError("there is none", where="prompt", remedy="Give one")
     check_limit(body.n, context.limits.n, "n", "answers to a prompt")
@@ -270,7 +320,8 @@ def check_answers(context: Context, prompts: int, body: SamplingRequest) -> None
 
 
 def check_length(lm: DiffusionLM, length: int, limits: Limits) -> None:
-    """Raise GenerationError for a sequence that is too long; where the model has a longest context, the engine does."""
+    """Raise GenerationError for a sequence that is too long; where the model has a longest context, the
+    engine does."""
     if lm.context_length is None:
         check_limit(length, limits.length, "prompt", "tokens")
 
@@ -291,4 +342,10 @@ def _plan(
     """The plan of requests."""
     if prompt_tokens is None:
         prompt_tokens = requests[0].length - sum(requests[0].hidden)
-    return Plan([Work(request, config, body.watched) for request in requests], regions, body.stops, prompt_tokens, weights)
+    return Plan(
+        [Work(request, config, body.watched) for request in requests],
+        regions,
+        body.stops,
+        prompt_tokens,
+        weights,
+    )

@@ -36,15 +36,12 @@ class Region:
 class Outcome:
     """An answer.
 
-    Attributes:
-        text: cut before the first stop string.
-        tokens, log_probs: up to the end token, or to the token that completes a stop string. Log-probabilities are those when the tokens
-            were revealed, in nats, at temperature 1.
-        written: how many of the tokens were not given.
-        finish: "stop" or "length".
-        forward_passes: None: a stop string ended the sequence before its end, and they are not known.
-        trace: None: likewise.
-        top: of each token the most probable ones at its position, and their log-probabilities; empty unless they are wanted.
+    Attributes: text: cut before the first stop string. tokens, log_probs: up to the end token, or to the
+        token that completes a stop string. Log-probabilities are those when the tokens were revealed, in
+        nats, at temperature 1. written: how many of the tokens were not given. finish: "stop" or "length".
+        forward_passes: None: a stop string ended the sequence before its end, and they are not known. trace:
+        None: likewise. top: of each token the most probable ones at its position, and their
+        log-probabilities; empty unless they are wanted.
     """
 
     text: str
@@ -113,11 +110,15 @@ class Progress:
 
     def _commit(self, frame: Frame) -> str:
         new = self.ids[self.region.start + len(self._tokens) : min(frame.num_final, self.region.stop)]
-        if not new or (self.work.request.stop_at_eos and self._tokens and self._tokens[-1] in self.lm.eos_token_ids):
+        if not new or (
+            self.work.request.stop_at_eos and self._tokens and self._tokens[-1] in self.lm.eos_token_ids
+        ):
             return ""
         self._tokens += new[: end_of(new, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else new
         self._step = frame.step
-        released = self._text.grow(self._growing.settled(without_end(self._tokens, self.lm.eos_token_ids)), done=False)
+        released = self._text.grow(
+            self._growing.settled(without_end(self._tokens, self.lm.eos_token_ids)), done=False
+        )
         if self._text.stop is not None:
             self.end_here()
         return released
@@ -126,7 +127,9 @@ class Progress:
         """Answer what is committed, unless more is answered than is known before the end."""
         if self.outcome is None and not self._needs_end:
             log_probs = self._log_probs[self.region.start : self.region.start + len(self._tokens)]
-            self.outcome = self._cut(self._decode(self._tokens), self._tokens, log_probs, "stop", self._step, None, None)
+            self.outcome = self._cut(
+                self._decode(self._tokens), self._tokens, log_probs, "stop", self._step, None, None
+            )
 
     def _end(self, trace: Trace) -> str:
         request, region = self.work.request, self.region

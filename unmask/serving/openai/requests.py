@@ -22,7 +22,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=256, pattern="^[^\ufffd]*$"
 """U+FFFD is what half a character decodes to, which the next token completes."""
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of which the first wrong item is told: a body may have as many wrong ones as it has bytes, and telling all takes seconds."""
+"""A list of which the first wrong item is told: a body may have as many wrong ones as it has bytes, and
+telling all takes seconds."""
 MOST_MESSAGES, MOST_CALLS, MOST_BIASES = 4096, 128, 1024
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
@@ -32,7 +33,8 @@ PENALTIES = "Send 0, or leave it out; diffusion.repetition_penalty is another pe
 
 
 def given_fields(values: Any, model: type[pydantic.BaseModel]) -> Any:
-    """Fields that are not null, which is what is not given, as OpenAI has it. The first unknown one is refused."""
+    """Fields that are not null, which is what is not given, as OpenAI has it. The first unknown one is
+    refused."""
     if not isinstance(values, dict):
         return values
     names = {field.alias or name for name, field in model.model_fields.items()}
@@ -46,7 +48,13 @@ def given_fields(values: Any, model: type[pydantic.BaseModel]) -> Any:
 class Body(pydantic.BaseModel):
     """A part of a body."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -80,7 +88,8 @@ class DiffusionSettings(_SamplerSettings):
     stream: Literal["text", "frames"] = "text"
     """With `stream`: the committed text only, or also what every denoising step reveals and hides."""
     keys: Many[Key] | None = None
-    """Keys of the random numbers, one per answer (those of one prompt side by side), as of `unmask.generate`."""
+    """Keys of the random numbers, one per answer (those of one prompt side by side), as of
+    `unmask.generate`."""
     version: str | None = None
     """The name of the weights that shall answer; others are refused with status 409."""
     priority: int = Field(default=0, ge=-100, le=100)
@@ -88,14 +97,17 @@ class DiffusionSettings(_SamplerSettings):
     timeout: float | None = Field(default=None, gt=0, le=86400)
     """Seconds after which the request is given up, waiting included."""
     length: Literal["search", "exact"] = "search"
-    """With a `suffix`: the length of the gap is searched, up to `max_tokens` and 512, or it is exactly `max_tokens`."""
+    """With a `suffix`: the length of the gap is searched, up to `max_tokens` and 512, or it is exactly
+    `max_tokens`."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_clients(cls, values: Any) -> Any:
         given = values if isinstance(values, dict) else {}
         if (name := next((name for name in OF_SERVER if given.get(name) is not None), None)) is not None:
-            raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": ": it is a setting of the server"})
+            raise PydanticCustomError(
+                "unsupported", "is not supported", {"param": name, "why": ": it is a setting of the server"}
+            )
         return values
 
     @property
@@ -121,7 +133,8 @@ class SamplingRequest(Body):
     model: str
     """A name that `/v1/models` lists."""
     max_tokens: Count | None = None
-    """The length of the answer, in tokens; shorter where it ends with an end token. Default: that of `SamplerConfig.max_new_tokens`."""
+    """The length of the answer, in tokens; shorter where it ends with an end token. Default: that of
+    `SamplerConfig.max_new_tokens`."""
     temperature: float | None = Field(default=None, ge=0, le=1e6)
     """Divides the logits. Default 0: always the most probable token."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -154,7 +167,9 @@ class SamplingRequest(Body):
             if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
                 why = f", except {' or '.join(map(repr, neutral))}" if neutral else ""
                 remedy = PENALTIES if neutral is NO_PENALTY else "Leave it out."
-                raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": f"{why}. {remedy}"})
+                raise PydanticCustomError(
+                    "unsupported", "is not supported", {"param": name, "why": f"{why}. {remedy}"}
+                )
         return {name: value for name, value in values.items() if name not in cls.unsupported}
 
     @property
@@ -164,7 +179,8 @@ class SamplingRequest(Body):
 
     @property
     def watched(self) -> bool:
-        """Whether every step is looked at: text or frames are sent as they come, or the text may end an answer before its sequence ends."""
+        """Whether every step is looked at: text or frames are sent as they come, or the text may end an
+        answer before its sequence ends."""
         return self.stream or bool(self.stops)
 
     @property
@@ -285,8 +301,22 @@ class ChatRequest(NewerRequest):
         "modalities": (["text"],),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        **dict.fromkeys(("audio", "function_call", "functions", "metadata", "moderation", "prediction", "prompt_cache_key"), NOTHING),
-        **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "safety_identifier"), NOTHING),
+        **dict.fromkeys(
+            (
+                "audio",
+                "function_call",
+                "functions",
+                "metadata",
+                "moderation",
+                "prediction",
+                "prompt_cache_key",
+            ),
+            NOTHING,
+        ),
+        **dict.fromkeys(
+            ("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "safety_identifier"),
+            NOTHING,
+        ),
         **dict.fromkeys(("verbosity", "web_search_options"), NOTHING),
     }
 
@@ -296,13 +326,15 @@ class ChatRequest(NewerRequest):
     """Whether the answer has the log-probability of each token when it was revealed, at temperature 1."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
     """With `logprobs`: also those of this many most probable tokens at its position."""
-    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: (
+        Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
     """What the text has to be; it always is."""
     tools: Many[Tool] | None = Field(default=None, max_length=128)
     """Functions that the model may call; its chat template shows them to it."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    """none: the model sees no tools. auto: it may call some. required, or a function: the answer is one call, whose arguments fit the
-    schema."""
+    """none: the model sees no tools. auto: it may call some. required, or a function: the answer is one call,
+    whose arguments fit the schema."""
     parallel_tool_calls: bool = True
     """If false, an answer ends with its first call."""
 
@@ -340,15 +372,17 @@ class CompletionRequest(SamplingRequest):
     ]
     """A text, token ids, or a list of either."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
-    """The length of the answer, in tokens; shorter where it ends with an end token. With `echo` it may be 0. Default: that of
-    `SamplerConfig.max_new_tokens`."""
+    """The length of the answer, in tokens; shorter where it ends with an end token. With `echo` it may be 0.
+    Default: that of `SamplerConfig.max_new_tokens`."""
     suffix: str | None = None
-    """The text after what is written: a gap is filled, by a bidirectional model or one that knows fill-in-the-middle prompts."""
+    """The text after what is written: a gap is filled, by a bidirectional model or one that knows
+    fill-in-the-middle prompts."""
     echo: bool = False
     """Whether the text begins with the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many most probable tokens. With
-    `echo` it also has those of the prompt's tokens, from left to right; that of the first one is null."""
+    """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many
+    most probable tokens. With `echo` it also has those of the prompt's tokens, from left to right; that of
+    the first one is null."""
 
 
 class InfillRequest(SamplingRequest):
@@ -357,7 +391,8 @@ class InfillRequest(SamplingRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(("max_tokens", "stop"), NOTHING)
 
     text: str | None = None
-    """A text with a gap mark for each gap whose length is searched, and the mask token for each token that is missing."""
+    """A text with a gap mark for each gap whose length is searched, and the mask token for each token that is
+    missing."""
     segments: Many[str] | None = Field(default=None, min_length=2, max_length=257)
     """The texts between the gaps; the first and the last may be empty."""
     lengths: Many[Count | None] | None = None

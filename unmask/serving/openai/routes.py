@@ -23,7 +23,13 @@ from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, Event
 from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, find_model, model_card
-from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCompletion, Infill, TextCompletion
+from unmask.serving.openai.objects import (
+    ChatCompletion,
+    EditCompletion,
+    FimCompletion,
+    Infill,
+    TextCompletion,
+)
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.writers import ChatWriter, EditWriter, FimWriter, InfillWriter, TextWriter
@@ -40,8 +46,8 @@ router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
 
 @dataclass(frozen=True)
 class Models:
-    """The models of an application. The owner of a request, who takes turns with others, is `request.state.owner` where a middleware sets
-    it, else the client's address.
+    """The models of an application. The owner of a request, who takes turns with others, is
+    `request.state.owner` where a middleware sets it, else the client's address.
 
     Attributes:
         services: of models, by their names.
@@ -78,7 +84,10 @@ def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
 async def list_models(request: Request) -> ModelList:
     """The models of this server."""
     models = _models(request)
-    cards = [model_card(service, models.limits, models.created, models.facts[name]) for name, service in models.services.items()]
+    cards = [
+        model_card(service, models.limits, models.created, models.facts[name])
+        for name, service in models.services.items()
+    ]
     return {"object": "list", "data": cards}
 
 
@@ -122,17 +131,26 @@ async def infill(body: InfillRequest, request: Request) -> Response:
 async def _chat(context: Context, body: ChatRequest) -> Reply:
     plan, written = await plan_chat(context, body)
     make_reader = None if written is None else partial(call_reader, body, written)
-    return Reply(context.service, body, plan, CHAT, partial(ChatWriter, make_reader=make_reader, logprobs=body.logprobs))
+    return Reply(
+        context.service,
+        body,
+        plan,
+        CHAT,
+        partial(ChatWriter, make_reader=make_reader, logprobs=body.logprobs),
+    )
 
 
 async def _edit(context: Context, body: EditRequest) -> Reply:
-    return Reply(context.service, body, await plan_edit(context, body), EDIT, partial(EditWriter, content=body.content))
+    return Reply(
+        context.service, body, await plan_edit(context, body), EDIT, partial(EditWriter, content=body.content)
+    )
 
 
 async def _completion(context: Context, body: CompletionRequest) -> Reply:
     make_writer = partial(TextWriter, logprobs=body.logprobs is not None)
     plan = await plan_completion(context, body)
-    return await asyncio.to_thread(Reply, context.service, body, plan, TEXT, make_writer)  # it writes the tokens of echoed prompts
+    # it writes the tokens of echoed prompts
+    return await asyncio.to_thread(Reply, context.service, body, plan, TEXT, make_writer)
 
 
 async def _fim(context: Context, body: FimRequest) -> Reply:
@@ -153,7 +171,10 @@ async def _answer(body: Asked, request: Request, make_reply: Answering[Asked]) -
     try:
         if body.stream:
             return await while_connected(request.receive, _stream(context, body, make_reply))
-        return Response(await while_connected(request.receive, _whole(context, body, make_reply)), media_type="application/json")
+        return Response(
+            await while_connected(request.receive, _whole(context, body, make_reply)),
+            media_type="application/json",
+        )
     except DisconnectedError:
         return Response(status_code=CLIENT_GONE)
 
@@ -162,13 +183,17 @@ async def _begin(context: Context, body: Asked, make_reply: Answering[Asked]) ->
     """The reply to a request, and its events. The time limit covers both."""
     asked, since = body.diffusion, asyncio.get_running_loop().time()
     seconds = context.limits.timeout if asked.timeout is None else min(asked.timeout, context.limits.timeout)
-    submit = partial(context.service.submit, owner=context.owner, priority=asked.priority, version=asked.version)
+    submit = partial(
+        context.service.submit, owner=context.owner, priority=asked.priority, version=asked.version
+    )
     try:
         async with asyncio.timeout_at(since + seconds):
             while True:
                 reply = await make_reply(context, body)
                 with suppress(ReplacedError):
-                    return reply, submit(reply.plan.work, timeout=seconds, since=since, weights=reply.plan.weights)
+                    return reply, submit(
+                        reply.plan.work, timeout=seconds, since=since, weights=reply.plan.weights
+                    )
     except TimeoutError:
         raise time_limit_error(seconds) from None
 
@@ -180,7 +205,8 @@ async def _whole(context: Context, body: Asked, make_reply: Answering[Asked]) ->
 
 
 async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -> EventStream:
-    """The chunks of an answer. They begin with its first event, so that a refusal has its status, unless that takes long."""
+    """The chunks of an answer. They begin with its first event, so that a refusal has its status, unless that
+    takes long."""
     reply, events = await _begin(context, body, make_reply)
     async with AsyncExitStack() as closing:
         await closing.enter_async_context(aclosing(events))

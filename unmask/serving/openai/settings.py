@@ -16,7 +16,13 @@ from unmask.serving.errors import UnsupportedError, check_depth
 from unmask.serving.limits import Limits
 from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.edits import REGION, region_to_edit
-from unmask.serving.openai.requests import NewerRequest, ObjectFormat, SamplingRequest, SchemaFormat, TextFormat
+from unmask.serving.openai.requests import (
+    NewerRequest,
+    ObjectFormat,
+    SamplingRequest,
+    SchemaFormat,
+    TextFormat,
+)
 
 JSON_OBJECT = JSON.replace("start: value", "start: object")
 EDIT_MARGIN = 128
@@ -36,18 +42,24 @@ def sampler_config(
 ) -> SamplerConfig:
     """The settings of a request. With neither seed nor keys the seed is drawn.
 
-    Args:
-        default_tokens: of the answer, where the request does not say how many; None: the sampler's default, or the limit if that is lower.
+    Args: default_tokens: of the answer, where the request does not say how many; None: the sampler's default,
+        or the limit if that is lower.
 
-    Raises:
-        ConfigError: settings that contradict one another.
-        GenerationError: a limit is exceeded, a constraint is given twice, or two names of one field have different values.
+    Raises: ConfigError: settings that contradict one another. GenerationError: a limit is exceeded, a
+        constraint is given twice, or two names of one field have different values.
     """
-    default_tokens = default_tokens or min(SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens)
+    default_tokens = default_tokens or min(
+        SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens
+    )
     wanted = tokens_wanted(request)
     max_tokens = default_tokens if wanted is None else max(wanted, 1)  # of none, the prompt alone is shown
     given = request.diffusion.sampler
-    openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_log_probs": top_log_probs}
+    openai = {
+        "max_new_tokens": max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_log_probs": top_log_probs,
+    }
     given |= {name: value for name, value in openai.items() if value is not None}
     seed = seed_wanted(request)
     if seed is None:
@@ -69,10 +81,13 @@ def sampler_config(
 
 
 def tokens_wanted(request: SamplingRequest) -> int | None:
-    """The tokens of an answer that a request asks for. Raises GenerationError if it asks for two numbers of them."""
+    """The tokens of an answer that a request asks for. Raises GenerationError if it asks for two numbers of
+    them."""
     newer = request.max_completion_tokens if isinstance(request, NewerRequest) else None
     if None not in (request.max_tokens, newer) and request.max_tokens != newer:
-        raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
+        raise GenerationError(
+            "differs from max_tokens", where="max_completion_tokens", remedy="Leave one out"
+        )
     return request.max_tokens if newer is None else newer
 
 
@@ -85,20 +100,33 @@ def seed_wanted(request: SamplingRequest) -> int | None:
 
 
 def edit_length(lm: DiffusionLM, request: EditRequest, limits: Limits, prompt_tokens: int) -> int:
-    """The tokens of an edit that does not say how many it wants: those of the region and `EDIT_MARGIN`, in whole decoding blocks, as far as
-    there is room. Raises GenerationError if there is none for the region itself."""
-    region, block = len(encode_completion(lm.tokenizer, REGION, region_to_edit(request.content))), request.diffusion.block_size or 1
+    """The tokens of an edit that does not say how many it wants: those of the region and `EDIT_MARGIN`, in
+    whole decoding blocks, as far as there is room. Raises GenerationError if there is none for the region
+    itself."""
+    region, block = (
+        len(encode_completion(lm.tokenizer, REGION, region_to_edit(request.content))),
+        request.diffusion.block_size or 1,
+    )
     room = min(limits.max_tokens, (lm.context_length or limits.length) - prompt_tokens) // block * block
     if room < region:
-        what = f"the region to edit has {region:,} tokens, and the answer to this message at most {max(room, 0):,}"
-        raise GenerationError(what, where="messages", remedy="Mark fewer lines, or give max_tokens for an answer that is shorter")
+        what = (
+            f"the region to edit has {region:,} tokens, and the answer to this message at most "
+            f"{max(room, 0):,}"
+        )
+        raise GenerationError(
+            what,
+            where="messages",
+            remedy="Mark fewer lines, or give max_tokens for an answer that is shorter",
+        )
     return min(-(-(region + EDIT_MARGIN) // block) * block, room)
 
 
 def check_limit(value: int, most: int, where: str, unit: str) -> None:
     """Raise GenerationError for a value above the server's limit, both in the `unit`."""
     if value > most:
-        raise GenerationError(f"{value:,} exceeds the server's limit of {most:,} {unit}", where=where, remedy="Lower it")
+        raise GenerationError(
+            f"{value:,} exceeds the server's limit of {most:,} {unit}", where=where, remedy="Lower it"
+        )
 
 
 def format_constraint(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> ConstraintConfig | None:
@@ -112,17 +140,25 @@ def format_constraint(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -
 
 
 def _biases(lm: DiffusionLM, biases: dict[str, float], given: dict[str, Any]) -> dict[str, list[int]]:
-    """The tokens that biases forbid or allow: -100 and 100 are, as OpenAI says, a ban and an exclusive selection."""
+    """The tokens that biases forbid or allow: -100 and 100 are, as OpenAI says, a ban and an exclusive
+    selection."""
     found: dict[str, list[int]] = {}
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
-            raise GenerationError(f"{token!r} is not a token id", where="logit_bias", remedy="Use token ids as keys")
+            raise GenerationError(
+                f"{token!r} is not a token id", where="logit_bias", remedy="Use token ids as keys"
+            )
         if bias not in (-100, 0, 100):
-            what = f"{bias} for token {token}: only -100 (the token is forbidden), 100 (only such tokens are allowed) and 0 are supported"
+            what = (
+                f"{bias} for token {token}: only -100 (the token is forbidden), 100 (only such tokens are "
+                "allowed) and 0 are supported"
+            )
             raise UnsupportedError(what, where="logit_bias", remedy="Use one of them")
         check_ids(lm, [int(token)], "logit_bias")
         if bias:
             found.setdefault("forbidden_tokens" if bias < 0 else "allowed_tokens", []).append(int(token))
     if twice := next((name for name in found if given.get(name)), None):
-        raise GenerationError(f"says the same as diffusion.{twice}", where="logit_bias", remedy="Leave one out")
+        raise GenerationError(
+            f"says the same as diffusion.{twice}", where="logit_bias", remedy="Leave one out"
+        )
     return found

@@ -1,7 +1,8 @@
 """Tools: how a model writes calls, the constraint that makes it call one, and calls read from its text.
 
-The chat template decides how a call is written: it is found by rendering one, as the end of a turn is (`chat_template.turn_end`). Templates
-that write no JSON with `name` and `arguments` (or `parameters`) are taken to write `<tool_call>{...}</tool_call>`, as Hermes does.
+The chat template decides how a call is written: it is found by rendering one, as the end of a turn is
+(`chat_template.turn_end`). Templates that write no JSON with `name` and `arguments` (or `parameters`) are
+taken to write `<tool_call>{...}</tool_call>`, as Hermes does.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ LONGEST_WORD = len("-Infinity")
 MARK = re.compile(r'\\.|["{}]', re.DOTALL)
 """What says where a JSON object ends; an escaped character says nothing."""
 QUESTION = {"role": "user", "content": "a"}
-EXAMPLE = {"type": "function", "function": {"name": ANSWER, "description": "b", "parameters": {"type": "object", "properties": {}}}}
+EXAMPLE = {
+    "type": "function",
+    "function": {"name": ANSWER, "description": "b", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = {"id": "c", "type": "function", "function": {"name": ANSWER, "arguments": {"d": "e"}}}
 
 
@@ -55,7 +59,11 @@ class Call:
 
     def as_openai(self) -> dict[str, Any]:
         """The call as answers have it."""
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 def check_renders_tools(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -84,8 +92,11 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     return HERMES
 
 
-def call_constraint(request: ChatRequest, tools: Sequence[Tool], written: CallFormat) -> ConstraintConfig | None:
-    """What makes the model call a tool, where the request demands it: the text is one call whose arguments fit the tool's schema.
+def call_constraint(
+    request: ChatRequest, tools: Sequence[Tool], written: CallFormat
+) -> ConstraintConfig | None:
+    """What makes the model call a tool, where the request demands it: the text is one call whose arguments
+    fit the tool's schema.
 
     Raises:
         GenerationError: `tool_choice` names no tool of the request, or a schema cannot be enforced.
@@ -97,7 +108,9 @@ def call_constraint(request: ChatRequest, tools: Sequence[Tool], written: CallFo
         name = request.tool_choice.function.name
         chosen = [tool for tool in tools if tool.function.name == name]
         if not chosen:
-            raise GenerationError(f"{name!r} is not among the tools", where="tool_choice", remedy="Name one of them")
+            raise GenerationError(
+                f"{name!r} is not among the tools", where="tool_choice", remedy="Name one of them"
+            )
     calls = [_call_pattern(tool, written, tools) for tool in chosen]
     return ConstraintConfig(regex=f"{escape(written.before)}(?:{'|'.join(calls)}){escape(written.after)}")
 
@@ -105,13 +118,15 @@ def call_constraint(request: ChatRequest, tools: Sequence[Tool], written: CallFo
 def _call_pattern(tool: Tool, written: CallFormat, tools: Sequence[Tool]) -> str:
     """The pattern of a call of a tool."""
     schema = tool.function.parameters or NO_ARGUMENTS
-    arguments = regex_of(ConstraintConfig(json_schema=schema), f"tools.{tools.index(tool)}.function.parameters")
+    arguments = regex_of(
+        ConstraintConfig(json_schema=schema), f"tools.{tools.index(tool)}.function.parameters"
+    )
     return f'\\{{"name": ?{escape(json.dumps(tool.function.name))}, ?"{written.key}": ?(?:{arguments})\\}}'
 
 
 class CallReader:
-    """Reads calls from a text as it grows. The rest is content, but for white space after a call. So is a part that looks like a call and
-    is none of a known function.
+    """Reads calls from a text as it grows. The rest is content, but for white space after a call. So is a
+    part that looks like a call and is none of a known function.
 
     Args:
         names: of the functions.
@@ -136,7 +151,9 @@ class CallReader:
             if self.calls and self._at_start:
                 self._rest = self._rest.lstrip()
             at = self._find()
-            sure = len(self._rest) - (0 if done else held_back(self._rest, [self.before])) if at is None else at
+            sure = (
+                len(self._rest) - (0 if done else held_back(self._rest, [self.before])) if at is None else at
+            )
             yield from self._content(sure)
             if at is None or not self._rest:
                 return
@@ -159,7 +176,8 @@ class CallReader:
             yield text
 
     def _find(self) -> int | None:
-        """Where a call may begin. Without a mark before calls, it is the text's beginning, or what follows a call."""
+        """Where a call may begin. Without a mark before calls, it is the text's beginning, or what follows a
+        call."""
         if self.before:
             at = self._rest.find(self.before)
             return at if at >= 0 else None
@@ -167,7 +185,8 @@ class CallReader:
         return blank if self._at_start and self._rest[blank:].startswith("{") else None
 
     def _read_call(self) -> tuple[Call, str] | Literal["open", "none"]:
-        """The call at the beginning of what is left, and what follows it; "open": more text may complete it."""
+        """The call at the beginning of what is left, and what follows it; "open": more text may complete
+        it."""
         if self._growing is None:
             at = len(self._rest) - len(self._rest[len(self.before) :].lstrip())
             if not self._rest.startswith("{", at):
@@ -188,12 +207,17 @@ class CallReader:
             arguments = {}
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        return Call(name, arguments) if isinstance(name, str) and name in self.names and isinstance(arguments, str) else None
+        return (
+            Call(name, arguments)
+            if isinstance(name, str) and name in self.names and isinstance(arguments, str)
+            else None
+        )
 
 
 class GrowingCall:
-    """A call in a text that grows. It is parsed when its last bracket has come, and before that whenever it has doubled, to know whether it
-    still may become one: so a character is read a bounded number of times, however many pieces a call comes in.
+    """A call in a text that grows. It is parsed when its last bracket has come, and before that whenever it
+    has doubled, to know whether it still may become one: so a character is read a bounded number of times,
+    however many pieces a call comes in.
 
     Args:
         start: the place of its first bracket.
@@ -219,7 +243,8 @@ class GrowingCall:
         return self._found
 
     def _scan(self, text: str) -> bool:
-        """Look at the characters that are new; whether the bracket that closes the first one is among them."""
+        """Look at the characters that are new; whether the bracket that closes the first one is among
+        them."""
         while mark := MARK.search(text, self._scanned):
             self._scanned = mark.end()
             if mark[0] == '"':

@@ -71,8 +71,14 @@ class TextWriter:
         if not self.logprobs:
             return None
         outcome, region = self.outcome, self.progress.region
-        own = self._listed(self.progress.before, outcome.tokens, outcome.log_probs, outcome.top, len(region.before))
-        both = own if self._of_prompt is None else {name: self._of_prompt[name] + each for name, each in own.items()}
+        own = self._listed(
+            self.progress.before, outcome.tokens, outcome.log_probs, outcome.top, len(region.before)
+        )
+        both = (
+            own
+            if self._of_prompt is None
+            else {name: self._of_prompt[name] + each for name, each in own.items()}
+        )
         return {**both, "top_logprobs": both["top_logprobs"] or None}
 
     def _listed(
@@ -85,7 +91,9 @@ class TextWriter:
     ) -> dict[str, list[Any]]:
         """The lists of `logprobs`, of tokens after others."""
         firsts = self._firsts(before, tokens)
-        *offsets, _ = itertools.accumulate(map(len, token_texts(self.tokenizer, before, tokens)), initial=offset)
+        *offsets, _ = itertools.accumulate(
+            map(len, token_texts(self.tokenizer, before, tokens)), initial=offset
+        )
         most = zip(tokens, top, firsts, strict=False)
         return {
             "tokens": [self._name(token, first=first) for token, first in zip(tokens, firsts, strict=True)],
@@ -100,8 +108,8 @@ class TextWriter:
         return [at < number for at in range(len(tokens))]
 
     def _by_name(self, chosen: int, top: list[tuple[int, float]], first: bool) -> dict[str, float]:
-        """Log-probabilities of the likeliest tokens at a position. Of two with the same text, the other than the
-        chosen one has its id for a name, as vLLM writes it."""
+        """Log-probabilities of the likeliest tokens at a position. Of two with the same text, the other than
+        the chosen one has its id for a name, as vLLM writes it."""
         found: dict[str, float] = {}
         for token, log_prob in sorted(top, key=lambda pair: pair[0] != chosen):
             name = self._name(token, first=first)
@@ -110,7 +118,8 @@ class TextWriter:
 
 
 class FimWriter(TextWriter):
-    """A choice of a completion for editors. Those made for Mistral's API read a message, those made for Inception's the text."""
+    """A choice of a completion for editors. Those made for Mistral's API read a message, those made for
+    Inception's the text."""
 
     def opening(self) -> list[Fields]:
         return [{**self.delta(""), "delta": {"role": "assistant", "content": ""}}]
@@ -138,7 +147,11 @@ class InfillWriter(TextWriter):
     def _gaps(self) -> list[Fields]:
         ids = self.outcome.tokens
         return [
-            {"start": start, "length": stop - start, "text": text_after(self.tokenizer, ids[:start], ids[start:stop])}
+            {
+                "start": start,
+                "length": stop - start,
+                "text": text_after(self.tokenizer, ids[:start], ids[start:stop]),
+            }
             for start, stop in gaps(self.progress.work.request)
         ]
 
@@ -150,7 +163,13 @@ class ChatWriter(TextWriter):
         make_reader: of what finds calls; None: there are none.
     """
 
-    def __init__(self, progress: Progress, make_reader: Callable[[], CallReader] | None = None, *, logprobs: bool = False):
+    def __init__(
+        self,
+        progress: Progress,
+        make_reader: Callable[[], CallReader] | None = None,
+        *,
+        logprobs: bool = False,
+    ):
         super().__init__(progress, logprobs=logprobs)
         self.make_reader, self.reader = make_reader, make_reader and make_reader()
 
@@ -177,21 +196,38 @@ class ChatWriter(TextWriter):
 
     def closing(self) -> Fields:
         called = self.reader is not None and self.reader.calls > 0
-        return {"delta": {}, "logprobs": self._logprobs(), "finish_reason": "tool_calls" if called else self.outcome.finish}
+        return {
+            "delta": {},
+            "logprobs": self._logprobs(),
+            "finish_reason": "tool_calls" if called else self.outcome.finish,
+        }
 
     def choice(self) -> Fields:
         pieces = _pieces(self.make_reader and self.make_reader(), self.outcome.text, done=True)
-        content, calls = "".join(each for each in pieces if isinstance(each, str)), [each for each in pieces if isinstance(each, Call)]
-        message: Fields = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        content, calls = (
+            "".join(each for each in pieces if isinstance(each, str)),
+            [each for each in pieces if isinstance(each, Call)],
+        )
+        message: Fields = {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+        }
         message |= {"tool_calls": [call.as_openai() for call in calls]} if calls else {}
-        return {"message": message, "logprobs": self._logprobs(), "finish_reason": "tool_calls" if calls else self.outcome.finish}
+        return {
+            "message": message,
+            "logprobs": self._logprobs(),
+            "finish_reason": "tool_calls" if calls else self.outcome.finish,
+        }
 
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
             return None
         outcome = self.outcome
         firsts = self._firsts(self.progress.before, outcome.tokens)
-        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), firsts, strict=True)
+        tokens = zip(
+            outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), firsts, strict=True
+        )
         content = [
             self._token(token, value, first) | {"top_logprobs": [self._token(*each, first) for each in top]}
             for token, value, top, first in tokens
@@ -224,7 +260,8 @@ class EditWriter(ChatWriter):
 
 
 def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
-    """The numbers of a choice; with a trace also the tokens, and the whole canvas with the step that revealed each position."""
+    """The numbers of a choice; with a trace also the tokens, and the whole canvas with the step that revealed
+    each position."""
     work = progress.work
     facts: Fields = {
         "denoising_steps": outcome.denoising_steps,
@@ -232,7 +269,11 @@ def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
         "tokens_per_pass": outcome.tokens_per_pass,
     }
     if work.config.trace:
-        facts |= {"prompt": work.request.prompt, "tokens": outcome.tokens, "log_probs": [*map(_finite, outcome.log_probs)]}
+        facts |= {
+            "prompt": work.request.prompt,
+            "tokens": outcome.tokens,
+            "log_probs": [*map(_finite, outcome.log_probs)],
+        }
         facts["trace"] = None if outcome.trace is None else asdict(outcome.trace)
     return facts
 

@@ -31,7 +31,9 @@ def place(workers: int | None, devices: str | None, device: str | None) -> list[
     if devices is None:
         named = _devices_of(device)
     elif device is not None:
-        raise ConfigError("is given together with --device", where="--devices", remedy="Leave one of the two out")
+        raise ConfigError(
+            "is given together with --device", where="--devices", remedy="Leave one of the two out"
+        )
     else:
         named = [name.strip() for name in devices.split(",")]
     for name in named:
@@ -56,12 +58,18 @@ def _check(name: str, where: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         remedy = "Give names of torch, such as cuda:0,cuda:1, or cpu"
-        raise ConfigError(f"{name!r} is no device ({first_line(error)})", where=where, remedy=remedy) from None
+        raise ConfigError(
+            f"{name!r} is no device ({first_line(error)})", where=where, remedy=remedy
+        ) from None
     count = torch.cuda.device_count()
     if device.type == GPU and (device.index or 0) >= count:
-        raise ConfigError(f"{name!r}: this machine shows {count} GPUs", where=where, remedy="Name one that is there, or cpu")
+        raise ConfigError(
+            f"{name!r}: this machine shows {count} GPUs", where=where, remedy="Name one that is there, or cpu"
+        )
     if device.type not in (GPU, "cpu") and not _computes(device):
-        raise ConfigError(f"{name!r}: torch does not compute on it here", where=where, remedy="Give cuda:0 or cpu, say")
+        raise ConfigError(
+            f"{name!r}: torch does not compute on it here", where=where, remedy="Give cuda:0 or cpu, say"
+        )
 
 
 def _computes(device: torch.device) -> bool:
@@ -72,9 +80,11 @@ def _computes(device: torch.device) -> bool:
         return False
 
 
-def environments(devices: Sequence[str], outer: Mapping[str, str] = os.environ) -> list[tuple[str, dict[str, str]]]:
-    """For each worker the device as its process names it, and what its environment has besides. A worker sees no GPU but its own, so that
-    nothing of it gets onto another one; those on the CPU share the cores."""
+def environments(
+    devices: Sequence[str], outer: Mapping[str, str] = os.environ
+) -> list[tuple[str, dict[str, str]]]:
+    """For each worker the device as its process names it, and what its environment has besides. A worker sees
+    no GPU but its own, so that nothing of it gets onto another one; those on the CPU share the cores."""
     kinds = Counter(torch.device(name).type for name in devices)
     threads = {} if THREADS in outer else {THREADS: str(max(1, num_cores() // max(kinds["cpu"], 1)))}
     visible = [entry.strip() for entry in outer.get(VISIBLE, "").split(",") if entry.strip()]

@@ -18,7 +18,8 @@ from unmask.serving.workers.weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before a worker is started again, after one quick death, two, and so on; after more the server ends."""
+"""Seconds before a worker is started again, after one quick death, two, and so on; after more the server
+ends."""
 QUICK = 60.0
 """Seconds after its start within which a death is a quick one."""
 LOOK_EVERY = 5.0  # seconds
@@ -97,13 +98,18 @@ class Fleet:
                 return
 
     async def _watch(self, worker: Worker, process: WorkerProcess) -> str:
-        """Wait until the process of a worker ends: how it did. One whose engine fails, or that does not answer, is killed."""
+        """Wait until the process of a worker ends: how it did. One whose engine fails, or that does not
+        answer, is killed."""
         ended = asyncio.create_task(process.ended())
         try:
             while not (await asyncio.wait([ended], timeout=LOOK_EVERY))[0]:
                 answer = await worker.ask("GET", HEALTH)
                 if not ended.done() and (answer is None or not answer.is_success):
-                    logger.error("worker %d %s", worker.number, "does not answer" if answer is None else "has an engine that fails")
+                    logger.error(
+                        "worker %d %s",
+                        worker.number,
+                        "does not answer" if answer is None else "has an engine that fails",
+                    )
                     process.kill()
             return await ended
         finally:
@@ -113,7 +119,8 @@ class Fleet:
             await worker.leave()
 
     async def _start_again(self, worker: Worker, quick: int) -> bool:
-        """Start a worker that has ended so many times in a row soon after its start. Whether it succeeded; if not, the server ends."""
+        """Start a worker that has ended so many times in a row soon after its start. Whether it succeeded; if
+        not, the server ends."""
         error: UnmaskError | None = None
         for delay in DELAYS[quick - 1 :]:
             await asyncio.sleep(delay)

@@ -19,7 +19,8 @@ from unmask.serving.service import ServiceError, cut_off_error, ending_error
 from unmask.serving.workers.pool import LostWorkerError, NoWorkerError, Pool, Worker
 
 OWNER = "x-unmask-owner"
-"""The header of every request of a client, by which a worker learns whose it is. What the server itself asks has none."""
+"""The header of every request of a client, by which a worker learns whose it is. What the server itself asks
+has none."""
 EVENTS = "text/event-stream"
 OF_CONNECTION = ("connection", "content-length", "date", "keep-alive", "transfer-encoding")
 """Headers of an answer that the connection to the client has anew."""
@@ -27,9 +28,10 @@ SOONEST_RETRY = 5  # seconds
 
 
 class Forward:
-    """ASGI: a request goes to the worker that has fewest. Its body has been read before (`BodyLimits`). When the client leaves, the
-    connection to the worker is closed, which frees its slots there. A worker that is lost in the middle of an answer may have been lost
-    because of the request, which is not sent to another one."""
+    """ASGI: a request goes to the worker that has fewest. Its body has been read before (`BodyLimits`). When
+    the client leaves, the connection to the worker is closed, which frees its slots there. A worker that is
+    lost in the middle of an answer may have been lost because of the request, which is not sent to another
+    one."""
 
     def __init__(self, pool: Pool):
         self.pool = pool
@@ -49,7 +51,11 @@ class Forward:
         if self.pool.stopping:
             return await _fail(send, ending_error())
         seconds = max(math.ceil(self.pool.start_seconds), SOONEST_RETRY)
-        await _fail(send, NoWorkerError("no worker is ready", remedy=f"Try again in {seconds} seconds"), retry_after=seconds)
+        await _fail(
+            send,
+            NoWorkerError("no worker is ready", remedy=f"Try again in {seconds} seconds"),
+            retry_after=seconds,
+        )
 
     async def _ask(self, worker: Worker, scope: Scope, body: bytes, send: Send) -> bool:
         """Whether a worker could be asked. If so, its answer or an error has been sent."""
@@ -87,7 +93,8 @@ class Forward:
 
 
 async def whole_events(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The events of a stream as they arrive. Of an event that was cut off nothing is sent, so that an error can follow."""
+    """The events of a stream as they arrive. Of an event that was cut off nothing is sent, so that an error
+    can follow."""
     rest = b""
     async for part in answer.aiter_raw():
         events, mark, rest = (rest + part).rpartition(b"\n\n")
@@ -96,14 +103,19 @@ async def whole_events(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """What a worker needs to know of a request beside its body. Nothing else that a client sends reaches it."""
+    """What a worker needs to know of a request beside its body. Nothing else that a client sends reaches
+    it."""
     client, content_type = scope.get("client"), Headers(scope=scope).get("content-type")
     owner = scope.get("state", {}).get("owner") or (client[0] if client else "")
     return {OWNER: owner} | ({"content-type": content_type} if content_type else {})
 
 
 def _start(answer: httpx.Response, **more: str) -> dict[str, Any]:
-    headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower().decode() not in OF_CONNECTION]
+    headers = [
+        (name.lower(), value)
+        for name, value in answer.headers.raw
+        if name.lower().decode() not in OF_CONNECTION
+    ]
     headers += [(name.encode(), value.encode()) for name, value in more.items()]
     return {"type": "http.response.start", "status": answer.status_code, "headers": headers}
 
@@ -113,7 +125,9 @@ async def _send_whole(send: Send, answer: httpx.Response, content: bytes) -> Non
     await send({"type": "http.response.body", "body": content})
 
 
-async def _fail(send: Send, error: ServiceError, *, begun: bool = False, retry_after: int | None = None) -> None:
+async def _fail(
+    send: Send, error: ServiceError, *, begun: bool = False, retry_after: int | None = None
+) -> None:
     """Answer with an error; `begun`: as the last event of a stream."""
     if begun:
         event = f"data: {json.dumps(error_body(str(error), error.status))}\n\n"
@@ -121,5 +135,7 @@ async def _fail(send: Send, error: ServiceError, *, begun: bool = False, retry_a
     else:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         answer = error_response(str(error), error.status, **headers)
-        await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers}
+        )
         await send({"type": "http.response.body", "body": answer.body})

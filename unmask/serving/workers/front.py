@@ -27,18 +27,21 @@ class FrontMetrics(RequestMetrics):
         super().__init__()
         self.live = Gauge("unmask_workers", "Workers that take requests.", registry=self.registry)
         self.live.set_function(lambda: len(pool.live))
-        self.deaths = Counter("unmask_worker_deaths", "Processes of workers that ended.", registry=self.registry)
+        self.deaths = Counter(
+            "unmask_worker_deaths", "Processes of workers that ended.", registry=self.registry
+        )
 
 
 def make_front(pool: Pool, weights: SharedWeights, settings: AppSettings, metrics: FrontMetrics) -> ASGIApp:
-    """The application that hands requests to workers. Who may use it, and how large and slow requests may be, is decided here; playground,
-    health and metrics are here as well."""
+    """The application that hands requests to workers. Who may use it, and how large and slow requests may be,
+    is decided here; playground, health and metrics are here as well."""
     app = FastAPI(title="Unmask", openapi_url=None, docs_url=None, redoc_url=None)
     _add_state(app, pool, metrics)
     add_weights(app, settings, weights.replace)
     forward = Forward(pool)
     for path in FORWARDED:
-        app.add_route(path, forward, include_in_schema=False)  # type: ignore[arg-type]  # an ASGI application, and of all methods
+        # an ASGI application, and of all methods
+        app.add_route(path, forward, include_in_schema=False)  # type: ignore[arg-type]
     return finished(app, settings, metrics)
 
 
@@ -56,7 +59,11 @@ def _add_state(app: FastAPI, pool: Pool, metrics: FrontMetrics) -> None:
     async def all_metrics() -> Response:
         """What the workers and the server itself measure, for Prometheus."""
         answers = await asyncio.gather(*map(_figures, pool.workers))
-        found = {worker.number: answer for worker, answer in zip(pool.workers, answers, strict=True) if answer is not None}
+        found = {
+            worker.number: answer
+            for worker, answer in zip(pool.workers, answers, strict=True)
+            if answer is not None
+        }
         return Response(totals.text(metrics.text(), found), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -67,8 +67,11 @@ class Worker:
         if client is not None:
             await client.aclose()
 
-    async def ask(self, method: str, path: str, *, timeout: float | None = LONGEST_ANSWER, **content: object) -> httpx.Response | None:
-        """The answer to a question about the worker itself; None: its process has ended, or does not answer in time."""
+    async def ask(
+        self, method: str, path: str, *, timeout: float | None = LONGEST_ANSWER, **content: object
+    ) -> httpx.Response | None:
+        """The answer to a question about the worker itself; None: its process has ended, or does not answer
+        in time."""
         if self.client is None:
             return None
         try:
@@ -102,7 +105,8 @@ class Pool:
         return sum(worker.in_flight for worker in self.workers)
 
     def by_load(self) -> Iterator[Worker]:
-        """The workers that may have a request: first the one that has fewest, of several the one that has been idle for longest."""
+        """The workers that may have a request: first the one that has fewest, of several the one that has
+        been idle for longest."""
         for worker in sorted(self.live, key=lambda worker: (worker.in_flight, worker.last)):
             if worker.live:  # still
                 worker.last = next(self._sent)
@@ -110,6 +114,11 @@ class Pool:
 
 
 def client_of(socket: str) -> httpx.AsyncClient:
-    """A client of a Unix socket. Each request has a connection of its own, as one that is kept might be closed meanwhile."""
-    transport = httpx.AsyncHTTPTransport(uds=socket, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=httpx.Timeout(None, connect=LONGEST_ANSWER))
+    """A client of a Unix socket. Each request has a connection of its own, as one that is kept might be
+    closed meanwhile."""
+    transport = httpx.AsyncHTTPTransport(
+        uds=socket, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
+    )
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=httpx.Timeout(None, connect=LONGEST_ANSWER)
+    )

@@ -34,7 +34,9 @@ class WorkerProcess:
         description: what it serves, for people.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, leash: asyncio.StreamWriter, ready: Mapping[str, Any]):
+    def __init__(
+        self, process: asyncio.subprocess.Process, leash: asyncio.StreamWriter, ready: Mapping[str, Any]
+    ):
         self._process, self._leash = process, leash
         self.socket, self.description = str(ready["socket"]), str(ready["description"])
 
@@ -58,12 +60,15 @@ class WorkerProcess:
 
 
 async def start_worker(served: ServedModels, device: str, environment: Mapping[str, str]) -> WorkerProcess:
-    """Start a worker, and wait until it is ready. WorkerStartError if it cannot be started, or ends before."""
+    """Start a worker, and wait until it is ready. WorkerStartError if it cannot be started, or ends
+    before."""
     try:
         process, reader, leash = await _launch(environment)
     except OSError as error:
         remedy = "Start fewer workers, or raise what the system limits"
-        raise WorkerStartError(f"a worker cannot be started ({first_line(error)})", where="--workers", remedy=remedy) from error
+        raise WorkerStartError(
+            f"a worker cannot be started ({first_line(error)})", where="--workers", remedy=remedy
+        ) from error
     answer: dict[str, Any] = {}
     try:
         leash.write(replace(served, loading={**served.loading, "device": device}).to_json().encode() + b"\n")
@@ -76,10 +81,14 @@ async def start_worker(served: ServedModels, device: str, environment: Mapping[s
     if "error" in answer:
         raise WorkerStartError(**answer["error"])
     what = f"a worker {how_it_ended(await process.wait())} before it was ready"
-    raise WorkerStartError(what, where="--workers", remedy="See its errors above; if memory ran out, start fewer workers")
+    raise WorkerStartError(
+        what, where="--workers", remedy="See its errors above; if memory ran out, start fewer workers"
+    )
 
 
-async def _launch(environment: Mapping[str, str]) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+async def _launch(
+    environment: Mapping[str, str],
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """A process whose standard input is a socket to this one, and both directions of that. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as unless_started:
@@ -88,7 +97,9 @@ async def _launch(environment: Mapping[str, str]) -> tuple[asyncio.subprocess.Pr
         command = [sys.executable, "-P", "-m", MODULE]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
         # In a group of its own a terminal's Ctrl-C does not reach it: the server decides when it ends.
-        process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment, process_group=0)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=theirs.fileno(), env=environment, process_group=0
+        )
         unless_started.pop_all()
     return process, reader, leash
 

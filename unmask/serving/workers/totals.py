@@ -16,13 +16,15 @@ Figures = dict[tuple[str, str, tuple[tuple[str, str], ...]], float]
 
 
 class Totals:
-    """Adds up the counters and histograms of workers. What a process that has ended had counted when it was asked last stays in the sums,
-    so that they never fall. Gauges are of the present, and each is of one worker."""
+    """Adds up the counters and histograms of workers. What a process that has ended had counted when it was
+    asked last stays in the sums, so that they never fall. Gauges are of the present, and each is of one
+    worker."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, Metric] = {}  # without values, by name
         self._ended: Figures = {}
-        self._counted: dict[int, tuple[int, Figures]] = {}  # by worker: which of its processes, and what it has counted
+        # by worker: which of its processes, and what it has counted
+        self._counted: dict[int, tuple[int, Figures]] = {}
 
     def text(self, own: bytes, found: Mapping[int, tuple[int, bytes]]) -> bytes:
         """All figures, for a scraper.
@@ -35,7 +37,10 @@ class Totals:
         for number, (process, text) in found.items():
             theirs, present = self._read(text)
             self._see(number, process, theirs)
-            gauges |= {(kind, name, (*labels, (WORKER, str(number)))): value for (kind, name, labels), value in present.items()}
+            gauges |= {
+                (kind, name, (*labels, (WORKER, str(number)))): value
+                for (kind, name, labels), value in present.items()
+            }
         metrics = {name: Metric(name, kind.documentation, kind.type) for name, kind in self._kinds.items()}
         sums = added([counted, self._ended, *(figures for _, figures in self._counted.values())])
         for (kind, name, labels), value in (sums | gauges).items():
@@ -47,11 +52,15 @@ class Totals:
         counted: Figures = {}
         gauges: Figures = {}
         for metric in text_string_to_metric_families(text.decode()):
-            if metric.name.endswith("_created"):  # when a process began to count, which says nothing about a sum
+            # when a process began to count, which says nothing about a sum
+            if metric.name.endswith("_created"):
                 continue
             self._kinds.setdefault(metric.name, metric)
             figures = gauges if metric.type == "gauge" else counted
-            figures |= {(metric.name, sample.name, tuple(sample.labels.items())): sample.value for sample in metric.samples}
+            figures |= {
+                (metric.name, sample.name, tuple(sample.labels.items())): sample.value
+                for sample in metric.samples
+            }
         return counted, gauges
 
     def _see(self, number: int, process: int, counted: Figures) -> None:

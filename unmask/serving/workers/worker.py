@@ -1,7 +1,9 @@
-"""A worker: a process that serves a model on a Unix socket to the server that started it, by `python -m unmask.serving.workers.worker`.
+"""A worker: a process that serves a model on a Unix socket to the server that started it, by `python -m
+unmask.serving.workers.worker`.
 
-Its standard input is a socket to that server: the settings come from it, and it tells there that it is ready, or why it is not. It ends
-when the other end is closed, so that it does not outlive the server however that ends.
+Its standard input is a socket to that server: the settings come from it, and it tells there that it is ready,
+or why it is not. It ends when the other end is closed, so that it does not outlive the server however that
+ends.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class ToRead(BaseModel):
 
 
 class WorkerApp:
-    """ASGI: the application of a scheduler as clients know it, for the owner whom the server names; and what the server itself asks, in
-    requests that have no owner. No request of a client gets there, whatever its path."""
+    """ASGI: the application of a scheduler as clients know it, for the owner whom the server names; and what
+    the server itself asks, in requests that have no owner. No request of a client gets there, whatever its
+    path."""
 
     def __init__(self, scheduler: Scheduler, limits: Limits):
         self.app, self.internal = make_app(scheduler, AppSettings(limits)), make_internal(scheduler)
@@ -139,9 +142,14 @@ def serve(served: ServedModels, folder: str, server: TextIO) -> None:
     except UnmaskError as error:
         tell(error=described(error))
         return
-    app, ready = WorkerApp(scheduler, served.limits), partial(tell, socket=path, description=description(scheduler))
+    app, ready = (
+        WorkerApp(scheduler, served.limits),
+        partial(tell, socket=path, description=description(scheduler)),
+    )
     with listener:
-        make_server(app, scheduler, connections=UNLIMITED, grace=served.grace, on_start=ready).run(sockets=[listener])
+        make_server(app, scheduler, connections=UNLIMITED, grace=served.grace, on_start=ready).run(
+            sockets=[listener]
+        )
 
 
 def bound(path: str) -> socket.socket:
@@ -151,7 +159,9 @@ def bound(path: str) -> socket.socket:
         listener.bind(path)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot hold a socket ({error})", where=path, remedy="Set TMPDIR to another folder") from error
+        raise ConfigError(
+            f"cannot hold a socket ({error})", where=path, remedy="Set TMPDIR to another folder"
+        ) from error
     return listener
 
 

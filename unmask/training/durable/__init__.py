@@ -1,1 +1,2 @@
-"""What keeps a run from being lost: whole checkpoints, signals, and launchers whose processes train together."""
+"""What keeps a run from being lost: whole checkpoints, signals, and launchers whose processes train
+together."""

@@ -1,7 +1,9 @@
-"""The files of a checkpoint on the disk: written whole or not at all, listed with sizes and hashes, and compared with that list.
+"""The files of a checkpoint on the disk: written whole or not at all, listed with sizes and hashes, and
+compared with that list.
 
-A folder is written in `.unfinished` beside it, and renamed when every file is on the disk. The list, `checkpoint_files.json`, is written
-last. It covers the files of all processes, so also the shards of FSDP and DeepSpeed.
+A folder is written in `.unfinished` beside it, and renamed when every file is on the disk. The list,
+`checkpoint_files.json`, is written last. It covers the files of all processes, so also the shards of FSDP and
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ THREADS = 4  # hashing releases the lock of the interpreter
 
 @contextlib.contextmanager
 def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]:
-    """Inside, all processes write into the folder that this yields. Afterwards it takes the place of `folder`. If anything fails, `folder`
-    is unchanged.
+    """Inside, all processes write into the folder that this yields. Afterwards it takes the place of
+    `folder`. If anything fails, `folder` is unchanged.
 
     Args:
         writes: whether this process creates and moves the folder.
@@ -44,7 +46,8 @@ def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]
     unfinished = folder.parent / UNFINISHED / folder.name
     processes = PartialState()
     if writes:
-        for earlier in unfinished.parent.glob(f"*{EARLIER}"):  # of a run that was killed while it moved the folder
+        # of a run that was killed while it moved the folder
+        for earlier in unfinished.parent.glob(f"*{EARLIER}"):
             if not (place := folder.with_name(earlier.name.removesuffix(EARLIER))).exists():
                 earlier.rename(place)
         shutil.rmtree(unfinished.parent, ignore_errors=True)
@@ -62,13 +65,16 @@ def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]
 
 
 def publish(unfinished: Path, folder: Path, *, listed: bool) -> None:
-    """Move a folder to its place when its files are on the disk, with the permissions that the umask gives."""
+    """Move a folder to its place when its files are on the disk, with the permissions that the umask
+    gives."""
     files = [path for path in sorted(unfinished.rglob("*")) if path.is_file()]
     for path in files:
         path.chmod(default_mode())  # safetensors lets only the owner read
         sync(path)
     if listed:
-        write_atomic(unfinished / FILE_LIST, json.dumps({"files": described(unfinished, files)}, indent=1) + "\n")
+        write_atomic(
+            unfinished / FILE_LIST, json.dumps({"files": described(unfinished, files)}, indent=1) + "\n"
+        )
     for inner in {path.parent for path in files}:
         sync(inner)
     earlier = unfinished.with_name(folder.name + EARLIER)
@@ -109,8 +115,8 @@ def sha256(path: Path) -> str:
 
 
 def fault(folder: Path) -> str | None:
-    """The first difference between a checkpoint and its list of files, as a sentence; None: there is none. A checkpoint of an earlier
-    version has no list: its files are only opened."""
+    """The first difference between a checkpoint and its list of files, as a sentence; None: there is none. A
+    checkpoint of an earlier version has no list: its files are only opened."""
     try:
         if irregular := irregular_file(folder):
             return f"{irregular} is not a file"
@@ -126,7 +132,9 @@ def fault(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{FILE_LIST} is damaged"
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    if added := sorted(name for name in files - sizes.keys() - {FILE_LIST} if not name.rpartition("/")[2].startswith(".")):
+    if added := sorted(
+        name for name in files - sizes.keys() - {FILE_LIST} if not name.rpartition("/")[2].startswith(".")
+    ):
         return f"{added[0]} is not in {FILE_LIST}"  # transformers reads some by their names: scaler.pt
     try:
         for name, size in sizes.items():
@@ -134,7 +142,14 @@ def fault(folder: Path) -> str | None:
                 return f"{name} has {found:,} bytes instead of {size:,}"
         with ThreadPoolExecutor(THREADS) as pool:
             found_hashes = pool.map(sha256, [folder / name for name in hashes])
-            return next((f"{name} is damaged" for name, each in zip(hashes, found_hashes, strict=True) if each != hashes[name]), None)
+            return next(
+                (
+                    f"{name} is damaged"
+                    for name, each in zip(hashes, found_hashes, strict=True)
+                    if each != hashes[name]
+                ),
+                None,
+            )
     except OSError as error:
         return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
 
@@ -146,7 +161,8 @@ def _unreadable(folder: Path) -> str | None:
             if path.suffix == ".json":
                 json.loads(read_file(path))
             elif path.suffix == ".safetensors":
-                with safe_open(path, framework="pt"):  # reads the header, and compares the file's length with it
+                # reads the header, and compares the file's length with it
+                with safe_open(path, framework="pt"):
                     pass
             elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
                 return f"{path.name} is incomplete"
@@ -167,7 +183,16 @@ def check_free_space(folder: Path, needed: int, remedy: str) -> None:
         raise TrainingError(what, where=str(folder), remedy=remedy)
 
 
-WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE}
+WRITE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EMFILE,
+}
 IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 """Errors of a folder in the place of a file, or the reverse."""
 
@@ -183,9 +208,13 @@ def naming_write_errors(where: Path, remedy: str) -> Iterator[None]:
         path = error.filename2 or error.filename or where
         if error.errno in IN_THE_WAY:
             remedy = remedy.replace(MAKE_ROOM, "Move away what is in its place")
-        raise TrainingError(f"cannot be written ({error.strerror})", where=str(path), remedy=remedy) from error
+        raise TrainingError(
+            f"cannot be written ({error.strerror})", where=str(path), remedy=remedy
+        ) from error
     except SafetensorError as error:
-        raise TrainingError(f"cannot be written ({first_line(error)})", where=str(where), remedy=remedy) from error
+        raise TrainingError(
+            f"cannot be written ({first_line(error)})", where=str(where), remedy=remedy
+        ) from error
     except RuntimeError as error:
         if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
             raise

@@ -39,24 +39,34 @@ def connected_processes(*, cpu: bool) -> PartialState:
 
 
 def check_processes(training_together: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the launcher was told of more processes than train together: each would be a run of its own."""
+    """Raise ConfigError if the launcher was told of more processes than train together: each would be a run
+    of its own."""
     started = started_processes(environ)
     alone = all(name in environ for name in OF_ACCELERATE) and not any(name in environ for name in SIZES)
     if not alone and started in (1, training_together):
         return
     number = "N" if alone else str(started)
-    remedy = f"Start it with: torchrun --nproc-per-node {number} -m unmask {shlex.join(masked_words(sys.argv[1:]))}"
-    what = "accelerate launch starts only one process on CPUs" if alone else f"{started} processes were started, and each would train alone"
+    remedy = (
+        f"Start it with: torchrun --nproc-per-node {number} -m unmask "
+        f"{shlex.join(masked_words(sys.argv[1:]))}"
+    )
+    what = (
+        "accelerate launch starts only one process on CPUs"
+        if alone
+        else f"{started} processes were started, and each would train alone"
+    )
     raise ConfigError(what, where="launcher", remedy=f"{remedy} (N: how many processes)" if alone else remedy)
 
 
 @contextmanager
 def naming_lost_process(output: Path) -> Iterator[None]:
-    """Inside, a lost connection to another process of the run is raised as LostProcessError. `output`: the folder of the run."""
+    """Inside, a lost connection to another process of the run is raised as LostProcessError. `output`: the
+    folder of the run."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
-        what = f"lost the connection to another process of this run ({first_line(error).split('. ')[0]})"  # gloo adds advice
+        # gloo adds advice
+        what = f"lost the connection to another process of this run ({first_line(error).split('. ')[0]})"
         raise lost_process(output, what) from error

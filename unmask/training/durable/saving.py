@@ -21,14 +21,22 @@ from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
 from unmask.training.checkpoints import remove_old
 from unmask.training.config import rows_per_step
-from unmask.training.durable.checkpoint_files import MAKE_ROOM, bytes_of, check_free_space, fault, naming_write_errors, written_whole
+from unmask.training.durable.checkpoint_files import (
+    MAKE_ROOM,
+    bytes_of,
+    check_free_space,
+    fault,
+    naming_write_errors,
+    written_whole,
+)
 from unmask.training.run_files import checkpoints
 from unmask.training.run_log import write_sums
 
 
 @contextlib.contextmanager
 def without_pickled_settings() -> Iterator[None]:
-    """Let transformers write its pickle of all settings, tokens included, to nowhere: it would also be uploaded, and nothing reads it."""
+    """Let transformers write its pickle of all settings, tokens included, to nowhere: it would also be
+    uploaded, and nothing reads it."""
     name = transformers.trainer.TRAINING_ARGS_NAME
     transformers.trainer.TRAINING_ARGS_NAME = os.devnull
     try:
@@ -46,8 +54,9 @@ class Saver:
 
     @contextlib.contextmanager
     def whole_checkpoint(self, folder: Path) -> Iterator[None]:
-        """Inside, a checkpoint is written. It appears in the folder when all its files are on the disk, with a list of them, and is then
-        uploaded if that is set. Raises TrainingError if it cannot be written; earlier checkpoints are intact then."""
+        """Inside, a checkpoint is written. It appears in the folder when all its files are on the disk, with
+        a list of them, and is then uploaded if that is set. Raises TrainingError if it cannot be written;
+        earlier checkpoints are intact then."""
         args, state = self.trainer.args, self.trainer.state
         checkpoint, earlier = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", checkpoints(folder)
         kept = f"{earlier[0].name} is intact: " if earlier else ""
@@ -82,19 +91,29 @@ class Saver:
         lm, optimizer = self.trainer.lm, self.trainer.optimizer
         trained = [weight for weight in lm.model.parameters() if weight.requires_grad or not has_adapters(lm)]
         state = [] if self.trainer.args.save_only_model or optimizer is None else [*optimizer.state.values()]
-        moments = [value for each in state if isinstance(each, dict) for value in each.values() if isinstance(value, torch.Tensor)]
+        moments = [
+            value
+            for each in state
+            if isinstance(each, dict)
+            for value in each.values()
+            if isinstance(value, torch.Tensor)
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in [*trained, *moments])
 
     def check_best(self) -> None:
         """Raise TrainingError if the best checkpoint, which is loaded at the end, is incomplete."""
         best = Path(str(self.trainer.state.best_model_checkpoint))
         if (found := fault(best)) is not None:
-            raise TrainingError(found, where=str(best), remedy="Use the last checkpoint (load_best_model_at_end=false)")
+            raise TrainingError(
+                found, where=str(best), remedy="Use the last checkpoint (load_best_model_at_end=false)"
+            )
 
     def _visited(self) -> dict[str, int] | None:
         """What the run has read of a stream."""
         rows, steps = self.trainer.train_dataset, self.trainer.state.global_step
-        return rows.visited(steps * rows_per_step(self.trainer.args)) if isinstance(rows, StreamedRows) else None
+        return (
+            rows.visited(steps * rows_per_step(self.trainer.args)) if isinstance(rows, StreamedRows) else None
+        )
 
     def save_merged(self, folder: str | Path) -> None:
         """Save the whole model with its adapters merged."""
@@ -115,7 +134,8 @@ class Saver:
 
     @contextlib.contextmanager
     def trained_part(self, folder: Path) -> Iterator[None]:
-        """Inside, the trained weights of a checkpoint are written. Its config, metric sums and the record of the run are added."""
+        """Inside, the trained weights of a checkpoint are written. Its config, metric sums and the record of
+        the run are added."""
         lm, writes = self.trainer.lm, self.trainer.args.should_save
         accept_generation_config(lm.model.generation_config)
         self.trainer.numbers.read()

@@ -1,4 +1,5 @@
-"""The shards that FSDP writes into a checkpoint: torch unpickles their index and all that is no tensor without a check."""
+"""The shards that FSDP writes into a checkpoint: torch unpickles their index and all that is no tensor
+without a check."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 INDEX = ".metadata"
 OF_INDEX = {
     "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata", "ChunkStorageMetadata"),
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "BytesStorageMetadata",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+        ),
         *("TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -29,20 +37,25 @@ class _Index(pickle.Unpickler):
     """Reads an index and makes nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in OF_INDEX.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name in OF_INDEX.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
 
 
 def check_shards(index: Path) -> None:
-    """Raise ValueError or pickle.UnpicklingError for an index, or a value that it leads to, that could run code; OSError if one of them
-    cannot be read."""
+    """Raise ValueError or pickle.UnpicklingError for an index, or a value that it leads to, that could run
+    code; OSError if one of them cannot be read."""
     with index.open("rb") as file:
         found = _Index(file).load()
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise ValueError("it is no index of shards")
     for part, place in found.storage_data.items():
-        if getattr(place, "transform_descriptors", None) or Path(place.relative_path).name != place.relative_path:
+        if (
+            getattr(place, "transform_descriptors", None)
+            or Path(place.relative_path).name != place.relative_path
+        ):
             raise ValueError(f"{part.fqn} is stored elsewhere, or in a way of its own")
         if not isinstance(found.state_dict_metadata.get(part.fqn), BytesStorageMetadata):
             continue  # a tensor, which torch reads as one

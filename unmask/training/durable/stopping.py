@@ -20,17 +20,19 @@ from unmask.training.run_files import checkpoints
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
-"""The exit code after SIGTERM and SIGUSR1 if there is a checkpoint: EX_TEMPFAIL of sysexits.h, try again. 128 + signal, which any process
-has that is ended by the signal, says nothing about a checkpoint."""
+"""The exit code after SIGTERM and SIGUSR1 if there is a checkpoint: EX_TEMPFAIL of sysexits.h, try again. 128
++ signal, which any process has that is ended by the signal, says nothing about a checkpoint."""
 FORWARDED_SECONDS = 1.0
-"""A launcher sends on a Ctrl-C that the terminal has sent to its processes, too: within this time it is the same one."""
+"""A launcher sends on a Ctrl-C that the terminal has sent to its processes, too: within this time it is the
+same one."""
 
 
 class StopOnSignal(TrainerCallback):
-    """Within its context, SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint at the end of the running step, and raise RunStopped.
+    """Within its context, SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint at the end of the running step, and
+    raise RunStopped.
 
-    A second Ctrl-C, and each of these signals outside of training, raises it at once. A signal that this process ignores stays ignored:
-    shells start background jobs that ignore Ctrl-C.
+    A second Ctrl-C, and each of these signals outside of training, raises it at once. A signal that this
+    process ignores stays ignored: shells start background jobs that ignore Ctrl-C.
 
     Args:
         output: the folder of the run.
@@ -69,7 +71,8 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        if received is signal.SIGTERM and another_has_ended():  # the launcher ends the others: nothing can be saved without it
+        # the launcher ends the others: nothing can be saved without it
+        if received is signal.SIGTERM and another_has_ended():
             raise lost_process(self.output)
         forwarded = "LOCAL_RANK" in os.environ and time.monotonic() - self._since < FORWARDED_SECONDS
         if not self._training or (self._received is not None and received is signal.SIGINT and not forwarded):
@@ -79,7 +82,9 @@ class StopOnSignal(TrainerCallback):
             self._received, self._since = received, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 again = "; again: end at once" if received is signal.SIGINT else ""
-                os.write(2, f"\n{received.name}: saving a checkpoint at the end of this step{again}\n".encode())
+                os.write(
+                    2, f"\n{received.name}: saving a checkpoint at the end of this step{again}\n".encode()
+                )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training = self._owns_checkpoints = True
@@ -94,7 +99,9 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agreed:
-            raise self._stopped(f"after step {self.steps_before + state.global_step}{self._stage(args)}, checkpoint saved")
+            raise self._stopped(
+                f"after step {self.steps_before + state.global_step}{self._stage(args)}, checkpoint saved"
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training = False

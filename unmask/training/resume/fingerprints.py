@@ -23,7 +23,8 @@ from unmask.training.distributed import from_first
 STREAMED_ROWS = 64
 """Rows of a stream that are compared."""
 BLOCKS, BLOCK_BYTES = 64, 2**16
-"""The parts of a file that are compared, spread over its length; a file of no more than these is compared as a whole."""
+"""The parts of a file that are compared, spread over its length; a file of no more than these is compared as
+a whole."""
 SAMPLED_WEIGHTS = 1024
 """Values of each weight tensor that are compared, spread over its length."""
 OF_LAUNCH = {"base_model_name_or_path", "revision", "inference_mode"}
@@ -31,14 +32,15 @@ OF_LAUNCH = {"base_model_name_or_path", "revision", "inference_mode"}
 
 
 def rows_fingerprint(rows: Iterable[Row] | None) -> dict[str, Any] | None:
-    """The number of rows and a hash of their content. Of a stream: of its first rows, and no number. A collective: the first process reads
-    them."""
+    """The number of rows and a hash of their content. Of a stream: of its first rows, and no number. A
+    collective: the first process reads them."""
     return from_first(lambda: None if rows is None else _of_rows(rows))
 
 
 def _of_rows(rows: Iterable[Row]) -> dict[str, Any]:
     digest, rows = hashlib.sha256(), getattr(rows, "rows", rows)  # prompts are repeated for their groups
-    if cached := getattr(rows, "cache_files", None):  # the token cache: its folder is named by a hash of the content
+    # the token cache: its folder is named by a hash of the content
+    if cached := getattr(rows, "cache_files", None):
         digest.update("".join(Path(file["filename"]).parent.name for file in cached).encode())
     else:
         for row in islice(rows, len(rows) if isinstance(rows, Sized) else STREAMED_ROWS):
@@ -52,22 +54,33 @@ def reads_first_weights(args: Any) -> bool:
 
 
 def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
-    """The facts of a model that a checkpoint does not bring back: its pattern, its shapes, its adapters, and a hash of weights.
+    """The facts of a model that a checkpoint does not bring back: its pattern, its shapes, its adapters, and
+    a hash of weights.
 
-    Args:
-        lm: the model before training.
-        weights_matter: whether training reads its first weights, as of a reference. Weights under adapters are always compared.
+    Args: lm: the model before training. weights_matter: whether training reads its first weights, as of a
+        reference. Weights under adapters are always compared.
     """
     adapters, digest = has_adapters(lm), hashlib.sha256()
-    named = [(name, weight) for name, weight in lm.model.named_parameters() if weights_matter or (adapters and not weight.requires_grad)]
+    named = [
+        (name, weight)
+        for name, weight in lm.model.named_parameters()
+        if weights_matter or (adapters and not weight.requires_grad)
+    ]
     for name, weight in named:
         flat = weight.detach().flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].cpu().contiguous()
         digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
     pattern = {f"model.{name}": value for name, value in lm.settings.items()}
     shapes = {name: [*weight.shape] for name, weight in lm.model.named_parameters()}
-    configs = {name: config.to_dict() for name, config in getattr(lm.model, "peft_config", {}).items()} if adapters else {}
-    described = {name: {key: value for key, value in config.items() if key not in OF_LAUNCH} for name, config in configs.items()}
+    configs = (
+        {name: config.to_dict() for name, config in getattr(lm.model, "peft_config", {}).items()}
+        if adapters
+        else {}
+    )
+    described = {
+        name: {key: value for key, value in config.items() if key not in OF_LAUNCH}
+        for name, config in configs.items()
+    }
     return pattern | {
         "model.dtype": str(lm.weight_dtype).removeprefix("torch."),
         "model.shapes": content_hash(shapes),
@@ -84,7 +97,8 @@ def content_hash(value: Any) -> dict[str, str]:
 
 
 def source_fingerprint(of: Any) -> dict[str, str] | None:
-    """The fingerprint of the text of a function or class; None for one that was typed in at a prompt, or is built in."""
+    """The fingerprint of the text of a function or class; None for one that was typed in at a prompt, or is
+    built in."""
     try:
         return content_hash(inspect.getsource(of))
     except (OSError, TypeError):
@@ -92,8 +106,8 @@ def source_fingerprint(of: Any) -> dict[str, str] | None:
 
 
 def code_fingerprint(of: object) -> dict[str, str] | None:
-    """The fingerprint of the code of a user's task or method: of the whole file that defines its class, or in a script of the class alone.
-    None for one of Unmask."""
+    """The fingerprint of the code of a user's task or method: of the whole file that defines its class, or in
+    a script of the class alone. None for one of Unmask."""
     return _of_class(type(of))  # type: ignore[arg-type]  # mypy takes classes for unhashable
 
 
@@ -121,12 +135,19 @@ def _of_other_types(value: Any) -> Any:
         return sorted(value, key=repr)
     if hasattr(value, "tolist"):
         return value.tolist()
-    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)  # that text would hold an address
+    # that text would hold an address
+    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def file_fingerprints(paths: Iterable[str]) -> list[dict[str, Any]]:
-    """The size and sampled content of local files, and of the files in folders, in order. Names on the hub are left out."""
-    files = [file for path in map(Path, paths) if path.exists() for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    """The size and sampled content of local files, and of the files in folders, in order. Names on the hub
+    are left out."""
+    files = [
+        file
+        for path in map(Path, paths)
+        if path.exists()
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ]
     return [{"bytes": file.stat().st_size, "sha256": _sampled(file)} for file in files if file.is_file()]
 
 

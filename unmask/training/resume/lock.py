@@ -1,6 +1,8 @@
-"""One run per output folder, one evaluation per result: a lock on a file, which the system releases when the process that holds it dies.
+"""One run per output folder, one evaluation per result: a lock on a file, which the system releases when the
+process that holds it dies.
 
-Where a file system has no `flock`, the file itself is the lock: filelock compares the process that it names with those that run.
+Where a file system has no `flock`, the file itself is the lock: filelock compares the process that it names
+with those that run.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ def sole_run(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def sole_writer(place: Path, path: Path) -> Iterator[None]:
-    """Inside, no other process can enter with the lock file `path`; this one may again. The first process of several locks for all of them.
-    The file's folder is created, and removed if nothing was written.
+    """Inside, no other process can enter with the lock file `path`; this one may again. The first process of
+    several locks for all of them. The file's folder is created, and removed if nothing was written.
 
     Args:
         place: what is written, for the error.
@@ -50,7 +52,10 @@ def sole_writer(place: Path, path: Path) -> Iterator[None]:
         lock.acquire(timeout=SECONDS)
         if isinstance(lock, FileLock) and lock.lock_counter == 1:
             command = shlex.join(masked_words(sys.orig_argv))
-            path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n{' '.join(command.split())[:200]}\n", encoding="utf-8")
+            path.write_text(
+                f"{os.getpid()}\n{socket.gethostname()}\n{' '.join(command.split())[:200]}\n",
+                encoding="utf-8",
+            )
     except Timeout as error:
         raise _occupied(place, path) from error
     except OSError as error:
@@ -60,7 +65,8 @@ def sole_writer(place: Path, path: Path) -> Iterator[None]:
         yield
     finally:
         if lock.lock_counter == 1:
-            path.unlink(missing_ok=True)  # before it is released, so that a waiting process sees that it locked a removed file
+            # before it is released, so that a waiting process sees that it locked a removed file
+            path.unlink(missing_ok=True)
         lock.release()
         if is_new:
             with contextlib.suppress(OSError):  # not empty
@@ -94,4 +100,8 @@ def _occupied(place: Path, path: Path) -> TrainingError:
     else:
         who = f"process {pid} on {host} ({command})"
     unknown = "" if host == socket.gethostname() else f" (if it has ended, remove {path})"
-    return TrainingError(f"{who} is running here", where=str(place), remedy=f"Wait for it, end it, or choose another output{unknown}")
+    return TrainingError(
+        f"{who} is running here",
+        where=str(place),
+        remedy=f"Wait for it, end it, or choose another output{unknown}",
+    )

@@ -1,4 +1,5 @@
-"""Settings of optimizer and schedule that were changed for a resumed run. The state that transformers restores holds the earlier ones."""
+"""Settings of optimizer and schedule that were changed for a resumed run. The state that transformers
+restores holds the earlier ones."""
 
 from __future__ import annotations
 
@@ -9,19 +10,34 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 RATE = "training.learning_rate"
-OF_GROUPS = {RATE, "training.weight_decay", "training.adam_beta1", "training.adam_beta2", "training.adam_epsilon"}
+OF_GROUPS = {
+    RATE,
+    "training.weight_decay",
+    "training.adam_beta1",
+    "training.adam_beta2",
+    "training.adam_epsilon",
+}
 OF_METRIC_SCHEDULE = {RATE, "training.lr_scheduler_type", "training.lr_scheduler_kwargs"}
-OF_SCHEDULE = {*OF_METRIC_SCHEDULE, "training.warmup_steps", "training.max_steps", "training.num_train_epochs"}
+OF_SCHEDULE = {
+    *OF_METRIC_SCHEDULE,
+    "training.warmup_steps",
+    "training.max_steps",
+    "training.num_train_epochs",
+}
 Groups = Sequence[Mapping[str, Any]]
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """The hyperparameters of each group of weights; `lr` is the base rate if no schedule has changed it yet."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """The hyperparameters of each group of weights; `lr` is the base rate if no schedule has changed it
+    yet."""
+    return [
+        {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
 
 
 def apply_to_groups(optimizer: Any, new: Groups) -> None:
-    """Set the changed hyperparameters of a restored optimizer. `new`: as it was made, before it was restored."""
+    """Set the changed hyperparameters of a restored optimizer. `new`: as it was made, before it was
+    restored."""
     for group, made in zip(optimizer.param_groups, new, strict=True):
         for name in ("weight_decay", "betas", "eps"):
             if name in group:
@@ -30,8 +46,11 @@ def apply_to_groups(optimizer: Any, new: Groups) -> None:
             group["initial_lr"] = made["lr"]
 
 
-def apply_to_schedule(scheduler: Any, new: Mapping[str, Any], groups: Groups, step: int, changed: Collection[str]) -> None:
-    """Let a restored schedule continue with changed settings. One that follows a metric begins again with them.
+def apply_to_schedule(
+    scheduler: Any, new: Mapping[str, Any], groups: Groups, step: int, changed: Collection[str]
+) -> None:
+    """Let a restored schedule continue with changed settings. One that follows a metric begins again with
+    them.
 
     Args:
         scheduler: the restored schedule.

@@ -22,28 +22,37 @@ RECORD_FILE = "run.json"
 SECTION = "training."
 """The prefix of a trainer's own settings, as on the command line."""
 ROWS_PER_STEP = "rows_per_step"
-PARTS_OF_A_STEP = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps", "processes"}
+PARTS_OF_A_STEP = {
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "processes",
+}
 """Only their product makes another run."""
 
 
 class RunRecord:
     """What makes a run the run that it is.
 
-    Attributes:
-        values: the settings by dotted name, and the inputs (fingerprints of data, rewards and model), of JSON types only.
-        kinds: the kinds of the settings. All others, and inputs, make another run.
+    Attributes: values: the settings by dotted name, and the inputs (fingerprints of data, rewards and model),
+        of JSON types only. kinds: the kinds of the settings. All others, and inputs, make another run.
         changes: what was changed when the run was resumed: step, setting, old and new value; oldest first.
     """
 
     def __init__(self, args: TrainingConfig, inputs: dict[str, Any], inputs_that_act: dict[str, Any]):
         run = args.run_settings or {}
         own = {SECTION + name: value for name, value in args.values_on_resume().items()}
-        sizes = {ROWS_PER_STEP: args.train_batch_size * args.gradient_accumulation_steps * args.world_size, "processes": args.world_size}
-        settings = masked(own | {name: value for name, (value, _) in run.items()})  # secrets change nothing that is learnt
+        sizes = {
+            ROWS_PER_STEP: args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "processes": args.world_size,
+        }
+        # secrets change nothing that is learnt
+        settings = masked(own | {name: value for name, (value, _) in run.items()})
         self.values: dict[str, Any] = plain(settings | inputs | inputs_that_act | sizes)
         self.inputs = {*inputs, *inputs_that_act, ROWS_PER_STEP}
         self.kinds = {SECTION + name: kind for name, kind in args.kinds_on_resume().items()}
-        self.kinds |= {name: kind for name, (_, kind) in run.items()} | dict.fromkeys(inputs_that_act, OnResume.ACTS)
+        self.kinds |= {name: kind for name, (_, kind) in run.items()} | dict.fromkeys(
+            inputs_that_act, OnResume.ACTS
+        )
         self.changes: list[dict[str, Any]] = []
         self._prefix = "" if run else SECTION  # left out of messages in Python
 
@@ -57,31 +66,47 @@ class RunRecord:
             ConfigError: a setting or an input would make another run.
         """
         if (recorded := read_record(checkpoint)) is None:
-            message = f"{checkpoint} was saved by an earlier version, without its settings: they are not compared"
+            message = (
+                f"{checkpoint} was saved by an earlier version, without its settings: they are not compared"
+            )
             warnings.warn(message, UnmaskWarning, stacklevel=2)
             return {}
         changed = self.changed_since(recorded)
         self._refuse(changed, checkpoint)
-        new = [{"step": step, "setting": name, "old": old, "new": self.values[name]} for name, old in changed.items()]
+        new = [
+            {"step": step, "setting": name, "old": old, "new": self.values[name]}
+            for name, old in changed.items()
+        ]
         self.changes = [*recorded["changes"], *new]
         return changed
 
     def refuse_settings(self, folder: Path) -> None:
-        """Raise ConfigError if settings would make another run than that of the checkpoints in a folder. Those of the model are compared
-        once it is loaded."""
-        records = [path for place in ("", "checkpoint-*/", "stage-*/checkpoint-*/") for path in folder.glob(place + RECORD_FILE)]
+        """Raise ConfigError if settings would make another run than that of the checkpoints in a folder.
+        Those of the model are compared once it is loaded."""
+        records = [
+            path
+            for place in ("", "checkpoint-*/", "stage-*/checkpoint-*/")
+            for path in folder.glob(place + RECORD_FILE)
+        ]
         for path in sorted(records)[-1:]:  # all of a run agree in what makes another run
             try:
                 recorded = json.loads(read_file(path))
             except (OSError, ValueError):  # damaged: the checkpoint will not be used
                 continue
             changed = self.changed_since(recorded)
-            self._refuse({name: old for name, old in changed.items() if not name.startswith("model.")}, path.parent)
+            self._refuse(
+                {name: old for name, old in changed.items() if not name.startswith("model.")}, path.parent
+            )
 
     def changed_since(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """The earlier values of what differs, by name. Settings that an earlier version did not have are left out."""
+        """The earlier values of what differs, by name. Settings that an earlier version did not have are left
+        out."""
         earlier = recorded["settings"]
-        return {name: earlier[name] for name, value in self.values.items() if name in earlier and earlier[name] != value}
+        return {
+            name: earlier[name]
+            for name, value in self.values.items()
+            if name in earlier and earlier[name] != value
+        }
 
     def kind(self, name: str, changed: Mapping[str, Any]) -> OnResume:
         """The kind of a setting or input, given all that changed."""
@@ -89,23 +114,39 @@ class RunRecord:
         return OnResume.NEUTRAL if name in PARTS_OF_A_STEP and whole else self.kinds.get(name, OnResume.OTHER)
 
     def show(self, changed: Mapping[str, Any], step: int, steps: int) -> None:
-        """Print where the run goes on, and a line for each change. `steps`: of the whole run, of which `step` are done."""
+        """Print where the run goes on, and a line for each change. `steps`: of the whole run, of which `step`
+        are done."""
         show_line(f"resumed after step {step} of {steps}")
         for name, old in changed.items():
-            line = f"resumed after step {step}: {self.named(name)} was {_shown(old)}, now {_shown(self.values[name])}"
+            line = (
+                f"resumed after step {step}: {self.named(name)} was {_shown(old)}, now "
+                f"{_shown(self.values[name])}"
+            )
             kind = self.kind(name, changed)
             show_line(f"{line}: {'no step follows' if kind is OnResume.ACTS and step >= steps else kind}")
 
-    def write(self, folder: Path, reported: Mapping[str, Any], visited: Mapping[str, int] | None = None) -> None:
-        """Save it in a checkpoint. `reported`: the settings that the model card shows. `visited`: see `StreamedRows`."""
-        content = {"settings": self.values, "changes": self.changes, "reported": plain(reported), "visited": visited}
+    def write(
+        self, folder: Path, reported: Mapping[str, Any], visited: Mapping[str, int] | None = None
+    ) -> None:
+        """Save it in a checkpoint. `reported`: the settings that the model card shows. `visited`: see
+        `StreamedRows`."""
+        content = {
+            "settings": self.values,
+            "changes": self.changes,
+            "reported": plain(reported),
+            "visited": visited,
+        }
         write_atomic(folder / RECORD_FILE, json.dumps(content, indent=2) + "\n")
 
     def _refuse(self, changed: Mapping[str, Any], checkpoint: Path) -> None:
         refused = [name for name in changed if self.kind(name, changed) is OnResume.OTHER]
-        refused = [name for name in refused if name not in self.inputs] or refused  # inputs follow from settings
+        # inputs follow from settings
+        refused = [name for name in refused if name not in self.inputs] or refused
         if refused:
-            values = ", ".join(f"{self.named(name)} {_shown(changed[name])}, now {_shown(self.values[name])}" for name in refused)
+            values = ", ".join(
+                f"{self.named(name)} {_shown(changed[name])}, now {_shown(self.values[name])}"
+                for name in refused
+            )
             what = f"would make another run than that of {checkpoint} ({values})"
             remedy = "Set it back, or start a new run in another output folder (--output) without --resume"
             raise ConfigError(what, where=" and ".join(map(self.named, refused)), remedy=remedy)
@@ -131,7 +172,9 @@ def _shown(value: Any) -> str:
     """A value in a message: fingerprints are shortened."""
     if isinstance(value, dict) and "sha256" in value:
         told = {"name": "{}", "rows": "{} rows", "bytes": "{:,} bytes"}
-        parts = "".join(f"{text.format(value[key])}, " for key, text in told.items() if value.get(key) is not None)
+        parts = "".join(
+            f"{text.format(value[key])}, " for key, text in told.items() if value.get(key) is not None
+        )
         return f"{parts}content {str(value['sha256'])[:8]}"
     if isinstance(value, list) and value:
         return ", ".join(map(_shown, value))

@@ -1,4 +1,5 @@
-"""How a trainer resumes a run: it compares its run with the one that it continues, and lets changed settings act."""
+"""How a trainer resumes a run: it compares its run with the one that it continues, and lets changed settings
+act."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ OF_BEST_METRIC = {"training.metric_for_best_model", "training.greater_is_better"
 
 
 class Resumption:
-    """Compares the run of a trainer with the one that it continues; the trainer's overrides of transformers.Trainer call it.
+    """Compares the run of a trainer with the one that it continues; the trainer's overrides of
+    transformers.Trainer call it.
 
-    Attributes:
-        changed: the earlier values of the settings that were changed when the run was resumed, by dotted name.
-        first_groups: the hyperparameters of the optimizer as the trainer made it; None: it is the user's.
-        found: the checkpoint to resume, by what names it, until training begins: it is hashed once.
+    Attributes: changed: the earlier values of the settings that were changed when the run was resumed, by
+        dotted name. first_groups: the hyperparameters of the optimizer as the trainer made it; None: it is
+        the user's. found: the checkpoint to resume, by what names it, until training begins: it is hashed
+        once.
     """
 
     def __init__(self, trainer: Any):
@@ -42,10 +44,13 @@ class Resumption:
     def record(self) -> RunRecord:
         """The settings and inputs of the run. It must be made before training changes the weights."""
         trainer = self.trainer
-        return RunRecord(trainer.args, trainer.inputs(), {"eval_dataset": rows_fingerprint(trainer.eval_dataset)})
+        return RunRecord(
+            trainer.args, trainer.inputs(), {"eval_dataset": rows_fingerprint(trainer.eval_dataset)}
+        )
 
     def checkpoint(self, named: str | Path | Literal[True]) -> Path | None:
-        """The checkpoint that `train(resume_from_checkpoint=named)` continues; None: the run ended before its first one. Writes nothing.
+        """The checkpoint that `train(resume_from_checkpoint=named)` continues; None: the run ended before its
+        first one. Writes nothing.
 
         Raises:
             TrainingError: there is no run, or the checkpoint is incomplete.
@@ -66,7 +71,10 @@ class Resumption:
     def compare(self, checkpoint: Path, step: int) -> None:
         """Compare with the run of a checkpoint after `step` steps. Raises ConfigError for another run."""
         if 0 < (steps := self.trainer.args.max_steps) < step:
-            what, remedy = f"is {steps}, but {checkpoint} is after {step} steps", "Give more, or resume an earlier checkpoint"
+            what, remedy = (
+                f"is {steps}, but {checkpoint} is after {step} steps",
+                "Give more, or resume an earlier checkpoint",
+            )
             raise ConfigError(what, where=self.record.named(f"{SECTION}max_steps"), remedy=remedy)
         self.changed = self.record.resume(checkpoint, step)
         expect_visited(self.trainer.train_dataset, checkpoint)
@@ -81,13 +89,17 @@ class Resumption:
         names = {SECTION + each.name for each in result_fields(self.trainer.args)}
         acting = [each for each in self.record.changes if each["setting"] in names]
         acting = [each for each in acting if self.record.kinds[each["setting"]] is OnResume.ACTS]
-        return [{"step": each["step"], "setting": each["setting"].removeprefix(SECTION), "old": each["old"]} for each in acting]
+        return [
+            {"step": each["step"], "setting": each["setting"].removeprefix(SECTION), "old": each["old"]}
+            for each in acting
+        ]
 
     def begin(self, max_steps: int) -> None:
         """After the trainer's state was restored: let the changed intervals and metrics act."""
         self.found.clear()
         state = self.trainer.state
-        state.compute_steps(self.trainer.args, max_steps)  # a restored state has the intervals of the checkpoint
+        # a restored state has the intervals of the checkpoint
+        state.compute_steps(self.trainer.args, max_steps)
         if OF_BEST_METRIC & self.changed.keys():
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         if state.global_step:
@@ -95,18 +107,27 @@ class Resumption:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: Path) -> Iterator[None]:
-        """Inside, transformers loads the optimizer and schedule of a checkpoint. Afterwards the changed rates act, and the sums of metrics
-        are restored."""
+        """Inside, transformers loads the optimizer and schedule of a checkpoint. Afterwards the changed rates
+        act, and the sums of metrics are restored."""
         trainer = self.trainer
-        first_schedule = copy.deepcopy(trainer.lr_scheduler.state_dict()) if trainer.lr_scheduler is not None else {}
+        first_schedule = (
+            copy.deepcopy(trainer.lr_scheduler.state_dict()) if trainer.lr_scheduler is not None else {}
+        )
         yield
-        trainer.means.load(read_sums(checkpoint) if trainer.is_world_process_zero() else {})  # the saved sums cover all processes
+        # the saved sums cover all processes
+        trainer.means.load(read_sums(checkpoint) if trainer.is_world_process_zero() else {})
         if self.first_groups is None:
             return
         if OF_GROUPS & self.changed.keys():
             apply_to_groups(trainer.optimizer, self.first_groups)
         if trainer._created_lr_scheduler:
-            apply_to_schedule(trainer.lr_scheduler, first_schedule, self.first_groups, trainer.state.global_step, self.changed)
+            apply_to_schedule(
+                trainer.lr_scheduler,
+                first_schedule,
+                self.first_groups,
+                trainer.state.global_step,
+                self.changed,
+            )
 
     def optimizer_made(self) -> None:
         """The trainer has made its optimizer, not the user."""

@@ -1,9 +1,11 @@
 """What is rewarded. config.yaml names a function of this file as rewards.py:on_topic.
 
-`prompts` and `completions` are lists of the same length. As the prompts of prompts.jsonl are messages, so is each completion. Every other
-column of prompts.jsonl is a list too, by its name: here `word`. Return a number for each completion, or None where there is none to give.
+`prompts` and `completions` are lists of the same length. As the prompts of prompts.jsonl are messages, so is
+each completion. Every other column of prompts.jsonl is a list too, by its name: here `word`. Return a number
+for each completion, or None where there is none to give.
 
-Training compares the completions of one prompt. A reward that is the same for all of them teaches nothing, so give partial credit.
+Training compares the completions of one prompt. A reward that is the same for all of them teaches nothing, so
+give partial credit.
 """
 
 LETTERS = 50  # of a good answer
