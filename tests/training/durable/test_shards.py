@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from unmask.errors import TrainingError
 from unmask.training.checkpoints import check_in_shards
-from unmask.training.durable.shards import INDEX
+from unmask.training.durable.shards import INDEX, check_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -74,3 +75,22 @@ def test_torch_itself_would_run_them(tmp_path):
     with pytest.raises(CheckpointException):  # what the payload made is no index
         dcp.load({"state": {}}, checkpoint_id=folder, no_dist=True)
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, name, taken",
+    [(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT", True), (Metadata, "__init__", False)],
+)
+def test_getattr_reads_members_of_an_enum_alone(tmp_path, kind, name, taken):
+    """Python 3.11.0 to 3.11.3 pickle these by it."""
+
+    class Asked:
+        def __reduce__(self) -> Any:
+            return getattr, (kind, name)
+
+    index = tmp_path / INDEX
+    index.write_bytes(pickle.dumps(Asked()))
+    with pytest.raises(
+        ValueError if taken else pickle.UnpicklingError, match="no index" if taken else "no part"
+    ):
+        check_shards(index)

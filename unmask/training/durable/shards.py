@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,18 @@ class _Index(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # Python 3.11.0 to 3.11.3 pickle members of an Enum by it
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+
+
+def _member(kind: object, name: str) -> Enum:
+    if isinstance(kind, EnumType):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks {kind} for {name}, which is no part of an index")
 
 
 def check_shards(index: Path) -> None:
