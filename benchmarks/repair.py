@@ -62,7 +62,7 @@ def fine_tuned(lm: DiffusionLM, rows: Rows, steps: int, seed: int, **settings: A
 def demo_model(task: Puzzle, seed: int) -> DiffusionLM:
     """The demo's model after pretraining and conversion: three minutes on two cores."""
     with tempfile.TemporaryDirectory() as folder:
-        demo = Demo(task, Path(folder), seed, DemoSettings())
+        demo = Demo(task.name, Path(folder), seed, DemoSettings())
         with Progress([("pretrain", 1.0), ("convert", 1.0)]) as progress:
             for name, train in (("pretrain", demo.pretrain), ("convert", demo.convert)):
                 with progress.phase(name) as phase:
