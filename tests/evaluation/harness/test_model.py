@@ -640,6 +640,7 @@ def by_transformers(lm, context: str, continuation: str) -> float:
 @example(context="the ", continuation="cat")
 @example(context=" ", continuation="cat")
 @example(context="the", continuation="")
+@example(context="the ", continuation="")
 def test_a_text_is_scored_as_its_tokens_wherever_its_context_ends(kind, context, continuation):
     lm = reader(kind)
     if not continuation or by_transformers(lm, context, continuation) == 0:

@@ -404,7 +404,7 @@ class HarnessLM(TemplateLM):
         for name, context, request in zip(names, contexts, requests, strict=True):
             ids = self.tok_encode(context + request.args[1])
             common = common_length([ids, self.tok_encode(context.rstrip())])
-            if common == len(ids):
+            if common == len(ids) or not request.args[1]:  # else the spaces at its end would be scored
                 what = (
                     f"{request.args[1]!r:.80} adds no token to its context, which ends with {context[-20:]!r}"
                 )
