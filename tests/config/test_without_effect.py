@@ -11,7 +11,7 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.on_resume import flat_values
 from unmask.config.revise import ReviseConfig
 from unmask.config.rollout import RolloutConfig
-from unmask.config.run import RunConfig, to_yaml
+from unmask.config.run import DataConfig, RunConfig, to_yaml
 from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
@@ -42,6 +42,7 @@ CONFIGS = [
         EvaluationConfig(task=["sudoku"]),
     ),
     *(EvaluationConfig(likelihood="a.txt"), EvaluationConfig(lm_eval=["piqa"])),
+    *(DataConfig(train="a.jsonl"), DataConfig(task="sudoku")),
     RunConfig(
         model={"path": "m"},
         output_dir="o",

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -175,6 +175,11 @@ class DataConfig(Config):
     """Size of the shuffle buffer of a stream; unset: rows keep the order of the source."""
     seed: int = 0
     """The random seed of generated rows, splits and shuffles."""
+
+    def without_effect(self) -> Iterator[ConfigError]:
+        if self.task is None:
+            remedy = "Set data.task, or leave it out"
+            yield ConfigError("has no effect without a task", where="style", remedy=remedy)
 
 
 class LoraSettings(Config):
