@@ -412,6 +412,7 @@ def test_yaml_is_a_config(block, tmp_path):
     given = {"model.path": "m", "output_dir": "out"}
     config = resolve(
         read_layers(
+            recipes=re.findall(r"--recipe (\S+)", block.text),
             config_files=[path],
             flags={key: value for key, value in given.items() if key.split(".")[0] not in parsed},
         )
