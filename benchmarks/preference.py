@@ -28,7 +28,7 @@ from benchmarks import stories
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report
 from benchmarks.methods import make_start
-from unmask.commands.margin_variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, variances
+from unmask.cli.margin_variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, variances
 from unmask.data.sources import load_examples, load_rows
 from unmask.demo import Demo, DemoSettings
 from unmask.evaluation.tasks import evaluate_task

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 
-from unmask.commands.settings.declared import listed_settings
-from unmask.commands.settings.listing import SETTINGS
+from unmask.cli.declared import listed_settings
+from unmask.training.settings.listing import SETTINGS
 
 
 def as_json() -> str:

@@ -35,7 +35,7 @@ from tests.helpers import REPOSITORY
 from tests.serving.servers import http_post, served
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
-from unmask.commands.run import training_arguments
+from unmask.cli.run import training_arguments
 from unmask.config.layers import read_layers
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import resolve
@@ -314,7 +314,7 @@ def give(words: list[str], *, run: bool) -> None:
     """Run a command on small models. Training verbs are rehearsed (`--dry-run`).
 
     Where that needs a GPU, a server, the hub or hours, the configs are constructed: training verbs print
-    theirs, other verbs do nothing with them. tests/commands/test_recipes.py makes a trainer of every command
+    theirs, other verbs do nothing with them. tests/cli/test_recipes.py makes a trainer of every command
     with recipes.
     """
     verb, elsewhere = words[0], any(re.fullmatch(r"[A-Z]\w+/\S+", word) or SERVER in word for word in words)

@@ -22,7 +22,7 @@ LEVELS = [
     ["data", "planning"],
     ["training", "generation"],
     ["supervised", "convert", "preference", "rl", "evaluation", "serving"],
-    ["commands", "losses"],
+    ["losses"],
     ["migration"],
     ["unmask"],
     ["demo"],

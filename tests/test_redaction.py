@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from unmask.artifacts import run_manifest, started_by
 from unmask.cli.entry import app
-from unmask.commands.run import resolved, training_arguments
-from unmask.commands.verbs import VERBS
+from unmask.cli.run import resolved, training_arguments
+from unmask.cli.verbs import VERBS
 from unmask.config.base import _type_args
 from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, resolve, to_yaml

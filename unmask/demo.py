@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from unmask.artifacts import plain, read_file, write_atomic, write_manifest
-from unmask.commands.report import read_run
 from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress, for_stdout, show_line
 from unmask.convert.config import ConvertConfig
@@ -43,6 +42,7 @@ from unmask.evaluation.report.content import (
 )
 from unmask.evaluation.report.page import write_page
 from unmask.evaluation.report.scores import Result, entries_by_task, in_words
+from unmask.evaluation.report.sources import read_run
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task

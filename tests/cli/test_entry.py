@@ -67,7 +67,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]
     calls: list[tuple[str, RunConfig, bool]] = []
     replace(
         monkeypatch,
-        "unmask.commands.run",
+        "unmask.cli.run",
         run_verb=lambda verb, config, resume, _: calls.append((verb, config, resume)),
     )
     return calls
@@ -290,7 +290,7 @@ def test_a_path_that_cannot_be_written_is_one_error(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), *path)
 
-    monkeypatch.setattr("unmask.cli.new.check_output_folder", refuse)
+    monkeypatch.setattr("unmask.cli.new_verb.check_output_folder", refuse)
     result = run("new", "mine")
     assert result.exit_code == 2
     assert re.fullmatch(rf"error: {'full/disk: ' if path else ''}[a-z][^:]+\.\n", result.stderr)
@@ -302,7 +302,7 @@ def test_an_error_of_the_run_names_the_source_of_its_key(
     def refuse(*_: object) -> None:
         raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
 
-    replace(monkeypatch, "unmask.commands.run", run_verb=refuse)
+    replace(monkeypatch, "unmask.cli.run", run_verb=refuse)
     result = run("sft", *REQUIRED, str(tmp_path), "training.lr=1")
     assert (
         result.stderr
@@ -323,7 +323,7 @@ def test_control_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    replace(monkeypatch, "unmask.commands.run", run_verb=interrupt)
+    replace(monkeypatch, "unmask.cli.run", run_verb=interrupt)
     assert run("sft", *REQUIRED, str(tmp_path)).exit_code == 130
 
 
@@ -760,7 +760,7 @@ def test_a_profile_takes_settings_without_their_section(
     profiled: list[RunConfig] = []
     replace(
         monkeypatch,
-        "unmask.commands.profile",
+        "unmask.cli.profile",
         profile_run=lambda verb, settings, *_: profiled.append(settings) or {},
     )
     assert run("profile", "sft", *REQUIRED, "out", *given).exit_code == 0

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from unmask.cli import app
 from unmask.cli.settings import MOST_SET, MOST_SET_OF_GRPO, as_lines, groups_of_help
-from unmask.commands.settings.listing import settings_of_verb
-from unmask.commands.verbs import VERBS
+from unmask.cli.verbs import VERBS
+from unmask.training.settings.listing import settings_of_verb
 
 
 def run(*args: str, columns: int = 200) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unmask.commands.run import resolved, training_arguments
-from unmask.commands.verbs import VERBS
+from unmask.cli.run import resolved, training_arguments
+from unmask.cli.verbs import VERBS
 from unmask.config.layers import MODES, RECIPES, Layer, Layers, read_layers, read_settings
 from unmask.config.run import RunConfig, resolve, to_yaml
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml

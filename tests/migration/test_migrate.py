@@ -19,8 +19,7 @@ from tests.migration.examples import (
     Example,
 )
 from tests.training.tiny_runs import unmask
-from unmask.commands.settings.listing import stock_settings
-from unmask.commands.verbs import VERBS
+from unmask.cli.verbs import VERBS
 from unmask.config.run import RunConfig
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model
@@ -29,6 +28,7 @@ from unmask.migration.formats import FORMATS, candidates
 from unmask.migration.migrate import migrate
 from unmask.migration.rules import DroppedError
 from unmask.tasks import get_task
+from unmask.training.settings.listing import stock_settings
 
 SAMPLES = (
     True,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from unmask.commands.settings.listing import stock_settings
 from unmask.migration.formats import FORMATS
 from unmask.migration.rules import TRANSFORMERS
+from unmask.training.settings.listing import stock_settings
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, PhiConfig
 
 from tests.helpers import REPOSITORY
 from tests.models.configurations import ALPHABET, CONFIGURATIONS
-from unmask.commands.run import training_arguments
-from unmask.commands.verbs import VERBS
+from unmask.cli.run import training_arguments
+from unmask.cli.verbs import VERBS
 from unmask.config.layers import hardware_recipe_names, read_layers, read_recipe
 from unmask.config.run import HardwareConfig, resolve
 from unmask.data.characters import character_tokenizer

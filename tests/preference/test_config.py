@@ -11,7 +11,7 @@ import pytest
 
 from tests.training.tiny_runs import QUICK, make, settings, tiny, unmask
 from unmask.artifacts import MetricsLog
-from unmask.commands.run import training_arguments
+from unmask.cli.run import training_arguments
 from unmask.config.layers import read_layers
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml

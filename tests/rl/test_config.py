@@ -14,8 +14,8 @@ from tests.helpers import partly_slow
 from tests.rl.methods.rollouts import config, held, keys, made_up, masks, usual
 from tests.training.tiny_runs import QUICK, SMALL, unmask
 from unmask.artifacts import MetricsLog
-from unmask.commands.run import resolved, training_arguments
-from unmask.commands.settings.modes import adapt_recipes
+from unmask.cli.modes import adapt_recipes
+from unmask.cli.run import resolved, training_arguments
 from unmask.config.layers import read_layers
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml

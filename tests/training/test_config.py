@@ -16,8 +16,8 @@ from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, ranks, settings, tiny, unmask, weights
-from unmask.commands.run import resolved, training_arguments
-from unmask.commands.verbs import VERBS
+from unmask.cli.run import resolved, training_arguments
+from unmask.cli.verbs import VERBS
 from unmask.config.layers import read_layers
 from unmask.config.run import resolve
 from unmask.convert.config import ConvertConfig

@@ -21,8 +21,8 @@ from transformers import training_args
 from tests.helpers import partly_slow
 from tests.models.kernels.test_flash import by_definition
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, tiny, weights, wide
-from unmask.commands import run
-from unmask.commands.verbs import VERBS
+from unmask.cli import run
+from unmask.cli.verbs import VERBS
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer

@@ -11,7 +11,7 @@ import pytest
 
 from tests.models.test_model_card import run_snippet
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
-from unmask.commands.run import data_name
+from unmask.cli.run import data_name
 from unmask.config.run import DataConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer

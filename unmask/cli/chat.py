@@ -25,7 +25,7 @@ def chat(
     of stdin."""
     check_model(model.path)
     import unmask
-    from unmask.commands.chat import Chat, run_chat
+    from unmask.cli.chat_session import Chat, run_chat
 
     run_chat(
         Chat(unmask.load(model.path, **model.load_arguments()), model.path, sampler, raw=raw, system=system)

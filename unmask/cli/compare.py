@@ -29,7 +29,7 @@ def compare(
         refuse_existing(
             picture, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=files
         )
-    from unmask.commands.compare import difference_rows, read_named, setting_rows, shared_lines
+    from unmask.cli.compare_tables import difference_rows, read_named, setting_rows, shared_lines
     from unmask.evaluation.comparison import compare as compare_results
     from unmask.evaluation.forest_plot import check_picture, write_forest_plot
 

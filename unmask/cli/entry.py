@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 from unmask.cli.chat import chat
 from unmask.cli.compare import compare
-from unmask.cli.doctor import doctor
+from unmask.cli.doctor_verb import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
 from unmask.cli.help_tables import keep_names_whole
-from unmask.cli.new import new
+from unmask.cli.new_verb import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
@@ -461,7 +461,7 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one per run.")] = False,
 ) -> None:
     """List runs: state, steps, last metric, and the command that resumes an unfinished one."""
-    from unmask.commands.runs import as_rows, find_runs
+    from unmask.training.runs import as_rows, find_runs
 
     found = find_runs(folders or [Path()])
     if as_json:
@@ -509,9 +509,9 @@ def report(
     for source in sources:
         if not source.exists():
             raise DataError("no such file or folder", where=str(source), remedy=near_path(source))
-    from unmask.commands.report import report_of
     from unmask.evaluation.report.page import write_page
     from unmask.evaluation.report.pictures import write_pictures
+    from unmask.evaluation.report.sources import report_of
 
     content = report_of(sources, title)
     write_page(content, output)

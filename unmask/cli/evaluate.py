@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from unmask.cli.retention import import_harness, show_retention
+from unmask.cli.retention_table import import_harness, show_retention
 from unmask.cli.threads import choose_threads
 from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
@@ -24,7 +24,7 @@ from unmask.redaction import shell_line
 from unmask.tasks import get_task
 
 if TYPE_CHECKING:
-    from unmask.commands.processes import Processes
+    from unmask.cli.processes import Processes
     from unmask.evaluation.result_file import TaskScores
 
 
@@ -58,7 +58,7 @@ def rerun_and_exit(path: Path | None) -> None:
         return
     if not path.is_file():
         raise DataError("no such file", where=str(path), remedy=near_path(path))
-    from unmask.commands.evaluate import differences, rerun
+    from unmask.cli.evaluation import differences, rerun
 
     scores, circumstances = differences(*rerun(path, import_harness))
     if scores:
@@ -111,9 +111,9 @@ def evaluate(
         with closing(first_records(source)) as records:
             next(tasks[name].rows(records), None)
     choose_threads(model.path)
-    from unmask.commands.evaluate import evaluate as run_evaluation
-    from unmask.commands.evaluate import refuse_unread
-    from unmask.commands.processes import Processes
+    from unmask.cli.evaluation import evaluate as run_evaluation
+    from unmask.cli.evaluation import refuse_unread
+    from unmask.cli.processes import Processes
 
     refuse_unread(evaluation, sampler)
     processes = Processes.of_launcher(model.device)
@@ -144,7 +144,7 @@ def evaluate_against(
     overwrite: bool,
 ) -> None:
     """Evaluate two models, and show how the second differs from the first."""
-    from unmask.commands.retention import measure_retention, model_against
+    from unmask.cli.retention import measure_retention, model_against
 
     earlier = model_against(model, str(evaluation.against))
     found = measure_retention(

@@ -100,7 +100,7 @@ def generate(
     lm = unmask.load(model.path, **model.load_arguments())
     results: Iterable[Generation]
     if show_steps:
-        from unmask.commands.denoising_display import generate_visibly
+        from unmask.cli.denoising_display import generate_visibly
 
         results = generate_visibly(lm, texts, sampler, infill=infill, stream=sys.stderr)
     elif max_gap is not None:

@@ -1,29 +1,198 @@
-"""What `unmask evaluate --against` and the training verbs show of two models."""
+"""What a conversion kept: a model and the one that it was made of, evaluated alike and compared."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import TYPE_CHECKING
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from unmask.console import show_table
+from accelerate import PartialState
+from transformers.utils import CONFIG_NAME
 
-if TYPE_CHECKING:
-    from unmask.commands.retention import Retention
+from unmask.artifacts import read_file, write_atomic
+from unmask.cli.evaluation import Harness, Part, evaluate, prepare
+from unmask.cli.inputs import read_pattern, without_folder
+from unmask.cli.processes import ALONE, Processes
+from unmask.config.evaluation import EvaluationConfig
+from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
+from unmask.config.sampler import OF_DENOISING
+from unmask.console import show_line
+from unmask.errors import ConfigError
+from unmask.evaluation.comparison import Comparison, Difference, Named, compare
+from unmask.evaluation.likelihood import EXACT_BLOCK, Estimator
+from unmask.evaluation.result_file import EvaluationResult
+from unmask.models.load import load
+from unmask.models.model_card import HISTORY_KEY, write_card
+
+BEFORE, AFTER = "before", "after"
+RESULT = "retention.json"
+SHARED = {"device", "device_map", "dtype", "trust_remote_code", "parse_special_tokens"}
+"""The settings by which both models are read."""
+NOT_OF_CAUSAL_MODELS = {*OF_DENOISING, "drafts", "mode"} - {"constraint"}
+"""The settings of a sampler that say nothing to a causal model, which writes one token a step."""
+OF_ESTIMATES = {"samples", "estimator"}
+"""The settings of likelihoods that are estimates, which those of a causal model are not."""
 
 
-def import_harness() -> ModuleType:
-    """Import lm-eval, which is optional."""
-    import unmask.evaluation.harness as harness
+class Retention(NamedTuple):
+    """Both results, and the differences of the second from the first."""
 
-    return harness
+    before: EvaluationResult
+    after: EvaluationResult
+    comparison: Comparison
 
 
-def show_retention(found: Retention, title: str) -> None:
-    """Print the differences between two models, and the settings in which their evaluations differ."""
-    from unmask.commands.compare import difference_rows, setting_rows
-    from unmask.commands.retention import AFTER, BEFORE, speed_rows
+def result_before(output: Path) -> Path:
+    """The file of the earlier model's result, beside that of the later one."""
+    return output.with_name(f"{output.stem}.{BEFORE}{output.suffix}")
 
-    rows = [*difference_rows(found.comparison, several=False), *speed_rows(found)]
-    show_table(rows, title=title, head=["", BEFORE, AFTER, "difference", "p (Holm)", ""])
-    if settings := setting_rows(found.comparison, several=False):
-        show_table(settings, title="settings that differ", head=["task", "setting", BEFORE, AFTER])
+
+def model_against(model: ModelConfig, path: str) -> ModelConfig:
+    """The model of `path`, read as `model` is."""
+    return ModelConfig(**model.model_dump(include=SHARED, exclude_unset=True) | {"path": path})
+
+
+def measure_retention(
+    earlier: ModelConfig,
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None = None,
+    harness: Harness | None = None,
+    processes: Processes = ALONE,
+    *,
+    reuse: bool = True,
+    replace: bool = True,
+) -> Retention | None:
+    """Evaluate the earlier model, then `model`, and compare them.
+
+    A causal model is sampled token by token, and its likelihoods are exact: it gets only the settings that it
+    has.
+
+    Args: output: the file of the result of `model`; that of the other one is `result_before(output)`. A
+        killed evaluation goes on. reuse: whether an existing result of the earlier model is used, and the
+        model not measured again. replace: whether any other file in its place is replaced.
+
+    Returns:
+        None in a process other than the first.
+
+    Raises:
+        UnmaskError: as `evaluate` and `compare`.
+    """
+    causal = is_causal(read_pattern(earlier))
+    exact = [
+        each.path
+        for each in (earlier, model)
+        if has_exact_likelihoods(read_pattern(each), evaluation.estimator)
+    ]
+    if evaluation.samples is not None and len(exact) == 1 and not processes.rank:
+        show_line(
+            f"note: the likelihoods of {exact[0]} are exact, and --samples is of those of the other model"
+        )
+    results = []
+    for each, without in ((earlier, causal), (model, False)):
+        left_out = (
+            {"against"}
+            | (OF_ESTIMATES if without else set())
+            | ({"samples"} if exact == [each.path] else set())
+        )
+        measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
+        sampled = SamplerConfig(
+            **sampler.model_dump(exclude_unset=True, exclude=NOT_OF_CAUSAL_MODELS if without else None)
+        )
+        path = output if each is model or output is None else result_before(output)
+        results.append(
+            evaluate(
+                each,
+                measured,
+                sampled,
+                path,
+                harness,
+                processes,
+                reuse=reuse and each is earlier,
+                replace=replace,
+            )
+        )
+    if processes.rank:
+        return None
+    before, after = results
+    return Retention(before, after, compare([Named(BEFORE, before), Named(AFTER, after)]))
+
+
+def is_causal(pattern: Mapping[str, Any]) -> bool:
+    """Whether a model of this pattern writes one token a step."""
+    return pattern["attention"] == "causal" and pattern["logit_shift"] is not False
+
+
+def has_exact_likelihoods(pattern: Mapping[str, Any], estimator: Estimator | None) -> bool:
+    """Whether the likelihoods of a model of this pattern are no estimates."""
+    block = 1 if pattern["attention"] == "causal" else pattern["block_size"] or math.inf
+    return is_causal(pattern) or (block <= EXACT_BLOCK if estimator is None else estimator == "exact")
+
+
+def speed_rows(found: Retention) -> list[list[str]]:
+    """A row of the table for the tokens per second of each task that wrote text."""
+    speeds = [
+        {name: part["tokens_per_second"] for name, part in result.times["tasks"].items()}
+        for result in (found.before, found.after)
+    ]
+    both = [name for name, speed in speeds[0].items() if speed and speeds[1].get(name)]
+    return [
+        [f"{name}: tokens per second", *(f"{speed[name]:,.4g}" for speed in speeds), "", "", ""]
+        for name in both
+    ]
+
+
+def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, Part]:
+    """The tasks that a run is to evaluate at its end. Raises those errors of `measure_retention` that can be
+    found without weights."""
+    evaluation = config.retention
+    if evaluation is None:
+        return {}
+    if config.model.from_scratch and not evaluation.against:
+        what = "a model from scratch was made of no other"
+        raise ConfigError(what, where="retention and model.from_scratch", remedy="Leave one of them out")
+    evaluation.refuse_of_one_model()
+    for path in filter(None, (evaluation.against, evaluation.judge)):
+        read_pattern(model_against(config.model, path))
+    return prepare(evaluation, config.sampler, harness)
+
+
+def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -> Retention | None:
+    """Evaluate the model in `folder`, which a run has made, and the one that it was made of. The results are
+    written beside the folder (`retention.json`), and the differences into its config and its card.
+
+    Returns, Raises:
+        as `measure_retention`.
+    """
+    assert config.retention is not None
+    state = PartialState()
+    start = config.model.model_copy(update={"device": str(state.device)})
+    other = config.retention.against
+    earlier, trained = model_against(start, other) if other else start, model_against(start, str(folder))
+    processes = Processes(state.process_index, state.num_processes)
+    found = measure_retention(
+        earlier, trained, config.retention, config.sampler, folder.with_name(RESULT), harness, processes
+    )
+    if found is not None:
+        path = folder / CONFIG_NAME
+        content = json.loads(read_file(path))
+        differences = [_in_card(each) for each in found.comparison.differences]
+        content[HISTORY_KEY][-1]["retention"] = {
+            "of": without_folder(other or start.path),
+            "differences": differences,
+        }
+        write_atomic(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        write_card(load(folder, **trained.load_arguments()), folder)
+    return found
+
+
+def _in_card(difference: Difference) -> dict[str, Any]:
+    """What the history of a model holds of a difference, in JSON types."""
+    names = ("task", "metric", "items", "before", "after", "fraction")
+    low, high = (
+        bound if math.isfinite(bound) else None for bound in (difference.change.low, difference.change.high)
+    )
+    return {name: getattr(difference, name) for name in names} | {"low": low, "high": high}

@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from unmask.commands.settings.listing import VERBS, grouped, matching, near_keys, settings_of_verb
 from unmask.config.listing import settings_of
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import shown
+from unmask.training.settings.listing import VERBS, grouped, matching, near_keys, settings_of_verb
 
 IN_HELP = ("data", "model", "sampler", "lora")
 """The sections whose settings help lists one by one."""

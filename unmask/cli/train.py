@@ -3,7 +3,7 @@ loss:
 
 1. `train` merges its sources (`config/layers.py`: `read_layers`) and checks the sections (`config/run.py`:
 `resolve`).
-2. `commands/run.py` checks `training.*` (`training_arguments`) and makes the verb's config and trainer
+2. `cli/run.py` checks `training.*` (`training_arguments`) and makes the verb's config and trainer
 (`make_trainer`).
 3. The trainer's loss reads it as `self.args.NAME`; transformers' own, such as `learning_rate`, are read by
    its Trainer. A setting of an RL method is copied into the method's field of that name (`rl/config.py`:
@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from unmask.cli.retention import import_harness, show_retention
+from unmask.cli.retention_table import import_harness, show_retention
 from unmask.cli.settings import most_set, show_help
 from unmask.cli.threads import choose_threads
-from unmask.commands.settings.listing import check_training
 from unmask.config.layers import read_layers
 from unmask.config.run import (
     DataSource,
@@ -53,10 +52,11 @@ from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shown
 from unmask.tasks import Task, get_rewards, get_task
 from unmask.training.run_files import refuse_nothing
+from unmask.training.settings.listing import check_training
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 if TYPE_CHECKING:
-    from unmask.commands.settings.bare_options import BareNames
+    from unmask.cli.bare_options import BareNames
 
 
 class TrainingCommand(TyperCommand):
@@ -108,7 +108,7 @@ def split_words(
 
     @cache
     def names() -> BareNames:
-        from unmask.commands.settings.bare_options import BareNames
+        from unmask.cli.bare_options import BareNames
 
         return BareNames(verb, is_flag)
 
@@ -252,8 +252,8 @@ def train(
     ] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    from unmask.commands.settings.older_variables import older_layers, with_whole_groups
     from unmask.migration.formats import refuse_old
+    from unmask.training.settings.older_variables import older_layers, with_whole_groups
 
     verb = str(ctx.info_name)
     refuse_old(config or [])
@@ -275,7 +275,7 @@ def train(
     import_modules(layers)
     if mode or recipes:
         resolve(layers)  # a mistake is told before anything heavy is imported
-        from unmask.commands.settings.modes import adapt_recipes
+        from unmask.cli.modes import adapt_recipes
 
         layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))
     if verb == "grpo":
@@ -322,7 +322,7 @@ def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Pat
     from unmask.training.durable.lost_process import ending_with_others
 
     with ending_with_others(Path(settings.output_dir)):
-        from unmask.commands.run import run_verb
+        from unmask.cli.run import run_verb
 
         started = time.monotonic()
         retention = run_verb(verb, settings, resume, import_harness)
@@ -393,7 +393,7 @@ def check_first_row(verb: str, settings: RunConfig, task: Task | None, source: D
 
 
 def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
-    from unmask.commands.summary import next_commands, summarise
+    from unmask.cli.summary import next_commands, summarise
 
     show_table(summarise(settings, seconds), f"{verb}: finished")
     for label, command in zip(("next:", "or:  "), next_commands(verb, settings), strict=False):
@@ -409,8 +409,8 @@ def enable_debug_output(ctx: typer.Context) -> None:
 
 
 def show_config(verb: str, settings: RunConfig) -> None:
-    from unmask.commands.inputs import read_pattern
-    from unmask.commands.run import planned_arguments, resolved
+    from unmask.cli.inputs import read_pattern
+    from unmask.cli.run import planned_arguments, resolved
 
     args = planned_arguments(verb, settings)
     if Path(settings.model.path).is_dir():  # what its attention ignores is left out
@@ -420,7 +420,7 @@ def show_config(verb: str, settings: RunConfig) -> None:
 
 
 def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
-    from unmask.commands.profile import profile_run
+    from unmask.cli.profile import profile_run
 
     trace = trace or Path(settings.output_dir, TRACE)
     for title, lines in profile_run(verb, settings, trace, steps).items():
@@ -429,7 +429,7 @@ def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None)
 
 
 def show_dry_run(verb: str, settings: RunConfig) -> None:
-    from unmask.commands.dry_run import dry_run
+    from unmask.cli.dry_run import dry_run
 
     lines = dry_run(verb, settings)
     by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
@@ -442,7 +442,7 @@ def show_dry_run(verb: str, settings: RunConfig) -> None:
 
 
 def show_variance(settings: RunConfig) -> None:
-    from unmask.commands.margin_variance import as_table, measure_run
+    from unmask.cli.margin_variance import as_table, measure_run
 
     measured = measure_run(settings)
     head, rows = as_table(measured)

@@ -88,7 +88,7 @@ def read_layers(
     Args:
         recipes: names of files under `unmask/recipes`, without folder and suffix.
         config_files: YAML files.
-        older: settings from variables with other names (`commands/settings/older_variables.py`).
+        older: settings from variables with other names (`training/settings/older_variables.py`).
         environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
         flags: values by dotted key, already parsed; None for a flag that is not set.
         overrides: `dotted.key=value`, with a value in YAML.

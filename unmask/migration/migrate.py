@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unmask.commands.settings.listing import check_training, stock_settings
 from unmask.config.base import OPTIONS
 from unmask.config.layers import Layer, Layers, nested_settings
 from unmask.config.run import RunConfig
@@ -16,6 +15,7 @@ from unmask.migration.files import read_old
 from unmask.migration.formats import FORMATS, Format, format_named, merged, recognise
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
 from unmask.redaction import masked
+from unmask.training.settings.listing import check_training, stock_settings
 
 
 class Change(NamedTuple):

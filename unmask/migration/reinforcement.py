@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.commands.settings.older_variables import OLDER, Variable
 from unmask.config.layers import read_recipe
 from unmask.migration.rules import (
     SETTINGS_OF_MODEL,
@@ -22,6 +21,7 @@ from unmask.migration.rules import (
     truth,
     words,
 )
+from unmask.training.settings.older_variables import OLDER, Variable
 
 TASKS = {
     "gsm8k": "gsm8k",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from unmask.commands.settings.older_variables import SWITCH
+from unmask.training.settings.older_variables import SWITCH
 
 Old = Mapping[str, Any]
 """An old configuration: values by key."""

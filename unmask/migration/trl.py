@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.commands.settings.older_variables import OLDER_OF_GRPO
 from unmask.migration.reinforcement import (
     GRPO,
     LORA_LEFT,
@@ -31,6 +30,7 @@ from unmask.migration.rules import (
     truth,
     words,
 )
+from unmask.training.settings.older_variables import OLDER_OF_GRPO
 
 AGGREGATION = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
 

@@ -6,7 +6,7 @@ FSDP needs several GPU processes (`check_sharding`), which all take part in ever
 `check_offload`); a model split over devices (`hardware_checks.py`: `check_split`); a reference model where
 only the first process has weights (`reference_model.py`); a reference that moves, and rollouts from a server
 (`rl/config.py`: `GRPOConfig.conflicts`). A conversion gathers the weights between its stages
-(`ConvertTrainer._gather`); the evaluation at a run's end loads the saved model again (`commands/run.py`).
+(`ConvertTrainer._gather`); the evaluation at a run's end loads the saved model again (`cli/run.py`).
 """
 
 from __future__ import annotations

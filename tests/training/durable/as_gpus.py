@@ -5,8 +5,7 @@ import sys
 from typing import Any
 
 from tests.training.sharded import pass_for_gpus
-from unmask.cli import main
-from unmask.commands import run
+from unmask.cli import main, run
 
 training_arguments = run.training_arguments
 

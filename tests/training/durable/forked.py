@@ -27,7 +27,7 @@ CHANGES = {"os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.tru
 """The audit events of changes of files, besides that of a file that is opened."""
 IMPORTED = [
     "tests.training.durable.forked",
-    "unmask.commands.run",
+    "unmask.cli.run",
     "transformers.models.llama.modeling_llama",
 ]
 

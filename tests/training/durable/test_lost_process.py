@@ -129,7 +129,7 @@ def test_the_command_line_reports_a_lost_process_once(monkeypatch, model, tmp_pa
     def lose(*_: object) -> None:
         raise lost_process(tmp_path)
 
-    monkeypatch.setattr("unmask.commands.run.run_verb", lose)
+    monkeypatch.setattr("unmask.cli.run.run_verb", lose)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     ended = [unmask(*command("sft", model, tmp_path / "run")) for _ in range(2)]
     assert [each.exit_code for each in ended] == [2, 2]
@@ -144,7 +144,7 @@ def test_an_error_that_all_processes_raise_is_shown_once_and_others_each(monkeyp
     def fail(*_: object) -> None:
         raise TrainingError(next(errors))
 
-    monkeypatch.setattr("unmask.commands.run.run_verb", fail)
+    monkeypatch.setattr("unmask.cli.run.run_verb", fail)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     shown = [unmask(*command("sft", model, tmp_path / "run")).output for _ in range(4)]
     assert shown == ["error: damaged\n", "", "error: another\n", ""]

@@ -1,0 +1,183 @@
+"""The variance of the preference margin, by estimator and budget: `unmask dpo --measure-variance`.
+
+Shapes: B rows (pairs), N responses, P pairs, R redraws, M views, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.cli.dry_run import short_trainer
+from unmask.cli.run import training_arguments
+from unmask.config.run import RunConfig
+from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.schedules import Noise, get_schedule
+from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, random_views
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import evaluating
+from unmask.preference.config import MAX_EXACT_BLOCK, exact_block_size
+from unmask.preference.losses import margins
+from unmask.preference.trainer import MEASURED_PAIRS, DPOTrainer, PreferenceBatch
+
+BUDGETS = (1, 2, 4, 8, 16)
+"""Passes for each response."""
+TABLE_REDRAWS = 16
+LOSSES = ("sigmoid", "ipo", "hinge")
+DrawViews = Callable[..., Views]
+"""Draws `num_views` views from groups and a source of randomness."""
+
+
+def one_by_one(
+    draw_view: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, num_views: int
+) -> Views:
+    """`num_views` independent draws of one view each, joined."""
+    each = [
+        draw_view(group_BT, replace(draw, iteration=draw.iteration * num_views + number))
+        for number in range(num_views)
+    ]
+    hidden_BMT, weight_BMT = (
+        torch.cat(parts, 1) for parts in zip(*((one.hidden_BMT, one.weight_BMT) for one in each), strict=True)
+    )
+    return Views(hidden_BMT, hidden_BMT, weight_BMT / num_views)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator of the bounds of a response under two models.
+
+    Attributes:
+        draw_views: draws the hidden tokens.
+        shared: whether both models see the same masks.
+    """
+
+    draw_views: DrawViews
+    shared: bool = True
+
+
+_times = partial(one_by_one, partial(random_views, noise=Noise(get_schedule("linear"))))
+_counts = partial(one_by_one, partial(exact_count_views, num_views=1))
+INDEPENDENT = "independent times, independent masks"
+DEFAULT = "stratified exact counts, shared masks (default)"
+COMPLEMENTARY = "the same in complementary pairs (complementary: true)"
+ESTIMATORS = {
+    INDEPENDENT: Estimator(_times, shared=False),
+    "independent exact counts, independent masks": Estimator(_counts, shared=False),
+    "independent times, shared masks": Estimator(_times),
+    DEFAULT: Estimator(exact_count_views),
+    COMPLEMENTARY: Estimator(elbo_views),
+}
+
+
+@torch.no_grad()
+def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: int, redraws: int) -> Tensor:
+    """The margins [R, P] of a batch's pairs for `redraws` independent draws, in nats. The trainer must hold
+    its reference model."""
+    assert trainer.reference is not None
+    group_BT, drawn = noise_groups(trainer.lm, batch["maskable"], batch["documents"]), []
+    for redraw in range(redraws):
+        draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
+        other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
+        with trainer.reference.model_in_use() as reference:
+            theirs_N = _bounds(
+                trainer, reference, batch, estimator.draw_views(group_BT, other, num_views=views)
+            )
+        drawn.append(
+            margins(
+                _bounds(trainer, trainer.lm, batch, estimator.draw_views(group_BT, draw, num_views=views))
+                - theirs_N
+            )
+        )
+    return torch.stack(drawn)
+
+
+def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
+    with evaluating(lm), trainer.accelerator.autocast():
+        log_prob_BMT = trainer.per_view.log_probs(lm, PreferenceBatch(batch, views))
+        return trainer.sum_by_response(batch, (views.weight_BMT * log_prob_BMT).sum(1))
+
+
+def variances(
+    trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int
+) -> tuple[dict[str, dict[int, float]], float]:
+    """The variance of the margin over redraws by estimator and budget, in nats squared, averaged over the
+    training pairs; and the mean margin of the last estimator with the largest budget, in nats."""
+    batches = list(trainer.in_batches(trainer.train_dataset, trainer.args.train_batch_size))
+    found: dict[str, dict[int, float]] = {}
+    for name, estimator in ESTIMATORS.items():
+        found[name] = {}
+        for views in budgets:
+            margin_RP = torch.cat(
+                [drawn_margins(trainer, batch, estimator, views, redraws) for batch in batches], 1
+            )
+            found[name][views] = margin_RP.double().var(0).mean().item()
+    return found, margin_RP.mean().item()
+
+
+def measure_run(config: RunConfig) -> dict[str, Any]:
+    """The variances on the first pairs of a run's data, with its model as the policy and
+    `training.reference_model` as the reference.
+
+    Returns: pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes
+        per response; that of exact likelihoods is 0, with the number of passes that they need.
+
+    Raises:
+        ConfigError: the loss or the reference leaves no margin to measure.
+    """
+    args = training_arguments("dpo", config)
+    if args.loss_type not in LOSSES:
+        what = f"{args.loss_type} has no pairs that are compared with a reference"
+        raise ConfigError(what, where="training.loss_type", remedy=f"Measure with {', '.join(LOSSES)}")
+    if args.reference_model is None:
+        remedy = "Give the model that the policy was trained from"
+        raise ConfigError(
+            "the policy is its own reference, so every margin is 0",
+            where="training.reference_model",
+            remedy=remedy,
+        )
+    data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
+    training = {name: value for name, value in config.training.items() if name != "stale_reference"} | {
+        "reference": "frozen"
+    }
+    measured = config.model_copy(update={"data": data, "training": training, "lora": None})
+    with short_trainer("dpo", measured, args, 1, first_rows=None) as trainer:
+        lm = trainer.lm
+        found, margin = (
+            ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=TABLE_REDRAWS)
+        )
+        if (width := exact_block_size(lm)) <= MAX_EXACT_BLOCK:
+            found["exact"] = {int(2**width) - 1: 0.0}
+        return {
+            "pairs": len(trainer.train_dataset),
+            "redraws": TABLE_REDRAWS,
+            "margin": margin,
+            "variance": found,
+        }
+
+
+def as_table(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The head and rows of a table: estimators by budgets, each with the reduction compared with independent
+    draws."""
+    found = measured["variance"]
+    passes = sorted({views for by_views in found.values() for views in by_views})
+
+    def cell(by_views: dict[int, float], views: int) -> str:
+        if views not in by_views:
+            return ""
+        independent = found.get(INDEPENDENT, {}).get(views)
+        less = (
+            f" ({independent / by_views[views]:.1f} x less)"
+            if independent and 0 < by_views[views] < independent
+            else ""
+        )
+        return f"{by_views[views]:.3g}{less}"
+
+    return ["passes", *map(str, passes)], [
+        [name, *(cell(by_views, views) for views in passes)] for name, by_views in found.items()
+    ]
