@@ -16,10 +16,8 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from tests.helpers import REPOSITORY
-from unmask.cli import app, quiet
-from unmask.cli.doctor import examine as examination
-from unmask.cli.doctor import machine, packages, surroundings, torch_build
-from unmask.cli.doctor.findings import WIDTH, Finding, as_text, findings_of, without_names
+from unmask.cli import app, doctor, doctor_torch, quiet
+from unmask.cli.doctor import WIDTH, Finding, as_text, findings_of, without_names
 
 SECRET = "hf_" + "s3cr3tS3cr3tS3cr3t"
 TORCH_LINES = """
@@ -35,8 +33,8 @@ def light(tmp_path, monkeypatch):
     torch's process runs."""
     monkeypatch.syspath_prepend(tmp_path / "path")
     (tmp_path / "path").mkdir()
-    monkeypatch.setattr(examination, "TORCH", "torch_lines")
-    monkeypatch.setitem(examination.GROUPS, "sandbox", [lambda: [Finding("bubblewrap", "works")]])
+    monkeypatch.setattr(doctor, "TORCH", "torch_lines")
+    monkeypatch.setitem(doctor.GROUPS, "sandbox", [lambda: [Finding("bubblewrap", "works")]])
 
     def runs(source: str, name: str = "torch_lines") -> None:
         (tmp_path / "path" / f"{name}.py").write_text(source)
@@ -60,7 +58,7 @@ def test_the_text_and_the_json_say_the_same_in_narrow_lines(light, monkeypatch):
     assert text.exit_code == as_json.exit_code == 0, (text.output, as_json.output)
     assert max(map(len, text.stdout.splitlines())) <= WIDTH and "\x1b" not in text.stdout
     found = json.loads(as_json.stdout)
-    assert not found["broken"] and list(found["groups"]) == list(examination.GROUPS)
+    assert not found["broken"] and list(found["groups"]) == list(doctor.GROUPS)
     names = {finding["name"] for findings in found["groups"].values() for finding in findings}
     assert {
         "Unmask",
@@ -124,13 +122,13 @@ def test_a_probe_that_fails_is_a_line_and_hides_nothing(light, monkeypatch):
         yield Finding("before", "found")
         raise OSError("no such\nthing")
 
-    assert [finding.found for finding in findings_of("p", failing)] == [
+    assert [finding.found for finding in findings_of(failing)] == [
         "found",
         "the probe failed: OSError: no such",
     ]
-    monkeypatch.setattr(examination, "GROUPS", {title: [failing] for title in examination.GROUPS})
+    monkeypatch.setattr(doctor, "GROUPS", {title: [failing] for title in doctor.GROUPS})
     result = run()
-    assert result.exit_code == 0 and result.stdout.count("the probe failed") == len(examination.GROUPS)
+    assert result.exit_code == 0 and result.stdout.count("the probe failed") == len(doctor.GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_a_probe_that_fails_is_a_line_and_hides_nothing(light, monkeypatch):
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_broken(light, monkeypatch, source, says):
-    monkeypatch.setattr(examination, "TORCH_SECONDS", 5.0 if "sleep" not in source else 0.2)
+    monkeypatch.setattr(doctor, "TORCH_SECONDS", 5.0 if "sleep" not in source else 0.2)
     light("import torch")
     light(source, "torch")
     result = run("--json")
@@ -154,57 +152,57 @@ def test_a_torch_that_cannot_be_imported_is_broken(light, monkeypatch, source, s
 
 def test_what_is_found_before_a_crash_is_kept(light):
     light(f"{TORCH_LINES}\nimport os\nos.abort()")
-    known, crashed = examination.of_torch()
+    known, crashed = doctor.torch_probes()
     assert known == Finding("torch", "2.13.0") and "SIGABRT" in crashed.found and not crashed.broken
 
 
 def test_every_extra_has_a_purpose_and_says_how_to_add_it(monkeypatch):
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert packages.PURPOSES.keys() == declared.keys()
+    assert doctor.PURPOSES.keys() == declared.keys()
     versions = {"peft": None, "accelerate": "0.1", "torch": "1.0"}
     monkeypatch.setattr(
-        packages, "package_version", lambda name: versions.get(name, importlib.metadata.version(name))
+        doctor, "package_version", lambda name: versions.get(name, importlib.metadata.version(name))
     )
-    train = found_by(packages.extras)["extra train"]
+    train = found_by(doctor.extras)["extra train"]
     assert (
         "peft missing" in train.found
         and "accelerate 0.1, needed: >=" in train.found
         and "pip install 'unmask[train]'" in train.meaning
     )
     assert "datasets missing" not in train.found and not train.broken
-    needed = found_by(packages.requirements)
+    needed = found_by(doctor.requirements)
     assert needed.keys() == {"torch"} and needed["torch"].broken
 
 
 def test_a_wheel_is_told_from_a_checkout(tmp_path, monkeypatch):
-    (checkout,) = packages.installation()
+    (checkout,) = doctor.installation()
     assert "checkout" in checkout.found
-    monkeypatch.setattr(packages, "package_version", lambda _: None)
-    assert "pip install -e ." in found_by(packages.installation)["Unmask"].meaning
-    monkeypatch.setattr(packages, "FOLDER", tmp_path / "site-packages" / "unmask")
-    assert "wheel" in found_by(packages.installation)["Unmask"].found
-    assert found_by(packages.playground)["playground page"].found == "not built"
+    monkeypatch.setattr(doctor, "package_version", lambda _: None)
+    assert "pip install -e ." in found_by(doctor.installation)["Unmask"].meaning
+    monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "site-packages" / "unmask")
+    assert "wheel" in found_by(doctor.installation)["Unmask"].found
+    assert found_by(doctor.playground)["playground page"].found == "not built"
 
 
 def test_a_disk_or_a_memory_that_is_nearly_full_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
     monkeypatch.setattr(
-        machine, "_text", lambda path: "MemAvailable:  1000000 kB\n" if "meminfo" in path else ""
+        doctor, "_text", lambda path: "MemAvailable:  1000000 kB\n" if "meminfo" in path else ""
     )
-    assert all("little space" in finding.meaning for finding in machine.disks())
-    (memory,) = machine.memory()
+    assert all("little space" in finding.meaning for finding in doctor.disks())
+    (memory,) = doctor.memory()
     assert memory.found.startswith("1.0 of ") and "little" in memory.meaning
-    assert "GB free in" in machine._disk("none yet", tmp_path / "a" / "b", "").found
+    assert "GB free in" in doctor.disk("none yet", tmp_path / "a" / "b", "").found
     monkeypatch.setattr(
-        machine, "_text", lambda path: "100000000\n" if path in machine.CGROUP_LIMITS[:1] else ""
+        doctor, "_text", lambda path: "100000000\n" if path in doctor.CGROUP_LIMITS[:1] else ""
     )
-    (memory,) = machine.memory()
+    (memory,) = doctor.memory()
     assert "this container may use 0.1 GB" in memory.found and "little" in memory.meaning
 
 
 def test_a_hub_that_does_not_answer_is_a_finding_and_it_is_not_asked_unless_told(light, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://localhost:9/")
-    (answer,) = surroundings.reach_hub()
+    (answer,) = doctor.reach_hub()
     assert "does not answer: ConnectError" in answer.found and "HTTPS_PROXY" in answer.meaning
     assert "network" in run("--network").stdout and "network  " not in run().stdout
 
@@ -234,14 +232,14 @@ class Cuda:
 
 
 def test_each_gpu_is_described(monkeypatch):
-    monkeypatch.setattr(torch_build.torch, "cuda", Cuda())
-    monkeypatch.setattr(torch_build, "_driver", lambda: "595.1")
-    found = found_by(torch_build.gpus)
+    monkeypatch.setattr(doctor_torch.torch, "cuda", Cuda())
+    monkeypatch.setattr(doctor_torch.collect_env, "get_nvidia_driver_version", lambda run: "595.1")
+    found = found_by(doctor_torch.gpus)
     assert found["GPU 0"].found == "T4, 16.0 GB, compute capability 7.5" and "fp16" in found["GPU 0"].meaning
     assert found["GPU 1"].meaning == "bfloat16; driver 595.1"
     assert not found["GPU 0, memory"].meaning and "other programs" in found["GPU 1, memory"].meaning
     # as unmask.training.hardware_checks refuses it
-    assert found_by(torch_build.attention)["FlashAttention 2"].found == "not usable"
+    assert found_by(doctor_torch.attention)["FlashAttention 2"].found == "not usable"
 
 
 @pytest.mark.parametrize(
@@ -257,29 +255,29 @@ def test_why_there_is_no_gpu(monkeypatch, hidden, smi, cuda, says):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    monkeypatch.setattr(torch_build.shutil, "which", lambda _: smi)
-    monkeypatch.setattr(torch_build.torch.version, "cuda", cuda)
-    assert says in torch_build._why_no_gpu([]) and "driver too old" in torch_build._why_no_gpu(
+    monkeypatch.setattr(doctor_torch.shutil, "which", lambda _: smi)
+    monkeypatch.setattr(doctor_torch.torch.version, "cuda", cuda)
+    assert says in doctor_torch.why_no_gpu([]) and "driver too old" in doctor_torch.why_no_gpu(
         ["driver too old"]
     )
 
 
 def test_kernels_say_what_they_lack(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(torch_build.shutil, "which", lambda _: None)
-    compiled = found_by(torch_build.compiled)
+    monkeypatch.setattr(doctor_torch.shutil, "which", lambda _: None)
+    compiled = found_by(doctor_torch.compiled)
     assert (
         compiled["C compiler"].found == "missing" and "apt-get install gcc" in compiled["C compiler"].meaning
     )
     assert compiled["compiled kernels"].found == "not used"
-    monkeypatch.setattr(torch_build, "package_version", lambda _: None)
-    assert "pip install 'unmask[cuda]'" in found_by(torch_build.bitsandbytes)["bitsandbytes"].meaning
-    assert "pip install 'liger-kernel>=0.8.5'" in found_by(torch_build.liger)["liger-kernel"].meaning
+    monkeypatch.setattr(doctor_torch, "package_version", lambda _: None)
+    assert "pip install 'unmask[cuda]'" in found_by(doctor_torch.bitsandbytes)["bitsandbytes"].meaning
+    assert "pip install 'liger-kernel>=0.8.5'" in found_by(doctor_torch.liger)["liger-kernel"].meaning
 
 
 @pytest.mark.slow
 def test_this_machine_is_not_broken():
-    groups = examination.examine()
+    groups = doctor.examine()
     failed = [
         finding
         for findings in groups.values()
@@ -303,5 +301,5 @@ def test_this_machine_is_not_broken():
 
 
 def test_what_the_command_line_sets_itself_is_not_called_the_users():
-    own = {name for name in quiet.VARIABLES if surroundings.VARIABLE.fullmatch(name)}
-    assert own == surroundings.OWN
+    own = {name for name in quiet.VARIABLES if doctor.VARIABLE.fullmatch(name)}
+    assert own == doctor.SET_BY_US

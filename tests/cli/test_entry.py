@@ -290,7 +290,7 @@ def test_a_path_that_cannot_be_written_is_one_error(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), *path)
 
-    monkeypatch.setattr("unmask.cli.new_verb.check_output_folder", refuse)
+    monkeypatch.setattr("unmask.cli.new.check_output_folder", refuse)
     result = run("new", "mine")
     assert result.exit_code == 2
     assert re.fullmatch(rf"error: {'full/disk: ' if path else ''}[a-z][^:]+\.\n", result.stderr)

@@ -16,8 +16,7 @@ import torch
 
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import unmask
-from unmask.cli.new.folder import TEMPLATES
-from unmask.cli.new.tiny_model import TINY_MODEL, write_tiny_model
+from unmask.cli.new import PARTS, TINY_MODEL, write_tiny_model
 from unmask.cli.verbs import VERBS
 from unmask.config.run import DataConfig, ModelConfig
 from unmask.config.yaml import parse_yaml
@@ -57,7 +56,7 @@ def made(target: str, *variables: str) -> list[list[str]]:
 @pytest.mark.parametrize("kind", ["conversion", "sft"])
 def test_the_tiny_model_is_a_character_model(kind, here):
     """Its files are written without torch, and hold what `character_model` makes."""
-    write_tiny_model(here, kind)
+    write_tiny_model(here / TINY_MODEL, causal=kind == "conversion")
     lm = load(here / TINY_MODEL)
     attention = "causal" if kind == "conversion" else "bidirectional"
     made = character_model(string.printable, hidden=64, layers=2, context=512, seed=0, attention=attention)
@@ -88,7 +87,7 @@ def lm_only(lm, made):
     }
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", PARTS)
 def test_a_config_is_one_of_its_verb(kind, here):
     config = written(kind)
     assert config["model"]["path"] == "owner/name"
@@ -99,7 +98,7 @@ def test_a_config_is_one_of_its_verb(kind, here):
     assert {name: resolved["training"][name] for name in given} == given
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", PARTS)
 def test_every_key_is_explained_above_it_with_its_true_default(kind, here):
     config = written(kind)
     lines = Path("mine/config.yaml").read_text().splitlines()
@@ -125,7 +124,7 @@ def test_every_key_is_explained_above_it_with_its_true_default(kind, here):
     assert keys == len(config) + sum(len(section) for section in config.values() if isinstance(section, dict))
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", PARTS)
 def test_the_files_that_a_config_and_its_readme_name_are_there(kind, here):
     config, readme = written(kind), Path("mine/README.md").read_text()
     named = [
@@ -138,7 +137,7 @@ def test_the_files_that_a_config_and_its_readme_name_are_there(kind, here):
     assert Path("mine", config["data"]["train"]).read_text().splitlines()[0] in readme or kind == "conversion"
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", PARTS)
 def test_the_makefile_trains_with_the_verb_of_the_kind(kind, here):
     written(kind)
     assert made("train")[-1] == [VERB[kind], "--config", "config.yaml"]
@@ -148,7 +147,7 @@ def test_the_makefile_trains_with_the_verb_of_the_kind(kind, here):
     assert {"training.use_cpu=true", VERB[kind], "--config"} < set(made("train")[-1])
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", PARTS)
 def test_a_prompt_reaches_the_model_as_it_was_typed(kind, here, monkeypatch):
     written(kind)
     prompt = 'say "hi" $HOME $(RUN) `id` \\ it\'s #1'
@@ -226,7 +225,7 @@ def check_what_was_made(kind: str, mine: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", PARTS)
 def test_each_command_runs_to_its_end(kind, here):
     assert unmask("new", "mine", "--kind", kind).exit_code == 0
     for target in ("train", "evaluate", "generate", "report"):

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 from unmask.cli.chat import chat
 from unmask.cli.compare import compare
-from unmask.cli.doctor_verb import doctor
+from unmask.cli.doctor import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
 from unmask.cli.help_tables import keep_names_whole
-from unmask.cli.new_verb import new
+from unmask.cli.new import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config

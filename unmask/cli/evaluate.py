@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from unmask.cli.retention_table import import_harness, show_retention
+from unmask.cli.compare import show_retention
 from unmask.cli.threads import choose_threads
 from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
@@ -24,7 +24,6 @@ from unmask.redaction import shell_line
 from unmask.tasks import get_task
 
 if TYPE_CHECKING:
-    from unmask.cli.processes import Processes
     from unmask.evaluation.result_file import TaskScores
 
 
@@ -58,7 +57,7 @@ def rerun_and_exit(path: Path | None) -> None:
         return
     if not path.is_file():
         raise DataError("no such file", where=str(path), remedy=near_path(path))
-    from unmask.cli.evaluation import differences, rerun
+    from unmask.cli.evaluation import differences, import_harness, rerun
 
     scores, circumstances = differences(*rerun(path, import_harness))
     if scores:
@@ -111,55 +110,37 @@ def evaluate(
         with closing(first_records(source)) as records:
             next(tasks[name].rows(records), None)
     choose_threads(model.path)
+    from unmask.cli.evaluation import Processes, import_harness, refuse_unread
     from unmask.cli.evaluation import evaluate as run_evaluation
-    from unmask.cli.evaluation import refuse_unread
-    from unmask.cli.processes import Processes
 
     refuse_unread(evaluation, sampler)
     processes = Processes.of_launcher(model.device)
     if evaluation.against is not None:
-        evaluate_against(model, evaluation, sampler, output, processes, overwrite=overwrite)
+        from unmask.cli.retention import measure_retention, model_against
+
+        found = measure_retention(
+            model_against(model, evaluation.against),
+            model,
+            evaluation,
+            sampler,
+            output,
+            import_harness,
+            processes,
+            reuse=not overwrite,
+            replace=overwrite,
+        )
+        if found is not None:
+            show_retention(found, f"{model.path} against {evaluation.against}")
         return
     result = run_evaluation(model, evaluation, sampler, output, import_harness, processes, replace=overwrite)
     if evaluation.curve:
         show_curves(result.tasks, model.path)
     else:
         for scores in result.tasks:
-            show_scores(
-                scores,
-                f"{model.path}: {scores.task}",
-                result.times["tasks"][scores.task]["tokens_per_second"],
-            )
+            speed = result.times["tasks"][scores.task]["tokens_per_second"]
+            show_scores(scores, f"{model.path}: {scores.task}", speed)
     if output:
         typer.echo(for_stdout(f"next: {shell_line(['unmask', 'report', str(output)])}"))
-
-
-def evaluate_against(
-    model: ModelConfig,
-    evaluation: EvaluationConfig,
-    sampler: SamplerConfig,
-    output: Path | None,
-    processes: Processes,
-    *,
-    overwrite: bool,
-) -> None:
-    """Evaluate two models, and show how the second differs from the first."""
-    from unmask.cli.retention import measure_retention, model_against
-
-    earlier = model_against(model, str(evaluation.against))
-    found = measure_retention(
-        earlier,
-        model,
-        evaluation,
-        sampler,
-        output,
-        import_harness,
-        processes,
-        reuse=not overwrite,
-        replace=overwrite,
-    )
-    if found is not None:
-        show_retention(found, f"{model.path} against {evaluation.against}")
 
 
 def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from accelerate import PartialState
 from pydantic import BaseModel
 
-from unmask.cli.processes import ALONE, Processes
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
@@ -45,6 +45,29 @@ from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
 from unmask.training.distributed import alone_with
+from unmask.training.durable.launchers import check_processes, connected_processes
+
+
+class Processes(NamedTuple):
+    """The processes of a launcher, of which the first writes."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def of_launcher(cls, device: str) -> Processes:
+        """The processes of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a
+        GPU of its own as its current one."""
+        found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        check_processes(connected_processes(cpu=device == "cpu").num_processes if found.count > 1 else 1)
+        return found
+
+    def wait(self) -> None:
+        if self.count > 1:
+            PartialState().wait_for_everyone()
+
+
+ALONE = Processes()
 
 
 class Part(NamedTuple):
@@ -82,6 +105,12 @@ Harness = Callable[[], ModuleType]
 """Imports `unmask.evaluation.harness`, whose library is optional."""
 
 
+def import_harness() -> ModuleType:
+    import unmask.evaluation.harness as harness
+
+    return harness
+
+
 def evaluate(
     model: ModelConfig,
     evaluation: EvaluationConfig,
@@ -113,79 +142,63 @@ def evaluate(
             "several processes share their items through files", where="--output", remedy="Give --output FILE"
         )
     with contextlib.nullcontext() if output is None else alone_with(output):
-        return _evaluate(
-            model,
-            evaluation,
-            sampler,
-            output,
-            harness,
-            processes,
-            reuse=reuse,
-            replace=replace,
-            expected=expected,
+        begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        parts = prepare(evaluation, sampler, harness)
+        lm = load(model.path, **model.load_arguments())
+        parts = {name: part.fitted(lm) for name, part in parts.items()}
+        judge = None
+        if evaluation.judge:
+            judge = load(evaluation.judge, device=model.device, dtype=model.dtype)
+        identity = model_identity(lm, model.path, model.revision)
+        if expected is not None:
+            _refuse_other_model(expected, identity)
+        given = {"model": model, "evaluation": evaluation, "sampler": sampler}
+        arguments = masked(
+            {name: section.model_dump(mode="json", exclude_unset=True) for name, section in given.items()}
         )
-
-
-def _evaluate(
-    model: ModelConfig,
-    evaluation: EvaluationConfig,
-    sampler: SamplerConfig,
-    output: Path | None,
-    harness: Harness | None,
-    processes: Processes,
-    *,
-    reuse: bool,
-    replace: bool,
-    expected: EvaluationResult | None,
-) -> EvaluationResult:
-    """`evaluate`, where no other process writes the output."""
-    begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    parts = prepare(evaluation, sampler, harness)
-    lm = load(model.path, **model.load_arguments())
-    parts = {name: part.fitted(lm) for name, part in parts.items()}
-    judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
-    identity = model_identity(lm, model.path, model.revision)
-    _refuse_other_model(expected, identity)
-    arguments = _arguments(model=model, evaluation=evaluation, sampler=sampler)
-    documents = _documents(lm, evaluation, sampler)
-    whole = {"model": identity, **_protocols(lm, evaluation, parts, documents)}
-    if output is not None and output.exists():
-        if reuse and (there := _unchanged(output, identity, arguments, whole["protocols"])):
-            return there
-        refuse_existing(output, "Choose another --output, or replace it with --overwrite", overwrite=replace)
-    processes.wait()  # before one of them writes the output
-    log = processes.log(output, whole) if output is not None and (parts or documents) else None
-    scores, seconds = dict[str, TaskScores](), dict[str, float]()
-    measures: dict[str, Measure] = {
-        name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()
-    }
-    if documents:
-        measures[LIKELIHOOD] = lambda phase: [documents.measure(lm, log, phase)]
-    if harness is not None and evaluation.lm_eval:
-        measures[LM_EVAL] = partial(_of_harness, harness(), lm, evaluation, sampler, output)
-    with Progress(
-        [(name, 1.0) for name in measures], stream=None if processes.rank == 0 else io.StringIO()
-    ) as progress:
-        for name, measure in measures.items():
-            with progress.phase(name) as phase, _timed(scores, seconds):
-                scores |= {found.task if name == LM_EVAL else name: found for found in measure(phase)}
-    times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
-    tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
-    result = EvaluationResult(
-        model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times
-    )
-    if output is not None and processes.rank == 0:
-        result.write(output)
-        _remove_finished(output, log)
-    return result
-
-
-def _arguments(**sections: Config) -> dict[str, Any]:
-    """The options that were given."""
-    found: dict[str, Any] = masked(
-        {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
-    )
-    return found
+        documents = _documents(lm, evaluation, sampler)
+        whole = {"model": identity, **_protocols(lm, evaluation, parts, documents)}
+        if output is not None and output.exists():
+            if reuse and (there := _unchanged(output, identity, arguments, whole["protocols"])):
+                return there
+            refuse_existing(
+                output, "Choose another --output, or replace it with --overwrite", overwrite=replace
+            )
+        processes.wait()  # before one of them writes the output
+        log = None
+        if output is not None and (parts or documents):
+            log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
+        scores, seconds = dict[str, TaskScores](), dict[str, float]()
+        measures: dict[str, Measure] = {
+            name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()
+        }
+        if documents:
+            measures[LIKELIHOOD] = lambda phase: [documents.measure(lm, log, phase)]
+        if harness is not None and evaluation.lm_eval:
+            measures[LM_EVAL] = partial(_of_harness, harness(), lm, evaluation, sampler, output)
+        stream = None if processes.rank == 0 else io.StringIO()
+        with Progress([(name, 1.0) for name in measures], stream=stream) as progress:
+            for name, measure in measures.items():
+                started = time.perf_counter()
+                with progress.phase(name) as phase:
+                    found = {each.task if name == LM_EVAL else name: each for each in measure(phase)}
+                scores |= found
+                seconds |= dict.fromkeys(found, time.perf_counter() - started)
+        times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
+        result = EvaluationResult(
+            model=identity,
+            arguments=arguments,
+            tasks=[*scores.values(), *_areas(evaluation, parts, scores)],
+            environment=environment(lm),
+            times=times,
+        )
+        if output is not None and processes.rank == 0:
+            result.write(output)
+            if log is not None:
+                log.remove()
+            for path in output.parent.glob(f"{glob.escape(answers_beside(output).name)}_rank*.db"):
+                path.unlink()
+        return result
 
 
 def _unchanged(
@@ -203,14 +216,6 @@ def _unchanged(
         for key in OF_PROBLEMS
     )
     return there if same and (there.model, there.arguments) == (model, arguments) else None
-
-
-@contextlib.contextmanager
-def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Iterator[None]:
-    """Note the time of the body for each of the scores that it adds."""
-    before, start = set(scores), time.perf_counter()
-    yield
-    seconds.update(dict.fromkeys(scores.keys() - before, time.perf_counter() - start))
 
 
 def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
@@ -248,14 +253,6 @@ def _protocols(
     return {"protocols": protocols, "pass_at": evaluation.ks, **templates}
 
 
-def _remove_finished(output: Path, log: ItemLog | None) -> None:
-    """Remove what was kept beside the output: the result is written."""
-    if log is not None:
-        log.remove()
-    for path in output.parent.glob(f"{glob.escape(answers_beside(output).name)}_rank*.db"):
-        path.unlink()
-
-
 def answers_beside(output: Path) -> Path:
     """Where the answers to requests of lm-eval are kept until the result is written; lm-eval appends
     `_rank0.db`."""
@@ -284,16 +281,6 @@ def _areas(
     for name, part in parts.items():
         points.setdefault(part.task.name, []).append(scores[name])
     return [area for of_task in points.values() if (area := curve_scores(evaluation.curve, of_task))]
-
-
-def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> EvaluationConfig:
-    """With the prompts of a protocol, unless the user gave others."""
-    if protocol is None:
-        return evaluation
-    theirs = {"style": "chat" if protocol.template else "plain", "shots": protocol.shots}
-    return evaluation.model_copy(
-        update={name: value for name, value in theirs.items() if name not in evaluation.model_fields_set}
-    )
 
 
 def _speeds(
@@ -338,7 +325,13 @@ def prepare(
                 remedy="Measure it in another evaluation",
             )
         protocol = read_protocol(evaluation.protocol, task.name) if evaluation.protocol else None
-        wanted, source = _as_authors(evaluation, protocol), evaluation.sources.get(name)
+        wanted, source = evaluation, evaluation.sources.get(name)
+        if protocol is not None:  # with its prompts, unless the user gave others
+            prompts = {"style": "chat" if protocol.template else "plain", "shots": protocol.shots}
+            given = evaluation.model_fields_set
+            wanted = evaluation.model_copy(
+                update={option: value for option, value in prompts.items() if option not in given}
+            )
         rows = _problems(wanted, task, source, sampler)
         for point, own in zip(points, settings, strict=True):
             used = point if protocol else sampler_for(task, rows, point)
@@ -367,22 +360,28 @@ def _scores(
     lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase
 ) -> list[TaskScores]:
     evaluation = part.evaluation
-    options: dict[str, Any] = {
-        "attempts": evaluation.attempts,
-        "pass_at": evaluation.ks,
-        "log": log,
-        "part": name,
-        "judge": judge,
-    }
-    options["until"] = part.protocol.until if part.protocol else ()
     result = evaluate_task(
-        lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options
+        lm,
+        part.task,
+        part.rows,
+        part.sampler,
+        evaluation.metric or [],
+        progress=phase,
+        attempts=evaluation.attempts,
+        pass_at=evaluation.ks,
+        log=log,
+        part=name,
+        judge=judge,
+        until=part.protocol.until if part.protocol else (),
     )
-    template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
-    data = masked_text(part.source or "generated")
-    more = {**part.authors} | ({"judge": model_identity(judge, str(evaluation.judge))} if judge else {})
+    judged = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
     scores = result.to_scores(
-        **more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template
+        **part.authors,
+        **judged,
+        data=masked_text(part.source or "generated"),
+        style=evaluation.style,
+        shots=evaluation.shots,
+        chat_template=lm.tokenizer.chat_template if evaluation.style == "chat" else None,
     )
     return [with_speed(scores)]
 
@@ -428,10 +427,8 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
             remedy="Evaluate the model that it was made of.",
         )
     model = _section(before, "model", ModelConfig, path)
-    evaluation, sampler = (
-        _section(before, "evaluation", EvaluationConfig, path),
-        _section(before, "sampler", SamplerConfig, path),
-    )
+    evaluation = _section(before, "evaluation", EvaluationConfig, path)
+    sampler = _section(before, "sampler", SamplerConfig, path)
     if model.trust_remote_code:
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
@@ -444,9 +441,9 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     return before, evaluate(model, evaluation, sampler, harness=harness, expected=before)
 
 
-def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any]) -> None:
+def _refuse_other_model(expected: EvaluationResult, now: Mapping[str, Any]) -> None:
     """Raise a DataError if a result is of a model with other weights."""
-    if expected is None or expected.model.get("fingerprint") == now["fingerprint"]:
+    if expected.model.get("fingerprint") == now["fingerprint"]:
         return
     values = {
         name: (str(expected.model.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")

@@ -12,9 +12,8 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.cli.evaluation import Harness, Part, evaluate, prepare
+from unmask.cli.evaluation import ALONE, Harness, Part, Processes, evaluate, prepare
 from unmask.cli.inputs import read_pattern, without_folder
-from unmask.cli.processes import ALONE, Processes
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.sampler import OF_DENOISING

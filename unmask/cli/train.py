@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from unmask.cli.retention_table import import_harness, show_retention
+from unmask.cli.compare import show_retention
 from unmask.cli.settings import most_set, show_help
 from unmask.cli.threads import choose_threads
 from unmask.config.layers import read_layers
@@ -322,6 +322,7 @@ def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Pat
     from unmask.training.durable.lost_process import ending_with_others
 
     with ending_with_others(Path(settings.output_dir)):
+        from unmask.cli.evaluation import import_harness
         from unmask.cli.run import run_verb
 
         started = time.monotonic()

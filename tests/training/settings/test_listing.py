@@ -9,8 +9,8 @@ import json
 import pytest
 from transformers import TrainingArguments
 
+from scripts.list_settings import listed_settings
 from unmask.artifacts import package_version
-from unmask.cli.declared import listed_settings
 from unmask.cli.verbs import VERBS
 from unmask.config.run import build_training_args, checked_fields
 from unmask.errors import ConfigError
