@@ -206,7 +206,6 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
     "text, message",
     [
         ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
         ("[]", "holds no conversation"),
         ('{"messages": []}', "model (FILE): is required"),
         ('{"model": "m", "messages": [{"role": "tool", "content": "a"}]}', "messages.0.role (FILE)"),
@@ -235,9 +234,8 @@ def test_files_that_cannot_be(chat, tmp_path):
         chat.command(f"/load {tmp_path}/absent")
     with pytest.raises(DataError, match="Is a directory"):
         chat.command(f"/load {tmp_path}")
-    for command in (f"/save {tmp_path}", "/save a\0b", "/load a\0b"):
-        with pytest.raises(ConfigError):
-            chat.command(command)
+    with pytest.raises(ConfigError):
+        chat.command(f"/save {tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_nothing_is_shown_from_the_end_token_on():
     assert [piece.is_final for piece in watched.pieces()] == [False, False]
 
 
-def test_drafts_are_coloured_by_probability_and_final_text_is_plain():
+def test_drafts_are_colored_by_probability_and_final_text_is_plain():
     lm = Named(decoders.Fuse(), ["a", "b", "c", "d", "e"])
     lm.mask_token_id = MASK
     watched = Canvas(lm, request([MASK] * 6))

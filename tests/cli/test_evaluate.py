@@ -271,9 +271,9 @@ def test_arguments_of_another_kind_cannot_be_rerun(model, tmp_path):
     output = tmp_path / "out.json"
     unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
     for section, message in (
-        ("m", "other.json: arguments.model is no object"),
-        ({"path": model, "layers": 2}, "other.json, arguments.model: layers is not a known key"),
-        ({}, "other.json, arguments.model: path is required and not set"),
+        ("m", "other.json, arguments.model: "),
+        ({"path": model, "layers": 2}, "other.json, arguments.model: layers: is not a known key"),
+        ({}, "other.json, arguments.model: path: is required"),
     ):
         written = json.loads(output.read_text())
         written["arguments"]["model"] = section

@@ -64,7 +64,7 @@ def test_of_several_rewards_each_is_shown_and_the_loss_is_not(tmp_path):
 
 
 def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(tmp_path):
-    assert "nothing was learnt" in shown(tmp_path / "same", [{"reward": 0.5, "reward_std": 0.0}] * 2)["note"]
+    assert "nothing was learned" in shown(tmp_path / "same", [{"reward": 0.5, "reward_std": 0.0}] * 2)["note"]
     assert "note" not in shown(
         tmp_path / "differing", [{"reward": 0.5, "reward_std": 0.0}, {"reward": 0.5, "reward_std": 0.5}]
     )

@@ -373,7 +373,6 @@ def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> N
                 r"is that of MODEL"
             ),
         ),
-        (["--model", "\udcff=b"], r"--model: '\\udcff' is not UTF-8\. Give the model another name"),
     ],
 )
 def test_options_that_name_no_model_are_refused(words: list[str], error: str) -> None:
@@ -383,11 +382,6 @@ def test_options_that_name_no_model_are_refused(words: list[str], error: str) ->
     }
     with pytest.raises(ConfigError, match=error):
         names_and_paths("m", options["--adapters"], options["--model"])
-
-
-def test_the_name_of_the_first_model_has_to_be_utf_8() -> None:
-    with pytest.raises(ConfigError, match=r"--name: 'a\\udcff' is not UTF-8\. Give the model another name"):
-        names_and_paths("a\udcff", [], [])
 
 
 def test_a_folder_without_adapters_ends_the_start_in_one_line(lm: DiffusionLM, tmp_path: Path) -> None:

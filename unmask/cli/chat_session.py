@@ -1,14 +1,13 @@
-"""`unmask chat`: a conversation with a model, whose answers are denoised before one's eyes."""
+"""`unmask chat`: an interactive conversation that shows each denoising step."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -25,7 +24,7 @@ from unmask.console import for_stdout
 from unmask.data.encoding import encode_prompt
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError, did_you_mean
 from unmask.generation.output import Generation
-from unmask.generation.requests import Request, check_settings, make_requests
+from unmask.generation.requests import check_settings, make_requests
 from unmask.models.chat_template import SIMPLE, render_template, without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import shown
@@ -109,17 +108,8 @@ class Chat:
             DataError: the chat template refuses the conversation.
             GenerationError: it is too long for the model's context.
         """
-        generation = denoise(self.lm, self._request(text), self.config, show, stopped)
-        if generation is not None:
-            self.messages += [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": generation.texts[0]},
-            ]
-        return generation
-
-    def _request(self, text: str) -> Request:
-        messages = [*self._system_messages(), *self.messages, {"role": "user", "content": text}]
-        prompt = text if self.raw else without_start(self.lm.tokenizer, messages)
+        asked = {"role": "user", "content": text}
+        prompt = text if self.raw else without_start(self.lm.tokenizer, self._all_messages(asked))
         ids, context = encode_prompt(self.lm.tokenizer, prompt), self.lm.context_length
         if context is not None and len(ids) + self.config.max_new_tokens > context:
             what = (
@@ -129,10 +119,15 @@ class Chat:
             remedy = "Begin a new one with /reset, or shorten answers with /settings max_new_tokens=N"
             raise GenerationError(what, where="message" if self.raw else "conversation", remedy=remedy)
         [request] = make_requests(self.lm, [ids], self.config)
-        return request
+        generation = denoise(self.lm, request, self.config, show, stopped)
+        if generation is not None:
+            self.messages += [asked, {"role": "assistant", "content": generation.texts[0]}]
+        return generation
 
-    def _system_messages(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.system_message}] if self.system_message else []
+    def _all_messages(self, *more: dict[str, str]) -> list[dict[str, str]]:
+        """The conversation, with its system message first."""
+        system = [{"role": "system", "content": self.system_message}] if self.system_message else []
+        return [*system, *self.messages, *more]
 
     def command(self, line: str) -> str:
         """Carry out a command, a line that begins with /, and return what to say. Raises EOFError for
@@ -153,10 +148,8 @@ class Chat:
             return "no system message"
         if self.raw:
             raise ConfigError("plain text has no system message", where="system", remedy="Leave --raw out")
-        # some refuse it
-        render_template(
-            self.lm.tokenizer, [{"role": "system", "content": text}, {"role": "user", "content": ""}]
-        )
+        turns = [{"role": "system", "content": text}, {"role": "user", "content": ""}]
+        render_template(self.lm.tokenizer, turns)  # some refuse a system message
         self.system_message = text
         return f"system: {text}"
 
@@ -177,21 +170,20 @@ class Chat:
         return f"{dump_yaml(given) if given else ''}by default:\n{dump_yaml(others)}".rstrip()
 
     def save(self, name: str) -> str:
-        path = file_of(name)
+        path = Path(name).expanduser()
         refuse_existing(path, "Choose another name", overwrite=path.resolve() == self.file)
-        settings = self.config.model_dump(mode="json", exclude_defaults=True)
         saved = {
             "model": self.name,
             "raw": self.raw,
-            "settings": settings,
-            "messages": [*self._system_messages(), *self.messages],
+            "settings": self.config.model_dump(mode="json", exclude_defaults=True),
+            "messages": self._all_messages(),
         }
         write_atomic(path, json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
         self.file = path.resolve()
         return f"saved {len(self.messages) // 2} answers in {name}"
 
     def load(self, name: str) -> str:
-        path = file_of(name)
+        path = Path(name).expanduser()
         saved = read_chat(path)
         if saved.raw != self.raw:
             what, remedy = ("with", "Start with --raw") if saved.raw else ("without", "Start without --raw")
@@ -216,28 +208,18 @@ class Chat:
         raise EOFError
 
 
-def file_of(name: str) -> Path:
-    """The path that a user wrote, who may have begun it with ~. Raises ConfigError if no file can have it."""
-    if "\0" in name:
-        raise ConfigError("holds a NUL", where=name, remedy="Name a file")
-    return Path(os.path.expanduser(name))
-
-
 def read_chat(path: Path) -> SavedChat:
     """A saved conversation. Raises DataError if the file is missing or holds something else, and ConfigError
     for settings out of range."""
+    remedy = "Name a file that /save wrote"
     try:
         values = json.loads(read_file(path))
     except OSError as error:
-        raise DataError(
-            f"cannot be read: {error.strerror}", where=str(path), remedy="Name a file that /save wrote"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"is not JSON: {error}", where=str(path), remedy="Name a file that /save wrote"
-        ) from error
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+    except ValueError as error:
+        raise DataError(f"is not JSON: {error}", where=str(path), remedy=remedy) from error
     if not isinstance(values, dict):
-        raise DataError("holds no conversation", where=str(path), remedy="Name a file that /save wrote")
+        raise DataError("holds no conversation", where=str(path), remedy=remedy)
     try:
         saved = SavedChat(**values)
     except ConfigError as error:
@@ -257,22 +239,17 @@ def run_chat(chat: Chat) -> None:
         talk(chat)
         return
     try:
-        for line in sys.stdin:
-            answer_line(chat, line.removesuffix("\n"))
+        for line in (line.removesuffix("\n") for line in sys.stdin):
+            if is_command(line):
+                print(shown(chat.command(line)), file=sys.stderr)
+            elif line.strip():
+                generation = chat.answer(message_of(line), lambda canvas: None)
+                assert generation is not None
+                print(for_stdout(generation.texts[0]), flush=True)
     except EOFError:
         return
     except UnicodeDecodeError as error:
         raise DataError(f"is not UTF-8 text: {error}", where="stdin", remedy="Convert it") from error
-
-
-def answer_line(chat: Chat, line: str) -> None:
-    """Carry out a line of stdin: answers go to stdout, what commands say to stderr."""
-    if is_command(line):
-        print(shown(chat.command(line)), file=sys.stderr)
-    elif line.strip():
-        generation = chat.answer(message_of(line), lambda canvas: None)
-        assert generation is not None
-        print(for_stdout(generation.texts[0]), flush=True)
 
 
 def is_command(line: str) -> bool:
@@ -285,32 +262,29 @@ def message_of(line: str) -> str:
 
 
 def talk(chat: Chat) -> None:
-    """Read messages and commands from the terminal until Ctrl-D or /quit."""
-    _use_history()
+    """Read messages and commands from the terminal until Ctrl-D or /quit. An error is shown, and ends
+    nothing."""
+    with suppress(ImportError):  # it lets `input` edit lines, and keeps those of this conversation
+        import readline  # noqa: F401
     _say(f"{shown(chat.name)}: /help lists the commands, Ctrl-D ends", style="dim")
     while True:
         try:
-            _respond(chat, input("> "))
+            line = input("> ")
+            if is_command(line):
+                _say(shown(chat.command(line)))
+            elif line.strip():
+                _answer(chat, message_of(line))
         except UnicodeError:
             _say("error: this line is not UTF-8 text", style="red")
+        except UnmaskError as error:
+            _say("error: " + shown(" ".join(str(error).splitlines())), style="red")
+        except OSError as error:
+            _say(f"error: {shown(f'{error.filename}: {error.strerror}')}", style="red")
         except KeyboardInterrupt:
             print()
         except EOFError:
             print()
             return
-
-
-def _respond(chat: Chat, line: str) -> None:
-    """Carry out a line of the terminal. An error is shown, and ends nothing."""
-    try:
-        if is_command(line):
-            _say(shown(chat.command(line)))
-        elif line.strip():
-            _answer(chat, message_of(line))
-    except UnmaskError as error:
-        _say("error: " + shown(" ".join(str(error).splitlines())), style="red")
-    except OSError as error:
-        _say(f"error: {shown(f'{error.filename}: {error.strerror}')}", style="red")
 
 
 def _answer(chat: Chat, text: str) -> None:
@@ -321,16 +295,13 @@ def _answer(chat: Chat, text: str) -> None:
         _say("stopped: this message and its answer are not part of the conversation", style="dim")
         return
     _say(shown(generation.texts[0]))
-    _say(
-        statistics(len(generation.tokens[0]), generation.forward_passes[0], time.monotonic() - started),
-        style="dim",
-    )
+    tokens, passes = len(generation.tokens[0]), generation.forward_passes[0]
+    _say(statistics(tokens, passes, time.monotonic() - started), style="dim")
 
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C does not interrupt, but makes the function that is given true. A second one
-    interrupts."""
+    """Ctrl-C makes the function that this gives return True, and only a second one interrupts."""
     pressed = False
 
     def press(number: int, frame: FrameType | None) -> None:
@@ -352,11 +323,3 @@ def _say(text: str, style: str = "") -> None:
         print(text)
     else:
         console.print(Text(text, style))
-
-
-def _use_history() -> None:
-    """Let `input` edit lines and keep those of this conversation, if the system has readline."""
-    try:
-        import readline  # noqa: F401 (importing it is enough)
-    except ImportError:
-        return

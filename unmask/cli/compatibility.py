@@ -27,22 +27,21 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
         for conflict in args.conflicts(config):
             if conflict.on:
                 raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
-        quantised, split = config.model.quantization is not None, config.model.device_map is not None
-        # else the model's config need not be read
-        matters = args.flash_attention and not config.model.from_scratch
-        for attention in args.patterns() or [
-            read_pattern(config.model)["attention"] if matters else "causal"
-        ]:
-            subject = TrainedModel(
-                attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split
-            )
+        model, patterns = config.model, args.patterns()
+        if not patterns and args.flash_attention and not model.from_scratch:
+            patterns = [read_pattern(model)["attention"]]
+        adapters, quantized, split = (
+            part is not None for part in (config.lora, model.quantization, model.device_map)
+        )
+        for attention in patterns or ["causal"]:
+            subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)
             check_hardware_settings(args, subject, planned=planned)
         args.check_model(partial(read_pattern, config.model), config)
 
 
 @contextmanager
 def naming_sections(args: TrainingConfig) -> Iterator[None]:
-    """Inside, errors name settings with their section, which the trainer does not know."""
+    """Errors name settings with their section, which the trainer does not know."""
     try:
         yield
     except ConfigError as error:

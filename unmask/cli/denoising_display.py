@@ -3,7 +3,6 @@ line for each step."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
@@ -26,11 +25,9 @@ from unmask.redaction import shown
 MAX_COLUMNS = 100
 SECONDS_BETWEEN_PICTURES = 1 / 15  # on a terminal
 HIDDEN, HIDDEN_IN_ASCII = "░", "_"
-COLOURS = ((0.9, "green"), (0.6, "cyan"), (0.3, "yellow"), (0.0, "red"))
-"""Of drafted tokens, by their lowest probability."""
-LEGEND = "drafted tokens by probability: " + ", ".join(
-    f"{colour} from {lowest:g}" for lowest, colour in COLOURS
-)
+COLORS = ((0.9, "green"), (0.6, "cyan"), (0.3, "yellow"), (0.0, "red"))
+"""The colors of drafted tokens, by their lowest probability."""
+LEGEND = "drafted tokens by probability: " + ", ".join(f"{color} from {lowest:g}" for lowest, color in COLORS)
 
 Show = Callable[["Canvas"], None]
 
@@ -43,10 +40,12 @@ class Piece(NamedTuple):
     probability: float = 1.0  # of its least probable token when it was revealed
 
     @property
-    def colour(self) -> str:
-        return (
-            "" if self.is_final else next(colour for lowest, colour in COLOURS if self.probability >= lowest)
-        )
+    def style(self) -> str:
+        if not self.text:
+            return "dim"
+        if self.is_final:
+            return ""
+        return next(color for lowest, color in COLORS if self.probability >= lowest)
 
 
 class Canvas:
@@ -70,24 +69,21 @@ class Canvas:
         start, stop = self.request.start, self.request.length
         if self.request.stop_at_eos:
             stop = start + end_of(self.ids[start:], self.lm.eos_token_ids)
-        ids, mask = self.ids[start:stop], self.lm.mask_token_id
         hidden = [
-            self.request.hidden[position] and self.ids[position] == mask for position in range(start, stop)
+            self.request.hidden[place] and self.ids[place] == self.lm.mask_token_id
+            for place in range(start, stop)
         ]
+        texts = canvas_texts(self.lm.tokenizer, self.ids[:start], self.ids[start:stop], hidden)
         new: list[int] = []  # positions of a character of several tokens
-        for position, text in enumerate(
-            canvas_texts(self.lm.tokenizer, self.ids[:start], ids, hidden), start=start
-        ):
+        for position, text in enumerate(texts, start):
             if text is None:
                 yield Piece("", False)
                 new = []
                 continue
             new.append(position)
             if text:
-                is_final = all(
-                    position < self.num_final or not self.request.hidden[position] for position in new
-                )
-                yield Piece(text, is_final, math.exp(min(self.log_probs[position] for position in new)))
+                is_final = all(place < self.num_final or not self.request.hidden[place] for place in new)
+                yield Piece(text, is_final, math.exp(min(self.log_probs[place] for place in new)))
                 new = []
 
     def plain(self, hidden: str = HIDDEN) -> str:
@@ -98,12 +94,10 @@ class Canvas:
         """The text for a terminal, and the beginning of it that is final."""
         pieces = list(self.pieces())
         text = Text(overflow="fold")
-        for style, same in itertools.groupby(pieces, lambda piece: piece.colour if piece.text else "dim"):
+        for style, same in itertools.groupby(pieces, lambda piece: piece.style):
             text.append("".join(shown(piece.text) or hidden for piece in same), style)
-        final = sum(
-            len(shown(piece.text)) for piece in itertools.takewhile(lambda piece: piece.is_final, pieces)
-        )
-        return text, text[:final]
+        final = itertools.takewhile(lambda piece: piece.is_final, pieces)
+        return text, text[: sum(len(shown(piece.text)) for piece in final)]
 
 
 def denoise(
@@ -134,9 +128,8 @@ def generate_visibly(
     each on a stream. The agreement of lossy settings is not measured. Errors as of those functions."""
     if infill:
         config = without_ends(lm, config)
-    for number, request in enumerate(
-        (make_infill_requests if infill else make_requests)(lm, prompts, config)
-    ):
+    requests = (make_infill_requests if infill else make_requests)(lm, prompts, config)
+    for number, request in enumerate(requests):
         started = time.monotonic()
         with display(stream) as show:
             generation = denoise(lm, request, config, show)
@@ -165,41 +158,34 @@ def terminal(stream: TextIO) -> Console | None:
 
 @contextmanager
 def display(stream: TextIO) -> Iterator[Show]:
-    """Inside, canvases can be shown: in a region of the terminal that is empty again afterwards, elsewhere as
-    a line for each."""
+    """Gives a function that shows canvases: in a region of the terminal that is empty again afterwards,
+    elsewhere as a line for each."""
     console = terminal(stream)
+    encoding = (console.encoding if console else stream.encoding) or ""
+    hidden = HIDDEN if encoding.lower().startswith("utf") else HIDDEN_IN_ASCII
     if console is None:
-        yield functools.partial(_print_line, stream)
+
+        def print_line(canvas: Canvas) -> None:
+            text = shown(canvas.plain(hidden)).replace("\n", "\\n").replace("\t", "\\t")
+            print(f"step {canvas.step}: {text}", file=stream, flush=True)
+
+        yield print_line
         return
+    last = -math.inf
     with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
-        yield _Pictures(live).show
+
+        def draw(canvas: Canvas) -> None:  # not more often than can be seen
+            nonlocal last
+            if time.monotonic() - last >= SECONDS_BETWEEN_PICTURES:
+                live.update(picture(canvas, console, hidden), refresh=True)
+                last = time.monotonic()
+
+        yield draw
 
 
-def _print_line(stream: TextIO, canvas: Canvas) -> None:
-    text = shown(canvas.plain(_placeholder(stream.encoding))).replace("\n", "\\n").replace("\t", "\\t")
-    print(f"step {canvas.step}: {text}", file=stream, flush=True)
-
-
-def _placeholder(encoding: str | None) -> str:
-    return HIDDEN if (encoding or "").lower().startswith("utf") else HIDDEN_IN_ASCII
-
-
-class _Pictures:
-    """Draws a canvas into the region, but not more often than can be seen."""
-
-    def __init__(self, live: Live):
-        self.live, self.last = live, -math.inf
-
-    def show(self, canvas: Canvas) -> None:
-        if time.monotonic() - self.last < SECONDS_BETWEEN_PICTURES:
-            return
-        self.live.update(self._picture(canvas), refresh=True)
-        self.last = time.monotonic()
-
-    def _picture(self, canvas: Canvas) -> Text:
-        """As many lines as fit, from the one on in which the text is not final yet."""
-        console = self.live.console
-        text, final = canvas.styled(_placeholder(console.encoding))
-        lines, room = text.wrap(console, console.width), max(console.height - 2, 1)
-        first = min(max(len(final.wrap(console, console.width)) - 1, 0), max(len(lines) - room, 0))
-        return Text("\n").join(lines[first : first + room])
+def picture(canvas: Canvas, console: Console, hidden: str) -> Text:
+    """The lines that fit, starting where the text is not final yet."""
+    text, final = canvas.styled(hidden)
+    lines, room = text.wrap(console, console.width), max(console.height - 2, 1)
+    first = min(max(len(final.wrap(console, console.width)) - 1, 0), max(len(lines) - room, 0))
+    return Text("\n").join(lines[first : first + room])

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unmask.artifacts import git_state, num_cores, package_version
+from unmask.cli.options import AsJson
 from unmask.errors import first_line
 from unmask.redaction import shown
 from unmask.sandbox.isolation import LAYERS, probe
@@ -88,7 +89,7 @@ def doctor(
     network: Annotated[
         bool, typer.Option("--network", help="Also ask whether the hub answers, for a few seconds.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Describe this installation and machine for a bug report, without secrets or names.
 

@@ -61,7 +61,10 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
         UnmaskError: the errors that the run itself would raise before its third step.
     """
     if not launched() and (config.training.get("fsdp") or config.training.get("deepspeed")):
-        return _plan(verb, config)
+        args = planned_arguments(verb, config)
+        check_together(config, args, planned=True)
+        estimate, steps = estimate_run(config, args), args.max_steps if args.max_steps > 0 else None
+        return [_row(part, args, estimate, None, steps) for part in args.parts()]
     args = training_arguments(verb, config)
     estimate, timer = estimate_run(config, args), StepTimes()
     with short_trainer(verb, config, args, STEPS, callbacks=[timer]) as trainer:
@@ -71,17 +74,6 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
     return [
         _row(part, args, estimate, seconds, steps, setup_seconds)
         for part, seconds in zip(args.parts(), measured, strict=True)
-    ]
-
-
-def _plan(verb: str, config: RunConfig) -> list[dict[str, str]]:
-    """The rows for a run of processes that this machine does not have: neither model nor data are loaded."""
-    args = planned_arguments(verb, config)
-    check_together(config, args, planned=True)
-    estimate = estimate_run(config, args)
-    return [
-        _row(part, args, estimate, None, args.max_steps if args.max_steps > 0 else None, 0.0)
-        for part in args.parts()
     ]
 
 
@@ -121,24 +113,26 @@ def _row(
     estimate: StepEstimate | None,
     seconds: float | None,
     steps: int | None,
-    setup_seconds: float,
+    setup_seconds: float = 0.0,
 ) -> dict[str, str]:
     """The row of a stage. `seconds` None: no step was made. `steps` of the run; None: unknown."""
-    micro_batches = args.gradient_accumulation_steps
-    predicted = estimate.seconds * micro_batches if estimate and estimate.seconds else None
+    predicted = hours = None
+    if estimate and estimate.seconds:
+        predicted = estimate.seconds * args.gradient_accumulation_steps
     step_seconds = predicted if seconds is None else seconds
-    hours = (
-        None
-        if steps is None or step_seconds is None
-        else (setup_seconds + step_seconds * part.fraction * steps) / 3600
-    )
+    if steps is not None and step_seconds is not None:
+        hours = (setup_seconds + step_seconds * part.fraction * steps) / 3600
     return {
         **part.described,
         "steps": "-" if steps is None else f"{part.fraction * steps:,.0f}",
         "rate": f"{args.learning_rate * part.rate:.3g}",
-        "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
-        "seconds a step": "-" if seconds is None else f"{seconds:.3g}",
-        "hours in all": "-" if hours is None else f"{hours:.3g}",
-        "predicted peak GB": "-" if estimate is None else f"{estimate.peak / 1e9:.3g}",
-        "peak GB so far": "-" if seconds is None else f"{memory_metrics(args.device)['memory_gb']:.3g}",
+        "predicted seconds a step": _shown(predicted),
+        "seconds a step": _shown(seconds),
+        "hours in all": _shown(hours),
+        "predicted peak GB": _shown(estimate and estimate.peak / 1e9),
+        "peak GB so far": _shown(None if seconds is None else memory_metrics(args.device)["memory_gb"]),
     }
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -11,37 +11,36 @@ import sys
 import typing
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
+import typer.rich_utils
+from rich.table import Table
 from typer.core import TyperGroup
 
 from unmask import __version__
-from unmask.config.layers import check_hardware
+from unmask.cli.chat import chat
+from unmask.cli.compare import compare
+from unmask.cli.doctor import doctor
+from unmask.cli.evaluate import EvaluateCommand, evaluate
+from unmask.cli.generate import generate
+from unmask.cli.inspect import inspect
+from unmask.cli.new import new
+from unmask.cli.options import OverwriteFile, OverwriteFolder
+from unmask.cli.quiet import debugging, silence_libraries
+from unmask.cli.serve import serve
+from unmask.cli.settings import config
+from unmask.cli.threads import use_two_threads
+from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError, first_line
 from unmask.models.model_paths import check_model, near_path, refuse_other_model
-from unmask.redaction import shell_line, shown
+from unmask.redaction import shown
 from unmask.sandbox.cli import app as sandbox
 from unmask.tasks import get_task
-
-if TYPE_CHECKING:
-    from unmask.models.diffusion_lm import DiffusionLM
-from unmask.cli.chat import chat
-from unmask.cli.compare import compare
-from unmask.cli.doctor import doctor
-from unmask.cli.evaluate import EvaluateCommand, evaluate
-from unmask.cli.generate import generate
-from unmask.cli.help_tables import keep_names_whole
-from unmask.cli.new import new
-from unmask.cli.quiet import debugging, silence_libraries
-from unmask.cli.serve import serve
-from unmask.cli.settings import config
-from unmask.cli.threads import use_two_threads
-from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PANELS = TRAIN, USE, LOOK, BEGIN, MORE = (
     "The pipeline",
@@ -53,18 +52,28 @@ PANELS = TRAIN, USE, LOOK, BEGIN, MORE = (
 """The groups of verbs on the help page."""
 Layout = Literal["llada", "llada_moe", "llada2", "dream", "sdar", "fast_dllm_v2", "hf"]
 """The formats of `unmask export`."""
-PATH_ERRORS = {
-    errno.ENAMETOOLONG: ("the name of the file is too long", "Check the path"),
-    errno.EACCES: ("permission denied", "Permit reading and writing, or choose another path"),
-    errno.ENOENT: ("there is no such file or folder, and none can be made there", "Check the path"),
-    errno.ENOTDIR: ("a part of the path is a file, not a folder", "Check the path"),
-    errno.EROFS: ("the file system is read-only", "Choose another path"),
-    errno.ENOSPC: ("no space is left on the device", "Free some, or choose another path"),
-}
-"""What is said of errors of the system that a path of the user causes."""
+PATH_ERRORS = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EROFS,
+    errno.ENOSPC,
+)
+"""Errors of the system that a path of the user causes."""
 
 
-keep_names_whole()
+class WholeNames(Table):
+    """A table of a help page whose last column, of descriptions, is narrowed before any other one. Typer's
+    own cut the names of options that have no room on a narrow terminal."""
+
+    def add_row(self, *cells: Any, **more: Any) -> None:
+        super().add_row(*cells, **more)
+        for column in self.columns:
+            column.overflow, column.no_wrap = "fold", column is not self.columns[-1]
+
+
+setattr(typer.rich_utils, "Table", WholeNames)  # noqa: B010 (mypy takes no other form)
 
 
 class Commands(TyperGroup):
@@ -96,25 +105,19 @@ class Commands(TyperGroup):
 
 
 def _error_of_user(error: Exception) -> UnmaskError | None:
-    """What the user can mend, in their code too; None: a fault of Unmask or a library, whose traceback is
+    """What the user can fix, in their code too; None: a fault of Unmask or a library, whose traceback is
     shown."""
     if isinstance(error, UnmaskError):
         return error
     if type(error).__module__.startswith("huggingface_hub."):
         remedy = "Check the network, the name and `hf auth login`, or leave the hub out"
         return ConfigError(first_line(error), where="the hub", remedy=remedy)
-    if (
-        (own := error_of_named_code(error))
-        or not isinstance(error, OSError)
-        or error.errno not in PATH_ERRORS
-    ):
+    own = error_of_named_code(error)
+    if own or not isinstance(error, OSError) or error.errno not in PATH_ERRORS:
         return own
-    # unknown where a file that is open cannot grow
-    path = None if error.filename is None else str(error.filename)
-    what, remedy = PATH_ERRORS[error.errno]
-    return ConfigError(
-        what, where=path if path is None or len(path) < 1000 else f"{path[:60]}...", remedy=remedy
-    )
+    path = str(error.filename or "")  # unknown where a file that is open cannot grow
+    where = path if len(path) < 1000 else f"{path[:60]}..."
+    return ConfigError(error.strerror, where=where or None, remedy="Correct it, or choose another path")
 
 
 def _report(error: UnmaskError) -> None:
@@ -151,7 +154,7 @@ def main() -> None:
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """As Python's, for a terminal: warnings quote data and names."""
+    """Python's format, safe for a terminal: warnings quote data and names."""
     return f"{filename}:{lineno}: {category.__name__}: {shown(str(message))}\n"
 
 
@@ -229,12 +232,6 @@ def profile(
 app.command(epilog="Example: unmask config sft learning_rate", rich_help_panel=BEGIN)(config)
 
 
-def load_model(model: ModelConfig) -> DiffusionLM:
-    import unmask
-
-    return unmask.load(model.path, **model.load_arguments())
-
-
 app.command(
     epilog=(
         "Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32"
@@ -261,123 +258,13 @@ app.command(
 )(compare)
 
 
-@app.command(
+app.command(
     epilog=(
         "Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length "
         "512 --measure"
     ),
     rich_help_panel=LOOK,
-)
-@spread_configs
-def inspect(
-    model: ModelConfig,
-    hardware: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A recipe, or all; repeatable; unset: likely ones."),
-    ] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")
-    ] = None,
-    copies: Annotated[
-        int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")
-    ] = 1,
-    max_memory_gb: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory to use on each device at most, in 1e9 bytes.")
-    ] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option(min=1, help="Train LoRA adapters of this rank; unset: all weights.")
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Also time steps here, of at most 4 rows unless --batch-size is set."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Describe a model, what conversion would change, and what training takes on each machine.
-
-    That is the memory and time of a training step, the time of a pass of generation, and what bounds both.
-    The weights are not read."""
-    check_model(model.path, weights=False)
-    for name in {*(hardware or [])} - {"all"}:
-        check_hardware(name)
-    from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, StepEstimator, recipes_to_show
-    from unmask.planning.step_time import BOUNDS
-
-    dtype = None if model.dtype == "float32" else model.dtype  # None: as in the recipe
-    recipes = recipes_to_show(
-        hardware or [], max_memory_gb=max_memory_gb, dtype=dtype, device_map=model.device_map
-    )
-    blueprint = Blueprint.read(model)
-    work = blueprint.workload(
-        model.attention, sequence_length, copies, lora_rank, quantization=model.quantization
-    )
-    estimator = StepEstimator(blueprint, work)
-    facts, changes = blueprint.facts(), blueprint.changes()
-    # without names: only recipes of this machine
-    to_measure = [recipe for recipe in recipes if measure and (recipe.device or hardware)]
-    for recipe in to_measure:
-        estimator.device_to_measure(recipe)  # first: estimates for the CPU take seconds
-    estimates = {recipe.name: estimator.estimate(recipe, batch_size) for recipe in recipes}
-    generation = {recipe.name: times for recipe in recipes if (times := estimator.generation(recipe))}
-    measured = {}
-    for recipe in to_measure:
-        rows = batch_size or min(estimates[recipe.name].workload.batch, MEASURED_ROWS)
-        measured[recipe.name] = estimator.compare(recipe, rows)
-    if as_json:
-        estimate_dicts = {name: estimate.to_dict() for name, estimate in estimates.items()}
-        passes = {
-            name: {batch: time.to_dict() for batch, time in times.items()}
-            for name, times in generation.items()
-        }
-        found = {"plans": estimate_dicts, "generation": passes, "measured": measured}
-        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes} | found))
-        return
-    show_table(facts.items(), title=model.path)
-    show_table(changes.items(), title="what conversion would change")
-    lines = [estimate.describe(name) for name, estimate in estimates.items()]
-    show_table(
-        [line.values() for line in lines],
-        title=f"a training step: {estimator.work.describe()}",
-        head=lines[0],
-    )
-    if generation:
-        title = (
-            f"ms of a pass of generation, by batch: {estimator.work.sequence_length} tokens, bfloat16 "
-            "weights, temperature 0"
-        )
-        head = ["hardware", *map(str, GENERATION_BATCHES)]
-        show_table(
-            [[name, *(time.describe() for time in times.values())] for name, times in generation.items()],
-            title=title,
-            head=head,
-        )
-    bounds = {estimate.bound for estimate in estimates.values()} | {
-        time.bound for times in generation.values() for time in times.values()
-    }
-    show_table(
-        [(bound, words) for bound, words in BOUNDS.items() if bound in bounds],
-        title="what bounds them, and what helps",
-    )
-    for name, figures in measured.items():
-        show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
-    if facts["attention"] == "causal":
-        words = [
-            "unmask",
-            "convert",
-            "--model",
-            model.path,
-            "--data",
-            "TEXT.txt",
-            "--recipe",
-            "block",
-            "--output",
-            "runs/convert",
-        ]
-        typer.echo(for_stdout(f"next: {shell_line(words)} --dry-run"))
+)(inspect)
 
 
 @app.command(
@@ -391,18 +278,17 @@ def export(
         typer.Option(metavar="NAME", help=f"{', '.join(get_args(Layout)[:-1])}, or hf for a causal model."),
     ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")
-    ] = False,
+    overwrite: OverwriteFolder = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving
     engines."""
     check_model(model.path)
     check_output_folder(output, overwrite=overwrite, inputs=[model.path])
     refuse_other_model(output)
+    import unmask
     from unmask.models.export import export as export_model
 
-    export_model(load_model(model), output, layout)
+    export_model(unmask.load(model.path, **model.load_arguments()), output, layout)
 
 
 app.command(
@@ -429,9 +315,7 @@ def migrate(
         str | None,
         typer.Option("--format", metavar="NAME", help="The format, if the keys do not identify it."),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output file if it exists.")
-    ] = False,
+    overwrite: OverwriteFile = False,
 ) -> None:
     """Convert configurations of d1, dLLM, TRL and others into Unmask's; a table on stderr lists the
     changes."""
@@ -539,9 +423,7 @@ def demo(
         bool,
         typer.Option("--quick", help="All stages in about a minute: a smaller model, on easier puzzles."),
     ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")
-    ] = False,
+    overwrite: OverwriteFolder = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
     get_task(task)

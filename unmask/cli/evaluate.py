@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.cli.compare import show_retention
+from unmask.cli.options import OverwriteFile, Unsandboxed
 from unmask.cli.threads import choose_threads
-from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
@@ -80,9 +80,7 @@ def evaluate(
             metavar="FILE", help="Also write the result to this file, as JSON; a killed evaluation goes on."
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output file if it exists.")
-    ] = False,
+    overwrite: OverwriteFile = False,
     rerun: Annotated[
         Path | None,
         typer.Option(

@@ -8,7 +8,7 @@ import glob
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_examples
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, first_line
 from unmask.evaluation.comparison import Named, by_label, differing
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
 from unmask.evaluation.file_likelihood import LIKELIHOOD, Documents
@@ -78,7 +78,7 @@ class Part(NamedTuple):
     sampler: SamplerConfig
     evaluation: EvaluationConfig
     source: str | None
-    """Of the rows; None: the task's own."""
+    """Where the rows are from; None: the task's own."""
     protocol: Protocol | None = None
     authors: Mapping[str, Any] = MappingProxyType({})
 
@@ -459,17 +459,11 @@ def _refuse_other_model(expected: EvaluationResult, now: Mapping[str, Any]) -> N
 def _section(result: EvaluationResult, name: str, kind: type[Section], path: Path) -> Section:
     """Options in a file. Raises DataError for those that this version does not have, or that are missing."""
     section = result.arguments.get(name, {})
-    remedy = (
-        "Give a file that `unmask evaluate --output FILE` of this version wrote, or the evaluation's own "
-        "options"
-    )
-    if not isinstance(section, dict):
-        raise DataError(f"arguments.{name} is no object", where=str(path), remedy=remedy)
     try:
         return kind(**section)
-    except ConfigError as error:
-        what = f"{error.where} {error.what}" if error.where else error.what
-        raise DataError(what, where=f"{path}, arguments.{name}", remedy=remedy) from error
+    except (ConfigError, TypeError) as error:
+        remedy = "Give a file that `unmask evaluate --output FILE` of this version wrote"
+        raise DataError(first_line(error), where=f"{path}, arguments.{name}", remedy=remedy) from error
 
 
 def differences(
@@ -483,29 +477,26 @@ def differences(
         if label not in there or label not in now:
             first, second = ("measured" if label in parts else "not measured" for parts in (there, now))
             scores.append((label, first, second))
-        elif not _same(there[label], now[label]):
-            scores += _changed_scores(label, there[label], now[label])
+        elif not _same(old := there[label], new := now[label]):
+            for name in {**old.metrics, **new.metrics}:
+                if not _same(old.metrics.get(name), new.metrics.get(name)):
+                    scores.append((f"{label}: {name}", _mean(old, name), _mean(new, name)))
+            items = [{item.id: item for item in part.items} for part in (old, new)]
+            names = {**items[0], **items[1]}
+            changed = sum(not _same(items[0].get(name), items[1].get(name)) for name in names)
+            scores.append((f"{label}: items that differ", "", f"{changed} of {len(names)}"))
+            scores += differing(old.protocol, new.protocol, f"{label}: ")
     return scores, [
         *differing(before.model, after.model, "model: "),
         *differing(before.environment, after.environment),
     ]
 
 
-def _changed_scores(label: str, before: TaskScores, after: TaskScores) -> Iterator[tuple[str, str, str]]:
-    for name in {**before.metrics, **after.metrics}:
-        if not _same(before.metrics.get(name), after.metrics.get(name)):
-            yield f"{label}: {name}", _mean(before, name), _mean(after, name)
-    old, new = ({item.id: item for item in part.items} for part in (before, after))
-    changed = sum(not _same(old.get(name), new.get(name)) for name in {**old, **new})
-    yield f"{label}: items that differ", "", f"{changed} of {len({**old, **new})}"
-    yield from differing(before.protocol, after.protocol, f"{label}: ")
-
-
 def _same(before: BaseModel | None, after: BaseModel | None) -> bool:
-    """As they are written: NaN is NaN."""
-    return before == after or (
-        before is not None and after is not None and before.model_dump_json() == after.model_dump_json()
-    )
+    """Whether they are written alike: NaN is NaN."""
+    if before is None or after is None:
+        return before is after
+    return before.model_dump_json() == after.model_dump_json()
 
 
 def _mean(scores: TaskScores, name: str) -> str:

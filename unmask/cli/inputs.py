@@ -59,25 +59,18 @@ def read_data(
     """Training and held-out rows: of a task (generated, or read from `data.train`), or of any dataset."""
     data = config.data
     if data.shuffle_buffer is not None and not data.streaming:
-        raise ConfigError(
-            "there is no stream to shuffle",
-            where="data.shuffle_buffer",
-            remedy="Set data.streaming, or remove it",
-        )
-    if task is not None and (data.streaming or isinstance(data.train, list) or isinstance(data.eval, list)):
-        raise ConfigError(
-            "a task reads whole files, one at a time",
-            where="data.task",
-            remedy="Give no stream and no mixture, or no task",
-        )
+        remedy = "Set data.streaming, or remove it"
+        raise ConfigError("there is no stream to shuffle", where="data.shuffle_buffer", remedy=remedy)
     if task is not None:
+        if data.streaming or isinstance(data.train, list) or isinstance(data.eval, list):
+            remedy = "Give no stream and no mixture, or no task"
+            raise ConfigError("a task reads whole files, one at a time", where="data.task", remedy=remedy)
         count = data.max_rows or (None if data.train else GENERATED_ROWS)
         problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
         unseen = unseen_problems(task, data)  # a missing file is found before the model is loaded
-        held_out = unseen if args.eval_strategy != "no" else []
-        return entry.task_rows(task, problems, data), entry.task_rows(
-            task, held_out, data
-        ) if held_out else None
+        if not unseen or args.eval_strategy == "no":
+            return entry.task_rows(task, problems, data), None
+        return entry.task_rows(task, problems, data), entry.task_rows(task, unseen, data)
     if args.answers_prompts and data.text_column != DataConfig().text_column:
         remedy = "Leave it out, and name the columns as in docs/data.md"
         raise ConfigError(
@@ -123,16 +116,14 @@ def read_source(
 
 @contextlib.contextmanager
 def naming_files(data: DataConfig) -> Iterator[None]:
-    """Inside, errors about rows name their files."""
+    """Errors about rows name their files."""
     try:
         yield
     except (DataError, GenerationError) as error:
         where = error.where or ""
         for name, source in (("train_dataset", data.train), ("eval_dataset", data.eval)):
-            where = where.replace(
-                name,
-                source if isinstance(source, str) else " and ".join(one.path for one in source or ()) or name,
-            )
+            paths = [source] if isinstance(source, str) else [one.path for one in source or ()]
+            where = where.replace(name, " and ".join(paths) or name)
         raise error.moved(where or None) from error
 
 
@@ -156,11 +147,9 @@ def _new_tokenizer(model: ModelConfig, train: Rows, args: Any) -> PreTrainedToke
     """The tokenizer of a model from scratch: trained, or read; None: that of `model.path`."""
     if model.tokenizer_size is not None:
         return train_tokenizer(text_column(train, args, "train_dataset"), model.tokenizer_size)
-    return (
-        read_tokenizer(model.tokenizer, NO_CODE | {"trust_remote_code": model.trust_remote_code})
-        if model.tokenizer
-        else None
-    )
+    if model.tokenizer:
+        return read_tokenizer(model.tokenizer, NO_CODE | {"trust_remote_code": model.trust_remote_code})
+    return None
 
 
 def read_pattern(model: ModelConfig) -> dict[str, Any]:

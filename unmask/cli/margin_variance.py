@@ -42,9 +42,8 @@ def one_by_one(
         draw_view(group_BT, replace(draw, iteration=draw.iteration * num_views + number))
         for number in range(num_views)
     ]
-    hidden_BMT, weight_BMT = (
-        torch.cat(parts, 1) for parts in zip(*((one.hidden_BMT, one.weight_BMT) for one in each), strict=True)
-    )
+    hidden_BMT = torch.cat([one.hidden_BMT for one in each], 1)
+    weight_BMT = torch.cat([one.weight_BMT for one in each], 1)
     return Views(hidden_BMT, hidden_BMT, weight_BMT / num_views)
 
 
@@ -80,27 +79,22 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
     """The margins [R, P] of a batch's pairs for `redraws` independent draws, in nats. The trainer must hold
     its reference model."""
     assert trainer.reference is not None
-    group_BT, drawn = noise_groups(trainer.lm, batch["maskable"], batch["documents"]), []
+    group_BT = noise_groups(trainer.lm, batch["maskable"], batch["documents"])
+
+    def bounds(lm: DiffusionLM, draw: Draw) -> Tensor:
+        drawn = estimator.draw_views(group_BT, draw, num_views=views)
+        with evaluating(lm), trainer.accelerator.autocast():
+            log_prob_BMT = trainer.per_view.log_probs(lm, PreferenceBatch(batch, drawn))
+            return trainer.sum_by_response(batch, (drawn.weight_BMT * log_prob_BMT).sum(1))
+
+    margin_RP = []
     for redraw in range(redraws):
         draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
         with trainer.reference.model_in_use() as reference:
-            theirs_N = _bounds(
-                trainer, reference, batch, estimator.draw_views(group_BT, other, num_views=views)
-            )
-        drawn.append(
-            margins(
-                _bounds(trainer, trainer.lm, batch, estimator.draw_views(group_BT, draw, num_views=views))
-                - theirs_N
-            )
-        )
-    return torch.stack(drawn)
-
-
-def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
-    with evaluating(lm), trainer.accelerator.autocast():
-        log_prob_BMT = trainer.per_view.log_probs(lm, PreferenceBatch(batch, views))
-        return trainer.sum_by_response(batch, (views.weight_BMT * log_prob_BMT).sum(1))
+            reference_N = bounds(reference, other)
+        margin_RP.append(margins(bounds(trainer.lm, draw) - reference_N))
+    return torch.stack(margin_RP)
 
 
 def variances(
@@ -142,16 +136,14 @@ def measure_run(config: RunConfig) -> dict[str, Any]:
             remedy=remedy,
         )
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
-    training = {name: value for name, value in config.training.items() if name != "stale_reference"} | {
-        "reference": "frozen"
-    }
+    training = {**config.training, "reference": "frozen"}
+    training.pop("stale_reference", None)
     measured = config.model_copy(update={"data": data, "training": training, "lora": None})
     with short_trainer("dpo", measured, args, 1, first_rows=None) as trainer:
-        lm = trainer.lm
-        found, margin = (
-            ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=TABLE_REDRAWS)
-        )
-        if (width := exact_block_size(lm)) <= MAX_EXACT_BLOCK:
+        found, margin = dict[str, dict[int, float]](), None
+        if not trainer.lm.autoregressive:
+            found, margin = variances(trainer, budgets=BUDGETS, redraws=TABLE_REDRAWS)
+        if (width := exact_block_size(trainer.lm)) <= MAX_EXACT_BLOCK:
             found["exact"] = {int(2**width) - 1: 0.0}
         return {
             "pairs": len(trainer.train_dataset),
@@ -170,13 +162,9 @@ def as_table(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     def cell(by_views: dict[int, float], views: int) -> str:
         if views not in by_views:
             return ""
-        independent = found.get(INDEPENDENT, {}).get(views)
-        less = (
-            f" ({independent / by_views[views]:.1f} x less)"
-            if independent and 0 < by_views[views] < independent
-            else ""
-        )
-        return f"{by_views[views]:.3g}{less}"
+        variance, independent = by_views[views], found.get(INDEPENDENT, {}).get(views, 0.0)
+        less = f" ({independent / variance:.1f} x less)" if 0 < variance < independent else ""
+        return f"{variance:.3g}{less}"
 
     return ["passes", *map(str, passes)], [
         [name, *(cell(by_views, views) for views in passes)] for name, by_views in found.items()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -91,28 +90,16 @@ def write_tiny_model(folder: Path, *, causal: bool) -> None:
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    for template in (TEMPLATES / TINY_MODEL).iterdir():
-        (folder / template.name).write_text(template.read_text(encoding="utf-8"), encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    files = {path.name: path.read_text(encoding="utf-8") for path in (TEMPLATES / TINY_MODEL).iterdir()}
+    config, shapes = json.loads(files["config.json"]), json.loads(files.pop("shapes.json"))
     if causal:
         config["unmask"] |= {"attention": "causal", "logit_shift": True}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        files["config.json"] = json.dumps(config, indent=2) + "\n"
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     rng, spread = np.random.default_rng(0), config["initializer_range"]
     weights = {
         name: rng.normal(0, spread, shape).astype(np.float32) if shape[1:] else np.ones(shape, np.float32)
-        for name, shape in shapes(config)
+        for name, shape in shapes.items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of each weight of a Llama with tied embeddings."""
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    yield "model.embed_tokens.weight", (config["vocab_size"], width)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        yield from ((f"{prefix}.self_attn.{name}_proj.weight", (width, width)) for name in "qkvo")
-        yield from ((f"{prefix}.mlp.{name}_proj.weight", (inner, width)) for name in ("gate", "up"))
-        yield f"{prefix}.mlp.down_proj.weight", (width, inner)
-        yield from ((f"{prefix}.{name}_layernorm.weight", (width,)) for name in ("input", "post_attention"))
-    yield "model.norm.weight", (width,)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 from transformers import TrainerCallback
 
 from unmask.cli.dry_run import short_trainer
@@ -45,12 +45,10 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
     updates = args.updates_per_batch
     recorded = ((1 + steps) * len(args.parts()) - 1) * updates
     phases = Phases(args.device, synchronize=True, memory=True)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if args.device.type == "cuda" else [])]
-    recorder = profile(
-        activities=activities, schedule=schedule(wait=0, warmup=updates, active=recorded, repeat=1)
-    )
-    short: dict[str, Any] = {"phases": phases, "callbacks": [Advance(recorder, phases, updates)]}
-    with short_trainer(verb, config, args, (1 + steps) * updates, **short) as trainer, recorder:
+    recorder = profile(schedule=schedule(wait=0, warmup=updates, active=recorded, repeat=1))
+    advance = Advance(recorder, phases, updates)
+    short = short_trainer(verb, config, args, (1 + steps) * updates, phases=phases, callbacks=[advance])
+    with short as trainer, recorder:
         trainer.train()
     if args.should_save:
         write_trace(recorder, trace)

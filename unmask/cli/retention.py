@@ -80,7 +80,6 @@ def measure_retention(
     Raises:
         UnmaskError: as `evaluate` and `compare`.
     """
-    causal = is_causal(read_pattern(earlier))
     exact = [
         each.path
         for each in (earlier, model)
@@ -91,29 +90,23 @@ def measure_retention(
             f"note: the likelihoods of {exact[0]} are exact, and --samples is of those of the other model"
         )
     results = []
-    for each, without in ((earlier, causal), (model, False)):
-        left_out = (
-            {"against"}
-            | (OF_ESTIMATES if without else set())
-            | ({"samples"} if exact == [each.path] else set())
+    for each in (earlier, model):
+        causal = each is earlier and is_causal(read_pattern(earlier))
+        without = {"against"} | (OF_ESTIMATES if causal else set())
+        if exact == [each.path]:
+            without.add("samples")
+        unread = NOT_OF_CAUSAL_MODELS if causal else None
+        result = evaluate(
+            each,
+            EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=without)),
+            SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=unread)),
+            result_before(output) if output is not None and each is earlier else output,
+            harness,
+            processes,
+            reuse=reuse and each is earlier,
+            replace=replace,
         )
-        measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
-        sampled = SamplerConfig(
-            **sampler.model_dump(exclude_unset=True, exclude=NOT_OF_CAUSAL_MODELS if without else None)
-        )
-        path = output if each is model or output is None else result_before(output)
-        results.append(
-            evaluate(
-                each,
-                measured,
-                sampled,
-                path,
-                harness,
-                processes,
-                reuse=reuse and each is earlier,
-                replace=replace,
-            )
-        )
+        results.append(result)
     if processes.rank:
         return None
     before, after = results
@@ -178,10 +171,9 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
     if found is not None:
         path = folder / CONFIG_NAME
         content = json.loads(read_file(path))
-        differences = [_in_card(each) for each in found.comparison.differences]
         content[HISTORY_KEY][-1]["retention"] = {
             "of": without_folder(other or start.path),
-            "differences": differences,
+            "differences": [_in_card(each) for each in found.comparison.differences],
         }
         write_atomic(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
         write_card(load(folder, **trained.load_arguments()), folder)
@@ -191,7 +183,7 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
 def _in_card(difference: Difference) -> dict[str, Any]:
     """What the history of a model holds of a difference, in JSON types."""
     names = ("task", "metric", "items", "before", "after", "fraction")
-    low, high = (
-        bound if math.isfinite(bound) else None for bound in (difference.change.low, difference.change.high)
-    )
-    return {name: getattr(difference, name) for name in names} | {"low": low, "high": high}
+    bounds = {"low": difference.change.low, "high": difference.change.high}
+    return {name: getattr(difference, name) for name in names} | {
+        name: bound if math.isfinite(bound) else None for name, bound in bounds.items()
+    }

@@ -16,7 +16,7 @@ import typer
 from unmask.artifacts import read_file
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
-from unmask.errors import ConfigError, ModelError, first_line, require
+from unmask.errors import ConfigError, ModelError, require
 from unmask.models.model_paths import check_model, near_path
 from unmask.variables import ADMIN_KEY, API_KEY
 
@@ -152,10 +152,10 @@ def place_workers(
 ) -> tuple[list[str], int]:
     """The device of each worker, and how many sequences may wait in each; no devices: there are no
     workers."""
-    from unmask.serving.workers.devices import place
-
     if workers is None and devices is None:
         return [], queue_size
+    from unmask.serving.workers.devices import place
+
     if model.device_map is not None:
         what = "one model on all GPUs leaves none for other workers"
         raise ConfigError(what, where="--device-map", remedy="Leave it out, or --workers and --devices")
@@ -195,9 +195,8 @@ def show_requests() -> None:
 
 def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> list[dict[str, str]]:
     """The paths of adapters, and of models beside the one of this name, by their names, of options NAME=PATH.
-    Raises ConfigError for one without a name or a path, or for a name that is taken or is no text."""
+    Raises ConfigError for one without a name or a path, or for a name that is taken."""
     taken = {name: "MODEL"}
-    _check_name(name, "--name")
     found: list[dict[str, str]] = []
     for option, texts in (("--adapters", adapters), ("--model", models)):
         paths: dict[str, str] = {}
@@ -206,42 +205,22 @@ def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -
             if not (called and path):
                 remedy = f"Use {option} as in {option} style=runs/style/model"
                 raise ConfigError(f"{text!r} is not NAME=PATH", where=option, remedy=remedy)
-            _check_name(called, option)
             if called in taken:
+                what = f"{called!r} is the name of {taken[called]} already"
                 remedy = "Give every model a name of its own; --name is that of MODEL"
-                raise ConfigError(
-                    f"{called!r} is the name of {taken[called]} already", where=option, remedy=remedy
-                )
+                raise ConfigError(what, where=option, remedy=remedy)
             taken[called], paths[called] = f"{option} {text}", path
         found.append(paths)
     return found
 
 
-def _check_name(name: str, option: str) -> None:
-    """Raise ConfigError for a name with bytes that are not UTF-8, which no answer can carry."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"{name!r} is not UTF-8", where=option, remedy="Give the model another name"
-        ) from None
-
-
 def keys_of(file: Path | None) -> tuple[str, ...]:
     """The keys of which clients must send one: that of the environment, and those of a file."""
-    lines = [os.environ.get(API_KEY, "")]
-    if file is not None:
-        try:
-            lines += read_file(file).splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot be read ({first_line(error)})",
-                where=str(file),
-                remedy="Give a text file with a key a line",
-            ) from error
-        if not any(line.strip() for line in lines[1:]):
-            raise ConfigError("has no key", where=str(file), remedy="Write a key on each line")
-    return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    lines = [] if file is None else [line for line in read_file(file).splitlines() if line.strip()]
+    if file is not None and not lines:
+        raise ConfigError("has no key", where=str(file), remedy="Write a key on each line")
+    keys = map(str.strip, [os.environ.get(API_KEY, ""), *lines])
+    return tuple(dict.fromkeys(key for key in keys if key))
 
 
 def name_of(path: str) -> str:

@@ -21,27 +21,28 @@ from unmask.training.settings.listing import VERBS, grouped, matching, near_keys
 IN_HELP = ("data", "model", "sampler", "lora")
 """The sections whose settings help lists one by one."""
 MOST_SET = (
-    *(
-        "learning_rate",
-        "max_steps",
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "max_length",
-    ),
-    *("logging_steps", "save_steps", "eval_strategy", "seed"),
+    "learning_rate",
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "logging_steps",
+    "save_steps",
+    "eval_strategy",
+    "seed",
 )
 MOST_SET_OF_GRPO = (
-    *(
-        "method",
-        "learning_rate",
-        "max_steps",
-        "num_generations",
-        "per_device_train_batch_size",
-        "max_completion_length",
-        "steps",
-    ),
-    *("beta", "logging_steps", "save_steps"),
+    "method",
+    "learning_rate",
+    "max_steps",
+    "num_generations",
+    "per_device_train_batch_size",
+    "max_completion_length",
+    "steps",
+    "beta",
+    "logging_steps",
+    "save_steps",
 )
 """The ten settings with which help begins."""
 IN_PIPE = 10_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -37,46 +37,51 @@ def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
         ("model", str(output / TRAINED_MODEL)),
         ("time", f"{format_duration(seconds)}, {steps:,} step{'s' * (steps != 1)}"),
     ]
-    return [*rows, *_trained(lines), *_held_out(config, lines)] if steps else rows
+    if not steps:
+        return rows
+    values: dict[str, list[float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            values.setdefault(name, []).append(value)
+    return [*rows, *_trained(values, last_loss(lines)), *_held_out(config, values)]
 
 
-def _trained(lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Reward, the part of each function if there are several, or else the loss, and the accuracy: each from
+def _trained(values: Mapping[str, Sequence[float]], loss: float) -> Iterator[tuple[str, str]]:
+    """Reward, with each function's part if there are several, or else the loss, and the accuracy: each from
     its first to its last value."""
-    logged = dict.fromkeys(name for line in lines for name in line)
-    values = {name: [line[name] for line in lines if name in line] for name in logged}
-    if math.isfinite(loss := last_loss(lines)):
-        values.setdefault("loss", []).append(loss)
-    parts = [name for name in logged if name.startswith("rewards/") and name.rpartition("/")[0] not in logged]
-    names = ["reward", *(parts if len(parts) > 1 else [])] if "reward" in logged else ["loss", "accuracy"]
-    ends = {name: (values[name][0], values[name][-1]) for name in names if name in values}
-    rows = [("training loss" if name == "loss" else name, _change(*pair)) for name, pair in ends.items()]
+    if "reward" in values:
+        yield "reward", _change(values["reward"])
+        parts = [
+            each for each in values if each.startswith("rewards/") and each.rpartition("/")[0] not in values
+        ]
+        if len(parts) > 1:
+            yield from ((part, _change(values[part])) for part in parts)
+    else:
+        losses = [*values.get("loss", ()), *([loss] if math.isfinite(loss) else [])]
+        if losses:
+            yield "training loss", _change(losses)
+        if "accuracy" in values:
+            yield "accuracy", _change(values["accuracy"])
     if "reward_std" in values and not any(values["reward_std"]):
-        rows.append(("note", "in each step all completions had the same reward: nothing was learnt"))
-    return rows
+        yield "note", "in each step all completions had the same reward: nothing was learned"
 
 
-def _held_out(config: RunConfig, lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+def _held_out(config: RunConfig, values: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
     """The score or loss of held-out rows, or else the speed."""
     if evaluates(config):
         [scores] = read_result(Path(config.output_dir) / EVALUATION).tasks
         return [(f"held-out {name}", metric.shown(name)) for name, metric in scores.metrics.items()][:1]
-    speeds = {
-        "held-out loss": "eval_loss",
-        "tokens per second": "tokens_per_second",
-        "rows per second": "train_samples_per_second",
-    }
-    found = {name: [line[metric] for line in lines if metric in line] for name, metric in speeds.items()}
-    shown = [
-        (name, _change(values[0], values[-1]) if name == "held-out loss" else format_number(values[-1]))
-        for name, values in found.items()
-        if values
+    if "eval_loss" in values:
+        return [("held-out loss", _change(values["eval_loss"]))]
+    speeds = {"tokens per second": "tokens_per_second", "rows per second": "train_samples_per_second"}
+    return [(name, format_number(values[metric][-1])) for name, metric in speeds.items() if metric in values][
+        :1
     ]
-    return shown[:1]
 
 
-def _change(first: float, last: float) -> str:
-    return " → ".join(dict.fromkeys(map(format_number, (first, last))))
+def _change(values: Sequence[float]) -> str:
+    """The first and the last value, once if they are shown alike."""
+    return " → ".join(dict.fromkeys(map(format_number, (values[0], values[-1]))))
 
 
 def next_commands(verb: str, config: RunConfig) -> list[str]:
@@ -84,11 +89,9 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
     and a look at its texts; of a task after the last verb, its evaluation."""
     output, data = Path(config.output_dir), config.data
     model = str(output / TRAINED_MODEL)
-    task = (
-        ["--task", data.task, *(["--data", data.train] if isinstance(data.train, str) else [])]
-        if data.task
-        else []
-    )
+    task = ["--task", data.task] if data.task else []
+    if data.task and isinstance(data.train, str):
+        task += ["--data", data.train]
     following = {
         "pretrain": "convert",
         "convert": "sft",
@@ -99,22 +102,19 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
     few = ":" in str(data.task) and data.train is None  # a task of the user may have few problems
     kept = ("text_column", "style", "split", *(("max_rows", "eval_rows") if few else ()))
     changed = [name for name in kept if getattr(data, name) != DataConfig.model_fields[name].default]
-    same_data = (
-        [f"data.{name}={getattr(data, name)}" for name in changed] if task or following == "convert" else []
-    )
     imports = [f"imports=[{', '.join(config.imports)}]"] if config.imports else []
     if following is not None:
-        text = (
-            data.train
-            if following == "convert" and isinstance(data.train, str)
-            else EXAMPLES.get(following, "TEXT.jsonl")
-        )
-        source = [*(task or ["--data", text]), "--output", str(output.parent / following)]
-        commands.append([following, "--model", model, *source, *same_data, *imports])
+        text = EXAMPLES.get(following, "TEXT.jsonl")
+        if following == "convert" and isinstance(data.train, str):
+            text = data.train
+        words = [following, "--model", model, *(task or ["--data", text])]
+        words += ["--output", str(output.parent / following)]
+        if task or following == "convert":
+            words += [f"data.{name}={getattr(data, name)}" for name in changed]
+        commands.append([*words, *imports])
     elif task and not imports:  # of which `evaluate` knows nothing
-        commands.append(
-            ["evaluate", model, *task, *(["--style", data.style] if data.style != "plain" else [])]
-        )
+        style = ["--style", data.style] if data.style != "plain" else []
+        commands.append(["evaluate", model, *task, *style])
     if not task or not commands:
         commands.append(["generate", model, *(["--chat"] if _of_chats(data) else []), "--prompt", "TEXT"])
     return [shell_line(["unmask", *map(masked_argument, words)]) for words in commands]

@@ -15,18 +15,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
-from functools import cache, partial
-from itertools import islice
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
+from unmask.cli.bare_options import split_words
 from unmask.cli.compare import show_retention
+from unmask.cli.options import OverwriteFolder, Unsandboxed
 from unmask.cli.settings import most_set, show_help
 from unmask.cli.threads import choose_threads
 from unmask.config.layers import read_layers
@@ -53,10 +54,6 @@ from unmask.redaction import shown
 from unmask.tasks import Task, get_rewards, get_task
 from unmask.training.run_files import refuse_nothing
 from unmask.training.settings.listing import check_training
-from unmask.variables import ACCEPT_UNSANDBOXED
-
-if TYPE_CHECKING:
-    from unmask.cli.bare_options import BareNames
 
 
 class TrainingCommand(TyperCommand):
@@ -65,18 +62,12 @@ class TrainingCommand(TyperCommand):
     folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        no_path = [
-            after.startswith("-") or ("=" in after and not Path(after).is_dir()) for after in [*args[1:], "-"]
-        ]
-        args = [
-            "--resume=" if arg == "--resume" and alone else arg
-            for arg, alone in zip(args, no_path, strict=False)
-        ]
-        is_flag = {
-            name: bool(getattr(param, "is_flag", False))
-            for param in self.get_params(ctx)
-            for name in param.opts
-        }
+        for place, (arg, after) in enumerate(pairwise([*args, "-"])):
+            no_path = after.startswith("-") or ("=" in after and not Path(after).is_dir())
+            if arg == "--resume" and no_path:
+                args[place] = "--resume="
+        params = self.get_params(ctx)
+        is_flag = {name: getattr(param, "is_flag", False) for param in params for name in param.opts}
         options, settings, ctx.meta[KEYS] = split_words(str(ctx.info_name), args, is_flag)
         return super().parse_args(ctx, [*options, "--", *settings] if settings else options)
 
@@ -86,56 +77,6 @@ class TrainingCommand(TyperCommand):
         super().format_help(ctx, formatter)
         self.help = described
         show_help(verb)
-
-
-def split_words(
-    verb: str, args: Sequence[str], is_flag: Mapping[str, bool]
-) -> tuple[list[str], list[str], dict[str, str]]:
-    """Separate the options of a verb from its settings.
-
-    Args:
-        verb: a training verb.
-        args: the command line after it.
-        is_flag: whether an option takes no value, by its name.
-
-    Returns: The options with their values; the settings as `NAME=VALUE`; the dotted keys of those that were
-        named without their section, by the names as they were typed.
-
-    Raises:
-        ConfigError: an option is none of the verb and no setting, or a setting has no value.
-    """
-    options, settings, words = list[str](), list[str](), deque(word for word in args if word != "--")
-
-    @cache
-    def names() -> BareNames:
-        from unmask.cli.bare_options import BareNames
-
-        return BareNames(verb, is_flag)
-
-    keys: dict[str, str] = {}
-    while words:
-        word = words.popleft()
-        name, equals, _ = word.partition("=")
-        option = name.replace("_", "-")
-        if word.startswith("--") and option in is_flag:
-            options.append(word)
-            if not equals and not is_flag[option]:
-                if not words or words[0].startswith("--"):
-                    raise ConfigError(
-                        "has no value", where=name, remedy=f"Write {name} VALUE, or {name}=VALUE"
-                    )
-                options.append(words.popleft())
-        elif word.startswith("--"):
-            settings.append(names().read_option(word, words))
-            keys = names().keys
-        elif word.startswith("-"):
-            options.append(word)
-        else:
-            if equals and name.partition(".")[0] not in RunConfig.model_fields:
-                names().read_word(word)
-                keys = names().keys
-            settings.append(word)
-    return options, settings, keys
 
 
 VERB_HELP = {
@@ -161,24 +102,6 @@ TRACE = "trace.json"
 KEYS = "unmask.keys"
 """The key under which the parser passes the verb the dotted keys of settings, by the names that stand for
 them."""
-
-
-def accept_unsandboxed_code(accepted: bool) -> bool:
-    """Let this process and those that it starts run programs without isolation."""
-    if accepted:
-        os.environ[ACCEPT_UNSANDBOXED] = "1"
-    return accepted
-
-
-Unsandboxed = Annotated[
-    bool,
-    typer.Option(
-        "--i-accept-unsandboxed-code",
-        is_eager=True,  # before `--rerun`
-        callback=accept_unsandboxed_code,
-        help="Run model-written programs even if no sandbox isolates them.",
-    ),
-]
 
 
 Tokenizer = Annotated[
@@ -232,9 +155,7 @@ def train(
             metavar="[PATH]", help="Resume from the last checkpoint in the output folder, or from PATH."
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")
-    ] = False,
+    overwrite: OverwriteFolder = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config and exit.")
     ] = False,
@@ -257,24 +178,26 @@ def train(
 
     verb = str(ctx.info_name)
     refuse_old(config or [])
-    flags: dict[str, Any] = {
-        "model.path": model,
-        "model.tokenizer": tokenizer,
-        "data.train": data,
-        "data.task": task,
-    }
-    flags |= {"output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    given: dict[str, Any] = {
-        "flags": flags,
-        "overrides": overrides or [],
-        "keys": ctx.meta[KEYS],
-        "older": older_layers(os.environ, verb),
-    }
-    layers = read_layers(recipes=recipes, config_files=config or [], environ=os.environ, **given)
+    layers = read_layers(
+        recipes=recipes,
+        config_files=config or [],
+        environ=os.environ,
+        flags={
+            "model.path": model,
+            "model.tokenizer": tokenizer,
+            "data.train": data,
+            "data.task": task,
+            "output_dir": output,
+            "overwrite": overwrite or None,
+        },
+        overrides=overrides or [],
+        keys=ctx.meta[KEYS],
+        older=older_layers(os.environ, verb),
+    )
     import_modules(layers)
     if mode or recipes:
-        resolve(layers)  # a mistake is told before anything heavy is imported
+        resolve(layers)  # mistakes are found before anything heavy is imported
         from unmask.cli.modes import adapt_recipes
 
         layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))

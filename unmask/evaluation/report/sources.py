@@ -6,7 +6,6 @@ import json
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,78 +24,52 @@ from unmask.training.runs import find_runs
 MODEL_FOLDER = "model"
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What a report is about, in the order given: folders of runs, and results with the path or name of their
-    model."""
-
-    runs: list[Path]
-    results: list[tuple[str, EvaluationResult]]
-
-
 def report_of(paths: Sequence[Path], title: str = "Unmask: runs and evaluations") -> Report:
     """The report of folders of runs (or folders that hold some) and of result files.
 
     Raises: DataError: a path that does not exist, a folder without runs, a log or result file that cannot be
         read.
     """
-    sources = read_sources(paths)
-    of_runs = [_key(str(folder)) for folder in sources.runs]
-    keys = list(dict.fromkeys([*of_runs, *(key for key, _ in sources.results)]))
-    names = short_names(keys)
-    color = {key: number for number, key in enumerate(keys)}
-    runs = [
-        read_run(folder, names[key], color[key]) for folder, key in zip(sources.runs, of_runs, strict=True)
-    ]
-    results = [Result(names[key], color[key], content) for key, content in sources.results]
+    folders, results = read_sources(paths)
+    runs = [_key(str(folder)) for folder in folders]
+    keys = list(dict.fromkeys([*runs, *(key for key, _ in results)]))
+    names, color = short_names(keys), {key: number for number, key in enumerate(keys)}
+    counts = ((len(folders), "run"), (len(results), "evaluation"))
     return make_report(
         title=title,
-        subtitle=_subtitle(sources),
+        subtitle=" and ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count),
         entries=[names[key] for key in keys],
-        runs=runs,
-        results=results,
+        runs=[read_run(folder, names[key], color[key]) for folder, key in zip(folders, runs, strict=True)],
+        results=[Result(names[key], color[key], content) for key, content in results],
     )
 
 
-def _subtitle(sources: Sources) -> str:
-    counts = ((len(sources.runs), "run"), (len(sources.results), "evaluation"))
-    return " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
-
-
-def read_sources(paths: Sequence[Path]) -> Sources:
-    """Find the runs in folders, with their evaluations, and read result files, each once. Errors are those of
-    `report_of`."""
-    runs: list[Path] = []
-    results: list[tuple[str, EvaluationResult]] = []
-    seen: set[Path] = set()
+def read_sources(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[str, EvaluationResult]]]:
+    """The runs in folders; their evaluations and those in result files, by the key of their model. Each is
+    read once. Errors are those of `report_of`."""
+    runs: dict[Path, Path] = {}
+    results: dict[Path, tuple[str, EvaluationResult]] = {}
     for path in paths:
-        if path.is_dir():
-            found = (
-                sorted({file.parent for file in path.glob(f"**/{LOG_NAME}")})
-                or [path][: (path / EVALUATION).is_file()]
-            )
-            if not found:
-                remedy = "Give the folder of a run, one that holds runs, or the result file of an evaluation"
-                raise DataError(f"holds no run (no {LOG_NAME})", where=str(path), remedy=remedy)
-            runs += [
-                folder for folder in found if folder.resolve() not in seen and (folder / LOG_NAME).is_file()
-            ]
-            own = [folder for folder in found if (folder / EVALUATION).resolve() not in seen]
-            results += [
-                (_key(str(folder)), content)
-                for folder in own
-                if (content := _own_evaluation(folder)) is not None
-            ]
-            seen |= {place.resolve() for folder in found for place in (folder, folder / EVALUATION)}
-        elif path.resolve() not in seen:
-            results.append((_owner(path, content := read_result(path)), content))
-            seen.add(path.resolve())
-    return Sources(runs, results)
+        if not path.is_dir():
+            if path.resolve() not in results:
+                content = read_result(path)
+                results[path.resolve()] = _owner(path, content), content
+            continue
+        found = sorted({file.parent for file in path.glob(f"**/{LOG_NAME}")})
+        if not found and not (path / EVALUATION).is_file():
+            remedy = "Give the folder of a run, one that holds runs, or the result file of an evaluation"
+            raise DataError(f"holds no run (no {LOG_NAME})", where=str(path), remedy=remedy)
+        for folder in found or [path]:
+            if found:
+                runs.setdefault(folder.resolve(), folder)
+            own = (folder / EVALUATION).resolve()
+            if own not in results and (content := _own_evaluation(folder)) is not None:
+                results[own] = _key(str(folder)), content
+    return list(runs.values()), list(results.values())
 
 
 def _own_evaluation(folder: Path) -> EvaluationResult | None:
-    """The evaluation at the end of a run. One that cannot be read hides nothing else: it is named in a
-    warning."""
+    """The evaluation at the end of a run. One that cannot be read is left out, with a warning."""
     try:
         return read_result(folder / EVALUATION) if (folder / EVALUATION).is_file() else None
     except DataError as error:
@@ -128,18 +101,13 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def read_run(folder: Path, name: str, color: int, description: str = "") -> Run:
     """A run by its log, and by its manifest if it has one."""
     lines = [line for line in MetricsLog(folder / LOG_NAME).read() if isinstance(line, dict)]
-    manifest = folder / RUN_MANIFEST
-    found = (
-        [run for run in find_runs([folder]) if Path(run["folder"]) == folder] if manifest.is_file() else []
-    )
     known: dict[str, Any] = {"verb": folder.name}
-    if found:
-        known = {key: found[0][key] for key in ("verb", "state", "steps")} | {
-            "settings": json.loads(manifest.read_text("utf-8"))
-        }
-    rows = (
-        json.loads(read_file(folder / DATA_REPORT))["train"].get("rows", ())
-        if (folder / DATA_REPORT).is_file()
-        else ()
-    )
+    if (folder / RUN_MANIFEST).is_file():
+        for run in find_runs([folder]):
+            if Path(run["folder"]) == folder:
+                settings = json.loads((folder / RUN_MANIFEST).read_text("utf-8"))
+                known = {key: run[key] for key in ("verb", "state", "steps")} | {"settings": settings}
+    rows = ()
+    if (folder / DATA_REPORT).is_file():
+        rows = json.loads(read_file(folder / DATA_REPORT))["train"].get("rows", ())
     return Run(name=name, color=color, description=description, lines=lines, rows=rows, **known)

@@ -40,51 +40,45 @@ GROUPS: dict[str, tuple[str, ...]] = {
     MEMORY: ("score_chunk", "flash_attention", "optimizer_offload", "fsdp", "cudnn_benchmark"),
     LOGS: ("logging_steps", "report_to", "logging_dir", "log_memory_usage", "log_variance_steps"),
     "data": (
-        *(
-            "max_length",
-            "text_column",
-            "packing",
-            "token_cache",
-            "canvas_length",
-            "bad_rows",
-            "truncate_prompt",
-            "truncate_completion",
-        ),
+        "max_length",
+        "text_column",
+        "packing",
+        "token_cache",
+        "canvas_length",
+        "bad_rows",
+        "truncate_prompt",
+        "truncate_completion",
         "learn",
     ),
 }
 """The settings of each group of `--help`, in the order in which it shows the groups."""
 OF_GRPO: dict[str, tuple[str, ...]] = {
     SAMPLING: (
-        *(
-            "temperature",
-            "score_temperature",
-            "max_completion_length",
-            "steps",
-            "block_size",
-            "policy",
-            "stop_at_eos",
-            "beyond_eos",
-        ),
-        *("constraint", "rollout", "max_staleness"),
+        "temperature",
+        "score_temperature",
+        "max_completion_length",
+        "steps",
+        "block_size",
+        "policy",
+        "stop_at_eos",
+        "beyond_eos",
+        "constraint",
+        "rollout",
+        "max_staleness",
     ),
     REWARDS: (
-        *(
-            "reward_weights",
-            "reward_workers",
-            "reward_timeout",
-            "reward_errors",
-            "max_unscored_rollouts",
-            "overlong_buffer",
-        ),
-        *(
-            "difficulty",
-            "difficulty_reward",
-            "drop_equal_groups",
-            "dynamic_sampling",
-            "curriculum",
-            "mask_truncated",
-        ),
+        "reward_weights",
+        "reward_workers",
+        "reward_timeout",
+        "reward_errors",
+        "max_unscored_rollouts",
+        "overlong_buffer",
+        "difficulty",
+        "difficulty_reward",
+        "drop_equal_groups",
+        "dynamic_sampling",
+        "curriculum",
+        "mask_truncated",
     ),
     MEMORY: ("rollout_batch_size",),
     LOGS: ("log_completions_steps", "log_completions_rows", "performance_log_interval"),
@@ -103,11 +97,8 @@ def _listed() -> dict[str, Any]:
     listed = json.loads(SETTINGS.read_text(encoding="utf-8"))
     if listed["transformers"] != package_version("transformers"):
         known = {row[0] for verb in VERBS for row in (*listed["stock"], *listed[verb])}
-        new = [
-            key
-            for name in fields_of_training_arguments()
-            if (key := f"training.{name}") not in known and name not in SET_BY_RUN
-        ]
+        keys = [f"training.{name}" for name in fields_of_training_arguments() if name not in SET_BY_RUN]
+        new = [key for key in keys if key not in known]
         listed["stock"] += [[key, "Any", None, ""] for key in new]
         listed |= {verb: listed[verb] + new for verb in VERBS}
     return listed
@@ -118,14 +109,10 @@ def fields_of_training_arguments() -> list[str]:
     found: Any = importlib.util.find_spec("transformers")
     [folder] = found.submodule_search_locations
     tree = ast.parse(Path(folder, "training_args.py").read_text(encoding="utf-8"))
-    body = next(
+    [fields] = (
         node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
     )
-    names = [
-        node.target.id
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
+    names = [ast.unparse(node.target) for node in fields if isinstance(node, ast.AnnAssign)]
     return [name for name in names if not name.startswith("_")]
 
 
@@ -154,30 +141,19 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
     """Raise ConfigError for a key that the section `training` does not have, a value of another type or out
     of its range, or a setting without effect beside the others. What else cannot be combined is checked by
     the verb's config. `own_methods`: whether imported modules may have added methods."""
-    settings = {
-        setting.name: setting
-        for setting in settings_of_verb(verb)
-        if setting.key == f"training.{setting.name}"
-    }
+    settings = {each.name: each for each in settings_of_verb(verb) if each.key == f"training.{each.name}"}
     refuse_unknown(training, settings, "training", SET_BY_RUN)
-    values = {name: setting.default for name, setting in settings.items()}
+    values = {name: setting.default for name, setting in settings.items()} | {**training}
     for name, value in training.items():
         kinds = settings[name].type.split(" | ")
         words = [kind for kind in kinds if kind not in BASIC]
-        values[name] = value
+        is_choice = "str" not in kinds and all(map(WORD.fullmatch, words))
         if not words:
-            values[name] = checked(
-                value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}"
-            )
-        elif (
-            isinstance(value, str)
-            and value not in words
-            and "str" not in kinds
-            and all(map(WORD.fullmatch, words))
-        ):
-            raise ConfigError(
-                f"unknown {name} {value!r}", where=f"training.{name}", remedy=f"Use one of {', '.join(words)}"
-            )
+            kind = functools.reduce(operator.or_, (BASIC[kind] for kind in kinds))
+            values[name] = checked(value, kind, f"training.{name}")
+        elif isinstance(value, str) and value not in words and is_choice:
+            remedy = f"Use one of {', '.join(words)}"
+            raise ConfigError(f"unknown {name} {value!r}", where=f"training.{name}", remedy=remedy)
     limited = {name: setting.limits for name, setting in settings.items() if setting.limits is not None}
     # What a setting needs may be set by a method if it is unset here.
     given = [
@@ -191,32 +167,21 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
         check_stock(values.__getitem__)
     except ConfigError as error:
         raise error.moved(f"training.{error.where}") from error
-
     method, methods = training.get("method"), _listed()["methods"]
-    if (
-        isinstance(method, str)
-        and not own_methods
-        and ":" not in method
-        and not method.endswith(".py")
-        and method not in methods
-    ):
-        raise ConfigError(
-            f"unknown method {method!r}", where="training.method", remedy=did_you_mean(method, methods)
-        )
+    named = isinstance(method, str) and ":" not in method and not method.endswith(".py")
+    if named and method not in methods and not own_methods:
+        remedy = did_you_mean(str(method), methods)
+        raise ConfigError(f"unknown method {method!r}", where="training.method", remedy=remedy)
 
 
 def grouped(verb: str) -> dict[str, list[Setting]]:
     """The settings that the verb adds to TrainingArguments or changes there, by group."""
-    groups: dict[str, list[Setting]] = {title: [] for title in (METHOD, *GROUPS)}
     tables = (OF_GRPO, GROUPS) if verb == "grpo" else (GROUPS,)
+    group = {name: title for table in reversed(tables) for title, names in table.items() for name in names}
+    groups: dict[str, list[Setting]] = {title: [] for title in (METHOD, *GROUPS)}
     for setting in settings_of_verb(verb):
         if setting.key.startswith("training.") and not setting.stock:
-            groups[
-                next(
-                    (title for table in tables for title, names in table.items() if setting.name in names),
-                    METHOD,
-                )
-            ].append(setting)
+            groups[group.get(setting.name, METHOD)].append(setting)
     return {title: settings for title, settings in groups.items() if settings}
 
 
@@ -228,13 +193,9 @@ def matching(settings: Iterable[Setting], pattern: str | None) -> list[Setting]:
     text = pattern.lower()
     name = text.lstrip("-").replace("-", "_")
     if "*" in name or "?" in name:
-        return [
-            setting
-            for setting in settings
-            if fnmatchcase(setting.key, name) or fnmatchcase(setting.name, name)
-        ]
-    found = [setting for setting in settings if name in setting.key or text in setting.help.lower()]
-    return sorted(found, key=lambda setting: name not in setting.key)
+        return [each for each in settings if fnmatchcase(each.key, name) or fnmatchcase(each.name, name)]
+    found = [each for each in settings if name in each.key or text in each.help.lower()]
+    return sorted(found, key=lambda each: name not in each.key)
 
 
 def near_keys(name: str, settings: Iterable[Setting]) -> list[str]:

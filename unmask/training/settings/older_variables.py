@@ -17,10 +17,7 @@ from unmask.training.settings.listing import settings_of_verb
 
 Settings = dict[str, Any]
 """Values by dotted key."""
-SWITCH = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 VLLM_PORT = 8000
 BATCH_VARIABLES = ("DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE")
 
@@ -72,20 +69,17 @@ def with_whole_groups(layers: Layers, environ: Mapping[str, str]) -> Layers:
     """The layers of `unmask grpo`. Where a variable changes the batch so that a step does not hold whole
     groups, gradients are accumulated over as many batches as keep the step's completions, or nearly so,
     unless a user says over how many."""
-    batch_key, steps_key = (
-        f"training.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    )
+    batch_key, steps_key = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
     variables = [f"environment variable {name}" for name in BATCH_VARIABLES]
-    steps_source = layers.source_of(steps_key)
-    if (source := layers.source_of(batch_key)) not in variables or not (steps_source or "recipe ").startswith(
-        "recipe "
-    ):
+    source, steps_source = layers.source_of(batch_key), layers.source_of(steps_key)
+    if source not in variables or not (steps_source or "recipe ").startswith("recipe "):
         return layers
     earlier = Layers(layer for layer in layers if layer.source not in variables)
     defaults = {setting.key: setting.default for setting in settings_of_verb("grpo")}
+    group_key = "training.num_generations"
     batch, before = layers.value_of(batch_key), earlier.value_of(batch_key) or defaults[batch_key]
     accumulated = layers.value_of(steps_key) or defaults[steps_key]
-    group = layers.value_of("training.num_generations") or defaults["training.num_generations"]
+    group = layers.value_of(group_key) or defaults[group_key]
     # which are refused later
     if not all(isinstance(number, int) and number > 0 for number in (before, accumulated, group)):
         return layers
@@ -93,13 +87,8 @@ def with_whole_groups(layers: Layers, environ: Mapping[str, str]) -> Layers:
     if accumulated % whole == 0:
         return layers
     steps = whole * max(1, round(before * accumulated / batch / whole))
-    _say(
-        environ,
-        (
-            f"{steps_key} is {steps}, as {accumulated} batches of {batch} completions are no whole groups "
-            f"of {group}"
-        ),
-    )
+    reason = f"{accumulated} batches of {batch} completions are no whole groups of {group}"
+    _say(environ, f"{steps_key} is {steps}, as {reason}")
     return Layers([*layers, Layer(str(source), nested_settings({steps_key: steps}))])
 
 
