@@ -230,10 +230,9 @@ def test_a_file_that_is_no_conversation_changes_nothing(chat, tmp_path, text, me
 
 
 def test_files_that_cannot_be(chat, tmp_path):
-    with pytest.raises(DataError, match="No such file"):
-        chat.command(f"/load {tmp_path}/absent")
-    with pytest.raises(DataError, match="Is a directory"):
-        chat.command(f"/load {tmp_path}")
+    for folder in (f"{tmp_path}/absent", tmp_path):  # shown on a terminal, and the end of a pipe
+        with pytest.raises((FileNotFoundError, IsADirectoryError)):
+            chat.command(f"/load {folder}")
     with pytest.raises(ConfigError):
         chat.command(f"/save {tmp_path}")
 

@@ -209,13 +209,11 @@ class Chat:
 
 
 def read_chat(path: Path) -> SavedChat:
-    """A saved conversation. Raises DataError if the file is missing or holds something else, and ConfigError
-    for settings out of range."""
+    """A saved conversation. Raises DataError if the file holds something else, and ConfigError for settings
+    out of range."""
     remedy = "Name a file that /save wrote"
     try:
         values = json.loads(read_file(path))
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     except ValueError as error:
         raise DataError(f"is not JSON: {error}", where=str(path), remedy=remedy) from error
     if not isinstance(values, dict):

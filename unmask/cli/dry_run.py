@@ -129,7 +129,7 @@ def _row(
         "predicted seconds a step": _shown(predicted),
         "seconds a step": _shown(seconds),
         "hours in all": _shown(hours),
-        "predicted peak GB": _shown(estimate and estimate.peak / 1e9),
+        "predicted peak GB": _shown(None if estimate is None else estimate.peak / 1e9),
         "peak GB so far": _shown(None if seconds is None else memory_metrics(args.device)["memory_gb"]),
     }
 

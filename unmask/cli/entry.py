@@ -56,6 +56,7 @@ PATH_ERRORS = (
     errno.ENAMETOOLONG,
     errno.EACCES,
     errno.ENOENT,
+    errno.EISDIR,
     errno.ENOTDIR,
     errno.EROFS,
     errno.ENOSPC,
@@ -117,7 +118,7 @@ def _error_of_user(error: Exception) -> UnmaskError | None:
         return own
     path = str(error.filename or "")  # unknown where a file that is open cannot grow
     where = path if len(path) < 1000 else f"{path[:60]}..."
-    return ConfigError(error.strerror, where=where or None, remedy="Correct it, or choose another path")
+    return ConfigError(str(error.strerror), where=where or None, remedy="Correct it, or choose another path")
 
 
 def _report(error: UnmaskError) -> None:

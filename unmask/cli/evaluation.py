@@ -9,11 +9,12 @@ import io
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from accelerate import PartialState
 from pydantic import BaseModel
@@ -48,7 +49,8 @@ from unmask.training.distributed import alone_with
 from unmask.training.durable.launchers import check_processes, connected_processes
 
 
-class Processes(NamedTuple):
+@dataclass(frozen=True)
+class Processes:
     """The processes of a launcher, of which the first writes."""
 
     rank: int = 0
@@ -168,7 +170,6 @@ def evaluate(
         log = None
         if output is not None and (parts or documents):
             log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
-        scores, seconds = dict[str, TaskScores](), dict[str, float]()
         measures: dict[str, Measure] = {
             name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()
         }
@@ -176,14 +177,7 @@ def evaluate(
             measures[LIKELIHOOD] = lambda phase: [documents.measure(lm, log, phase)]
         if harness is not None and evaluation.lm_eval:
             measures[LM_EVAL] = partial(_of_harness, harness(), lm, evaluation, sampler, output)
-        stream = None if processes.rank == 0 else io.StringIO()
-        with Progress([(name, 1.0) for name in measures], stream=stream) as progress:
-            for name, measure in measures.items():
-                started = time.perf_counter()
-                with progress.phase(name) as phase:
-                    found = {each.task if name == LM_EVAL else name: each for each in measure(phase)}
-                scores |= found
-                seconds |= dict.fromkeys(found, time.perf_counter() - started)
+        scores, seconds = _measure_all(measures, None if processes.rank == 0 else io.StringIO())
         times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
         result = EvaluationResult(
             model=identity,
@@ -199,6 +193,21 @@ def evaluate(
             for path in output.parent.glob(f"{glob.escape(answers_beside(output).name)}_rank*.db"):
                 path.unlink()
         return result
+
+
+def _measure_all(
+    measures: Mapping[str, Measure], stream: TextIO | None
+) -> tuple[dict[str, TaskScores], dict[str, float]]:
+    """The scores of each part, and the seconds that they took. `stream` shows the progress; None: stderr."""
+    scores, seconds = dict[str, TaskScores](), dict[str, float]()
+    with Progress([(name, 1.0) for name in measures], stream=stream) as progress:
+        for name, measure in measures.items():
+            started = time.perf_counter()
+            with progress.phase(name) as phase:
+                found = {each.task if name == LM_EVAL else name: each for each in measure(phase)}
+            scores |= found
+            seconds |= dict.fromkeys(found, time.perf_counter() - started)
+    return scores, seconds
 
 
 def _unchanged(

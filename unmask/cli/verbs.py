@@ -65,20 +65,22 @@ def refuse_chat(data: DataConfig) -> None:
         )
 
 
-def judge_sampler(config: RunConfig, task: Task | None) -> dict[str, Any]:
-    """The sampler of the completions that a judge compares."""
-    return {"sampler": config.sampler}
-
-
-def reward_functions(config: RunConfig, task: Task | None) -> dict[str, Any]:
-    """The reward functions: those of the config, or else the task's."""
-    return {"reward_funcs": config.rewards or ([task.name] if task else [])}
-
-
 VERBS = {
     "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
     "convert": Verb(ConvertTrainer, ConvertConfig, as_pairs, "canvas_length"),
     "sft": Verb(SFTTrainer, SFTConfig, as_pairs, "canvas_length"),
-    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length", judge_sampler),
-    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length", reward_functions),
+    "dpo": Verb(
+        DPOTrainer,
+        DPOConfig,
+        as_preferences,
+        "canvas_length",
+        lambda config, task: {"sampler": config.sampler},  # of the completions that a judge compares
+    ),
+    "grpo": Verb(
+        GRPOTrainer,
+        GRPOConfig,
+        as_pairs,
+        "max_completion_length",
+        lambda config, task: {"reward_funcs": config.rewards or ([task.name] if task else [])},
+    ),
 }

@@ -52,8 +52,8 @@ def read_sources(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[str, Eva
     for path in paths:
         if not path.is_dir():
             if path.resolve() not in results:
-                content = read_result(path)
-                results[path.resolve()] = _owner(path, content), content
+                result = read_result(path)
+                results[path.resolve()] = _owner(path, result), result
             continue
         found = sorted({file.parent for file in path.glob(f"**/{LOG_NAME}")})
         if not found and not (path / EVALUATION).is_file():
