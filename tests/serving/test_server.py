@@ -303,7 +303,7 @@ def test_logs_have_no_prompts_unless_asked(tmp_path: Path) -> None:
             {},
             "--weights-from: weights may be replaced only with a key of its own. Set UNMASK_ADMIN_KEY to",
         ),
-        (["--api-keys", "absent"], {}, "absent: cannot be read"),
+        (["--api-keys", "absent"], {}, "absent: No such file"),
     ],
 )
 def test_unsafe_settings_are_refused_before_a_model_is_read(
