@@ -226,7 +226,8 @@ def compare_memory() -> None:
 def most_scored(trainer: GRPOTrainer, update: Update) -> int:
     """The number of tokens scored in the largest pass of an update."""
     return max(
-        int(update.views.target_BMT[piece].sum()) for piece in trainer.per_view.chunks_with_targets(update)
+        int(update.views.target_BMT[piece].sum())
+        for piece in trainer.per_view.chunks_with_targets(trainer.lm, update)
     )
 
 

@@ -133,13 +133,6 @@ TWO_PROCESSES = {
 """Words after `python` that start two processes on the CPU. `accelerate launch --cpu` would start one."""
 
 
-def as_earlier_version(checkpoint: pathlib.Path) -> None:
-    """Make a checkpoint as versions did that neither recorded a run's settings nor listed the files."""
-    for name in ("run.json", "checkpoint_files.json"):
-        (checkpoint / name).unlink()
-    (checkpoint / "metric_sums.json").rename(checkpoint / "recorded.json")
-
-
 def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:
     """All rows of a task's file."""
     return read_problems(task, str(path), None, split="test")

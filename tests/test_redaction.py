@@ -39,8 +39,8 @@ from unmask.redaction import (
     masked_words,
     shown,
 )
-from unmask.training.durable.lost_process import resume_command
 from unmask.training.model_history import chosen_settings
+from unmask.training.run.lost_process import resume_command
 
 SECRET = "s3cr3t-p4ss"
 TOKEN = "hf_" + "a1B2" * 8

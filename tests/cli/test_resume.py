@@ -12,7 +12,7 @@ from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.yaml import parse_yaml
 from unmask.models.load import load
-from unmask.training import checkpoints
+from unmask.training.run import checkpoint
 
 FOUR = ["training.max_steps=4", "training.save_steps=2", "training.lr_scheduler_type=constant"]
 
@@ -85,9 +85,9 @@ def test_a_checkpoint_is_hashed_once(verb, most, model, tmp_path, monkeypatch):
         tmp_path / "out",
     ]
     assert unmask(*run).exit_code == 0
-    hashed, fault = [], checkpoints.fault
+    hashed, fault = [], checkpoint.fault
     shutil.rmtree(max((tmp_path / "out").rglob("checkpoint-*")))
-    monkeypatch.setattr(checkpoints, "fault", lambda folder: hashed.append(folder) or fault(folder))
+    monkeypatch.setattr(checkpoint, "fault", lambda folder: hashed.append(folder) or fault(folder))
     resumed = unmask(*run, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert {path.name for path in hashed} == {

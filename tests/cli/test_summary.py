@@ -10,7 +10,7 @@ import pytest
 from unmask.artifacts import MetricsLog
 from unmask.cli.summary import next_commands, summarise
 from unmask.config.run import RunConfig
-from unmask.training.run_files import LOG_NAME
+from unmask.training.run.folder import LOG_NAME
 
 
 def config(folder, **data):

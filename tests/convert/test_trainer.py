@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from tests.helpers import as_earlier_version, partly_slow
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, make, settings, stock, tiny, weights
 from unmask.cli import app
 from unmask.config.run import SamplerConfig
@@ -278,20 +278,6 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
         )
     with pytest.raises(ConfigError, match=r"stages: would make another run"):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
-    for record in (tmp_path / "first").rglob("run.json"):
-        as_earlier_version(record.parent)
-    with (
-        pytest.warns(RuntimeWarning, match="earlier version"),
-        pytest.raises(TrainingError, match="is after 6 steps of stage 2, which"),
-    ):
-        convert(tmp_path / "third", **run | {"max_steps": 6}).train(
-            resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6"
-        )
-    with (
-        pytest.warns(RuntimeWarning, match="earlier version"),
-        pytest.raises(TrainingError, match="is of stage 3, but this conversion"),
-    ):
-        convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
 
 
 OWN_CODE = """
@@ -358,7 +344,7 @@ def test_a_stage_killed_before_its_evaluation_is_evaluated(tmp_path):
 
 
 def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.training.resume.fingerprints.STREAMED_ROWS", 1)
+    monkeypatch.setattr("unmask.training.run.fingerprints.STREAMED_ROWS", 1)
     run = {
         "lr_scheduler_type": "constant",
         "save_strategy": "steps",

@@ -13,7 +13,7 @@ from tests.rl.hostile_rewards import BODIES, source
 from tests.training.tiny_runs import PAIRS, make
 from unmask.errors import RunStopped, TrainingError
 from unmask.rl.weighted_rewards import Rewards
-from unmask.training.durable.stopping import StopOnSignal
+from unmask.training.run.around import StopOnSignal
 
 ROWS = [{"prompt": f"p{i}", "answer": [str(i)]} for i in range(3)]
 TEXTS, IDS = ["a", "b", "c"], [[4], [5], [6]]

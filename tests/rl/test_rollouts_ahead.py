@@ -28,7 +28,7 @@ from unmask.rl.methods.base import METHODS
 from unmask.rl.prompts import GroupSampler
 from unmask.rl.rollouts_ahead import weights_in_use
 from unmask.rl.trainer import GRPOTrainer
-from unmask.training.durable.stopping import StopOnSignal
+from unmask.training.run.around import StopOnSignal
 
 WITH_RATIO = [
     "diffu-grpo",

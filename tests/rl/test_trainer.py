@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import (
     PAIRS,
     equal,
@@ -42,7 +41,7 @@ from unmask.rl.rollout_collector import RewardedCompletions
 from unmask.rl.trainer import GRPOTrainer
 from unmask.rl.update_buffer import Update, load_updates, save_updates
 from unmask.tasks import get_task
-from unmask.training.durable.checkpoint_files import FILE_LIST, described
+from unmask.training.run.checkpoint import FILE_LIST, described
 
 METHODS = ["diffu-grpo", "cj-grpo"]
 
@@ -607,16 +606,6 @@ def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
     make("grpo", tmp_path, max_steps=6, **shape).train()
     with pytest.raises(ConfigError, match="train_dataset: would make another run"):
         make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
-    as_earlier_version(tmp_path / "checkpoint-6")
-    earlier = pytest.warns(RuntimeWarning, match="earlier version")
-    with (
-        earlier,
-        pytest.raises(
-            TrainingError,
-            match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the dataset has 4",
-        ),
-    ):
-        make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
@@ -625,29 +614,23 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     (tmp_path / "checkpoint-1" / "rollouts-0.pt").write_bytes(b"torn")
     with pytest.raises(
         TrainingError,
-        match=r"checkpoint-1: rollouts-0.pt has 4 bytes instead of .*Use --resume without a path",
+        match=r"checkpoint-1: rollouts-0.pt is damaged.*Use --resume without a path",
     ):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (
-            {"gradient_accumulation_steps": 1},
-            r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[4\]",
-        ),
-        (
-            {"per_device_train_batch_size": 2},
-            r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]",
-        ),
-        ({"num_iterations": 3}, "was made with num_iterations 2, not 3"),
-        ({"method": "cj-grpo"}, "was made with method diffu-grpo, not cj-grpo"),
-        ({"score_temperature": 0.5}, "was made with log_prob_temperature 1.0, not 0.5"),
-        ({"beta": 0.1}, "was made with needs_reference False, not True"),
+        {"gradient_accumulation_steps": 1},
+        {"per_device_train_batch_size": 2},
+        {"num_iterations": 3},
+        {"method": "cj-grpo"},
+        {"score_temperature": 0.5},
+        {"beta": 0.1},
     ],
 )
-def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_path):
+def test_rollouts_of_other_settings_are_not_gone_on_with(change, tmp_path):
     shape = {
         "num_iterations": 2,
         "gradient_accumulation_steps": 2,
@@ -657,15 +640,6 @@ def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_pa
     }
     make("grpo", tmp_path, **shape).train()
     with pytest.raises(ConfigError, match="would make another run"):
-        make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    as_earlier_version(tmp_path / "checkpoint-1")
-    earlier = pytest.warns(RuntimeWarning, match="earlier version")
-    with (
-        earlier,
-        pytest.raises(
-            TrainingError, match=rf"cannot be resumed from: rollouts-0.pt {message}.*Delete this checkpoint"
-        ),
-    ):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.training.tiny_runs import make
 from unmask.errors import TrainingError
-from unmask.training.metrics import finite
+from unmask.training.metrics import check_finite
 
 
 def test_weights_that_are_not_finite_are_told_from_a_rate_that_is_too_high(tmp_path):
@@ -15,14 +15,14 @@ def test_weights_that_are_not_finite_are_told_from_a_rate_that_is_too_high(tmp_p
     with pytest.raises(
         TrainingError, match=r"the loss is nan, although all weights are finite\. Lower the learning rate"
     ):
-        finite(trainer, "loss", torch.tensor(torch.nan))
+        check_finite("loss", torch.tensor(torch.nan), trainer.lm.model, 0)
     with torch.no_grad():
         trainer.lm.model.model.norm.weight[0] = torch.nan
     with pytest.raises(
         TrainingError,
         match=r"the loss is nan, because weights are not finite \(.*norm.weight\). Resume from a checkpoint",
     ):
-        finite(trainer, "loss", torch.tensor(torch.nan))
+        check_finite("loss", torch.tensor(torch.nan), trainer.lm.model, 0)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])

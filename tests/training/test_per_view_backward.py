@@ -171,6 +171,6 @@ def test_the_scores_of_pieces_are_those_of_the_whole(tmp_path):
     with torch.no_grad():
         trainer.args.score_chunk = 1
         whole_BMT = trainer.per_view.log_probs(trainer.lm, update)
-        for piece in trainer.per_view.chunks_with_targets(update):
+        for piece in trainer.per_view.chunks_with_targets(trainer.lm, update):
             # bit for bit
             assert torch.equal(trainer.per_view.log_probs(trainer.lm, update, piece), whole_BMT[piece])

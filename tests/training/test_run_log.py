@@ -16,8 +16,8 @@ from pytest import approx
 
 from tests.training.tiny_runs import PREFERENCES, make
 from unmask.artifacts import MetricsLog
-from unmask.training.run_files import LOG_NAME
-from unmask.training.run_log import Means, RunLog
+from unmask.training.metrics import Means
+from unmask.training.run.folder import LOG_NAME, RunLog
 
 
 def steps(log: RunLog) -> list[tuple[Any, Any]]:

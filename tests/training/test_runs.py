@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ from unmask.artifacts import MetricsLog
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
 from unmask.redaction import CONTROL
-from unmask.training.run_files import LOG_NAME
-from unmask.training.runs import find_runs
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -98,78 +95,6 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert {run["state"] for run in listed(tmp_path)} == {"finished"}
     refused = unmask("runs", tmp_path / "nowhere")
     assert refused.exit_code == 2 and "no such folder" in refused.stderr
-
-
-def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
-    good = '{"step": 3, "loss": 1.0}\n'
-    logs = {
-        "a/b/c/d/e": good,
-        "malformed": "{\n",
-        "without a step": '{"loss": 1.0}\n',
-        "of other lines": f'3\n{{"step": "x"}}\n{good}',
-    }
-    for name, log in logs.items():
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "manifest.json").write_text('{"verb": "sft"}')
-        (tmp_path / name / "training_logs.json").write_text(log)
-    (tmp_path / "loop").symlink_to(tmp_path)
-    with pytest.warns(RuntimeWarning, match=r"malformed/training_logs.json.*not JSON"):
-        found = find_runs([tmp_path, tmp_path / "a"])
-    shown = {
-        str(Path(run["folder"]).relative_to(tmp_path)): (run["step"], run["metrics"].get("loss"))
-        for run in found
-    }
-    assert shown == {
-        "a/b/c/d/e": (3, 1.0),
-        "malformed": (0, None),
-        "of other lines": (3, 1.0),
-        "without a step": (0, 1.0),
-    }
-    assert len(found) == 4
-
-
-DEEP, DIGITS = "[" * 100_000, "9" * 5000
-ODD_MANIFESTS = [
-    *({"verb": verb} for verb in (None, 5, ["sft"], {})),
-    *({"state": state} for state in ({}, [], None, 3)),
-    *({"processes": processes} for processes in ("2", None, [], -1)),
-    *({"steps": steps} for steps in ({"a": 1}, "x")),
-    *({"command": command} for command in (None, 3, "unmask 'sft", "")),
-    *({"error": error, "state": "failed"} for error in (3, {})),
-]
-ODD_LOGS = [
-    b"[1]",
-    b"null",
-    b'{"loss": 1}',
-    b"\xff",
-    b'{"step": 1, "loss": %s}' % (b"9" * 400),
-    f'{{"step": {DIGITS}}}'.encode(),
-    DEEP.encode(),
-]
-
-
-@pytest.mark.parametrize(
-    ("manifest", "log"),
-    [
-        *((json.dumps({"verb": "sft", "state": "interrupted", **odd}), "") for odd in ODD_MANIFESTS),
-        *(
-            (text, "")
-            for text in (DEEP, f'{{"verb": {DIGITS}}}', "[1]", '{"verb": "sft", "state": "failed"}')
-        ),
-        *(('{"verb": "sft", "state": "running"}', log) for log in ODD_LOGS),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-@pytest.mark.filterwarnings("ignore:the (log of|run in) .* is left out:RuntimeWarning")
-def test_whatever_a_record_says_the_other_runs_are_listed(tmp_path, monkeypatch, manifest, log):
-    monkeypatch.setenv("COLUMNS", "300")  # no path is broken over lines
-    for name, text in {"good": '{"verb": "sft", "command": "unmask sft"}', "odd": manifest}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(text)
-    (tmp_path / "odd/training_logs.json").write_text(f"{log}\n", errors="surrogateescape")
-    assert str(tmp_path / "good") in [run["folder"] for run in listed(tmp_path)]
-    shown = unmask("runs", tmp_path)
-    assert shown.exit_code == 0 and "good" in shown.output, shown.exception
 
 
 def test_a_printed_command_is_the_real_one_although_control_characters_are_not_printed(tmp_path):
@@ -260,25 +185,3 @@ def test_of_two_runs_started_together_one_trains(model, tmp_path):
     _, errors = alone.communicate()
     assert alone.returncode == 0, errors
     assert equal(*(weights(load(tmp_path / name / "model")) for name in ("out", "alone")))
-
-
-@pytest.mark.parametrize("file", ["manifest.json", LOG_NAME, LOCK_FILE])
-@pytest.mark.parametrize("kind", ["fifo", "zero", "sparse"])
-def test_what_never_ends_hides_no_other_run(file, kind, tmp_path):
-    manifest = json.dumps({"verb": "sft", "state": "running", "steps": 2, "command": "unmask sft"})
-    for name in ("good", "odd"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(manifest)
-    path = tmp_path / "odd" / file
-    path.unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "zero":
-        path.symlink_to("/dev/zero")
-    else:
-        path.touch()
-        os.truncate(path, 2**40)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        found = {Path(run["folder"]).name: run["state"] for run in find_runs([tmp_path])}
-    assert found.pop("good") == "interrupted" and set(found) <= {"odd"}

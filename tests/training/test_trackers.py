@@ -325,7 +325,7 @@ def test_other_trackers_that_cannot_work_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
 def test_samples_per_second_are_rows_of_all_micro_batches_since_the_last_line(verb, tmp_path, monkeypatch):
     now = iter(range(0, 1000, 10))
-    monkeypatch.setattr("unmask.training.run_log.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("unmask.training.metrics.time", SimpleNamespace(perf_counter=lambda: next(now)))
     more = {
         "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 2,

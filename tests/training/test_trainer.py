@@ -34,9 +34,9 @@ from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
 from unmask.supervised.sft import SFTConfig, SFTTrainer
-from unmask.training import run_log
+from unmask.training import metrics
 from unmask.training.metrics import measuring
-from unmask.training.run_log import RunLog
+from unmask.training.run.folder import RunLog
 
 VERBS = ["pretrain", "sft", "dpo", "grpo"]
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -416,7 +416,7 @@ def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
 
 def test_tokens_per_second_are_those_since_the_last_line(tmp_path, monkeypatch):
     now = iter(range(0, 1000, 10))
-    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     trainer = make("sft", tmp_path, max_steps=4, logging_steps=2)
     trainer.train()
     lines = [line["tokens_per_second"] for line in trainer.state.log_history if "loss" in line]

@@ -3,13 +3,14 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import io
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,11 @@ from unmask.models.load import load
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.tasks import Task
-from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
-from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
-from unmask.training.durable.launchers import naming_lost_process
-from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
-from unmask.training.run_files import DATA_REPORT, LOG_NAME
+from unmask.training.run.around import StopOnSignal, naming_lost_process
+from unmask.training.run.checkpoint import check_last, written_whole
+from unmask.training.run.folder import DATA_REPORT, LOG_NAME
 from unmask.training.settings.listing import SET_BY_RUN
 from unmask.training.sharding import launched, read_deepspeed, weight_sharding_setting
 
@@ -146,14 +145,8 @@ def run_verb(
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
         RunStopped: a signal has stopped the run.
     """
-    output = Path(config.output_dir)
-    resumes = resumes_in_place(output, resume)
-    with (
-        naming_lost_process(output),
-        StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop,
-    ):
-        folder = _run(verb, config, resume, stop, check_retention(config, harness))
-    processes, found = PartialState(), None
+    folder = _run(verb, config, resume, check_retention(config, harness))
+    output, processes, found = folder.path, PartialState(), None
     if config.retention is not None:
         gc.collect()  # the trainer, whose memory two models need now
         with naming_lost_process(output), folder.locked():
@@ -165,24 +158,37 @@ def run_verb(
     return found
 
 
-def _run(
-    verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, retained: Mapping[str, Part]
-) -> RunFolder:
+@contextlib.contextmanager
+def surroundings(
+    verb: str, config: RunConfig, resume: str | bool
+) -> Iterator[tuple[RunFolder, RunConfig, StopOnSignal]]:
+    """What surrounds a run, from its settings on: each is entered once, here. Yields its folder, the resolved
+    config, and the callback that ends it."""
+    output = Path(config.output_dir)
+    resumes = resumes_in_place(output, resume)
+    with (
+        naming_lost_process(output),
+        naming_full_memory(config.hardware),
+        StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop,
+    ):
+        args = training_arguments(verb, config)
+        settings, folder = resolved(config, args), RunFolder(verb, config, args, resume)
+        if folder.overwrite:
+            args.overwriting(given=config.training)
+        if isinstance(resume, str):
+            check_last(Path(resume), output)
+        with folder.held():  # the lock, errors of the disk, the state in the manifest
+            yield folder, settings, stop
+
+
+def _run(verb: str, config: RunConfig, resume: str | bool, retained: Mapping[str, Part]) -> RunFolder:
     """Train and save the model. The run is then finished, unless its retention is to be measured."""
-    args = training_arguments(verb, config)
-    output, settings = Path(config.output_dir), resolved(config, args)
-    folder = RunFolder(verb, config, args, resume)
-    if folder.overwrite:
-        args.overwriting(given=config.training)
-    if isinstance(resume, str):
-        check_last(Path(resume), output)
     phases = [(verb, 20.0), *([("evaluate", 1.0)] if evaluates(config) else [])]
     with (
-        folder.held(),
-        naming_write_errors(output, FULL_DISK),
-        Progress(phases, stream=None if args.should_save else io.StringIO()) as progress,
-        naming_full_memory(config.hardware),
+        surroundings(verb, config, resume) as (folder, settings, stop),
+        Progress(phases, stream=None if folder.args.should_save else io.StringIO()) as progress,
     ):
+        args, output = folder.args, folder.path
         with progress.phase(verb) as phase:
             trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
             task, held_out = held_out_problems(config)

@@ -21,11 +21,11 @@ from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, inputs_
 from unmask.errors import TrainingError
 from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
 from unmask.training.config import TrainingConfig
-from unmask.training.distributed import alone_in
-from unmask.training.durable.checkpoint_files import UNFINISHED
-from unmask.training.resume.fingerprints import code_fingerprint, file_fingerprints
-from unmask.training.resume.record import RunRecord
-from unmask.training.run_files import is_run, refuse_nothing
+from unmask.training.run.around import running_in
+from unmask.training.run.checkpoint import UNFINISHED
+from unmask.training.run.fingerprints import code_fingerprint, file_fingerprints
+from unmask.training.run.folder import is_run, refuse_nothing
+from unmask.training.run.record import RunRecord
 
 OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
 """The folders that a run writes, replaces and removes."""
@@ -105,7 +105,7 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Inside, no other run can write here, and the manifest gets the state in which the run ends."""
-        with alone_in(self.path), contextlib.ExitStack() as stack:
+        with running_in(self.path), contextlib.ExitStack() as stack:
             stack.push(self._end)
             yield
 

@@ -17,7 +17,7 @@ from unmask.evaluation.result_file import read_result
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.records import kind_of, read_examples
 from unmask.redaction import masked_argument, shell_line
-from unmask.training.run_files import LOG_NAME, last_loss, numbers
+from unmask.training.run.folder import LOG_NAME, last_loss, numbers
 
 EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""

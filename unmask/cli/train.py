@@ -52,7 +52,7 @@ from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shown
 from unmask.tasks import Task, get_rewards, get_task
-from unmask.training.run_files import refuse_nothing
+from unmask.training.run.folder import refuse_nothing
 from unmask.training.settings.listing import check_training
 
 
@@ -242,7 +242,7 @@ def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Pat
     inputs: list[str | Path] = [*inputs_of(settings), *config, *([resume] if isinstance(resume, str) else [])]
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
     choose_threads(settings.model.path)
-    from unmask.training.durable.lost_process import ending_with_others
+    from unmask.training.run.lost_process import ending_with_others
 
     with ending_with_others(Path(settings.output_dir)):
         from unmask.cli.evaluation import import_harness

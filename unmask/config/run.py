@@ -59,7 +59,7 @@ READ = {
 }
 """The names of settings, in any section, that name files or folders which a run reads."""
 LOCK_FILE = ".lock"
-"""The file in an output folder by which a run keeps others out (`training/resume/lock.py`)."""
+"""The file in an output folder by which a run keeps others out (`training/run/lock.py`)."""
 
 
 class ModelConfig(Config):

@@ -21,7 +21,6 @@ from unmask.artifacts import read_file
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import compare, distillation_loss
-from unmask.convert.resumption import StageResumption
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport, show_rows
@@ -39,17 +38,16 @@ from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import last_of_run, named_checkpoint, stage_of, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
-from unmask.training.durable.checkpoint_files import fault
-from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import is_split, refuse_other_model, refuse_unknown_arguments
-from unmask.training.model_history import remember
-from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
-from unmask.training.resume.record import RunRecord, expect_visited, read_record
-from unmask.training.run_files import checkpoints, refuse_nothing
-from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
+from unmask.training.metrics import ProgressPart, ProgressTarget
+from unmask.training.noise_config import noised_views
+from unmask.training.run.around import StopOnSignal
+from unmask.training.run.checkpoint import fault, last_of_run, named_checkpoint, stage_of, steps_done
+from unmask.training.run.fingerprints import model_inputs, rows_fingerprint
+from unmask.training.run.folder import RunLog, checkpoints, refuse_nothing
+from unmask.training.run.record import RunRecord, expect_visited, read_record
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
@@ -84,9 +82,8 @@ class StageTrainer(DiffusionTrainer):
         self.stage, self.teacher = stage, teacher
         self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
-        self.resumption = StageResumption(self)
         if run_record is not None:
-            self.resumption.record = run_record
+            self.run_record = run_record
         if teacher is not None:
             teacher.compile_as(self.lm)
             if not is_split(self.lm):
@@ -110,18 +107,38 @@ class StageTrainer(DiffusionTrainer):
             return False
         if from_first(lambda: fault(checkpoint)) is not None:  # `train` finds an earlier one
             return False
-        self.restored = (read_record(checkpoint) or {}).get("reported")
+        self.restored = read_record(checkpoint)["reported"]
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.state.log_history = logged
-        remember(self)
+        self.remember()
         return True
+
+    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
+        """As in the base; a stage that did not begin starts from the beginning."""
+        begun = named is not True or checkpoints(self.args.output_folder)
+        return super().checkpoint_to_resume(named) if begun else None
+
+    def compare_run(self, checkpoint: Path, step: int) -> None:
+        """Find what to change in this stage. `ConvertTrainer` has compared the whole runs."""
+        self.changed = self.run_record.changed_since(read_record(checkpoint))
+
+    def show_changes(self, max_steps: int) -> None:
+        """`ConvertTrainer` prints them."""
+
+    def changes_in_card(self) -> list[dict[str, Any]]:
+        """The changes within this stage, with its learning rates."""
+        first, rate = self.steps_before, self.stage.rate
+        return [
+            each | {"old": each["old"] * rate} if each["setting"] == "learning_rate" else each
+            for each in super().changes_in_card()
+            if first < each["step"] < first + self.args.max_steps
+        ]
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
-        views = self.args.plan(
-            self.lm, group_BT, batch["documents"], draw, complementary=self.args.complementary
-        )
+        pair = self.args.complementary
+        views = noised_views(self.args, self.lm, group_BT, batch["documents"], draw, complementary=pair)
         return views.with_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
@@ -271,7 +288,7 @@ class ConvertTrainer:
         self.trackers = RunTrackers(self.args)
         self.changed: dict[str, Any] = {}
         self.resumed_step = 0
-        self.found: dict[Any, Path | None] = {}  # as in `Resumption`
+        self.found: dict[Any, Path | None] = {}  # as in `DiffusionTrainer`
 
     @property
     def model(self) -> Any:

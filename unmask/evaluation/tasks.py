@@ -38,7 +38,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, split_of
-from unmask.training.resume.fingerprints import code_fingerprint
+from unmask.training.run.fingerprints import code_fingerprint
 
 SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
 """Settings of a sampler that change no completion."""

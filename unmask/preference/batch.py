@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from unmask.diffusion.views import Views
-from unmask.training.half_batches import select_rows
-from unmask.training.trainer import Batch
+from unmask.training.trainer import Batch, select_rows
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from unmask.config.user_code import current_folder_last
 from unmask.tasks import get_task
-from unmask.training.resume.fingerprints import code_fingerprint, content_hash, source_fingerprint
+from unmask.training.run.fingerprints import code_fingerprint, content_hash, source_fingerprint
 
 
 def reward_identities(

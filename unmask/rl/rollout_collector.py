@@ -33,7 +33,7 @@ from unmask.rl.rollout import cut_at_end
 from unmask.rl.weighted_rewards import RewardResult, Rewards
 from unmask.sandbox.outcome import Status
 from unmask.training.distributed import failing_together
-from unmask.training.run_log import metric_of_function
+from unmask.training.metrics import metric_of_function
 from unmask.training.step_timer import Phases
 
 

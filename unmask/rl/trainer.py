@@ -45,12 +45,12 @@ from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
 from unmask.rl.rollouts_ahead import RolloutsAhead, weights_in_use
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.rl.weighted_rewards import RewardFunction, make_rewards
-from unmask.training.checkpoints import steps_done
 from unmask.training.hardware_checks import refuse_unknown_arguments
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
-from unmask.training.resume.fingerprints import code_fingerprint
+from unmask.training.run.checkpoint import steps_done
+from unmask.training.run.fingerprints import code_fingerprint
 from unmask.training.trainer import DiffusionTrainer
 
 

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, N filled tokens of the batch, D hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from unmask.data.rows import separate_documents
 from unmask.diffusion.log_probs import forward_inputs
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, columns
@@ -28,6 +29,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.kernels.log_softmax import at_least_float32
+from unmask.supervised.objective import Objective, ObjectiveLoss, Plan
 from unmask.tensor_checks import check_tensors
 
 
@@ -94,6 +96,31 @@ def training_head(lm: DiffusionLM, *, alone: bool) -> Iterator[None]:
     finally:
         for parameter, had in before.items():
             parameter.requires_grad_(had)
+
+
+class QualityObjective(Objective):
+    """A head that learns, from the model's own samples, which visible tokens are right; with `quality_head:
+    joint` beside the masked loss."""
+
+    def prepared(self, lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
+        return with_quality_head(lm, self.args, adapters=adapters)
+
+    def training(self, lm: DiffusionLM) -> AbstractContextManager[None]:
+        return training_head(lm, alone=self.args.quality_head == "alone")
+
+    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
+        views, maskable_BT = plan(batch, draw), batch["maskable"]
+        joint, documents_BT = self.args.quality_head == "joint", separate_documents(batch)
+        rollout = fill_in(
+            lm, batch["input_ids"], documents_BT, views.hidden_BMT[:, 0], draw, self.args.quality_tokens
+        )
+        logits_N = quality_logits(lm, rollout, trained=joint)
+        loss = quality_loss(logits_N, rollout, maskable_BT.sum(1))
+        count = maskable_BT.sum()
+        metrics = {"quality_loss": (loss.detach() / count.clamp_min(1), float(count))}
+        if len(logits_N):
+            metrics["filled_in_right"] = rollout.right_N.mean(), len(logits_N)
+        return ObjectiveLoss(loss, views if joint else None, metrics)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,18 +18,19 @@ from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Row, separate_documents
+from unmask.data.rows import Row
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
-from unmask.supervised.quality import fill_in, quality_logits, quality_loss, training_head, with_quality_head
-from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, make_canvases, with_length_tokens
+from unmask.supervised.objective import Objective
+from unmask.supervised.quality import QualityObjective
+from unmask.supervised.variable_length import GapObjective
 from unmask.training.config import Conflict
 from unmask.training.config_fields import setting
-from unmask.training.noise_config import NoisingConfig
+from unmask.training.noise_config import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
 
@@ -133,6 +135,13 @@ class SFTConfig(NoisingConfig, PairConfig):
         return self.views
 
 
+def objective_of(args: SFTConfig) -> Objective | None:
+    """The objective beside the masked loss, or in its place; None: only the masked loss."""
+    if args.max_gap is not None:
+        return GapObjective(args)
+    return None if args.quality_head == "off" else QualityObjective(args)
+
+
 class SFTTrainer(DiffusionTrainer):
     """Fine-tunes any model on conversations, prompts and completions, or text, in any record format of
     `unmask.data.formats`.
@@ -150,16 +159,11 @@ class SFTTrainer(DiffusionTrainer):
     def __init__(
         self, model: DiffusionLM | PreTrainedModel | str | Path, args: SFTConfig, *rows: Any, **named: Any
     ):
-        if args.quality_head != "off":
+        self.objective = objective_of(args)
+        if self.objective is not None:
             lm = as_diffusion_lm(model, named.get("processing_class"))
-            model = with_quality_head(
-                lm, args, adapters=named.get("peft_config") is not None or has_adapters(lm)
-            )
-        if args.max_gap is not None:
-            lm = as_diffusion_lm(model, named.get("processing_class"))
-            model = with_length_tokens(
-                lm, args.max_gap, adapters=named.get("peft_config") is not None or has_adapters(lm)
-            )
+            adapters = named.get("peft_config") is not None or has_adapters(lm)
+            model = self.objective.prepared(lm, adapters=adapters)
         super().__init__(model, args, *rows, **named)
 
     @classmethod
@@ -177,41 +181,23 @@ class SFTTrainer(DiffusionTrainer):
             views = all_masked_views(batch["maskable"])
         else:
             group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
-            views = self.args.plan(self.lm, group_BT, batch["documents"], draw, views=self.args.views)
+            views = noised_views(
+                self.args, self.lm, group_BT, batch["documents"], draw, views=self.args.views
+            )
         if self.args.aggregation == "token":
             return views
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
-        if self.args.max_gap is not None:
-            canvases = make_canvases(lm, batch, self.draw(batch), self.args.max_gap)
-            log_prob_N = canvas_log_probs(lm, canvases)
-            if len(log_prob_N):
-                self.record("cross_entropy", -log_prob_N.detach().mean(), len(log_prob_N))
-            return canvas_loss(log_prob_N, canvases, batch["maskable"].sum(1))
-        if self.args.quality_head == "off":
+        if self.objective is None:
             return super().micro_loss(lm, batch)
-        draw = self.training_draw(batch)
-        views = self.plan(batch, draw)
-        joint, clean_BT, maskable_BT = (
-            self.args.quality_head == "joint",
-            batch["input_ids"],
-            batch["maskable"],
-        )
-        rollout = fill_in(
-            lm, clean_BT, separate_documents(batch), views.hidden_BMT[:, 0], draw, self.args.quality_tokens
-        )
-        logits_N = quality_logits(lm, rollout, trained=joint)
-        loss = quality_loss(logits_N, rollout, maskable_BT.sum(1))
-        self.record("quality_loss", loss.detach() / maskable_BT.sum().clamp_min(1), float(maskable_BT.sum()))
-        if len(logits_N):
-            self.record("filled_in_right", rollout.right_N.mean(), len(logits_N))
-        return loss + self.cross_entropy(lm, batch, views) if joint else loss
+        found = self.objective.loss(lm, batch, self.training_draw(batch), self.plan)
+        for name, (mean, count) in found.metrics.items():
+            self.record(name, mean, count)
+        return found.loss if found.views is None else found.loss + self.cross_entropy(lm, batch, found.views)
 
     def train(self, *arguments: Any, **named: Any) -> TrainOutput:
-        if self.args.quality_head == "off":
-            return super().train(*arguments, **named)
-        with training_head(self.lm, alone=self.args.quality_head == "alone"):
+        with self.objective.training(self.lm) if self.objective else nullcontext():
             return super().train(*arguments, **named)
 
     def count_items(self, batch: Batch) -> Tensor:

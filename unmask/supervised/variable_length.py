@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from unmask.diffusion.views import Draw, columns
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
+from unmask.supervised.objective import Objective, ObjectiveLoss, Plan
 from unmask.tensor_checks import check_tensors
 
 KEEPS_LENGTH = 0.25  # of the gaps
@@ -78,6 +79,20 @@ def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool = False)
     lm = add_length_tokens(lm)
     lm.max_gap = max_gap
     return lm
+
+
+class GapObjective(Objective):
+    """Gaps of unknown length, of up to `max_gap` tokens, in place of the masked loss."""
+
+    def prepared(self, lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
+        return with_length_tokens(lm, self.args.max_gap, adapters=adapters)
+
+    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
+        canvases = make_canvases(lm, batch, draw, self.args.max_gap)
+        log_prob_N = canvas_log_probs(lm, canvases)
+        count = len(log_prob_N)
+        metrics = {"cross_entropy": (-log_prob_N.detach().mean(), float(count))} if count else {}
+        return ObjectiveLoss(canvas_loss(log_prob_N, canvases, batch["maskable"].sum(1)), metrics=metrics)
 
 
 def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap: int) -> Canvases:
@@ -156,8 +171,8 @@ class _Row:
         numbers: Sequence[float],
         order: Sequence[float],
     ):
-        self.lm, self.max_gap, (self.drops_end, *self.numbers), self.order = lm, max_gap, numbers, order
-        self.ids, self.documents = ids, documents
+        self.lm, self.max_gap, self.ids, self.documents, self.order = lm, max_gap, ids, documents, order
+        self.drops_end, *self.numbers = numbers
         self.length = sum(document > 0 for document in documents)
         self.places = [place for place, learnt in enumerate(inside) if learnt]
         # positions that the canvas may add
@@ -165,73 +180,63 @@ class _Row:
 
     def cells(self) -> list[Cell]:
         """The canvas."""
-        parts, last = list[list[Cell]](), 0
+        cells, last = list[Cell](), 0
         for gap, missing, numbers in self._gaps():
-            cells = self._gap(gap, missing, numbers)
-            self.room -= max(0, len(cells) - len(gap))
-            parts += [self._text(last, gap[0]), cells]
+            positions = self._gap(gap, missing, numbers)
+            self.room -= max(0, len(positions) - len(gap))
+            cells += [*self._text(last, gap[0]), *positions]
             last = gap[-1] + 1
         rest = self._text(last, self.length)
         # some text must follow a gap
         unended = self.drops_end < 0.5 and len(rest) > 1 and rest[-1][0] in self.lm.eos_token_ids
-        return [*chain.from_iterable(parts), *rest[: len(rest) - unended]]
+        return cells + rest[: len(rest) - unended]
 
     def _text(self, start: int, stop: int) -> list[Cell]:
-        return [
-            (self.ids[place], self.ids[place], False, self.documents[place]) for place in range(start, stop)
-        ]
+        return [(self.ids[n], self.ids[n], False, self.documents[n]) for n in range(start, stop)]
 
     def _gaps(self) -> Iterator[tuple[list[int], int | None, Numbers]]:
         """The places of each gap, in order; how many of its tokens are missing at the end (None: its length
         is given); and its random numbers. Each gap is in a stretch of its own, whose last token stays visible
         if another stretch follows."""
-        count = max(1, len(self.places) // (2 * self.max_gap))
+        count, width = max(1, len(self.places) // (2 * self.max_gap)), len(Numbers._fields)
         for gap in range(count):
             first, stop = len(self.places) * gap // count, len(self.places) * (gap + 1) // count
             stretch = self.places[first : stop - (gap < count - 1)]
             if not stretch:
                 continue
-            width = len(Numbers._fields)
             numbers = Numbers(*self.numbers[width * gap : width * (gap + 1)])
             given = numbers.keeps_length < KEEPS_LENGTH
             missing = 0 if given else int(numbers.num_missing * (self.max_gap + 1))
-            known = (
-                1 + int(numbers.num_known * self.max_gap)
-                if given
-                else int(numbers.num_known * (self.max_gap - missing + 1))
-            )
+            # at least one of a gap whose length is given, which misses none
+            known = given + int(numbers.num_known * (self.max_gap - missing + (not given)))
             size = min(max(1, missing + known), len(stretch))
             start = int(numbers.start * (len(stretch) - size + 1))
             places = stretch[start : start + size]
-            together = [self._follows(one, other) for one, other in pairwise(places)]
+            together = [
+                other == one + 1 and self.documents[one] == self.documents[other]
+                for one, other in pairwise(places)
+            ]
             places = places[: together.index(False) + 1 if False in together else None]
             yield places, None if given else min(missing, len(places)), numbers
 
-    def _follows(self, one: int, other: int) -> bool:
-        return other == one + 1 and self.documents[one] == self.documents[other]
-
     def _gap(self, places: Sequence[int], missing: int | None, numbers: Numbers) -> list[Cell]:
-        """The positions of a gap of which so many tokens are missing at the end."""
-        lm, length, document = self.lm, len(places), self.documents[places[0]]
+        """The positions of a gap; `missing` as in `_gaps`."""
+        lm, document, given = self.lm, self.documents[places[0]], missing is None
         tokens = [self.ids[place] for place in places]
-        # tokens that are there for sure, the last of them revealed
-        known = length if missing is None else length - missing
-        # of these that are hidden
-        count = 1 + int(numbers.num_hidden * length) if missing is None else int(numbers.num_hidden * known)
-        if numbers.in_order < 0.5:  # as when they were revealed from left to right
-            ranked = list(reversed(range(known)))
-            count = count if missing is None else 0
-        else:
-            ranked = sorted(range(known - (missing is not None)), key=lambda index: self.order[places[index]])
-        hidden = set(ranked[:count])
+        known = len(places) - (missing or 0)  # tokens that are certain; unless given, the last is revealed
+        num_hidden = given + int(numbers.num_hidden * known)
+        if numbers.in_order >= 0.5:
+            ranked = sorted(range(known - (not given)), key=lambda index: self.order[places[index]])
+        else:  # as when they were revealed from left to right
+            ranked = [*reversed(range(known))] if given else []
+        hidden = set(ranked[:num_hidden])
         cells = [
             (lm.mask_token_id if n in hidden else token, token, n in hidden, document)
             for n, token in enumerate(tokens[:known])
         ]
-        longest = 0 if missing is None else min(self.max_gap, missing + self.room)
-        if longest == 0:
+        if missing is None or (longest := min(self.max_gap, missing + self.room)) == 0:
             return cells
-        assert missing is not None and lm.expand_token_id is not None and lm.delete_token_id is not None
+        assert lm.expand_token_id is not None and lm.delete_token_id is not None
         positions = 1 + int(numbers.num_positions * longest)
         targets = [*tokens[known : known + positions], *[lm.delete_token_id] * (positions - missing)]
         if missing > positions:

@@ -24,10 +24,10 @@ from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
 from unmask.training.config_fields import check_settings, check_stock, check_types, limits_of, setting, unmet
-from unmask.training.durable.launchers import check_processes, started_processes
+from unmask.training.distributed import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
-from unmask.training.resume.stock_settings import stock_kind
+from unmask.training.run.record import stock_kind
 from unmask.training.sharding import deepspeed_config
 
 

@@ -1,8 +1,12 @@
-"""Work that differs between processes: forward passes of sharded weights, row numbers, errors of a single
-process, and loading rows."""
+"""Several processes: those of a launcher all train together, or the run is refused. Work that differs between
+them: forward passes of sharded weights, row numbers, errors of a single process."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -13,11 +17,16 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather, gather_object, slice_tensors
 from transformers import TrainingArguments
 
-from unmask.errors import UnmaskError
+from unmask.errors import ConfigError, UnmaskError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.resume.lock import sole_run, sole_writer
+from unmask.redaction import masked_words
+from unmask.training.run.lock import sole_run, sole_writer
 
 Found = TypeVar("Found")
+SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""The variables in which launchers (torchrun, MPI, srun) say how many processes they started."""
+OF_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
+"""`accelerate launch` sets both for several processes, of which it starts only one on CPUs."""
 
 
 @contextmanager
@@ -122,10 +131,39 @@ def _entered_together(lock: AbstractContextManager[None], where: str) -> Iterato
         yield
 
 
-@contextmanager
-def ending_workers(trainer: Any) -> Iterator[None]:
-    """End the workers that load training rows with the training. Persistent ones live as long as their
-    loader, which nothing then holds."""
-    yield
-    trainer.callback_handler.train_dataloader = None
-    trainer.accelerator._dataloaders.clear()
+# Launchers.
+
+
+def started_processes(environ: Mapping[str, str] = os.environ) -> int:
+    """The number of processes that a launcher started; 1: none did."""
+    return next((int(environ[name]) for name in SIZES if environ.get(name, "").isdecimal()), 1)
+
+
+def connected_processes(*, cpu: bool) -> PartialState:
+    """The processes of a launcher, connected until they exit.
+
+    A process that exits without disconnecting may abort: threads of gloo are still running.
+    """
+    processes = PartialState(cpu=cpu)
+    atexit.register(processes.destroy_process_group)
+    return processes
+
+
+def check_processes(training_together: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the launcher was told of more processes than train together: each would be a run
+    of its own."""
+    started = started_processes(environ)
+    alone = all(name in environ for name in OF_ACCELERATE) and not any(name in environ for name in SIZES)
+    if not alone and started in (1, training_together):
+        return
+    number = "N" if alone else str(started)
+    remedy = (
+        f"Start it with: torchrun --nproc-per-node {number} -m unmask "
+        f"{shlex.join(masked_words(sys.argv[1:]))}"
+    )
+    what = (
+        "accelerate launch starts only one process on CPUs"
+        if alone
+        else f"{started} processes were started, and each would train alone"
+    )
+    raise ConfigError(what, where="launcher", remedy=f"{remedy} (N: how many processes)" if alone else remedy)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerState, TrainingArguments
 
 from unmask.artifacts import package_version
-from unmask.models.model_card import HISTORY_KEY
 
 if TYPE_CHECKING:
     from unmask.training.config import TrainingConfig
@@ -49,16 +48,6 @@ NOT_METRICS = (
     "train_loss",
     "num_input_tokens_seen",
 )
-
-
-def remember(trainer: Any) -> None:
-    """Append the run to the history in its model's config."""
-    if trainer.state.global_step > 0:  # nothing to record when an untrained model is evaluated
-        rows, changes = trainer.num_rows, trainer.resumption.changes_in_card()
-        entry = history_entry(
-            trainer.args, trainer.reported_settings(), trainer.state, rows=rows, changes=changes
-        )
-        setattr(trainer.lm.config, HISTORY_KEY, [*trainer.earlier_history, entry])
 
 
 def history_entry(

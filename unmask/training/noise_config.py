@@ -86,30 +86,27 @@ class NoisingConfig(TrainingConfig):
             get_schedule(self.schedule), self.min_time, self.max_time, self.num_timesteps, self.weighting
         )
 
-    def plan(
-        self,
-        lm: DiffusionLM,
-        group_BT: Tensor,
-        document_BT: Tensor,
-        draw: Draw,
-        *,
-        views: int = 1,
-        complementary: bool = False,
-    ) -> Views:
-        """`views` random views of each row, or a complementary pair."""
-        noise = self.noise
-        if self.exact_count:
-            return (
-                exact_count_pair(group_BT, draw)
-                if complementary
-                else exact_count_views(group_BT, draw, num_views=views)
-            )
-        plan = (
-            complementary_pair(group_BT, draw, noise)
-            if complementary
-            else random_views(group_BT, draw, noise, num_views=views)
-        )
-        if self.weighting != "cart":
-            return plan
-        segment_BT = segments(Layout.of(document_BT), lm.attention, lm.block_size)
-        return cart_weights(plan, segment_BT, document_BT, p=self.cart_p)
+
+def noised_views(
+    args: NoisingConfig,
+    lm: DiffusionLM,
+    group_BT: Tensor,
+    document_BT: Tensor,
+    draw: Draw,
+    *,
+    views: int = 1,
+    complementary: bool = False,
+) -> Views:
+    """`views` random views of each row, or a complementary pair, with the noise of a config."""
+    if args.exact_count:
+        if complementary:
+            return exact_count_pair(group_BT, draw)
+        return exact_count_views(group_BT, draw, num_views=views)
+    if complementary:
+        plan = complementary_pair(group_BT, draw, args.noise)
+    else:
+        plan = random_views(group_BT, draw, args.noise, num_views=views)
+    if args.weighting != "cart":
+        return plan
+    segment_BT = segments(Layout.of(document_BT), lm.attention, lm.block_size)
+    return cart_weights(plan, segment_BT, document_BT, p=args.cart_p)

@@ -6,27 +6,16 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unmask.artifacts import MetricsLog, read_file
-from unmask.errors import DataError, UnmaskWarning, first_line
+from unmask.artifacts import MetricsLog
+from unmask.errors import DataError
 from unmask.models.model_paths import RUN_MANIFEST
-from unmask.training.durable.lost_process import resume_command
-from unmask.training.resume.lock import is_running
-from unmask.training.run_files import LOG_NAME, SHOWN, checkpoints, last_loss, numbers, step_of
-
-TYPES: dict[str, type] = {
-    "verb": str,
-    "state": str,
-    "command": str,
-    "processes": int,
-    "steps": int,
-    "error": str,
-}
-"""The entries of a manifest that are shown."""
+from unmask.training.run.folder import LOG_NAME, SHOWN, checkpoints, last_loss, numbers, step_of
+from unmask.training.run.lock import is_running
+from unmask.training.run.lost_process import resume_command
 
 
 def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -48,30 +37,16 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _describe(path: Path) -> dict[str, Any] | None:
-    """A run by its manifest; None for a manifest of something else, or one that cannot be read."""
-    try:
-        manifest = json.loads(read_file(path))
-        verb = manifest["verb"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    """A run by its manifest; None for a manifest of something else."""
+    manifest, folder = json.loads(path.read_text("utf-8")), path.parent
+    if "verb" not in manifest:
         return None
-    odd = [name for name, kind in TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
-    try:
-        words = [] if odd else shlex.split(manifest.get("command", verb))
-    except ValueError:  # an open quote
-        odd = ["command"]
-    if odd:
-        warnings.warn(
-            f"the run in {path.parent} is left out: its manifest's {odd[0]} is damaged",
-            UnmaskWarning,
-            stacklevel=3,
-        )
-        return None
-    folder = path.parent
-    state = manifest.get("state", "finished")  # earlier versions wrote it at the end
+    verb, state = manifest["verb"], manifest["state"]
     if state != "finished":
         state = "running" if is_running(folder) else "interrupted" if state == "running" else state
-    lines = numbers(_read_log(folder / LOG_NAME))
-    command = resume_command(words, manifest.get("processes", 1))
+    log = folder / LOG_NAME
+    lines = numbers(MetricsLog(log).read() if log.exists() else [])
+    command = resume_command(shlex.split(manifest["command"]), manifest.get("processes", 1))
     loss = last_loss(lines)
     metrics = {name: line[name] for line in lines for name in SHOWN if name in line}
     metrics |= {"loss": loss} if "loss" not in metrics and math.isfinite(loss) else {}
@@ -89,17 +64,6 @@ def _describe(path: Path) -> dict[str, Any] | None:
         **({"error": manifest.get("error")} if state == "failed" else {}),
         "command": None if state in ("finished", "running") else command,
     }
-
-
-def _read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log. One that cannot be read hides no other run: it is named in a warning."""
-    try:
-        return MetricsLog(path).read() if path.is_file() else []
-    except (DataError, OSError, ValueError, RecursionError) as error:
-        warnings.warn(
-            f"the log of {path.parent} is left out: {first_line(error)}", UnmaskWarning, stacklevel=3
-        )
-        return []
 
 
 def as_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -21,7 +21,7 @@ from transformers.integrations.integration_utils import (
     get_reporting_integration_callbacks,
 )
 
-from unmask.artifacts import read_file, write_atomic
+from unmask.artifacts import write_atomic
 from unmask.errors import UnmaskWarning, first_line
 
 RUNS_NAME = "trackers.json"
@@ -71,18 +71,8 @@ class TrackedRuns(TrainerCallback):
                         warnings.warn(UnmaskWarning(what), stacklevel=2)
 
     def _earlier(self) -> dict[str, Any]:
-        """The runs that trackers had when the checkpoint was written; none if the file was damaged since,
-        with a warning."""
-        try:
-            return dict(json.loads(read_file(self.path))) if self.path.exists() else {}
-        except (OSError, ValueError, TypeError) as error:
-            warnings.warn(
-                UnmaskWarning(
-                    f"{self.path} cannot be read, and the trackers begin new runs: {first_line(error)}"
-                ),
-                stacklevel=2,
-            )
-            return {}
+        """The runs that trackers had when the checkpoint was written."""
+        return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note the runs that the trackers have begun."""

@@ -6,14 +6,22 @@ Shapes: B batch, M masks (views), T tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+import copy
+import gc
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers.trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,24 +31,25 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from unmask.artifacts import share, write_atomic
+from unmask.config.base import OnResume
 from unmask.data.report import Rows, print_report, show_rows
 from unmask.data.rows import Collator, check_dataset, separate_documents
+from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, TrainingError
-from unmask.models.adapters import has_adapters, with_adapters
+from unmask.errors import ConfigError, TrainingError, UnmaskWarning
+from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
 from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.end_tokens import accept_generation_config
 from unmask.models.load import as_diffusion_lm
-from unmask.models.model_card import history, write_card
-from unmask.training.checkpoints import refuse_earlier, steps_done
-from unmask.training.config import TrainingConfig, check_rows
-from unmask.training.distributed import alone_in, ending_workers, lockstep, rows_before, without_repeats
-from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
-from unmask.training.durable.saving import Saver
-from unmask.training.half_batches import HalfBatches
+from unmask.models.model_card import HISTORY_KEY, history, write_card
+from unmask.training.config import TrainingConfig, check_rows, rows_per_step
+from unmask.training.distributed import from_first, lockstep, rows_before, without_repeats
 from unmask.training.hardware_checks import (
     compile_in_place,
     refuse_other_model,
@@ -48,14 +57,34 @@ from unmask.training.hardware_checks import (
     refuse_unsupported,
 )
 from unmask.training.memory import memory_metrics
-from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
-from unmask.training.model_history import chosen_settings, remember
+from unmask.training.metrics import (
+    STEP_LOSSES,
+    Means,
+    ProgressTarget,
+    RunCallback,
+    Throughput,
+    Unread,
+    check_finite,
+    measuring,
+    naming_missing_metric,
+)
+from unmask.training.model_history import chosen_settings, history_entry, result_fields
 from unmask.training.optimizers import keep_on_host, naming_missing_library, updates_in_backward
-from unmask.training.per_view_backward import PerViewBackward
-from unmask.training.resume.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
-from unmask.training.resume.record import RunRecord
-from unmask.training.resume.resumption import Resumption
-from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
+from unmask.training.per_view_backward import PerViewBackward, accumulating
+from unmask.training.run.around import running_in
+from unmask.training.run.checkpoint import (
+    SUMS_NAME,
+    checked_checkpoint,
+    fault,
+    refuse_earlier,
+    remove_old,
+    steps_done,
+    written_checkpoint,
+)
+from unmask.training.run.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
+from unmask.training.run.folder import RunLog, refuse_nothing
+from unmask.training.run.record import SECTION, RunRecord, expect_visited
+from unmask.training.run.resume import METRIC_SETTINGS, apply_settings, hyperparameters
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import TrackedRuns, set_tensorboard_dir
 
@@ -115,16 +144,19 @@ class DiffusionTrainer(Trainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
-        self.means, self.numbers, self.evaluating = Means(), StepNumbers(self), False
-        self._half_batches, self._saver, self.resumption = HalfBatches(self), Saver(self), Resumption(self)
-        self.metrics, self.phases = (
-            log or RunLog(folder=args.output_folder),
-            phases or Phases(args.device, memory=args.log_memory_usage),
-        )
-        self.earlier_history, self.num_rows = (
-            history(lm),
-            len(train_dataset) if isinstance(train_dataset, Sized) else None,
-        )
+        self.means, self.numbers, self.evaluating = Means(), Unread(), False
+        self._step_tokens: list[Tensor] = []  # of the micro-batches of this step
+        self._step_batches: list[Any] = []  # the micro-batches of this step so far
+        self._step_begins, self._numbers_before, self._halves = True, 0, False
+        # the earlier values of the settings that were changed when the run was resumed, by dotted name
+        self.changed: Mapping[str, Any] = {}
+        self._first_groups: list[dict[str, Any]] | None = None  # of the optimizer as it was made
+        self._found: dict[Any, Path | None] = {}  # the checkpoint to resume, which is hashed once
+        self._unfinished: Path | None = None  # where a checkpoint is being written
+        self.metrics = log or RunLog(folder=args.output_folder)
+        self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
+        self.earlier_history = history(lm)
+        self.num_rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
         super().__init__(
             model=self.lm.model,
@@ -223,43 +255,17 @@ class DiffusionTrainer(Trainer):
         self.args.check_assigned(read=True)
         self._throughput = Throughput()
         self._tracked_runs.resumed = bool(resume_from_checkpoint)
-        with naming_write_errors(self.args.output_folder, FULL_DISK):
-            checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
-            with alone_in(self.args.output_folder), ending_workers(self):
-                if not resume_from_checkpoint:
-                    refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
-                elif self.is_world_process_zero():
-                    self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
-                return super().train(checkpoint and str(checkpoint), **rest)
-
-    @property
-    def run_record(self) -> RunRecord:
-        """The settings and inputs of the run."""
-        return self.resumption.record
-
-    def inputs(self) -> dict[str, Any]:
-        """What the run reads, besides settings and held-out rows: fingerprints of JSON types, by name."""
-        of_model = model_inputs(self.lm, weights_matter=reads_first_weights(self.args))
-        return {"train_dataset": rows_fingerprint(self.train_dataset)} | of_model
-
-    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
-        """See `Resumption.checkpoint`."""
-        return self.resumption.checkpoint(named)
-
-    def rewind(self, step: int) -> None:
-        """Drop the log lines after this step. They will be written again."""
-        self.metrics.rewind(step)
-
-    def _init_training_state(self, max_steps: int, *arguments: Any) -> Any:
-        _ = self.run_record  # of a new run; a resumed one has made it before it loaded weights
-        started = super()._init_training_state(max_steps, *arguments)
-        self.resumption.begin(max_steps)
-        return started
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with self.resumption.loading(Path(checkpoint)):
-                super()._load_optimizer_and_scheduler(checkpoint)
+        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
+        with running_in(self.args.output_folder):
+            if not resume_from_checkpoint:
+                refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
+            elif self.is_world_process_zero():
+                self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
+            output = super().train(checkpoint and str(checkpoint), **rest)
+            # ends workers that load rows: persistent ones live as long as their loader
+            self.callback_handler.train_dataloader = None
+            self.accelerator._dataloaders.clear()
+            return output
 
     def planned_steps(self, args: TrainingConfig) -> int:
         """The number of optimizer steps that a run with these arguments makes on this trainer's rows."""
@@ -290,6 +296,90 @@ class DiffusionTrainer(Trainer):
         """Inside, processes may make different numbers of forward passes without gradients. Other collectives
         would deadlock."""
         return lockstep(self.lm, self.args.device) if self.shards_weights else contextlib.nullcontext()
+
+    # Resuming.
+
+    @cached_property
+    def run_record(self) -> RunRecord:
+        """The settings and inputs of the run. It must be made before training changes the weights."""
+        return RunRecord(self.args, self.inputs(), {"eval_dataset": rows_fingerprint(self.eval_dataset)})
+
+    def inputs(self) -> dict[str, Any]:
+        """What the run reads, besides settings and held-out rows: fingerprints of JSON types, by name."""
+        of_model = model_inputs(self.lm, weights_matter=reads_first_weights(self.args))
+        return {"train_dataset": rows_fingerprint(self.train_dataset)} | of_model
+
+    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
+        """The checkpoint that `train(resume_from_checkpoint=named)` continues; None: the run ended before its
+        first one. Writes nothing.
+
+        Raises:
+            TrainingError: there is no run, or the checkpoint is incomplete.
+            ConfigError: a setting or an input was changed that makes another run.
+        """
+        folder, in_shards = self.args.output_folder, self.uses_fsdp_or_deepspeed
+        if named is True or Path(named).resolve() == folder.resolve():
+            named = True
+            refuse_nothing(folder)
+        if named not in self._found:
+            self._found = {named: from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards))}
+        if (checkpoint := self._found[named]) is not None:
+            self.compare_run(checkpoint, steps_done(checkpoint) or 0)
+        return checkpoint
+
+    def compare_run(self, checkpoint: Path, step: int) -> None:
+        """Compare with the run of a checkpoint after `step` steps. Raises ConfigError for another run."""
+        if 0 < (steps := self.args.max_steps) < step:
+            what = f"is {steps}, but {checkpoint} is after {step} steps"
+            where = self.run_record.named(f"{SECTION}max_steps")
+            raise ConfigError(what, where=where, remedy="Give more, or resume an earlier checkpoint")
+        self.changed = self.run_record.resume(checkpoint, step)
+        expect_visited(self.train_dataset, checkpoint)
+
+    def rewind(self, step: int) -> None:
+        """Drop the log lines after this step. They will be written again."""
+        self.metrics.rewind(step)
+
+    def show_changes(self, max_steps: int) -> None:
+        """Print where the run goes on, and what was changed. `max_steps`: of the whole run."""
+        if self.args.should_save:
+            self.run_record.show(self.changed, self.state.global_step, max_steps)
+
+    def changes_in_card(self) -> list[dict[str, Any]]:
+        """The changes of settings that affect the result: step, setting and earlier value."""
+        names = {SECTION + each.name for each in result_fields(self.args)}
+        return [
+            {"step": each["step"], "setting": each["setting"].removeprefix(SECTION), "old": each["old"]}
+            for each in self.run_record.changes
+            if each["setting"] in names and self.run_record.kinds[each["setting"]] is OnResume.ACTS
+        ]
+
+    def _init_training_state(self, max_steps: int, *arguments: Any) -> Any:
+        _ = self.run_record  # of a new run; a resumed one has made it before it loaded weights
+        started = super()._init_training_state(max_steps, *arguments)
+        self._found.clear()
+        self.state.compute_steps(self.args, max_steps)  # a restored state has the checkpoint's intervals
+        if METRIC_SETTINGS & self.changed.keys():
+            self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
+        if self.state.global_step:
+            self.show_changes(max_steps)
+        return started
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        schedule = self.lr_scheduler
+        first_schedule = copy.deepcopy(schedule.state_dict()) if schedule is not None else {}
+        super()._load_optimizer_and_scheduler(checkpoint)
+        # the saved sums cover all processes
+        sums = json.loads((Path(checkpoint) / SUMS_NAME).read_text())
+        self.means.load(sums if self.is_world_process_zero() else {})
+        if self._first_groups is not None:
+            own_schedule = self.lr_scheduler if self._created_lr_scheduler else None
+            step = self.state.global_step
+            apply_settings(
+                self.optimizer, own_schedule, self._first_groups, first_schedule, step, self.changed
+            )
 
     # Evaluation.
 
@@ -346,18 +436,116 @@ class DiffusionTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        loss = self._half_batches.make(self._micro_step, model, inputs, num_items_in_batch)
+        if self._step_begins:
+            self._step_batches, self._numbers_before = [], len(self.numbers)
+        try:
+            loss = self._micro_steps(model, inputs, num_items_in_batch)
+        except torch.OutOfMemoryError as error:
+            # several processes would have to agree on it amid a backward pass
+            if self._halves or self.accelerator.num_processes > 1 or self.count_samples(inputs) < 2:
+                raise
+            error.__traceback__ = None  # its frames hold the activations
+            loss = None
+        if loss is None:
+            self._start_over(model, inputs, num_items_in_batch)
+            loss = self._micro_steps(model, inputs, num_items_in_batch)
+        self._step_batches.append(inputs)
+        self._step_begins = self.accelerator.sync_gradients
         # a step is counted with its last micro-batch
-        self.numbers.add_loss(loss, steps=int(self.accelerator.sync_gradients))
+        self._add_loss(loss, steps=int(self.accelerator.sync_gradients))
         if not self.is_in_train:  # else it is read before the optimizer's step
             self.numbers.read()
         return loss
 
+    def _micro_steps(self, model: nn.Module, batch: Any, items: Any) -> Tensor:
+        """The loss of a micro-batch, whose gradients are added: in halves once the memory was full."""
+        rows = self.count_samples(batch)
+        if not self._halves or rows < 2:
+            return self._micro_step(model, batch, items)
+        middle = rows - rows // 2
+        halves = [select_rows(batch, slice(0, middle)), select_rows(batch, slice(middle, rows))]
+        return torch.stack([self._micro_step(model, half, items) for half in halves]).sum()
+
+    def _start_over(self, model: nn.Module, batch: Any, items: Any) -> None:
+        """After the device's memory was full: repeat the earlier micro-batches of this step in halves, with
+        the same result. The backward pass that failed may have added some gradients."""
+        size, accumulated = self.count_samples(batch), self.args.gradient_accumulation_steps
+        settings = (
+            f"training.per_device_train_batch_size={size // 2} "
+            f"training.gradient_accumulation_steps={2 * accumulated}"
+        )
+        message = (
+            f"step {self.state.global_step}: the device's memory is full: micro-batches of {size} rows are "
+            f"halved from here on, with the same result. To start so: {settings}"
+        )
+        warnings.warn(message, UnmaskWarning, stacklevel=2)
+        self._halves = True
+        if self.per_view is not None:
+            self.per_view.tokens_together = 0
+        model.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.numbers.drop(kept=self._numbers_before)
+        for earlier in self._step_batches:
+            self._add_loss(self._micro_steps(model, earlier, items), steps=0)
+
     def _micro_step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor:
-        if self.per_view is not None and (loss := self.per_view.step(model, inputs, items)) is not None:
-            return loss
+        if (per_view := self.per_view) is not None:
+            model.train()
         with self.phases("backward"):  # the forward pass within is a separate phase
+            if per_view is not None and self._maximum_over_ranks(len(per_view.chunks(self.lm, inputs))) > 1:
+                return self._pass_by_pass(per_view, model, inputs, items)
             return super().training_step(model, inputs, items)
+
+    def _maximum_over_ranks(self, count: int) -> int:
+        """The maximum over ranks if all must make the same number of passes (FSDP, DeepSpeed); otherwise this
+        rank's count."""
+        if not self.uses_fsdp_or_deepspeed:
+            return count
+        return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max())
+
+    def _pass_by_pass(
+        self, per_view: PerViewBackward, model: nn.Module, inputs: Any, items: Tensor | int | None
+    ) -> Tensor:
+        """Backpropagate a micro-batch pass by pass and return its loss."""
+        chunks = per_view.chunks_with_targets(self.lm, inputs)
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        view_passes = per_view.passes(self.lm.bind(model), inputs)
+        assert items is not None
+        num_chunks = len(chunks)
+        # with zero loss: other ranks have more passes
+        chunks += [chunks[-1]] * (self._maximum_over_ranks(num_chunks) - num_chunks)
+        total = torch.zeros((), device=self.accelerator.device)
+        if not per_view.separable:
+            with (
+                torch.no_grad(),
+                self.compute_loss_context_manager(),
+                self.phases("forward"),
+                self.lockstep(),
+            ):
+                log_prob_BMT = view_passes.all_log_probs(per_view.rows_per_pass(inputs)).requires_grad_()
+            with torch.enable_grad():
+                total = self.per_item(per_view.loss_on(inputs, log_prob_BMT), items)
+            [grad_BMT] = torch.autograd.grad(total, log_prob_BMT)
+            total = total.detach()
+        for index, chunk in enumerate(chunks):
+            with accumulating(self.accelerator, model, last=index == len(chunks) - 1):
+                with self.compute_loss_context_manager():
+                    with self.phases("forward"):
+                        log_prob_BMT = view_passes.log_probs(*chunk)
+                    if not per_view.separable:
+                        loss = (grad_BMT[chunk] * log_prob_BMT).sum()
+                    else:
+                        loss = self.per_item(per_view.loss_on(inputs, log_prob_BMT, chunk), items)
+                        if index < num_chunks:
+                            total = total + loss.detach()
+                if index >= num_chunks:
+                    loss = loss * 0
+                scaling = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+                self.accelerator.backward(loss, **scaling)
+        return total
 
     def compute_loss(
         self,
@@ -378,7 +566,7 @@ class DiffusionTrainer(Trainer):
         else:  # evaluation: each batch is divided by its own items
             items = self.count_items(inputs)
             loss = loss / items.clamp_min(1)
-            self.numbers.require_finite("loss", loss)
+            self.numbers.add(partial(self._check_finite, "loss"), loss)
             self.record("loss", loss, items)  # transformers would average over rows, not items
         return (loss, None) if return_outputs else loss
 
@@ -388,7 +576,7 @@ class DiffusionTrainer(Trainer):
         loss = loss / items * self.accelerator.num_processes
         # the numbers of the step are read too late for them
         if self.is_deepspeed_enabled or updates_in_backward(self.args):
-            finite(self, "loss", loss)
+            self._check_finite("loss", loss)
         return loss
 
     def get_batch_samples(
@@ -410,7 +598,7 @@ class DiffusionTrainer(Trainer):
         if new := self.optimizer is None:
             with naming_missing_library():
                 super().create_optimizer(*arguments)
-            self.resumption.optimizer_made()
+            self._first_groups = hyperparameters(self.optimizer)
         if new and self.args.optimizer_offload:
             keep_on_host(self.optimizer)
         return self.optimizer
@@ -433,7 +621,23 @@ class DiffusionTrainer(Trainer):
     def record(self, name: str, value: Tensor | float, count: Tensor | float = 1.0) -> None:
         """Add a mean over `count` values to the metric's mean in the next log line. A scalar on the device is
         read later, with others."""
-        self.numbers.add_mean(name, value, count)
+        means = self.means
+        self.numbers.add(lambda mean, count: means.add(name, mean * count, count), value, count)
+
+    def _add_loss(self, loss: Tensor, steps: int) -> None:
+        """Add a micro-batch's part of a step's loss, and this number of steps, to the means of losses
+        (transformers loses its own on resume)."""
+        means = self.means
+
+        def use(number: float) -> None:
+            self._check_finite("loss", number)
+            for name in STEP_LOSSES:
+                means.add(name, number, steps)
+
+        self.numbers.add(use, loss)
+
+    def _check_finite(self, name: str, value: Tensor | float) -> None:
+        check_finite(name, value, self.lm.model, self.state.global_step)
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """The number of tokens without padding, which the model card reports."""
@@ -450,12 +654,22 @@ class DiffusionTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Batch) -> None:
         self._throughput.samples += self.count_samples(inputs)
-        self.numbers.add_tokens(self.count_tokens(inputs))
+        self._step_tokens.append(self.count_tokens(inputs))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Also reads the numbers of the step, which is not made if one of them is not finite."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.numbers.read_step(norm)
+        count, self._step_tokens = torch.stack(self._step_tokens).sum().to(self.args.device), []
+        self.numbers.add(self._see_tokens, self.accelerator.gather(count).sum())
+        # a float16 scaler skips steps whose gradients are not finite
+        if norm is not None and self.accelerator.scaler is None:
+            whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self.numbers.add(partial(self._check_finite, "gradient norm"), whole)
+        self.numbers.read()
         return norm
+
+    def _see_tokens(self, count: float) -> None:
+        self.state.num_input_tokens_seen += int(count)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         return 0
@@ -472,35 +686,113 @@ class DiffusionTrainer(Trainer):
         logs |= memory if self.args.log_memory_usage else {}
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
-            remember(self)
+            self.remember()
+
+    def remember(self) -> None:
+        """Append the run to the history in its model's config."""
+        if self.state.global_step > 0:  # nothing to record when an untrained model is evaluated
+            changes, settings = self.changes_in_card(), self.reported_settings()
+            entry = history_entry(self.args, settings, self.state, rows=self.num_rows, changes=changes)
+            setattr(self.lm.config, HISTORY_KEY, [*self.earlier_history, entry])
 
     # Checkpoints.
 
     def _get_output_dir(self, trial: Any) -> str:
-        return (
-            super()._get_output_dir(trial)
-            if self._saver.unfinished is None
-            else str(self._saver.unfinished.parent)
-        )
+        return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished.parent)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self._saver.whole_checkpoint(Path(self._get_output_dir(trial))):
-            super()._save_checkpoint(model, trial)
+        args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = Path(self._get_output_dir(trial)) / name
+        uploads, args.push_to_hub = args.push_to_hub, False  # not before it is in its place
+        try:
+            with written_checkpoint(checkpoint, self._checkpoint_bytes, writes=args.should_save) as folder:
+                self._unfinished = folder
+                super()._save_checkpoint(model, trial)
+                self._name_best(folder, checkpoint)
+        finally:
+            self._unfinished, args.push_to_hub = None, uploads
+        if uploads:
+            with without_pickled_settings():
+                self._push_from_checkpoint(str(checkpoint))
+        if args.should_save:
+            remove_old(checkpoint, args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _checkpoint_bytes(self) -> int:
+        """The size of a first checkpoint: what is trained, and the optimizer's state."""
+        adapters = has_adapters(self.lm)
+        tensors = [weight for weight in self.lm.model.parameters() if weight.requires_grad or not adapters]
+        if not self.args.save_only_model and self.optimizer is not None:
+            states = [state for state in self.optimizer.state.values() if isinstance(state, dict)]
+            tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _name_best(self, unfinished: Path, checkpoint: Path) -> None:
+        """Record the best checkpoint under the name that it will have."""
+        state, saves = self.state, self.args.save_strategy != "no"
+        best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if saves and state.best_global_step and (best == checkpoint or best.exists()):
+            state.best_model_checkpoint = str(best)
+            if self.args.should_save:
+                state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
 
     def _load_best_model(self) -> None:
-        self._saver.check_best()
+        best = Path(str(self.state.best_model_checkpoint))
+        if (found := fault(best)) is not None:
+            remedy = "Use the last checkpoint (load_best_model_at_end=false)"
+            raise TrainingError(found, where=str(best), remedy=remedy)
         super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config
-        and metric sums."""
-        folder = output_dir or str(self.args.output_dir)
+        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights,
+        config, metric sums, and the record of the run."""
+        folder, writes = Path(output_dir or str(self.args.output_dir)), self.args.should_save
+        accept_generation_config(self.lm.model.generation_config)
         if not _internal_call and has_adapters(self.lm):
-            return self._saver.save_merged(folder)
-        with (self._saver.trained_part if _internal_call else self._saver.whole_model)(Path(folder)):
-            super().save_model(folder, _internal_call)
+            if writes:
+                merged(self.lm).save(folder)
+            return
+        if _internal_call:
+            self._save_run(folder)
+        with without_pickled_settings():
+            super().save_model(str(folder), _internal_call)
+        if writes and not _internal_call:
+            share(folder)
+            write_card(self.lm, folder)
+
+    def _save_run(self, folder: Path) -> None:
+        """Add to a checkpoint what the weights do not hold."""
+        self.numbers.read()
+        sums, rows = self.means.state_everywhere(), self.train_dataset
+        if self.args.should_save:
+            steps = self.state.global_step
+            read = rows.visited(steps * rows_per_step(self.args)) if isinstance(rows, StreamedRows) else None
+            write_atomic(folder / SUMS_NAME, json.dumps(sums))
+            self.run_record.write(folder, self.reported_settings(), read)
+            self.lm.config.save_pretrained(str(folder))  # it holds the history, which adapters do not save
+        without_tables(self.lm)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Called by transformers when it pushes to the hub."""
         if self.args.should_save:
             write_card(self.lm, str(self.args.output_dir))
+
+
+def select_rows(batch: Any, rows: slice) -> Any:
+    """These rows of a batch: of its tensors, of the batches in it, or by its own `select_rows`."""
+    if isinstance(batch, Tensor):
+        return batch[rows]
+    if isinstance(batch, Mapping):
+        return {name: select_rows(value, rows) for name, value in batch.items()}
+    return batch.select_rows(rows) if hasattr(batch, "select_rows") else batch
+
+
+@contextlib.contextmanager
+def without_pickled_settings() -> Iterator[None]:
+    """Let transformers write its pickle of all settings, tokens included, to nowhere: it would also be
+    uploaded, and nothing reads it."""
+    name = transformers.trainer.TRAINING_ARGS_NAME
+    transformers.trainer.TRAINING_ARGS_NAME = os.devnull
+    try:
+        yield
+    finally:
+        transformers.trainer.TRAINING_ARGS_NAME = name

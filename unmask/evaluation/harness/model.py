@@ -35,7 +35,7 @@ from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.models.model_state import fingerprint
-from unmask.training.durable.launchers import connected_processes
+from unmask.training.distributed import connected_processes
 
 Wanted = tuple[int, list[int], int, list[str]]
 """A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and

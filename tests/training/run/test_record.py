@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 
-from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, tiny, weights
 from unmask.cli.run_folder import run_settings
 from unmask.config.base import Config, OnResume
@@ -23,8 +22,8 @@ from unmask.errors import ConfigError, TrainingError
 from unmask.rl.reward_identities import reward_identities
 from unmask.supervised.sft import SFTConfig
 from unmask.training import distributed
-from unmask.training.resume.fingerprints import file_fingerprints, rows_fingerprint
-from unmask.training.resume.record import RECORD_FILE, RunRecord
+from unmask.training.run.fingerprints import file_fingerprints, rows_fingerprint
+from unmask.training.run.record import RECORD_FILE, RunRecord
 
 RUN = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -125,13 +124,6 @@ def test_there_is_nothing_to_resume_in_a_folder_without_a_run(tmp_path):
     with pytest.raises(TrainingError, match="there is nothing to resume"):
         resume("sft", tmp_path / "uot")
     assert not (tmp_path / "uot").exists() or not list((tmp_path / "uot").iterdir())
-
-
-def test_a_checkpoint_without_a_record_is_resumed_with_a_warning(tmp_path):
-    straight = stopped("sft", tmp_path)
-    as_earlier_version(tmp_path / "checkpoint-2")
-    with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
-        assert equal(resume("sft", tmp_path), straight)
 
 
 def test_no_secret_is_recorded(tmp_path):

@@ -16,15 +16,14 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 INDEX = ".metadata"
 OF_INDEX = {
     "torch.distributed.checkpoint.metadata": {
-        *(
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "BytesStorageMetadata",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-        ),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "BytesStorageMetadata",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},

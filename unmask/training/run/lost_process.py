@@ -1,10 +1,9 @@
 """The other processes of a run on this machine. If one of them is lost, this one ends with an error that says
 so, wherever it waits.
 
-A loss is noticed in three ways. gloo reports a closed connection (`naming_lost_process`,
-`durable/launchers.py`). torchrun ends the others with SIGTERM. A process that waits outside of Python, to
-meet the others or for NCCL, notices neither, and torchrun kills it half a minute later without a word: so a
-thread watches the others.
+A loss is noticed in three ways. gloo reports a closed connection (`naming_lost_process`). torchrun ends the
+others with SIGTERM. A process that waits outside of Python, to meet the others or for NCCL, notices neither,
+and torchrun kills it half a minute later without a word: so a thread watches the others.
 """
 
 from __future__ import annotations

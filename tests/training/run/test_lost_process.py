@@ -18,15 +18,15 @@ import psutil
 import pytest
 
 from tests.helpers import REPOSITORY, partly_slow
-from tests.training.durable.runs import command, ends
+from tests.training.run.runs import command, ends
 from tests.training.tiny_runs import unmask
 from unmask.errors import TrainingError
-from unmask.training.durable.lost_process import lost_process
+from unmask.training.run.lost_process import lost_process
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 PROGRAMS = {
     "ddp": ["-m", "unmask"],
-    "fsdp": [str(REPOSITORY / "tests" / "training" / "durable" / "as_gpus.py")],
+    "fsdp": [str(REPOSITORY / "tests" / "training" / "run" / "as_gpus.py")],
 }
 SHARDED = [
     "training.fsdp=true",
@@ -51,7 +51,7 @@ REPORT = re.compile(
 WAITING = """
 import sys, time
 from pathlib import Path
-from unmask.training.durable import lost_process
+from unmask.training.run import lost_process
 lost_process.PATIENCE = float(sys.argv[1])
 sys.orig_argv = ["python", "-m", "unmask", *sys.argv[1:]]
 with lost_process.ending_with_others(Path("run")):

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from unmask.errors import TrainingError
-from unmask.training.checkpoints import check_in_shards
-from unmask.training.durable.shards import INDEX, check_shards
+from unmask.training.run.checkpoint import check_in_shards
+from unmask.training.run.shards import INDEX, check_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

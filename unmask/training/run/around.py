@@ -1,22 +1,28 @@
-"""A signal ends a run with a checkpoint, at the end of the running step."""
+"""What surrounds a training: other runs in its folder, errors of the disk, lost processes, and signals, which
+end it with a checkpoint."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 
-from unmask.errors import RunStopped
-from unmask.training.durable.lost_process import another_has_ended, go_on, lost_process
-from unmask.training.run_files import checkpoints
+from unmask.errors import RunStopped, TrainingError, first_line
+from unmask.training.distributed import alone_in
+from unmask.training.run.folder import checkpoints
+from unmask.training.run.lost_process import another_has_ended, go_on, lost_process
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
@@ -25,6 +31,79 @@ SAVED = 75
 FORWARDED_SECONDS = 1.0
 """A launcher sends on a Ctrl-C that the terminal has sent to its processes, too: within this time it is the
 same one."""
+
+MAKE_ROOM = "Make room and permit writing"
+FULL_DISK = f"{MAKE_ROOM}: --resume continues from the last checkpoint"
+WRITE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EMFILE,
+}
+IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+"""Errors of a folder in the place of a file, or the reverse."""
+_entered: set[Path] = set()  # the folders of this process's runs
+
+
+@contextmanager
+def running_in(folder: Path) -> Iterator[None]:
+    """What surrounds every training in this folder. A command enters it before it loads the model; the
+    trainer inside then adds nothing.
+
+    Raises:
+        TrainingError: another run is here, or the disk cannot be written.
+    """
+    if (place := folder.resolve()) in _entered:
+        yield
+        return
+    with naming_write_errors(folder, FULL_DISK), alone_in(folder):
+        _entered.add(place)
+        try:
+            yield
+        finally:
+            _entered.remove(place)
+
+
+@contextmanager
+def naming_write_errors(where: Path, remedy: str) -> Iterator[None]:
+    """Inside, an error of the disk is raised as a TrainingError."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if (reason := _write_error(error)) is None:
+            raise
+        path = getattr(error, "filename2", None) or getattr(error, "filename", None) or where
+        if getattr(error, "errno", None) in IN_THE_WAY:
+            remedy = remedy.replace(MAKE_ROOM, "Move away what is in its place")
+        raise TrainingError(f"cannot be written ({reason})", where=str(path), remedy=remedy) from error
+
+
+def _write_error(error: Exception) -> str | None:
+    """Why the disk cannot be written; None: it is another error."""
+    if isinstance(error, OSError):
+        return error.strerror if error.errno in WRITE_ERRORS | IN_THE_WAY else None
+    of_torch = "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
+    if not of_torch and not isinstance(error, SafetensorError):
+        return None
+    return first_line(error.__context__ or error)
+
+
+@contextmanager
+def naming_lost_process(output: Path) -> Iterator[None]:
+    """Inside, a lost connection to another process of the run is raised as LostProcessError. `output`: the
+    folder of the run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
+        # gloo adds advice
+        what = f"lost the connection to another process of this run ({first_line(error).split('. ')[0]})"
+        raise lost_process(output, what) from error
 
 
 class StopOnSignal(TrainerCallback):

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import REPOSITORY
-from tests.training.durable.forked import Ended, ForkServer
-from tests.training.durable.runs import MODEL, command, ends
+from tests.training.run.forked import Ended, ForkServer
+from tests.training.run.runs import MODEL, command, ends
 from unmask.tasks import get_task
 
 SAVING = [

@@ -10,20 +10,21 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 RATE = "training.learning_rate"
-OF_GROUPS = {
+GROUP_SETTINGS = {
     RATE,
     "training.weight_decay",
     "training.adam_beta1",
     "training.adam_beta2",
     "training.adam_epsilon",
 }
-OF_METRIC_SCHEDULE = {RATE, "training.lr_scheduler_type", "training.lr_scheduler_kwargs"}
-OF_SCHEDULE = {
-    *OF_METRIC_SCHEDULE,
+METRIC_SCHEDULE_SETTINGS = {RATE, "training.lr_scheduler_type", "training.lr_scheduler_kwargs"}
+SCHEDULE_SETTINGS = {
+    *METRIC_SCHEDULE_SETTINGS,
     "training.warmup_steps",
     "training.max_steps",
     "training.num_train_epochs",
 }
+METRIC_SETTINGS = {"training.metric_for_best_model", "training.greater_is_better"}
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -33,6 +34,22 @@ def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
+
+
+def apply_settings(
+    optimizer: Any,
+    scheduler: Any,
+    groups: Groups,
+    first_schedule: Mapping[str, Any],
+    step: int,
+    changed: Collection[str],
+) -> None:
+    """Let the changed settings act on an optimizer and a schedule that were restored. Arguments as in
+    `apply_to_schedule`; scheduler None: it is the user's."""
+    if not GROUP_SETTINGS.isdisjoint(changed):
+        apply_to_groups(optimizer, groups)
+    if scheduler is not None:
+        apply_to_schedule(scheduler, first_schedule, groups, step, changed)
 
 
 def apply_to_groups(optimizer: Any, new: Groups) -> None:
@@ -59,7 +76,8 @@ def apply_to_schedule(
         step: the steps so far.
         changed: the names of the settings that were changed.
     """
-    if (OF_SCHEDULE if isinstance(scheduler, LambdaLR) else OF_METRIC_SCHEDULE).isdisjoint(changed):
+    acting = SCHEDULE_SETTINGS if isinstance(scheduler, LambdaLR) else METRIC_SCHEDULE_SETTINGS
+    if acting.isdisjoint(changed):
         return
     scheduler.load_state_dict(dict(new))
     if isinstance(scheduler, LambdaLR):

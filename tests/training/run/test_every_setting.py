@@ -35,9 +35,8 @@ from unmask.rl.config import GRPOConfig
 from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
-from unmask.training.resume.record import RunRecord
-from unmask.training.resume.stock_settings import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT
-from unmask.training.run_files import LOG_NAME
+from unmask.training.run.folder import LOG_NAME
+from unmask.training.run.record import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT, RunRecord
 
 CONFIGS = {
     "pretrain": PretrainConfig,

@@ -26,7 +26,7 @@ from unmask.cli import main
 CHANGES = {"os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
 """The audit events of changes of files, besides that of a file that is opened."""
 IMPORTED = [
-    "tests.training.durable.forked",
+    "tests.training.run.forked",
     "unmask.cli.run",
     "transformers.models.llama.modeling_llama",
 ]

@@ -11,8 +11,8 @@ import pytest
 
 from tests.training.tiny_runs import Before, equal, make, weights
 from unmask.errors import TrainingError
-from unmask.training.checkpoints import check_last, last_checkpoint, remove_old, stage_of
-from unmask.training.run_files import checkpoints
+from unmask.training.run.checkpoint import check_last, last_checkpoint, remove_old, stage_of
+from unmask.training.run.folder import checkpoints
 
 RUN = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 

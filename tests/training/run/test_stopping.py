@@ -17,12 +17,12 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers import REPOSITORY, partly_slow
-from tests.training.durable.runs import command, ends, logged
+from tests.training.run.runs import command, ends, logged
 from tests.training.tiny_runs import equal, unmask
 from unmask.convert.trainer import StageTrainer
 from unmask.preference.reference_log_probs import ReferenceTable
 from unmask.rl.trainer import GRPOTrainer
-from unmask.training.durable.lost_process import resume_command
+from unmask.training.run.lost_process import resume_command
 from unmask.training.trainer import DiffusionTrainer
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.helpers import REPOSITORY, partly_slow
 from unmask.config.run import LOCK_FILE
 from unmask.errors import TrainingError
-from unmask.training.resume.lock import is_running, sole_run
+from unmask.training.run.lock import is_running, sole_run
 
 
 def without_flock(_: int) -> bool:
@@ -31,7 +31,7 @@ import errno, os, sys, time
 from pathlib import Path
 import filelock._unix
 {inspect.getsource(without_flock)}
-from unmask.training.resume.lock import sole_run
+from unmask.training.run.lock import sole_run
 if "soft" in sys.argv:
     filelock._unix.lock_fd_nonblocking = without_flock
 with sole_run(Path(sys.argv[1])):

@@ -15,16 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from transformers.trainer import TRAINER_STATE_NAME
 
-from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import Before, equal, make, tiny, weights
 from unmask.errors import TrainingError
 from unmask.models.export import export
-from unmask.training.checkpoints import checked_checkpoint, last_checkpoint, steps_done
-from unmask.training.durable import checkpoint_files
-from unmask.training.durable.checkpoint_files import FILE_LIST, RECORD_FILE, fault, written_whole
+from unmask.training.run.checkpoint import (
+    FILE_LIST,
+    checked_checkpoint,
+    fault,
+    last_checkpoint,
+    written_whole,
+)
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102
@@ -91,61 +92,6 @@ def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_of_an_earlier_version_without_a_part_is_refused(name, tmp_path):
-    make("sft", tmp_path, **SAVING | {"max_steps": 2}).train()
-    as_earlier_version(tmp_path / "checkpoint-2")
-    (tmp_path / "checkpoint-2" / name).unlink()
-    said = "no weights" if name == "model.safetensors" else f"{name}: is missing"
-    for resume in (True, str(tmp_path / "checkpoint-2")):
-        with pytest.raises(TrainingError, match=rf"checkpoint-2.*{said}.*Delete this checkpoint"):
-            checked_checkpoint(tmp_path, resume, in_shards=False)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pt", "metric_sums.json"])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_part_that_is_listed_but_cannot_be_loaded_is_one_error(name, zipped, tmp_path):
-    make("sft", tmp_path, **SAVING | {"max_steps": 2}).train()
-    checkpoint = tmp_path / "checkpoint-2"
-    if name.endswith(".json"):
-        (checkpoint / name).write_text("[1]" if zipped else '{"loss": [1, "x"]}')
-    else:
-        torch.save(Path, checkpoint / name, _use_new_zipfile_serialization=zipped)  # a class, not data
-    files = [path for path in files_of(checkpoint) if path.name != checkpoint_files.FILE_LIST]
-    (checkpoint / checkpoint_files.FILE_LIST).write_text(
-        json.dumps({"files": checkpoint_files.described(checkpoint, files)})
-    )
-    with pytest.raises(TrainingError, match=rf"{name}: cannot be loaded.*Delete this checkpoint"):
-        make("sft", tmp_path, **SAVING).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
-    straight = make("sft", tmp_path, **SAVING)
-    straight.train()
-    shutil.rmtree(tmp_path / "checkpoint-6")
-    for folder in tmp_path.glob("checkpoint-*"):
-        as_earlier_version(folder)
-    resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
-        resumed.train(resume_from_checkpoint=True)
-    assert equal(weights(resumed.lm), weights(straight.lm))
-    shutil.rmtree(tmp_path / "checkpoint-6")
-    for name in (
-        "rng_state.pth",
-        "recorded.json",
-        "config.json",
-        "scheduler.pt",
-        "trainer_state.json",
-        "model.safetensors",
-    ):
-        path = tmp_path / "checkpoint-4" / name
-        data = path.read_bytes()
-        path.write_bytes(data[: len(data) // 2])
-        with pytest.warns(RuntimeWarning, match=rf"checkpoint-4 \({name} .*: resuming from checkpoint-2"):
-            assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-        path.write_bytes(data)
-
-
 @pytest.mark.parametrize("size", [100, 2_000, 60_000, 100_000])
 def test_a_disk_that_fills_up_ends_the_run_in_one_error_and_spares_the_last_checkpoint(
     size, tmp_path, largest_file
@@ -183,7 +129,7 @@ def test_an_error_of_the_disk_is_one_error(code, tmp_path, monkeypatch):
         "sft",
         tmp_path,
         **SAVING,
-        callbacks=[Before(3, lambda: monkeypatch.setattr(checkpoint_files, "sync", failing))],
+        callbacks=[Before(3, lambda: monkeypatch.setattr("unmask.training.run.checkpoint.sync", failing))],
     )
     with pytest.raises(
         TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"
@@ -216,7 +162,9 @@ def test_a_run_that_is_killed_while_a_folder_is_replaced_loses_neither(tmp_path,
 @pytest.mark.parametrize(("step", "kept"), [(0, "from the beginning"), (3, "checkpoint-2 is intact")])
 def test_free_space_is_checked_before_a_checkpoint_is_written(step, kept, tmp_path, monkeypatch):
     def fill() -> None:
-        monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
+        monkeypatch.setattr(
+            "unmask.training.run.checkpoint.shutil.disk_usage", lambda _: SimpleNamespace(free=50_000)
+        )
 
     trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(step, fill)])
     with pytest.raises(
@@ -258,15 +206,6 @@ def damage_to(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def test_a_fifo_in_a_checkpoint_is_a_fault_and_hangs_nothing(tmp_path):
-    for name in (FILE_LIST, RECORD_FILE, TRAINER_STATE_NAME, "model.safetensors"):
-        folder = tmp_path / name
-        folder.mkdir()
-        os.mkfifo(folder / name)
-        assert fault(folder) == f"{name} is not a file"
-        assert steps_done(folder) is None
 
 
 @pytest.mark.parametrize(

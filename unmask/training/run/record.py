@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unmask.artifacts import plain, read_file, write_atomic
+from unmask.artifacts import plain, write_atomic
 from unmask.config.base import OnResume
 from unmask.console import show_line
 from unmask.data.token_cache import StreamedRows
-from unmask.errors import ConfigError, UnmaskWarning
+from unmask.errors import ConfigError
 from unmask.redaction import masked
 
 if TYPE_CHECKING:
@@ -28,6 +27,111 @@ PARTS_OF_A_STEP = {
     "processes",
 }
 """Only their product makes another run."""
+
+TAKES_EFFECT = {
+    *(
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "max_steps",
+        "num_train_epochs",
+    ),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("bf16", "fp16", "tf32"),  # precision: lowered or raised to save a run
+    *("logging_strategy", "logging_steps", "logging_first_step"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    "ignore_data_skip",
+}
+NEUTRAL = {
+    # How a step is computed.
+    *(
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+    ),
+    *(
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "use_cache",
+    ),
+    *(
+        "torch_empty_cache_steps",
+        "average_tokens_across_devices",
+        "full_determinism",
+        "use_cpu",
+        "parallelism_config",
+    ),
+    *(
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+    ),
+    *(
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+    ),
+    "dataloader_multiprocessing_context",
+    # What is shown, and where.
+    *("logging_nan_inf_filter", "log_on_each_node", "include_num_input_tokens_seen"),
+    *(
+        "report_to",
+        "run_name",
+        "project",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+        "debug",
+    ),
+    "skip_memory_metrics",
+    # How an evaluation is computed.
+    *(
+        "per_device_eval_batch_size",
+        "prediction_loss_only",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "eval_accumulation_steps",
+    ),
+    *("include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"),
+    # Where copies go.
+    *(
+        "save_on_each_node",
+        "enable_jit_checkpoint",
+        "push_to_hub",
+        "hub_private_repo",
+        "hub_model_id",
+        "hub_strategy",
+    ),
+    *("hub_always_push", "hub_revision"),
+    # Of the launch, or without use here.
+    *("restore_callback_states_from_checkpoint", "do_train", "do_eval", "do_predict"),
+    *("remove_unused_columns", "label_names"),
+}
+ANOTHER_RUN = {
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
+    *("optim", "optim_args", "optim_target_modules", "label_smoothing_factor", "neftune_noise_alpha"),
+    *(
+        "seed",
+        "data_seed",
+        "dataloader_drop_last",
+        "dataloader_in_order",
+        "train_sampling_strategy",
+        "length_column_name",
+    ),
+    # the order of rows; the format of checkpoints
+    *("accelerator_config", "fsdp", "fsdp_config", "deepspeed"),
+}
 
 
 class RunRecord:
@@ -65,12 +169,7 @@ class RunRecord:
         Raises:
             ConfigError: a setting or an input would make another run.
         """
-        if (recorded := read_record(checkpoint)) is None:
-            message = (
-                f"{checkpoint} was saved by an earlier version, without its settings: they are not compared"
-            )
-            warnings.warn(message, UnmaskWarning, stacklevel=2)
-            return {}
+        recorded = read_record(checkpoint)
         changed = self.changed_since(recorded)
         self._refuse(changed, checkpoint)
         new = [
@@ -90,17 +189,16 @@ class RunRecord:
         ]
         for path in sorted(records)[-1:]:  # all of a run agree in what makes another run
             try:
-                recorded = json.loads(read_file(path))
-            except (OSError, ValueError):  # damaged: the checkpoint will not be used
-                continue
-            changed = self.changed_since(recorded)
+                changed = self.changed_since(json.loads(path.read_text("utf-8")))
+            except ValueError:  # damaged: the checkpoint will not be used
+                return
             self._refuse(
                 {name: old for name, old in changed.items() if not name.startswith("model.")}, path.parent
             )
 
     def changed_since(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """The earlier values of what differs, by name. Settings that an earlier version did not have are left
-        out."""
+        """The earlier values of what differs, by name. What only the command line or only Python records is
+        left out."""
         earlier = recorded["settings"]
         return {
             name: earlier[name]
@@ -156,16 +254,15 @@ class RunRecord:
         return name.removeprefix(self._prefix)
 
 
-def read_record(checkpoint: Path) -> dict[str, Any] | None:
-    """The record in a checkpoint; None for a checkpoint of an earlier version."""
-    path = checkpoint / RECORD_FILE
-    return json.loads(read_file(path)) if path.exists() else None
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The record in a checkpoint."""
+    return dict(json.loads((checkpoint / RECORD_FILE).read_text("utf-8")))
 
 
 def expect_visited(rows: Any, checkpoint: Path) -> None:
     """Let a stream compare the rows that the run of a checkpoint has read, when it reads them again."""
     if isinstance(rows, StreamedRows):
-        rows.expected = (read_record(checkpoint) or {}).get("visited")
+        rows.expected = read_record(checkpoint)["visited"]
 
 
 def _shown(value: Any) -> str:
@@ -179,3 +276,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, list) and value:
         return ", ".join(map(_shown, value))
     return "unset" if value is None else str(value)
+
+
+def stock_kind(name: str) -> OnResume:
+    """The kind of a field; those that a later version of transformers adds make another run."""
+    return OnResume.ACTS if name in TAKES_EFFECT else OnResume.NEUTRAL if name in NEUTRAL else OnResume.OTHER

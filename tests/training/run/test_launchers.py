@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers import REPOSITORY
 from unmask.errors import ConfigError
-from unmask.training.durable.launchers import check_processes, started_processes
+from unmask.training.distributed import check_processes, started_processes
 
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"}
 REFUSED = "accelerate launch starts only one process on CPUs"

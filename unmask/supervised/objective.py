@@ -1,0 +1,50 @@
+"""An objective beside the masked loss of `SFTTrainer`: what it adds to the model, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from unmask.diffusion.views import Draw, Views
+from unmask.models.diffusion_lm import DiffusionLM
+
+Plan = Callable[[dict[str, Any], Draw], Views]
+"""The views of a batch in the masked loss."""
+
+
+@dataclass
+class ObjectiveLoss:
+    """The loss of a micro-batch.
+
+    Attributes:
+        loss: summed over the batch's items.
+        views: the views whose cross-entropy is added to it, if any.
+        metrics: means to log, each with the number of values.
+    """
+
+    loss: Tensor
+    views: Views | None = None
+    metrics: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+
+
+class Objective:
+    """An objective of supervised fine-tuning. `args`: the `SFTConfig`."""
+
+    def __init__(self, args: Any):
+        self.args = args
+
+    def prepared(self, lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
+        """The model with what the objective trains."""
+        raise NotImplementedError
+
+    def training(self, lm: DiffusionLM) -> AbstractContextManager[None]:
+        """Inside, the weights that it trains have gradients."""
+        return nullcontext()
+
+    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
+        """The loss of a micro-batch."""
+        raise NotImplementedError
