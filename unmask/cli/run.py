@@ -72,7 +72,7 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
 
 
 def planned_arguments(verb: str, config: RunConfig) -> Any:
-    """As `training_arguments`, for a run that is only planned here: DeepSpeed is neither needed nor
+    """Like `training_arguments`, for a run that is only planned here: DeepSpeed is neither needed nor
     started."""
     if launched():
         return training_arguments(verb, config)
@@ -168,7 +168,6 @@ def surroundings(
     resumes = resumes_in_place(output, resume)
     with (
         naming_lost_process(output),
-        naming_full_memory(config.hardware),
         StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop,
     ):
         args = training_arguments(verb, config)
@@ -177,7 +176,8 @@ def surroundings(
             args.overwriting(given=config.training)
         if isinstance(resume, str):
             check_last(Path(resume), output)
-        with folder.held():  # the lock, errors of the disk, the state in the manifest
+        # held: the lock, the state in the manifest, errors of the disk
+        with folder.held(), naming_full_memory(config.hardware):
             yield folder, settings, stop
 
 

@@ -65,7 +65,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """As `locked`, for a run that begins or is resumed.
+        """Like `locked`, for a run that begins or is resumed.
 
         Raises: TrainingError: another run is here, or was here since the folder was checked, or this is a
             part of another; or there is no run to resume. ConfigError: the settings would make another run
@@ -102,12 +102,10 @@ class RunFolder:
                 remedy="Choose another output folder",
             )
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Inside, no other run can write here, and the manifest gets the state in which the run ends."""
-        with running_in(self.path), contextlib.ExitStack() as stack:
-            stack.push(self._end)
-            yield
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which no other run can write here, and the manifest gets the state in which the run
+        ends."""
+        return running_in(self.path, self._end)
 
     def begin(self, settings: RunConfig, record: RunRecord, steps: int) -> None:
         """Write `config.yaml` and the manifest.

@@ -39,11 +39,11 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
 from unmask.training.config import row_length, total_steps
-from unmask.training.distributed import alone_in, from_first
+from unmask.training.distributed import from_first
 from unmask.training.hardware_checks import is_split, refuse_other_model, refuse_unknown_arguments
 from unmask.training.metrics import ProgressPart, ProgressTarget
 from unmask.training.noise_config import noised_views
-from unmask.training.run.around import StopOnSignal
+from unmask.training.run.around import StopOnSignal, running_in
 from unmask.training.run.checkpoint import fault, last_of_run, named_checkpoint, stage_of, steps_done
 from unmask.training.run.fingerprints import model_inputs, rows_fingerprint
 from unmask.training.run.folder import RunLog, checkpoints, refuse_nothing
@@ -317,7 +317,7 @@ class ConvertTrainer:
         if checkpoint is not None and self.args.should_save:
             self.run_record.show(self.changed, self.resumed_step, self.ends[-1])
         self.trackers.runs.resumed = bool(resume_from_checkpoint)
-        with alone_in(self.args.output_folder):
+        with running_in(self.args.output_folder):
             self._train(resume_from_checkpoint or False, checkpoint)
 
     def _train(self, resume: str | Path | bool, checkpoint: Path | None) -> None:

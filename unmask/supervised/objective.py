@@ -37,12 +37,12 @@ class Objective:
     def __init__(self, args: Any):
         self.args = args
 
-    def prepared(self, lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
+    def prepared(self, lm: DiffusionLM) -> DiffusionLM:
         """The model with what the objective trains."""
         raise NotImplementedError
 
     def training(self, lm: DiffusionLM) -> AbstractContextManager[None]:
-        """Inside, the weights that it trains have gradients."""
+        """A context in which the weights that it trains have gradients."""
         return nullcontext()
 
     def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:

@@ -49,28 +49,21 @@ class Rollout:
         return (self.ids_BT == self.clean_BT)[self.filled_BT].float()
 
 
-def with_quality_head(lm: DiffusionLM, args: Any = None, *, adapters: bool = False) -> DiffusionLM:
+def with_quality_head(lm: DiffusionLM, args: Any = None) -> DiffusionLM:
     """The model with a quality head, to be trained.
 
     Args:
         args: the config of the trainer, if one trains it.
-        adapters: whether adapters are trained in place of the weights.
 
     Raises:
         ModelError: the model is causal: it has no hidden tokens.
-        ConfigError: several processes or adapters, which do not train the head.
+        ConfigError: several processes, which do not train the head.
     """
     if lm.attention == "causal":
         raise ModelError(
             "a causal model never revises a token",
             where="quality_head",
             remedy="Convert it first (`unmask convert`)",
-        )
-    if adapters:
-        raise ConfigError(
-            "is not trained with lora, which trains nothing else",
-            where="quality_head",
-            remedy="Train without adapters",
         )
     if args is not None and (args.world_size > 1 or args.fsdp or args.deepspeed):
         what = "is not trained by several processes: it is no part of the model's forward pass"
@@ -84,7 +77,7 @@ def with_quality_head(lm: DiffusionLM, args: Any = None, *, adapters: bool = Fal
 
 @contextmanager
 def training_head(lm: DiffusionLM, *, alone: bool) -> Iterator[None]:
-    """Inside, the quality head has gradients; if `alone`, nothing else has."""
+    """A context in which the quality head has gradients; if `alone`, nothing else has."""
     head = lm.quality_head
     assert head is not None
     before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
@@ -102,8 +95,8 @@ class QualityObjective(Objective):
     """A head that learns, from the model's own samples, which visible tokens are right; with `quality_head:
     joint` beside the masked loss."""
 
-    def prepared(self, lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
-        return with_quality_head(lm, self.args, adapters=adapters)
+    def prepared(self, lm: DiffusionLM) -> DiffusionLM:
+        return with_quality_head(lm, self.args)
 
     def training(self, lm: DiffusionLM) -> AbstractContextManager[None]:
         return training_head(lm, alone=self.args.quality_head == "alone")
@@ -176,7 +169,7 @@ def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tenso
 
 
 def quality_loss(logits_N: Tensor, rollout: Rollout, items_B: Tensor) -> Tensor:
-    """The mean cross-entropy of each row's filled tokens, times the row's items (its learnt tokens), summed
+    """The mean cross-entropy of each row's filled tokens, times the row's items (its learned tokens), summed
     over rows, in nats."""
     check_tensors(filled_BT=rollout.filled_BT, items_B=items_B)
     filled_B = rollout.filled_BT.sum(1)

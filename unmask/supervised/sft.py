@@ -35,18 +35,17 @@ from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 OF_VIEWS = (
-    *(
-        "views",
-        "aggregation",
-        "quality_head",
-        "schedule",
-        "weighting",
-        "min_time",
-        "max_time",
-        "num_timesteps",
-        "exact_count",
-    ),
-    *("cart_p", "score_chunk"),
+    "views",
+    "aggregation",
+    "quality_head",
+    "schedule",
+    "weighting",
+    "min_time",
+    "max_time",
+    "num_timesteps",
+    "exact_count",
+    "cart_p",
+    "score_chunk",
 )
 """The settings of noised copies of a row."""
 
@@ -152,8 +151,8 @@ class SFTTrainer(DiffusionTrainer):
     in LLaDA (Nie et al. 2025, its GUIDELINES.md). With a `quality_head` the loss has the head's part
     (`unmask.supervised.quality`): the mean over rows, weighted by their tokens. With a `max_gap` the loss is
     that of gaps of unknown length alone (`unmask.supervised.variable_length`), in which no end token is. The
-    end token is learnt, padding never. A completion is filled up with learnt EOS to the end of its attention
-    block or `canvas_length`.
+    end token is learned, padding never. A completion is filled up with learned EOS to the end of its
+    attention block or `canvas_length`.
     """
 
     def __init__(
@@ -162,8 +161,10 @@ class SFTTrainer(DiffusionTrainer):
         self.objective = objective_of(args)
         if self.objective is not None:
             lm = as_diffusion_lm(model, named.get("processing_class"))
-            adapters = named.get("peft_config") is not None or has_adapters(lm)
-            model = self.objective.prepared(lm, adapters=adapters)
+            model = self.objective.prepared(lm)
+            if named.get("peft_config") is not None or has_adapters(lm):
+                what = "is not trained with lora, which leaves its weights as they are"
+                raise ConfigError(what, where=args.excludes_adapters, remedy="Train without adapters")
         super().__init__(model, args, *rows, **named)
 
     @classmethod
@@ -201,12 +202,12 @@ class SFTTrainer(DiffusionTrainer):
             return super().train(*arguments, **named)
 
     def count_items(self, batch: Batch) -> Tensor:
-        """The number of learnt tokens, or with `aggregation: sequence` of answers."""
+        """The number of learned tokens, or with `aggregation: sequence` of answers."""
         if self.args.aggregation == "token":
             return super().count_items(batch)
         return (batch["maskable"] / _answer_sizes(batch)).sum().round().long()
 
 
 def _answer_sizes(batch: Batch) -> Tensor:
-    """At each learnt token, the number of learnt tokens of its example [B, T]; 1 elsewhere."""
+    """At each learned token, the number of learned tokens of its example [B, T]; 1 elsewhere."""
     return group_sizes(torch.where(batch["maskable"], batch["documents"].long() - 1, -1))

@@ -32,7 +32,7 @@ from torch import Tensor
 from unmask.data.rows import pad_rows
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, columns
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
 from unmask.supervised.objective import Objective, ObjectiveLoss, Plan
@@ -63,19 +63,12 @@ class Canvases:
     document_BT: Tensor  # 0 at padding
 
 
-def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool = False) -> DiffusionLM:
+def with_length_tokens(lm: DiffusionLM, max_gap: int) -> DiffusionLM:
     """The model with the two tokens, to be trained on gaps of up to `max_gap` tokens, which is saved with it.
-
-    Raises:
-        ModelError: it does not see the text after a gap.
-        ConfigError: adapters, which do not train the tokens' embeddings.
-    """
+    Raises ModelError if it does not see the text after a gap."""
     if lm.attention != "bidirectional":
         what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
         raise ModelError(what, where="max_gap", remedy="Convert it with `unmask convert --recipe full`")
-    if adapters:
-        what = "is not trained with lora, which does not train the embeddings of new tokens"
-        raise ConfigError(what, where="max_gap", remedy="Train without adapters")
     lm = add_length_tokens(lm)
     lm.max_gap = max_gap
     return lm
@@ -84,8 +77,8 @@ def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool = False)
 class GapObjective(Objective):
     """Gaps of unknown length, of up to `max_gap` tokens, in place of the masked loss."""
 
-    def prepared(self, lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
-        return with_length_tokens(lm, self.args.max_gap, adapters=adapters)
+    def prepared(self, lm: DiffusionLM) -> DiffusionLM:
+        return with_length_tokens(lm, self.args.max_gap)
 
     def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
         canvases = make_canvases(lm, batch, draw, self.args.max_gap)
@@ -96,10 +89,10 @@ class GapObjective(Objective):
 
 
 def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap: int) -> Canvases:
-    """A canvas of each row, with a gap for every 2 * max_gap learnt tokens, at least one. The first token of
+    """A canvas of each row, with a gap for every 2 * max_gap learned tokens, at least one. The first token of
     the row and end tokens are in no gap.
 
-    Args: batch: `input_ids` and `documents` (0 is padding), integers, and `maskable`, boolean: the learnt
+    Args: batch: `input_ids` and `documents` (0 is padding), integers, and `maskable`, boolean: the learned
         tokens; [B, T] each. draw: the source of randomness. max_gap: the longest gap, in tokens, with which
         the model was made (`with_length_tokens`).
 
@@ -144,7 +137,7 @@ def canvas_log_probs(lm: DiffusionLM, canvases: Canvases) -> Tensor:
 
 
 def canvas_loss(log_prob_N: Tensor, canvases: Canvases, items_B: Tensor) -> Tensor:
-    """The mean cross-entropy of each row's hidden positions, times the row's items (its learnt tokens),
+    """The mean cross-entropy of each row's hidden positions, times the row's items (its learned tokens),
     summed over rows, in nats."""
     check_tensors(hidden_BT=canvases.hidden_BT, items_B=items_B)
     hidden_BT = canvases.hidden_BT
@@ -174,7 +167,7 @@ class _Row:
         self.lm, self.max_gap, self.ids, self.documents, self.order = lm, max_gap, ids, documents, order
         self.drops_end, *self.numbers = numbers
         self.length = sum(document > 0 for document in documents)
-        self.places = [place for place, learnt in enumerate(inside) if learnt]
+        self.places = [place for place, is_inside in enumerate(inside) if is_inside]
         # positions that the canvas may add
         self.room = max(0, (lm.context_length or self.length + 2 * max_gap * len(ids)) - self.length)
 

@@ -23,11 +23,18 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
-from unmask.training.config_fields import check_settings, check_stock, check_types, limits_of, setting, unmet
+from unmask.training.config_fields import (
+    check_settings,
+    check_stock,
+    check_types,
+    limits_of,
+    setting,
+    stock_kind,
+    unmet,
+)
 from unmask.training.distributed import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
-from unmask.training.run.record import stock_kind
 from unmask.training.sharding import deepspeed_config
 
 
@@ -146,21 +153,17 @@ class TrainingConfig(TrainingArguments):
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
     given: ClassVar[frozenset[str]]
-    """The names of the settings that were given, whatever their values (None: unset). Of each config; a class
-    has none."""
-    copied: ClassVar[frozenset[str]]
-    """Those of a config that was made with all, as `dataclasses.replace` and `to_dict` do: none of them
-    counts as given."""
+    """The names of the settings that were given a value (None: unset). If all were, as `dataclasses.replace`
+    and `to_dict` do, none of them counts as given. Of each config; a class has none."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses unknown settings, all at once, with the names that they have here."""
         cls._refuse_unknown(given)
         config = super().__new__(cls)
-        names = frozenset(name for name, value in given.items() if value is not None)
-        is_copy = {each.name for each in fields(cls) if each.init} - given.keys() <= CHECKED_LATER | {
-            "hub_token"
-        }
-        config.given, config.copied = (frozenset(), frozenset(given)) if is_copy else (names, frozenset())
+        unset = {each.name for each in fields(cls) if each.init} - given.keys()
+        is_copy = unset <= CHECKED_LATER | {"hub_token"}
+        config.given = frozenset(name for name, value in given.items() if value is not None and not is_copy)
+        config._passed = frozenset(given)
         return config
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -181,23 +184,16 @@ class TrainingConfig(TrainingArguments):
             ConfigError: a new config would refuse a value, or a trainer would not read it any more.
         """
         settings = {each.name for each in fields(self) if each.init}
-        if (
-            late := sorted((self.assigned & settings) - {each.name for each in fields(TrainingArguments)})
-            if read
-            else ()
-        ):
+        late = sorted((self.assigned & settings) - {each.name for each in fields(TrainingArguments)})
+        if read and late:
             raise ConfigError(
                 "was assigned after the trainer had read it",
                 where=late[0],
                 remedy="Set it before the trainer is made",
             )
         if assigned := (self.assigned & settings) - CHECKED_LATER:
-            checked = type(self)(
-                **{
-                    name: getattr(self, name)
-                    for name in (self.given | self.copied | assigned) - CHECKED_LATER
-                }
-            )
+            names = (self._passed | assigned) - CHECKED_LATER
+            checked = type(self)(**{name: getattr(self, name) for name in names})
             for name in assigned:
                 setattr(self, name, getattr(checked, name))
         self.assigned.clear()

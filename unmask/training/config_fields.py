@@ -1,4 +1,5 @@
-"""Config fields that are declared together with their valid values."""
+"""Config fields that are declared together with their valid values, and what changing a field does to a run
+that is resumed."""
 
 from __future__ import annotations
 
@@ -78,12 +79,12 @@ def check_types(args: Any) -> None:
 
 @cache
 def _declared_types(cls: type[Any]) -> dict[str, Any]:
-    """Of all fields: reading them takes longer than all checks."""
+    """The types of all fields: reading them takes longer than all checks."""
     return get_type_hints(cls)
 
 
 def limits_of(field: Field[Any]) -> dict[str, Any] | None:
-    """Those arguments of `setting` that limit the values of a field, without those that do not; None: it may
+    """The arguments of `setting` that limit the values of a field, without those that do not; None: it may
     have any value."""
     if "needs" not in field.metadata:
         return RANGES.get(field.name)
@@ -168,8 +169,135 @@ def _described(needed: str) -> str:
 
 @contextmanager
 def naming_setting_too(key: str) -> Iterator[None]:
-    """Inside, ConfigErrors also name this setting."""
+    """A context in which ConfigErrors also name this setting."""
     try:
         yield
     except ConfigError as error:
         raise error.moved(f"{key} and {error.where}") from error
+
+
+TAKES_EFFECT = {
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "max_steps",
+    "num_train_epochs",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "tf32",  # precision: lowered or raised to save a run
+    "logging_strategy",
+    "logging_steps",
+    "logging_first_step",
+    "eval_strategy",
+    "eval_steps",
+    "eval_delay",
+    "eval_on_start",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "save_only_model",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "ignore_data_skip",
+}
+NEUTRAL = {
+    # How a step is computed.
+    "activation_checkpointing",
+    "activation_checkpointing_kwargs",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "use_liger_kernel",
+    "liger_kernel_config",
+    "use_cache",
+    "torch_empty_cache_steps",
+    "average_tokens_across_devices",
+    "full_determinism",
+    "use_cpu",
+    "parallelism_config",
+    "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers",
+    "ddp_static_graph",
+    "ddp_backend",
+    "ddp_timeout",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+    # What is shown, and where.
+    "logging_nan_inf_filter",
+    "log_on_each_node",
+    "include_num_input_tokens_seen",
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "debug",
+    "skip_memory_metrics",
+    # How an evaluation is computed.
+    "per_device_eval_batch_size",
+    "prediction_loss_only",
+    "eval_do_concat_batches",
+    "eval_use_gather_object",
+    "eval_accumulation_steps",
+    "include_for_metrics",
+    "batch_eval_metrics",
+    "bf16_full_eval",
+    "fp16_full_eval",
+    # Where copies go.
+    "save_on_each_node",
+    "enable_jit_checkpoint",
+    "push_to_hub",
+    "hub_private_repo",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_always_push",
+    "hub_revision",
+    # Of the launch, or without use here.
+    "restore_callback_states_from_checkpoint",
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "remove_unused_columns",
+    "label_names",
+}
+ANOTHER_RUN = {
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "auto_find_batch_size",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "seed",
+    "data_seed",
+    "dataloader_drop_last",
+    "dataloader_in_order",
+    "train_sampling_strategy",
+    "length_column_name",
+    # the order of rows; the format of checkpoints
+    "accelerator_config",
+    "fsdp",
+    "fsdp_config",
+    "deepspeed",
+}
+"""What changing the fields of `transformers.TrainingArguments` does to a run that is resumed."""
+
+
+def stock_kind(name: str) -> OnResume:
+    """The kind of a field; those that a later version of transformers adds make another run."""
+    return OnResume.ACTS if name in TAKES_EFFECT else OnResume.NEUTRAL if name in NEUTRAL else OnResume.OTHER

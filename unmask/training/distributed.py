@@ -31,9 +31,9 @@ OF_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
 
 @contextmanager
 def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
-    """Inside, processes may make different numbers of forward passes without gradients, each of which gathers
-    sharded weights. A finished process makes empty passes until all are finished. No other collective may run
-    inside. `device`: of the exchanged tensors."""
+    """A context in which processes may make different numbers of forward passes without gradients, each of
+    which gathers sharded weights. A finished process makes empty passes until all are finished. No other
+    collective may run inside. `device`: of the exchanged tensors."""
 
     def passing(working: bool) -> torch.Tensor:
         """Gather which processes make a real pass now."""
@@ -76,8 +76,9 @@ def without_repeats(batch: dict[str, Any], accelerator: Accelerator) -> dict[str
 
 @contextmanager
 def failing_together(where: str) -> Iterator[None]:
-    """Inside, an UnmaskError of one process is raised on all, which would otherwise wait for it forever. No
-    collective may run inside. `where`: the operation, which the error of the other processes names."""
+    """A context in which an UnmaskError of one process is raised on all, which would otherwise wait for it
+    forever. No collective may run inside. `where`: the operation, which the error of the other processes
+    names."""
     error: UnmaskError | None = None
     try:
         yield
@@ -107,20 +108,16 @@ def from_first(find: Callable[[], Found]) -> Found:
     return answer[0]
 
 
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> AbstractContextManager[None]:
     """`sole_run` for all processes of a run: if the folder is another run's, the TrainingError is raised on
     all."""
-    with _entered_together(sole_run(folder), "output_dir"):
-        yield
+    return _entered_together(sole_run(folder), "output_dir")
 
 
-@contextmanager
-def alone_with(output: Path) -> Iterator[None]:
-    """Inside, no other evaluation writes this result, or keeps items beside it. Raises TrainingError on all
-    processes if one does."""
-    with _entered_together(sole_writer(output, output.with_name(f"{output.name}.lock")), "--output"):
-        yield
+def alone_with(output: Path) -> AbstractContextManager[None]:
+    """A context in which no other evaluation writes this result, or keeps items beside it. Raises
+    TrainingError on all processes if one does."""
+    return _entered_together(sole_writer(output, output.with_name(f"{output.name}.lock")), "--output")
 
 
 @contextmanager

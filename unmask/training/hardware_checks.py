@@ -51,7 +51,8 @@ def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
-    """Inside, a full device (or a full allowed part of it) raises a TrainingError that says what to do."""
+    """A context in which a full device (or a full allowed part of it) raises a TrainingError that says what
+    to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:

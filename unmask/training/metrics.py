@@ -22,19 +22,30 @@ from unmask.training.step_timer import Phases
 
 STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 RESERVED = {
-    *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
-    *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
-    *(
-        "reward",
-        "reward_std",
-        "unscored",
-        "truncated",
-        "completion_length",
-        "entropy",
-        "groups_kept",
-        "groups_replaced",
-    ),
-    *("clipped", "kl", "ratio", "importance", "server_gap"),
+    "step",
+    "stage",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "memory_gb",
+    "tokens_per_second",
+    "samples_per_second",
+    "total_flos",
+    "num_input_tokens_seen",
+    "reward",
+    "reward_std",
+    "unscored",
+    "truncated",
+    "completion_length",
+    "entropy",
+    "groups_kept",
+    "groups_replaced",
+    "clipped",
+    "kl",
+    "ratio",
+    "importance",
+    "server_gap",
 }
 """Metric names of the trainers, reserved together with the prefixes below."""
 RESERVED_PREFIXES = (
@@ -227,7 +238,7 @@ def check_finite(name: str, value: Tensor | float, model: nn.Module, step: int) 
 
 @contextmanager
 def measuring(trainer: Any, prefix: str) -> Iterator[None]:
-    """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of
+    """A context in which metrics are recorded as an evaluation's, under this prefix, separately from those of
     training."""
     if prefix == "train":
         raise ConfigError(
@@ -245,7 +256,7 @@ def measuring(trainer: Any, prefix: str) -> Iterator[None]:
 
 @contextmanager
 def naming_missing_metric(name: str | None, metrics: Iterable[str]) -> Iterator[None]:
-    """Inside, an evaluation without the metric that names the best checkpoint is a ConfigError."""
+    """A context in which an evaluation without the metric that names the best checkpoint is a ConfigError."""
     try:
         yield
     except KeyError as error:

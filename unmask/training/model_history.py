@@ -15,28 +15,32 @@ if TYPE_CHECKING:
 
 PACKAGES = ("unmask", "torch", "transformers")
 RESULT_FIELDS = {
-    *(
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "max_steps",
-        "lr_scheduler_type",
-        "warmup_steps",
-    ),
-    *("optim", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "max_grad_norm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "fp16",
 }
 """The fields of TrainingArguments that affect the result."""
 WITHOUT_EFFECT = {
-    *(
-        "cudnn_benchmark",
-        "data_source",
-        "flash_attention",
-        "judge",
-        "log_memory_usage",
-        "log_variance_steps",
-        "logging_dir",
-    ),
-    *("score_chunk", "token_cache"),
+    "cudnn_benchmark",
+    "data_source",
+    "flash_attention",
+    "judge",
+    "log_memory_usage",
+    "log_variance_steps",
+    "logging_dir",
+    "score_chunk",
+    "token_cache",
 }
 """The fields of a trainer's own config that do not affect the result."""
 NOT_METRICS = (

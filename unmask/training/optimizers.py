@@ -21,7 +21,7 @@ OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 @contextmanager
 def naming_missing_library() -> Iterator[None]:
-    """Inside, an optimizer whose library is not installed is a ConfigError."""
+    """A context in which an optimizer whose library is not installed is a ConfigError."""
     try:
         yield
     except ImportError as error:

@@ -82,8 +82,8 @@ class PerViewBackward:
 
 @contextmanager
 def accumulating(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Inside, gradients are accumulated. Ranks exchange them in the last pass of a step, where DeepSpeed also
-    steps."""
+    """A context in which gradients are accumulated. Ranks exchange them in the last pass of a step, where
+    DeepSpeed also steps."""
     state, distributed_type = accelerator.gradient_state, accelerator.distributed_type
     # without a sync FSDP would keep whole gradients
     if last or distributed_type in (DistributedType.NO, DistributedType.FSDP):

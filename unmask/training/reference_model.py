@@ -106,11 +106,11 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
         else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
     )
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
-    if other.config.vocab_size != lm.config.vocab_size:
-        what = f"its vocabulary has {other.config.vocab_size} tokens, the policy's {lm.config.vocab_size}"
-        raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
-    if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
-        what = "its tokens have other ids than the policy's"
+    tokens, own_tokens = (
+        (each.config.vocab_size, each.mask_token_id, each.tokenizer.get_vocab()) for each in (other, lm)
+    )
+    if tokens != own_tokens:
+        what = f"its vocabulary ({tokens[0]} tokens) is not the policy's ({own_tokens[0]} tokens)"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
     if differing := [name for name, value in lm.pattern.items() if other.pattern[name] != value]:
         what = " and ".join(

@@ -82,7 +82,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Inside, time and memory count for this phase, except in nested phases."""
+        """A context in which time and memory count for this phase, except in nested phases."""
         counts = bool(self._open)
         with record_function(name):
             if counts:

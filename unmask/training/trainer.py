@@ -140,7 +140,7 @@ class DiffusionTrainer(Trainer):
             adapters=peft_config is not None or has_adapters(lm),
             trainer_arguments=trainer_arguments,
         )
-        set_seed(args.seed)  # new adapters are initialised from it
+        set_seed(args.seed)  # new adapters are initialized from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
@@ -217,7 +217,7 @@ class DiffusionTrainer(Trainer):
         return self.cross_entropy(lm, batch, self.plan(batch, self.training_draw(batch)))
 
     def training_draw(self, batch: Batch) -> Draw:
-        """As `draw`; in training the noise times are also spread evenly over consecutive rows."""
+        """Like `draw`; in training the noise times are also spread evenly over consecutive rows."""
         return replace(self.draw(batch), rows_before_B=batch.get("rows_before"))
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
@@ -249,7 +249,7 @@ class DiffusionTrainer(Trainer):
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if
+        """Like transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if
         the run ended before it. A path may also be a run's folder. A resumed run is compared
         (`checkpoint_to_resume`), a new one refuses to overwrite another."""
         self.args.check_assigned(read=True)
@@ -293,8 +293,8 @@ class DiffusionTrainer(Trainer):
         )
 
     def lockstep(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, processes may make different numbers of forward passes without gradients. Other collectives
-        would deadlock."""
+        """A context in which processes may make different numbers of forward passes without gradients. Other
+        collectives would deadlock."""
         return lockstep(self.lm, self.args.device) if self.shards_weights else contextlib.nullcontext()
 
     # Resuming.
@@ -386,7 +386,7 @@ class DiffusionTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if
+        """Like transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if
         there are none."""
         rows = self.held_out_rows(eval_dataset)
         with measuring(self, metric_key_prefix):

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,9 +50,12 @@ _entered: set[Path] = set()  # the folders of this process's runs
 
 
 @contextmanager
-def running_in(folder: Path) -> Iterator[None]:
+def running_in(folder: Path, at_end: Any = None) -> Iterator[None]:
     """What surrounds every training in this folder. A command enters it before it loads the model; the
     trainer inside then adds nothing.
+
+    Args:
+        at_end: called at the end like an `__exit__` method, before the folder is free for other runs.
 
     Raises:
         TrainingError: another run is here, or the disk cannot be written.
@@ -60,17 +63,18 @@ def running_in(folder: Path) -> Iterator[None]:
     if (place := folder.resolve()) in _entered:
         yield
         return
-    with naming_write_errors(folder, FULL_DISK), alone_in(folder):
+    with alone_in(folder), ExitStack() as stack:
         _entered.add(place)
-        try:
+        stack.callback(_entered.remove, place)
+        if at_end is not None:
+            stack.push(at_end)
+        with naming_write_errors(folder, FULL_DISK):
             yield
-        finally:
-            _entered.remove(place)
 
 
 @contextmanager
 def naming_write_errors(where: Path, remedy: str) -> Iterator[None]:
-    """Inside, an error of the disk is raised as a TrainingError."""
+    """A context in which an error of the disk is raised as a TrainingError."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -94,8 +98,8 @@ def _write_error(error: Exception) -> str | None:
 
 @contextmanager
 def naming_lost_process(output: Path) -> Iterator[None]:
-    """Inside, a lost connection to another process of the run is raised as LostProcessError. `output`: the
-    folder of the run."""
+    """A context in which a lost connection to another process of the run is raised as LostProcessError.
+    `output`: the folder of the run."""
     try:
         yield
     except RuntimeError as error:

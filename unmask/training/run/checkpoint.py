@@ -48,8 +48,8 @@ THREADS = 4  # hashing releases the lock of the interpreter
 
 @contextlib.contextmanager
 def written_checkpoint(checkpoint: Path, needed: Callable[[], int], *, writes: bool) -> Iterator[Path]:
-    """Inside, all processes write a checkpoint into the folder that this yields. It is in its place
-    afterwards. If it cannot be written, earlier checkpoints are intact.
+    """A context in which all processes write a checkpoint into the folder that this yields. It is in its
+    place afterwards. If it cannot be written, earlier checkpoints are intact.
 
     Args:
         needed: the expected bytes of a first checkpoint.
@@ -70,8 +70,8 @@ def written_checkpoint(checkpoint: Path, needed: Callable[[], int], *, writes: b
 
 @contextlib.contextmanager
 def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]:
-    """Inside, all processes write into the folder that this yields. Afterwards it takes the place of
-    `folder`. If anything fails, `folder` is unchanged.
+    """A context in which all processes write into the folder that this yields. Afterwards it takes the place
+    of `folder`. If anything fails, `folder` is unchanged.
 
     Args:
         writes: whether this process creates and moves the folder.
@@ -272,7 +272,7 @@ def check_in_shards(checkpoint: Path) -> None:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """As `last_of_run`. Raises TrainingError if there is none."""
+    """Like `last_of_run`. Raises TrainingError if there is none."""
     if (checkpoint := last_of_run(path)) is None:
         raise TrainingError(
             "holds no complete checkpoint",

@@ -33,8 +33,9 @@ def sole_run(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def sole_writer(place: Path, path: Path) -> Iterator[None]:
-    """Inside, no other process can enter with the lock file `path`; this one may again. The first process of
-    several locks for all of them. The file's folder is created, and removed if nothing was written.
+    """A context in which no other process can enter with the lock file `path`; this one may again. The first
+    process of several locks for all of them. The file's folder is created, and removed if nothing was
+    written.
 
     Args:
         place: what is written, for the error.

@@ -89,9 +89,9 @@ def go_on(output: Path, *, begun: bool) -> str:
 
 @contextlib.contextmanager
 def ending_with_others(output: Path) -> Iterator[None]:
-    """Inside, this process ends with an error when another one of the run has ended: at once if SIGTERM
-    comes, unless it is handled inside, and `PATIENCE` seconds later in any case. `output`: the folder of the
-    run."""
+    """A context in which this process ends with an error when another one of the run has ended: at once if
+    SIGTERM comes, unless it is handled inside, and `PATIENCE` seconds later in any case. `output`: the folder
+    of the run."""
     if not _others(os.environ) or threading.current_thread() is not threading.main_thread():
         yield
         return

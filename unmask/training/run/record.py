@@ -28,111 +28,6 @@ PARTS_OF_A_STEP = {
 }
 """Only their product makes another run."""
 
-TAKES_EFFECT = {
-    *(
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "max_steps",
-        "num_train_epochs",
-    ),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("bf16", "fp16", "tf32"),  # precision: lowered or raised to save a run
-    *("logging_strategy", "logging_steps", "logging_first_step"),
-    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"),
-    *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-    "ignore_data_skip",
-}
-NEUTRAL = {
-    # How a step is computed.
-    *(
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
-    ),
-    *(
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "use_liger_kernel",
-        "liger_kernel_config",
-        "use_cache",
-    ),
-    *(
-        "torch_empty_cache_steps",
-        "average_tokens_across_devices",
-        "full_determinism",
-        "use_cpu",
-        "parallelism_config",
-    ),
-    *(
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "ddp_backend",
-        "ddp_timeout",
-    ),
-    *(
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-    ),
-    "dataloader_multiprocessing_context",
-    # What is shown, and where.
-    *("logging_nan_inf_filter", "log_on_each_node", "include_num_input_tokens_seen"),
-    *(
-        "report_to",
-        "run_name",
-        "project",
-        "trackio_space_id",
-        "trackio_bucket_id",
-        "trackio_static_space_id",
-        "debug",
-    ),
-    "skip_memory_metrics",
-    # How an evaluation is computed.
-    *(
-        "per_device_eval_batch_size",
-        "prediction_loss_only",
-        "eval_do_concat_batches",
-        "eval_use_gather_object",
-        "eval_accumulation_steps",
-    ),
-    *("include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"),
-    # Where copies go.
-    *(
-        "save_on_each_node",
-        "enable_jit_checkpoint",
-        "push_to_hub",
-        "hub_private_repo",
-        "hub_model_id",
-        "hub_strategy",
-    ),
-    *("hub_always_push", "hub_revision"),
-    # Of the launch, or without use here.
-    *("restore_callback_states_from_checkpoint", "do_train", "do_eval", "do_predict"),
-    *("remove_unused_columns", "label_names"),
-}
-ANOTHER_RUN = {
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size"),
-    *("optim", "optim_args", "optim_target_modules", "label_smoothing_factor", "neftune_noise_alpha"),
-    *(
-        "seed",
-        "data_seed",
-        "dataloader_drop_last",
-        "dataloader_in_order",
-        "train_sampling_strategy",
-        "length_column_name",
-    ),
-    # the order of rows; the format of checkpoints
-    *("accelerator_config", "fsdp", "fsdp_config", "deepspeed"),
-}
-
 
 class RunRecord:
     """What makes a run the run that it is.
@@ -149,7 +44,7 @@ class RunRecord:
             ROWS_PER_STEP: args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "processes": args.world_size,
         }
-        # secrets change nothing that is learnt
+        # secrets change nothing that is learned
         settings = masked(own | {name: value for name, (value, _) in run.items()})
         self.values: dict[str, Any] = plain(settings | inputs | inputs_that_act | sizes)
         self.inputs = {*inputs, *inputs_that_act, ROWS_PER_STEP}
@@ -268,16 +163,11 @@ def expect_visited(rows: Any, checkpoint: Path) -> None:
 def _shown(value: Any) -> str:
     """A value in a message: fingerprints are shortened."""
     if isinstance(value, dict) and "sha256" in value:
-        told = {"name": "{}", "rows": "{} rows", "bytes": "{:,} bytes"}
+        formats = {"name": "{}", "rows": "{} rows", "bytes": "{:,} bytes"}
         parts = "".join(
-            f"{text.format(value[key])}, " for key, text in told.items() if value.get(key) is not None
+            f"{text.format(value[key])}, " for key, text in formats.items() if value.get(key) is not None
         )
         return f"{parts}content {str(value['sha256'])[:8]}"
     if isinstance(value, list) and value:
         return ", ".join(map(_shown, value))
     return "unset" if value is None else str(value)
-
-
-def stock_kind(name: str) -> OnResume:
-    """The kind of a field; those that a later version of transformers adds make another run."""
-    return OnResume.ACTS if name in TAKES_EFFECT else OnResume.NEUTRAL if name in NEUTRAL else OnResume.OTHER
