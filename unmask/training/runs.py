@@ -38,7 +38,10 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _describe(path: Path) -> dict[str, Any] | None:
     """A run by its manifest; None for a manifest of something else."""
-    manifest, folder = json.loads(path.read_text("utf-8")), path.parent
+    try:
+        manifest, folder = json.loads(path.read_text("utf-8")), path.parent
+    except ValueError:
+        return None
     if "verb" not in manifest:
         return None
     verb, state = manifest["verb"], manifest["state"]

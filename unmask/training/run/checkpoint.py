@@ -195,9 +195,11 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def steps_done(checkpoint: Path) -> int | None:
-    """The optimizer steps before the checkpoint; None: it has no state."""
-    path = checkpoint / TRAINER_STATE_NAME
-    return int(json.loads(path.read_text())["global_step"]) if path.is_file() else None
+    """The optimizer steps before the checkpoint; None: its state is missing or damaged."""
+    try:
+        return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text("utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def refuse_earlier(folder: Path, *, started: bool) -> None:
