@@ -128,7 +128,7 @@ def main() -> None:
                     folder / "model", folder / str(next(numbers)), url, options, max_staleness
                 )
                 trainer.train()
-                trainer.collector.backend.close()
+                trainer.source.backend.close()
                 busy[max_staleness] = tuple(
                     after - before for before, after in zip(started, processor_seconds(server), strict=True)
                 )  # type: ignore[assignment]

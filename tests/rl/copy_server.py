@@ -66,5 +66,5 @@ def trainer_of(
 ) -> GRPOTrainer:
     """A trainer whose rollouts come from this server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unmask.rl.rollout_collector.make_backend", lambda *_: server)
+        patch.setattr("unmask.rl.rollout_source.make_backend", lambda *_: server)
         return make("grpo", folder, lm, rollout=REMOTE, **settings)  # type: ignore[return-value]

@@ -256,7 +256,7 @@ def lose_server(mode: str, folder: Path) -> None:
     """Lose the server amid the run, and resume from the checkpoint that this leaves."""
     shares = {"per_device_train_batch_size": 2, "save_strategy": "no"} | switches(mode)
     first = trainer("grpo", folder, **shares)
-    first.collector.backend = LosingServer(first.lm)
+    first.source.backend = LosingServer(first.lm)
     report: dict[str, Any] = {}
     try:
         first.train()

@@ -45,8 +45,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
-from unmask.training.distributed import alone_with
-from unmask.training.distributed import check_processes, connected_processes
+from unmask.training.distributed import alone_with, check_processes, connected_processes
 
 
 @dataclass(frozen=True)

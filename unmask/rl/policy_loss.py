@@ -15,7 +15,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, averaging_units, loss_of
 from unmask.rl.methods.masking import weighed
-from unmask.rl.rollout import Rollout, learnable
+from unmask.rl.rollout import Rollout, Update, learnable
 from unmask.tensor_checks import check_tensors
 from unmask.training.per_view_backward import Chunk
 
@@ -87,19 +87,9 @@ def policy_loss(
     if kept_B is not None:
         learnt_BT = learnt_BT & kept_B.to(learnt_BT.device, non_blocking=True)[:, None]
     advantage_B1 = advantage_B.to(log_prob_BMT.device, non_blocking=True)[:, None]
-    inputs = loss_inputs(
-        method,
-        rollout,
-        views,
-        log_prob_BMT,
-        advantage_B1,
-        learnt_BT,
-        old_BMT,
-        reference_BMT,
-        max_completion_length=max_completion_length,
-    )
-    loss = loss_of(method, inputs)
-    return loss._replace(total=loss.total / items_of(method, rollout, views, learnt_BT).clamp_min(1))
+    update = Update(rollout, views, advantage_B1, learnt_BT, old_BMT, reference_BMT)
+    loss = loss_of(method, loss_inputs(method, update, log_prob_BMT, max_completion_length))
+    return loss._replace(total=loss.total / items_of(method, update).clamp_min(1))
 
 
 def _check_method(method: Any) -> None:
@@ -110,43 +100,30 @@ def _check_method(method: Any) -> None:
 
 def loss_inputs(
     method: Method,
-    rollout: Rollout,
-    views: Views,
+    update: Update,
     log_prob_BMT: Tensor,
-    advantage_BT: Tensor,
-    learnt_BT: Tensor,
-    old_BMT: Tensor | None,
-    reference_BMT: Tensor | None,
-    *,
     max_completion_length: int,
     chunk: Chunk | None = None,
 ) -> LossInputs:
     """What the method's loss reads, of all views or of a chunk, of which log_prob_BMT is. The rest is as for
-    `policy_loss`.
-
-    Args:
-        advantage_BT: [B, T], or [B, 1] if all tokens of a completion have the same.
-        learnt_BT: the tokens to learn from.
-    """
+    `policy_loss`."""
     assert method.aggregation is not None
-    rows, columns = chunk or (slice(None), slice(None))
-    weight_BT = token_weights(
-        learnt_BT,
-        method.aggregation,
-        averaging_units(rollout, views, method.aggregation),
-        max_completion_length,
-    )[rows]
+    unit_BT = averaging_units(update.rollout, update.views, method.aggregation)
+    weight_BT = token_weights(update.learnt_BT, method.aggregation, unit_BT, max_completion_length)
     if chunk is not None:
-        rollout, views = rollout.select(rows), views.select(rows, columns)
-        weight_BT = weight_BT * views.target_BMT.any(1)
-    old_BMT = log_prob_BMT.detach() if old_BMT is None else old_BMT[rows, columns]
-    reference_BMT = None if reference_BMT is None else reference_BMT[rows, columns]
+        update = update.select_rows(*chunk)
+        weight_BT = weight_BT[chunk[0]] * update.views.target_BMT.any(1)
+    old_BMT = log_prob_BMT.detach() if update.old_BMT is None else update.old_BMT
+    reference_BMT = update.reference_BMT
     if isinstance(method, DivergenceMethod) and method.beta and method.kl_to == "old":
         reference_BMT = old_BMT
-    return LossInputs(log_prob_BMT, old_BMT, reference_BMT, rollout, views, advantage_BT[rows], weight_BT)
+    return LossInputs(
+        log_prob_BMT, old_BMT, reference_BMT, update.rollout, update.views, update.advantage_BT, weight_BT
+    )
 
 
-def items_of(method: Method, rollout: Rollout, views: Views, learnt_BT: Tensor) -> Tensor:
+def items_of(method: Method, update: Update) -> Tensor:
     """The divisor of the method's summed loss: see `count_items`."""
     assert method.aggregation is not None
-    return count_items(learnt_BT, method.aggregation, averaging_units(rollout, views, method.aggregation))
+    unit_BT = averaging_units(update.rollout, update.views, method.aggregation)
+    return count_items(update.learnt_BT, method.aggregation, unit_BT)

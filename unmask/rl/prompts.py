@@ -148,7 +148,7 @@ class GroupSampler(Sampler[int]):
 
 
 def completion_key(row: PromptRow, step: int | None) -> int:
-    """The key of a completion's noise, for one seed of the run. `step`: as in `RolloutCollector.sample`."""
+    """The key of a completion's noise, for one seed of the run. `step`: as in `GRPOTrainer.sample`."""
     return sequence_key([row.sample_id] if step is None else [row.sample_id, step], row.repeat)
 
 
@@ -248,16 +248,6 @@ class PromptHistory:
         )
 
     def load(self, folder: Path) -> None:
-        """Read the history of a checkpoint.
-
-        Raises:
-            ValueError: it has prompts that the dataset lacks, and a target needs them.
-        """
-        seen = {
-            prompt: (number, mean) for prompt, number, mean in json.loads(read_file(folder / HISTORY_FILE))
-        }
-        if self.target is not None and (last := max(seen, default=0)) >= self.count:
-            raise ValueError(
-                f"{HISTORY_FILE} is of {last + 1} prompts or more, but the dataset has {self.count}"
-            )
-        self.seen = seen
+        """Read the history of a checkpoint."""
+        stored = json.loads(read_file(folder / HISTORY_FILE))
+        self.seen = {prompt: (number, mean) for prompt, number, mean in stored}

@@ -1,5 +1,5 @@
 """Where one reward function is called, in this process or in worker processes. `Rewards`
-(`weighted_rewards.py`) calls them all, after `RolloutCollector.sample_and_reward` has sampled the
+(`weighted_rewards.py`) calls them all, after `GRPOTrainer.sample` has sampled the
 completions. Reward servers are asked by `HttpReward`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rollouts: the canvases of completions as methods read them, and checks of the views planned for them.
+"""Rollouts: the canvases of completions as methods read them, the views planned for them, and the updates
+made of both.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its
 end).
@@ -82,6 +83,41 @@ class Rollout:
     def groups_of(self, chosen_BT: Tensor) -> Tensor:
         """The groups [B, T] of some tokens; -1 elsewhere."""
         return torch.where(chosen_BT, self.group_BT, -1)
+
+
+@dataclass
+class Update:
+    """A micro-batch of completions with the views and log-probabilities of one inner iteration.
+
+    Attributes:
+        rollout: the completions.
+        views: the views of this iteration.
+        advantage_BT: the advantage of each completion [B, 1] or of each token [B, T] (`token_advantages`).
+        learnt_BT: the tokens that are trained on.
+        old_BMT: log-probabilities under the policy that sampled; None: the weights have not changed since.
+        reference_BMT: log-probabilities under the reference; None: there is none.
+    """
+
+    rollout: Rollout
+    views: Views
+    advantage_BT: Tensor
+    learnt_BT: Tensor
+    old_BMT: Tensor | None = None
+    reference_BMT: Tensor | None = None
+
+    def select_rows(self, rows: slice, views: slice = slice(None)) -> Update:
+        """These completions, with these of their views."""
+        old_BMT, reference_BMT = (
+            None if each is None else each[rows, views] for each in (self.old_BMT, self.reference_BMT)
+        )
+        return Update(
+            self.rollout.select(rows),
+            self.views.select(rows, views),
+            self.advantage_BT[rows],
+            self.learnt_BT[rows],
+            old_BMT,
+            reference_BMT,
+        )
 
 
 def learnable(rollout: Rollout, views: Views) -> Tensor:

@@ -8,6 +8,7 @@ Shapes: B completions, M views, T positions, F reward functions. A rollout batch
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,12 +27,15 @@ from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
+from unmask.rl.completion_log import CompletionLog
 from unmask.rl.config import GRPOConfig
+from unmask.rl.losses import advantages, kept_groups, overlong_penalty
 from unmask.rl.methods.base import LossInputs, loss_of
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.policy_loss import items_of, loss_inputs, policy_views
 from unmask.rl.prompts import (
     GroupSampler,
+    PromptHistory,
     PromptRow,
     PromptRows,
     completion_key,
@@ -40,18 +44,20 @@ from unmask.rl.prompts import (
     prompts_per_step,
 )
 from unmask.rl.reward_identities import reward_identities
-from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
-from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
-from unmask.rl.rollouts_ahead import RolloutsAhead, weights_in_use
-from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
+from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
+from unmask.rl.rollout import Rollout, Update, check_views, cut_at_end, learnable, make_rollout, plan_views
+from unmask.rl.rollout_source import RolloutSource, weights_in_use
 from unmask.rl.weighted_rewards import RewardFunction, make_rewards
+from unmask.training.distributed import failing_together
 from unmask.training.hardware_checks import refuse_unknown_arguments
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
-from unmask.training.reference_model import Reference, make_reference
+from unmask.training.reference_model import make_reference
 from unmask.training.run.checkpoint import steps_done
 from unmask.training.run.fingerprints import code_fingerprint
 from unmask.training.trainer import DiffusionTrainer
+
+UPDATES_FILE = "rollouts-{rank}.pt"
 
 
 class GRPOTrainer(DiffusionTrainer):
@@ -76,6 +82,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     args: GRPOConfig
     per_view: PerViewBackward
+    train_dataset: Any
 
     def __init__(
         self,
@@ -92,7 +99,7 @@ class GRPOTrainer(DiffusionTrainer):
         refuse_unknown_arguments(
             args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys()
         )
-        rewards = make_rewards(reward_funcs, args)
+        self.rewards = make_rewards(reward_funcs, args)
         self._reward_identities = reward_identities(reward_funcs)
         rows: Any = train_dataset
         if rows is not None and not isinstance(rows, Sized):
@@ -109,10 +116,26 @@ class GRPOTrainer(DiffusionTrainer):
         self.per_view = PerViewBackward(
             self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature
         )
-        self.reference = self._make_reference() if args.needs_reference else None
-        self.collector = RolloutCollector(self, rewards)
-        self.ahead = RolloutsAhead(self)
+        self.reference = (
+            make_reference(
+                self.lm,
+                self.accelerator,
+                copy=args.reference_sync_steps is not None,
+                path=args.reference_model,
+            )
+            if args.needs_reference
+            else None
+        )
+        self.source = RolloutSource(self.lm, args, self.phases)
+        self.history = PromptHistory(
+            len(self.train_dataset.rows) if self.train_dataset is not None else 0, args.curriculum
+        )
+        self.completion_log = CompletionLog(
+            args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows
+        )
         self.buffer: list[list[Update]] = []
+        self._reused, self._reusable = 0.0, 0  # prompts whose cache a group shared, and all prompts
+        self._unscored = 0  # rollouts in a row without any score
         self._performance_logged = 0
 
     @classmethod
@@ -130,19 +153,173 @@ class GRPOTrainer(DiffusionTrainer):
             "method_code": code,
         }
 
-    # Methods to override.
+    # One update: generate, reward, advantages, plan, log-probabilities. The loss and the step follow.
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | None]:
+        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next
+        views."""
+        if not self.over:
+            self.phases.begin_step()
+        micro_batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
+        iteration = self.state.global_step % self.args.num_iterations
+        if micro_batches:
+            with self.saved_if_it_fails():
+                if iteration == 0 or not self.buffer:
+                    self.buffer = self.collect_updates(micro_batches)
+                self._ask_next()
+        batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    @torch.no_grad()
+    def collect_updates(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
+        """The updates of a rollout, by micro-batch: sample and reward completions, compare them within their
+        groups, plan the views, and take the log-probabilities that the updates need."""
+        number = self.state.global_step // self.args.num_iterations
+        ahead = self.source.take(number, self._prompts_of)
+        if self.args.max_staleness:
+            self.record("staleness", 0 if ahead is None else self.state.global_step - ahead.step)
+        if ahead is None:
+            self.source.sync_weights(number, self.state.global_step)
+            rows = self._choose([row for micro_batch in micro_batches for row in micro_batch], number)
+        else:
+            rows = ahead.rows
+        rewarded = self._with_signal(self.judge(rows, number), number)
+        self._require_scores(rewarded)
+        self._ask_next()  # the server samples while this process takes log-probabilities and trains
+        self._move_reference()
+        advantage_B, kept_B = self.group_advantages(rewarded)
+        self._log_rollout(rewarded, advantage_B, kept_B)
+        kept_B &= ~rewarded.total_B.isnan()
+        if self.args.mask_truncated:
+            kept_B &= ~truncated(rewarded.generation, self.lm.eos_token_ids)
+        updates, start = [], 0
+        for micro_batch in micro_batches:
+            at = slice(start, start + len(micro_batch))
+            rollout = make_rollout(
+                self.lm, rewarded.generation, at, self.args.block_size, sampled=self.args.corrects_for_server
+            )
+            rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
+            older = {} if ahead is None else ahead.weights
+            with self.phases("scoring"):
+                updates.append(
+                    self.make_updates(
+                        rewarded.select(at), rollout, advantage_B[at], kept_B[at], number, older
+                    )
+                )
+            start = at.stop
+        if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
+            self.record("masks/reuse_rate", stats["rate"])
+        return updates
 
     def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Sample and reward completions of the rows' prompts for this rollout."""
-        return self.collector.judge(rows, step)
+        rewarded = self._sample_and_reward(rows, temperature=self.args.temperature, step=step)
+        rewarded = replace(rewarded, total_B=self.shaped(rewarded.total_B, rewarded.generation))
+        for prompt, reward in gather_object(
+            list(zip(rewarded.prompt_B.tolist(), rewarded.total_B.tolist(), strict=True))
+        ):
+            self.history.add(prompt, reward)  # the same on every process
+        return rewarded
+
+    def _sample_and_reward(
+        self, rows: list[PromptRow], *, temperature: float, step: int | None
+    ) -> RewardedCompletions:
+        """Completions and their rewards. Arguments as in `sample`."""
+        generation = self.sample(rows, temperature=temperature, step=step)
+        with failing_together("rollout"), self.phases("reward"):
+            if not rows:
+                no_rewards = torch.zeros(0, len(self.rewards.names))
+                return RewardedCompletions(rows, generation, no_rewards, torch.zeros(0))
+            columns = [row.columns for row in rows]
+            result = self.rewards(columns, generation.texts, generation.tokens, self.state)
+            for metric in reward_metrics(result):
+                self.record(*metric)
+            return RewardedCompletions(rows, generation, result.reward_BF, result.total_B, result.extras)
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
-        """Completions of the rows' prompts; see `RolloutCollector.sample`."""
-        return self.collector.sample(rows, temperature=temperature, step=step)
+        """Completions of the rows' prompts. A completion depends only on the weights and (seed, step, sample,
+        repeat).
+
+        Args:
+            step: the number of the rollout; None: an evaluation, whose noise is the same at all steps.
+
+        Raises: GenerationError: a process cannot sample: its server does not answer (RemoteError), or its
+            model returns NaN.
+        """
+        generation = Generation([], [], [], [], [], [], trace=[])
+        with failing_together("rollout"), self.phases("generation"), self.lockstep():
+            if rows:
+                generation = self.source.generate(rows, temperature=temperature, step=step)
+        self.phases.count(generated=sum(map(len, generation.tokens)))
+        if generation.prompt_reuse is not None:
+            self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
+            if step is not None:
+                self._reused += generation.prompt_reuse * len(rows)
+                self._reusable += len(rows)
+        return cut_at_end(self.lm, generation)
 
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
         """The rewards [B] with the penalty of nearly truncated completions (`overlong_buffer`)."""
-        return self.collector.shaped(total_B, generation)
+        if self.args.overlong_buffer is None:
+            return total_B
+        length_B = torch.tensor([float(len(tokens)) for tokens in generation.tokens])
+        length_B = length_B + truncated(generation, self.lm.eos_token_ids)
+        return total_B + overlong_penalty(
+            length_B, self.args.max_completion_length, self.args.overlong_buffer
+        )
+
+    def _with_signal(self, rewarded: RewardedCompletions, step: int) -> RewardedCompletions:
+        """The completions, in which groups without a learning signal are replaced by those of other prompts,
+        at most `dynamic_sampling` times."""
+        group, rows = self.args.num_generations, rewarded.rows
+        used = [row.sample_id for row in rows]
+        for attempt in range(self.args.dynamic_sampling):
+            _, kept_B = self.group_advantages(rewarded)
+            dropped = [start for start in range(0, len(rows), group) if not kept_B[start]]
+            others = self._other_rows(len(dropped), step + (attempt + 1) * 2**20, used)
+            self.record("groups_replaced", len(others) / len(rows))
+            if not any(gather_object([len(others)])):
+                break
+            replaced = [start + repeat for start in dropped for repeat in range(group)][: len(others)]
+            rewarded = rewarded.replaced(replaced, self.judge(others, step))
+        return rewarded
+
+    def _require_scores(self, rewarded: RewardedCompletions) -> None:
+        """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process
+        has a reward."""
+        scored = any(gather_object([not all(map(math.isnan, rewarded.total_B.tolist()))]))
+        self._unscored = 0 if scored else self._unscored + 1
+        if self._unscored and self._unscored == self.args.max_unscored_rollouts:
+            raise TrainingError(
+                f"no completion of the last {self._unscored} rollouts has a reward",
+                where="rewards",
+                remedy="See the warnings about reward functions, fix them, and go on with --resume; or set "
+                "training.max_unscored_rollouts",
+            )
+
+    def group_advantages(self, rewarded: RewardedCompletions) -> tuple[Tensor, Tensor]:
+        """The advantages [B] of this process's completions, and which belong to groups that are trained on.
+        A group may lie on several processes."""
+        args, accelerator, count = self.args, self.accelerator, len(rewarded.rows)
+        difficulty_B = rewarded.total_B
+        if (name := args.difficulty_reward) is not None:
+            difficulty_B = torch.where(
+                difficulty_B.isnan(), torch.nan, rewarded.reward_BF[:, self.rewards.names.index(name)]
+            )
+        reward_B, difficulty_B, group_B = (
+            accelerator.gather(part.to(accelerator.device)).cpu()
+            for part in (rewarded.total_B, difficulty_B, rewarded.prompt_B)
+        )
+        kind = args.advantage or "r-mean"
+        advantage_B = advantages(reward_B, group_B, kind, temperature=args.softmax_temperature)
+        low, high = args.difficulty or (-torch.inf, torch.inf)
+        kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
+        if args.drop_equal_groups:
+            kept_B &= kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True)
+        mine = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
+        return advantage_B[mine], kept_B[mine]
 
     def token_advantages(
         self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor
@@ -159,263 +336,6 @@ class GRPOTrainer(DiffusionTrainer):
             advantage_B: the advantage of each completion in its group.
         """
         return advantage_B[:, None]
-
-    # The loss.
-
-    def micro_loss(self, lm: DiffusionLM, batch: Any) -> Tensor:
-        return self.loss_on(batch, self.per_view.log_probs(lm, batch))
-
-    def views_of(self, batch: Update) -> Views:
-        return batch.views
-
-    def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor | None]:
-        return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.document_BT
-
-    def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
-        if chunk is None or chunk[1].start == 0:
-            learnt_BT = batch.learnt_BT[chunk[0]] if chunk else batch.learnt_BT
-            self.numbers.add(lambda count: self.phases.count(trained=int(count)), learnt_BT.sum())
-        loss = loss_of(self.method, self.loss_inputs(batch, log_prob_BMT, chunk))
-        for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
-            if len(values) > 0:
-                self.record(name, values.mean(), len(values))
-        return loss.total
-
-    def loss_inputs(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> LossInputs:
-        """What the method's loss reads, of all views or of a chunk."""
-        inputs = loss_inputs(
-            self.method,
-            *(
-                batch.rollout,
-                batch.views,
-                log_prob_BMT,
-                batch.advantage_BT,
-                batch.learnt_BT,
-                batch.old_BMT,
-                batch.reference_BMT,
-            ),
-            max_completion_length=self.args.max_completion_length,
-            chunk=chunk,
-        )
-        sampled_BT = inputs.rollout.sampled_BT
-        return (
-            inputs
-            if sampled_BT is None
-            else replace(inputs, importance_BT=self._importance(inputs, inputs.rollout))
-        )
-
-    def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
-        """The ratio [B, T] of each token's probability under the policy to that under the server that drew
-        it, at most `importance_cap` (truncated importance sampling, Yao et al. 2025, "Your efficient RL
-        framework secretly brings you off-policy RL training")."""
-        assert rollout.sampled_BT is not None
-        gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
-        weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
-        tokens = rollout.completion_BT.sum()
-        self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
-        self.record("importance", torch.where(rollout.completion_BT, weight_BT, 0).sum() / tokens, tokens)
-        return weight_BT.detach()
-
-    def count_items(self, batch: Any) -> Tensor:
-        return items_of(self.method, batch.rollout, batch.views, batch.learnt_BT)
-
-    def count_tokens(self, batch: Any) -> Tensor:
-        return (batch.rollout.document_BT > 0).sum()
-
-    def count_samples(self, batch: Any) -> int:
-        """Completions."""
-        return len(batch.rollout.ids_BT)
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # on the device already
-
-    # Checkpoints.
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A checkpoint also holds the updates left on the current rollout, the weights that the next one is
-        sampled from, the rewards of prompts, and a reference that moved."""
-        super().save_model(output_dir, _internal_call)
-        if not _internal_call:
-            return
-        folder = Path(str(output_dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.state.global_step % self.args.num_iterations:
-            save_updates(folder, self.buffer, self.args)
-        if self.args.should_save:
-            self.collector.history.save(folder)
-            self.ahead.save(folder)
-            if self.args.reference_sync_steps is not None and self.reference is not None:
-                self.reference.save(folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint)
-        with reading_checkpoint(folder):
-            self.collector.history.load(folder)
-            self.ahead.load(folder)
-            if self.args.reference_sync_steps is not None and self.reference is not None:
-                self.reference.load(folder)
-            if (steps_done(folder) or 0) % self.args.num_iterations:
-                self.buffer = load_updates(folder, self.args, self.lm.device)
-
-    def get_performance_stats(self) -> dict[str, Any]:
-        """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean
-        fraction of prompts whose cache a group shared; `mask_cache`: statistics of reused masks; `logged`:
-        the last line of the log with a reward."""
-        logged: dict[str, Any] = next(
-            (line for line in reversed(self.state.log_history) if "reward" in line), {}
-        )
-        own = {
-            "prompt_reuse": self.collector.prompt_reuse,
-            "mask_cache": self.get_cache_stats(),
-            "logged": logged,
-        }
-        return super().get_performance_stats() | own
-
-    def rewind(self, step: int) -> None:
-        super().rewind(step)
-        self.collector.completion_log.rewind(step)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        every = self.args.performance_log_interval
-        if every and "loss" in logs and self.state.global_step // every > self._performance_logged // every:
-            self._performance_logged = self.state.global_step
-            logs |= self.phases.take()
-        super().log(logs, start_time)
-
-    def evaluate(
-        self,
-        eval_dataset: Sequence[Any] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of
-        each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
-        fraction without a score. The prompts are divided among the processes.
-
-        Raises:
-            ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
-        """
-        prompts = self.held_out_rows(eval_dataset)
-        with self.saved_if_it_fails(), measuring(self, metric_key_prefix):
-            metrics = {
-                f"{metric_key_prefix}_{name}": mean
-                for name, mean in self.collector.mean_rewards(prompts).items()
-            }
-            self.ahead.send()
-            self.log(metrics)
-            self.control: Any = self.callback_handler.on_evaluate(
-                self.args, self.state, self.control, metrics
-            )
-            return metrics
-
-    @contextmanager
-    def saved_if_it_fails(self) -> Iterator[None]:
-        """When a server does not answer or a reward function fails, save a checkpoint from which the run can
-        be resumed."""
-        seen, sums, ahead = dict(self.collector.history.seen), self.means.state(), self.ahead.next
-        try:
-            yield
-        except (RemoteError, TrainingError):
-            self.collector.history.seen, self.ahead.next = seen, ahead  # the interrupted rollout is repeated
-            self.numbers.drop()
-            self.means.load(sums)
-            step = self.state.global_step
-            exists = (self.args.output_folder / f"checkpoint-{step}").exists()
-            # gathered before any process creates it
-            if self.is_in_train and step and not any(gather_object([exists])):
-                self._save_checkpoint(self.model, None)
-                # the first process to exit ends the others while they write
-                self.accelerator.wait_for_everyone()
-            raise
-
-    # Rollouts.
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | None]:
-        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next
-        views."""
-        if not self.over:
-            self.phases.begin_step()
-        micro_batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
-        iteration = self.state.global_step % self.args.num_iterations
-        if micro_batches:
-            with self.saved_if_it_fails():
-                if iteration == 0 or not self.buffer:
-                    self.buffer = self.collect_updates(micro_batches)
-                self.ahead.ask_next()
-        batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
-        return batches, self._get_num_items_in_batch(batches, device)
-
-    @torch.no_grad()
-    def collect_updates(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
-        """Sample and reward completions for one optimizer step, and take the log-probabilities that its
-        updates need."""
-        step = self.state.global_step // self.args.num_iterations
-        rows = [row for micro_batch in micro_batches for row in micro_batch]
-        if (sampling := self.ahead.take(step)) is None:
-            self.collector.sync_weights(step, self.state.global_step)
-            rows = self.collector.choose(rows, step)
-        rewarded = self.collector.collect(rows if sampling is None else sampling.rows, step)
-        self.collector.require_scores(rewarded)
-        self.ahead.ask_next()  # the server samples while this process takes log-probabilities and trains
-        self._move_reference()
-        generation = rewarded.generation
-        advantage_B, kept_B = self.collector.advantages(rewarded)
-        self.record("groups_kept", kept_B.float().mean(), len(kept_B))
-        self.collector.record_rollout(rewarded, advantage_B)
-        kept_B &= ~rewarded.total_B.isnan()
-        if self.args.mask_truncated:
-            kept_B &= ~self.collector.truncated(generation)
-        updates, start = [], 0
-        for micro_batch in micro_batches:
-            at = slice(start, start + len(micro_batch))
-            rollout = make_rollout(
-                self.lm, generation, at, self.args.block_size, sampled=self.args.corrects_for_server
-            )
-            rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
-            with self.phases("scoring"):
-                older = {} if sampling is None else sampling.weights
-                updates.append(
-                    self.make_updates(rewarded.select(at), rollout, advantage_B[at], kept_B[at], step, older)
-                )
-            start = at.stop
-        if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
-            self.record("masks/reuse_rate", stats["rate"])
-        return updates
-
-    def views_for(self, rollout: Rollout, draw: Draw) -> Views:
-        """The views of the method (`policy_views`), or of a masking strategy."""
-        if self.lm.autoregressive:
-            return policy_views(self.lm, self.method, rollout, draw)
-        sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
-        progress = sampled / max(self.state.max_steps, 1)
-
-        def plan(rollout: Rollout) -> Views:
-            if self.masking is None:
-                return policy_views(self.lm, self.method, rollout, draw)
-            return self.masking.plan(rollout, draw, self.args, progress)
-
-        views = plan_views(plan, rollout, str(self.args.beyond_eos))
-        check_views(
-            views,
-            rollout,
-            f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}",
-        )
-        return views
-
-    @property
-    def masking_strategy(self) -> MaskingStrategy:
-        """The strategy that plans the views instead of the method; without one, a strategy with an empty
-        cache."""
-        return self.masking or MaskingStrategy()
-
-    def get_cache_stats(self) -> dict[str, float]:
-        """The cache statistics of the masking strategy."""
-        return self.masking_strategy.get_cache_stats()
 
     def make_updates(
         self,
@@ -452,9 +372,7 @@ class GRPOTrainer(DiffusionTrainer):
                 if updates and views.equals(updates[-1].views):
                     update = replace(updates[-1])
                 else:
-                    update = Update(
-                        rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None
-                    )
+                    update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1)
                 if (iteration > 0 or older) and update.old_BMT is None:
                     with weights_in_use(self.lm, older):
                         update.old_BMT = self.per_view.log_probs(self.lm, update)
@@ -464,9 +382,277 @@ class GRPOTrainer(DiffusionTrainer):
                 updates.append(update)
         return updates
 
-    def _make_reference(self) -> Reference:
-        moves = self.args.reference_sync_steps is not None
-        return make_reference(self.lm, self.accelerator, copy=moves, path=self.args.reference_model)
+    def views_for(self, rollout: Rollout, draw: Draw) -> Views:
+        """The views of the method (`policy_views`), or of a masking strategy."""
+        if self.lm.autoregressive:
+            return policy_views(self.lm, self.method, rollout, draw)
+        sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
+        progress = sampled / max(self.state.max_steps, 1)
+
+        def plan(rollout: Rollout) -> Views:
+            if self.masking is None:
+                return policy_views(self.lm, self.method, rollout, draw)
+            return self.masking.plan(rollout, draw, self.args, progress)
+
+        views = plan_views(plan, rollout, str(self.args.beyond_eos))
+        check_views(
+            views,
+            rollout,
+            f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}",
+        )
+        return views
+
+    # The loss.
+
+    def micro_loss(self, lm: DiffusionLM, batch: Any) -> Tensor:
+        return self.loss_on(batch, self.per_view.log_probs(lm, batch))
+
+    def views_of(self, batch: Update) -> Views:
+        return batch.views
+
+    def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor | None]:
+        return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.document_BT
+
+    def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
+        if chunk is None or chunk[1].start == 0:
+            learnt_BT = batch.learnt_BT[chunk[0]] if chunk else batch.learnt_BT
+            self.numbers.add(lambda count: self.phases.count(trained=int(count)), learnt_BT.sum())
+        loss = loss_of(self.method, self.loss_inputs(batch, log_prob_BMT, chunk))
+        for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
+            if len(values) > 0:
+                self.record(name, values.mean(), len(values))
+        return loss.total
+
+    def loss_inputs(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> LossInputs:
+        """What the method's loss reads, of all views or of a chunk."""
+        inputs = loss_inputs(self.method, batch, log_prob_BMT, self.args.max_completion_length, chunk)
+        if inputs.rollout.sampled_BT is None:
+            return inputs
+        return replace(inputs, importance_BT=self._importance(inputs, inputs.rollout))
+
+    def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
+        """The ratio [B, T] of each token's probability under the policy to that under the server that drew
+        it, at most `importance_cap` (truncated importance sampling, Yao et al. 2025, "Your efficient RL
+        framework secretly brings you off-policy RL training")."""
+        assert rollout.sampled_BT is not None
+        gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
+        weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
+        tokens = rollout.completion_BT.sum()
+        self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
+        self.record("importance", torch.where(rollout.completion_BT, weight_BT, 0).sum() / tokens, tokens)
+        return weight_BT.detach()
+
+    def count_items(self, batch: Any) -> Tensor:
+        return items_of(self.method, batch)
+
+    def count_tokens(self, batch: Any) -> Tensor:
+        return (batch.rollout.document_BT > 0).sum()
+
+    def count_samples(self, batch: Any) -> int:
+        """Completions."""
+        return len(batch.rollout.ids_BT)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # on the device already
+
+    # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A checkpoint also holds the updates left on the current rollout, the weights that the next one is
+        sampled from, the rewards of prompts, and a reference that moved."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            return
+        folder = Path(str(output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.state.global_step % self.args.num_iterations:
+            torch.save(self.buffer, folder / UPDATES_FILE.format(rank=self.args.process_index))
+        if self.args.should_save:
+            self.history.save(folder)
+            self.source.save(folder)
+            if self.args.reference_sync_steps is not None and self.reference is not None:
+                self.reference.save(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        self.history.load(folder)
+        self.source.load(folder)
+        if self.args.reference_sync_steps is not None and self.reference is not None:
+            self.reference.load(folder)
+        if (steps_done(folder) or 0) % self.args.num_iterations:
+            self._load_updates(folder)
+
+    def _load_updates(self, folder: Path) -> None:
+        saved = len(list(folder.glob(UPDATES_FILE.format(rank="*"))))
+        if saved != self.args.world_size:
+            raise TrainingError(
+                f"holds the rollouts of {saved} processes, but there are {self.args.world_size}",
+                where=str(folder),
+                remedy="Resume with as many processes as before, or delete this checkpoint",
+            )
+        with torch.serialization.safe_globals([Update, Rollout, Views]):
+            path = folder / UPDATES_FILE.format(rank=self.args.process_index)
+            self.buffer = torch.load(path, map_location=self.lm.device)
+
+    def get_performance_stats(self) -> dict[str, Any]:
+        """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean
+        fraction of prompts whose cache a group shared; `mask_cache`: statistics of reused masks; `logged`:
+        the last line of the log with a reward."""
+        logged: dict[str, Any] = next(
+            (line for line in reversed(self.state.log_history) if "reward" in line), {}
+        )
+        own = {
+            "prompt_reuse": self._reused / self._reusable if self._reusable else None,
+            "mask_cache": self.get_cache_stats(),
+            "logged": logged,
+        }
+        return super().get_performance_stats() | own
+
+    def rewind(self, step: int) -> None:
+        super().rewind(step)
+        self.completion_log.rewind(step)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        every = self.args.performance_log_interval
+        if every and "loss" in logs and self.state.global_step // every > self._performance_logged // every:
+            self._performance_logged = self.state.global_step
+            logs |= self.phases.take()
+        super().log(logs, start_time)
+
+    def evaluate(
+        self,
+        eval_dataset: Sequence[Any] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of
+        each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
+        fraction without a score. The prompts are divided among the processes.
+
+        Raises:
+            ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
+        """
+        prompts = self.held_out_rows(eval_dataset)
+        with self.saved_if_it_fails(), measuring(self, metric_key_prefix):
+            means = self._mean_rewards(prompts)
+            metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
+            self.source.send_again()
+            self.log(metrics)
+            self.control: Any = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
+            return metrics
+
+    def _mean_rewards(self, prompts: PromptRows) -> dict[str, float]:
+        """The mean rewards of greedy completions by metric. The prompts are divided among the processes."""
+        group, accelerator = self.args.num_generations, self.accelerator
+        mine = range(accelerator.process_index, len(prompts) // group, accelerator.num_processes)
+        with evaluating(self.lm):
+            self.source.sync_weights(None, self.state.global_step)
+            rows = [prompts[index * group] for index in mine]
+            rewarded = self._sample_and_reward(rows, temperature=0.0, step=None)
+        everyone = gather_object(
+            list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True))
+        )
+        # sorted: sums are the same for any number of processes
+        _, totals, values = zip(*sorted(everyone), strict=True)
+        return mean_rewards(torch.tensor(totals), self._reward_of(torch.tensor(values)))
+
+    @contextmanager
+    def saved_if_it_fails(self) -> Iterator[None]:
+        """When a server does not answer or a reward function fails, save a checkpoint from which the run can
+        be resumed."""
+        seen, sums, ahead = dict(self.history.seen), self.means.state(), self.source.next
+        try:
+            yield
+        except (RemoteError, TrainingError):
+            self.history.seen, self.source.next = seen, ahead  # the interrupted rollout is repeated
+            self.numbers.drop()
+            self.means.load(sums)
+            step = self.state.global_step
+            exists = (self.args.output_folder / f"checkpoint-{step}").exists()
+            # gathered before any process creates it
+            if self.is_in_train and step and not any(gather_object([exists])):
+                self._save_checkpoint(self.model, None)
+                # the first process to exit ends the others while they write
+                self.accelerator.wait_for_everyone()
+            raise
+
+    @property
+    def masking_strategy(self) -> MaskingStrategy:
+        """The strategy that plans the views instead of the method; without one, a strategy with an empty
+        cache."""
+        return self.masking or MaskingStrategy()
+
+    def get_cache_stats(self) -> dict[str, float]:
+        """The cache statistics of the masking strategy."""
+        return self.masking_strategy.get_cache_stats()
+
+    # Prompts, and what is logged of a rollout.
+
+    def _prompts_of(self, number: int) -> list[PromptRow]:
+        """This process's prompts of rollout `number` of the run, as the data loader gives them, or as the
+        curriculum chooses them."""
+        size, processes, mine = self.args.train_batch_size, self.args.world_size, self.args.process_index
+        rows = [
+            self.train_dataset[row]
+            for place, row in enumerate(self._get_train_sampler().rollout(number))
+            if place // size % processes == mine
+        ]
+        return self._choose(rows, number)
+
+    def _choose(self, rows: list[PromptRow], step: int) -> list[PromptRow]:
+        """The rows to sample: these, or as many that the curriculum chooses."""
+        if self.args.curriculum is None:
+            return rows
+        return self._other_rows(len(rows) // self.args.num_generations, step, [])
+
+    def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[PromptRow]:
+        """The groups of prompts that no process has used yet; adds them to `used`."""
+        wanted = gather_object([prompts])
+        used[:] = sorted(set(gather_object(used)))
+        chosen = self.history.choose(sum(wanted), self.args.seed, step, exclude=used)
+        used += chosen
+        first, group = sum(wanted[: self.accelerator.process_index]), self.args.num_generations
+        return [
+            self.train_dataset[prompt * group + repeat]
+            for prompt in chosen[first : first + prompts]
+            for repeat in range(group)
+        ]
+
+    def _ask_next(self) -> None:
+        self.source.ask_next(self.state.global_step, self.state.max_steps, self._prompts_of)
+
+    def _reward_of(self, reward_BF: Tensor) -> dict[str, Tensor]:
+        """The rewards [B] of each function, by metric."""
+        metrics = [f"rewards/{name}" for name in self.rewards.names]
+        return dict(zip(metrics, reward_BF.unbind(1), strict=True))
+
+    def _log_rollout(self, rewarded: RewardedCompletions, advantage_B: Tensor, kept_B: Tensor) -> None:
+        """Record the metrics of a rollout batch, and show some of its completions."""
+        truncated_B = truncated(rewarded.generation, self.lm.eos_token_ids)
+        reward_of = self._reward_of(rewarded.reward_BF)
+        self.record("groups_kept", kept_B.float().mean(), len(kept_B))
+        for metric in rollout_metrics(rewarded, reward_of, truncated_B):
+            self.record(*metric)
+        step = self.state.global_step + 1
+        if self.is_world_process_zero() and self.completion_log.due(step):
+            columns = {
+                **rewarded.extras,
+                "prompt": [row.prompt for row in rewarded.rows],
+                "completion": rewarded.generation.texts,
+            }
+            figures = {
+                "reward": rewarded.total_B,
+                **reward_of,
+                "advantage": advantage_B,
+                "truncated": truncated_B,
+            }
+            columns |= {name: figure_B.tolist() for name, figure_B in figures.items()}
+            self.completion_log.write(step, columns, self.callback_handler.callbacks)
 
     def _move_reference(self) -> None:
         every, step = self.args.reference_sync_steps, self.state.global_step
@@ -479,9 +665,9 @@ class GRPOTrainer(DiffusionTrainer):
             self.reference.move(self.args.reference_sync_share)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> GroupSampler:
+        rows = self.train_dataset if train_dataset is None else train_dataset
         return GroupSampler(
-            len(train_dataset if train_dataset is not None else self.train_dataset)
-            // self.args.num_generations,
+            len(rows) // self.args.num_generations,
             prompts_per_step=self.prompts_per_step,
             group_size=self.args.num_generations,
             repeats=self.args.num_iterations,

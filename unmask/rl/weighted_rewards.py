@@ -141,7 +141,7 @@ class Failure(NamedTuple):
 
 
 class Rewards:
-    """The weighted sum of reward functions. `RolloutCollector` calls it; `LocalReward` and `WorkerReward`
+    """The weighted sum of reward functions. `GRPOTrainer` calls it; `LocalReward` and `WorkerReward`
     call the functions.
 
     A function is called as TRL calls it, `f(prompts=..., completions=..., completion_ids=..., <dataset

@@ -26,7 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods.base import METHODS
 from unmask.rl.prompts import GroupSampler
-from unmask.rl.rollouts_ahead import weights_in_use
+from unmask.rl.rollout_source import weights_in_use
 from unmask.rl.trainer import GRPOTrainer
 from unmask.training.run.around import StopOnSignal
 
@@ -73,7 +73,7 @@ def test_without_staleness_nothing_is_asked_in_advance(tmp_path):
         {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "reward": ranks},
     )
     trainer = trainer_of(server, tmp_path / "server", **shape)
-    assert trainer.args.max_staleness == 0 and trainer.collector.backend is server
+    assert trainer.args.max_staleness == 0 and trainer.source.backend is server
     trainer.train()
     here = make("grpo", tmp_path / "here", **shape)
     here.train()
@@ -344,12 +344,12 @@ def test_a_run_ahead_of_a_real_server_resumes_bit_for_bit(shape, tmp_path):
 
         straight = run()
         straight.train()
-        straight.collector.backend.close()
+        straight.source.backend.close()
         assert list(tmp_path.glob("run/checkpoint-*/rollout_ahead.pt"))
         for step in range(1, 7):
             resumed = run()
             resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
-            resumed.collector.backend.close()
+            resumed.source.backend.close()
             assert equal(weights(resumed.lm), weights(straight.lm)), step
 
 
@@ -358,7 +358,7 @@ def test_a_run_ahead_of_a_real_server_is_that_ahead_of_a_copy(tmp_path):
     with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
         there = make("grpo", tmp_path / "there", rollout={"backend": "server", "url": url}, **shape)
         there.train()
-        there.collector.backend.close()
+        there.source.backend.close()
     here = trainer_of(CopyServer(), tmp_path / "here", **shape)
     here.train()
     assert equal(weights(there.lm), weights(here.lm))
@@ -372,11 +372,11 @@ def test_no_process_sends_weights_before_the_server_has_sampled_for_all(tmp_path
         yield
         events.append("all processes are here")
 
-    collector = trainer_of(CopyServer(), tmp_path, max_staleness=1).collector
-    monkeypatch.setattr("unmask.rl.rollout_collector.failing_together", together)
-    monkeypatch.setattr(collector.backend, "wait", lambda: events.append("waited"))
-    monkeypatch.setattr(collector.backend, "sync", lambda lm, step: events.append("sent"))
-    collector.sync_weights(None, 0)
+    source = trainer_of(CopyServer(), tmp_path, max_staleness=1).source
+    monkeypatch.setattr("unmask.rl.rollout_source.failing_together", together)
+    monkeypatch.setattr(source.backend, "wait", lambda: events.append("waited"))
+    monkeypatch.setattr(source.backend, "sync", lambda lm, step: events.append("sent"))
+    source.sync_weights(None, 0)
     assert events == ["waited", "all processes are here", "sent", "all processes are here"]
 
 

@@ -30,7 +30,7 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.load import load
 from unmask.rewards.verdict import Verdict
 from unmask.rl.config import GRPOConfig
-from unmask.rl.rollout_collector import RewardedCompletions
+from unmask.rl.rewarded import RewardedCompletions
 from unmask.rl.trainer import GRPOTrainer
 
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
@@ -56,7 +56,7 @@ def test_a_run_on_a_server_is_the_run_in_process(adapters, more, tmp_path):
             **more,
         )
         there.train()
-        there.collector.backend.close()
+        there.source.backend.close()
     if adapters:  # the server's are merged, which rounds
         torch.testing.assert_close(weights(there.lm), weights(here.lm), rtol=0, atol=1e-5)
     else:
@@ -76,7 +76,7 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
     straight.train()
     with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
         trainer = run(url)
-        generate, calls = trainer.collector.backend.generate, []
+        generate, calls = trainer.source.backend.generate, []
 
         def dying(*arguments: Any) -> Any:
             calls.append(1)
@@ -86,14 +86,14 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
                 )
             return generate(*arguments)
 
-        trainer.collector.backend.generate = dying  # type: ignore[method-assign]
+        trainer.source.backend.generate = dying  # type: ignore[method-assign]
         with pytest.raises(RemoteError, match="accepted no requests"):
             trainer.train()
         assert (tmp_path / "run" / "checkpoint-2").is_dir()
         resumed = run(url)
         resumed.train(resume_from_checkpoint=True)
         for each in (trainer, resumed):
-            each.collector.backend.close()
+            each.source.backend.close()
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
@@ -142,7 +142,7 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
         )
         with pytest.raises(RemoteError, match=error):
             trainer.train()
-        trainer.collector.backend.close()
+        trainer.source.backend.close()
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
@@ -168,7 +168,7 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
         rows = [[trainer.train_dataset[index] for index in range(4)]]
         [[update]], [[uncorrected]] = trainer.collect_updates(rows), plain.collect_updates(rows)
         for each in (trainer, plain):
-            each.collector.backend.close()
+            each.source.backend.close()
     assert uncorrected.rollout.sampled_BT is None
     with torch.no_grad():
         log_prob_BMT = trainer.per_view.log_probs(trainer.lm, update)
@@ -192,7 +192,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
             match=r"does not return the log-probabilities.*--logprobs-mode processed_logprobs",
         ):
             trainer.train()
-        trainer.collector.backend.close()
+        trainer.source.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
         sent = [vllm.paths().count("/collective_rpc")]
         trainer.evaluate()
         sent.append(vllm.paths().count("/collective_rpc"))
-        trainer.collector.backend.close()
+        trainer.source.backend.close()
     assert sent == [1, 2] and vllm.version.endswith("step-2")
 
 
@@ -473,10 +473,10 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
         rewarded = RewardedCompletions(
             rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1)
         )
-        _, kept_B = trainer.collector.advantages(rewarded)
+        _, kept_B = trainer.group_advantages(rewarded)
         assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
     twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
-    _, kept_B = twice.collector.advantages(rewarded)
+    _, kept_B = twice.group_advantages(rewarded)
     assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
     with pytest.raises(
         ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"
@@ -527,7 +527,7 @@ def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
         trainer = GRPOTrainer(unmask.load(tmp_path / "model"), share_of_a, args, prompts, **peft)
         before = weights(trainer.lm)
         trainer.train()
-        trainer.collector.backend.close()
+        trainer.source.backend.close()
     gaps = [line["server_gap"] for line in trainer.state.log_history if "server_gap" in line]
     assert not equal(weights(trainer.lm), before)
     assert len(gaps) == 6 and max(gaps) < 1e-3, gaps
