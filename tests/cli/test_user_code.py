@@ -22,7 +22,7 @@ from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS
-from unmask.rl.reward_identities import reward_identities
+from unmask.rl.weighted_rewards import reward_identities
 from unmask.tasks import Task, get_rewards, get_task
 
 TASK = """

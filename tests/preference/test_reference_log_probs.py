@@ -3,8 +3,6 @@ for others."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,12 @@ from safetensors import safe_open
 from tests.training.tiny_runs import PREFERENCES, batch, make, tiny
 from unmask.errors import TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.length_tokens import add_length_tokens
-from unmask.models.model_state import fingerprint
 from unmask.preference import reference_log_probs
 from unmask.preference.reference_log_probs import (
     CONTENT,
     REFERENCE_FILE,
     ReferenceTable,
     digests,
-    model_hashes,
 )
 from unmask.training import per_view_backward
 
@@ -137,7 +132,7 @@ def test_only_the_rows_that_the_run_visits_are_scored(verb, more, tmp_path):
 
 def test_a_kill_loses_only_the_part_that_was_being_scored(tmp_path, computed, monkeypatch):
     monkeypatch.setattr(reference_log_probs, "PART", 2)
-    monkeypatch.setattr(reference_log_probs, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("unmask.preference.trainer.SAVE_SECONDS", 0.0)
     whole = make("dpo", tmp_path / "whole", rows=MANY, max_steps=16).stored["train"]
     batches = len(computed)
     computed.clear()
@@ -256,13 +251,3 @@ def test_progress_is_shown_while_the_table_is_computed(tmp_path):
 
     make("dpo", tmp_path, progress=Recorder())
     assert Recorder.shown == [0.5, None]
-
-
-def test_what_was_stored_before_there_were_length_tokens_is_still_of_the_same_model():
-    lm = tiny()
-    names = ("attention", "block_size", "mask_token_id", "logit_shift", "causal_context", "time_embedding")
-    before = f"{fingerprint(lm.model)} {json.dumps({name: lm.pattern[name] for name in names})}"
-    assert model_hashes(lm)["model"] == hashlib.sha256(before.encode()).hexdigest()
-    longer = add_length_tokens(lm)
-    alike = f"{fingerprint(longer.model)} {json.dumps({name: longer.pattern[name] for name in names})}"
-    assert model_hashes(longer)["model"] != hashlib.sha256(alike.encode()).hexdigest()

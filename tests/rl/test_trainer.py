@@ -639,6 +639,14 @@ def test_rollouts_of_other_settings_are_not_gone_on_with(change, tmp_path):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+def test_a_rollout_is_not_divided_anew(tmp_path):
+    shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make("grpo", tmp_path, **shape).train()
+    parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    with pytest.raises(TrainingError, match=r"checkpoint-1: holds micro-batches of \[4\] completions"):
+        make("grpo", tmp_path, **shape, **parts).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_one_config_trains_models_of_several_families(tmp_path):
     args = GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=4), method="trace-rl")
     for attention, block_size, expected in (

@@ -377,15 +377,6 @@ class ConvertTrainer:
     def _resumed_stage(self, checkpoint: Path) -> int:
         """The number of the stage of a named checkpoint. Restores the history of the earlier stages."""
         number = stage_of(checkpoint)
-        if number > len(self.ends):
-            what = f"is of stage {number}, but this conversion has {len(self.ends)} stages"
-            raise TrainingError(what, where=str(checkpoint), remedy="Convert with the recipe of that run")
-        length = self.ends[number - 1] - [0, *self.ends][number - 1]
-        if (done := steps_done(checkpoint) or 0) > length:
-            what = f"is after {done} steps of stage {number}, which has {length} steps in this conversion"
-            raise TrainingError(
-                what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run"
-            )
         for later in range(number + 1, len(self.ends) + 1):
             if found := checkpoints(self._stage_folder(later)):
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"

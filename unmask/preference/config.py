@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from unmask.config.base import OnResume
 from unmask.config.run import RunConfig
@@ -33,16 +33,6 @@ OF_MASKS = ("samples", "complementary", "log_variance_steps", "plan_reused")
 """Settings without effect on an exact likelihood."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
 """The losses of pairs, and the losses that compare the policy with a reference."""
-
-
-class AttentionFacts(Protocol):
-    """The facts of a model that decide how its likelihood is computed."""
-
-    attention: Any
-    block_size: int | None
-
-    @property
-    def autoregressive(self) -> bool: ...
 
 
 @dataclass(kw_only=True)
@@ -240,8 +230,9 @@ class DPOConfig(PairConfig):
         epochs = self.max_steps / steps_per_epoch(self, rows) if self.max_steps > 0 else self.num_train_epochs
         return 1 if self.plan_reused or exact else math.ceil(epochs)
 
-    def exact(self, lm: AttentionFacts) -> bool:
-        """Whether the likelihood of a model's responses is computed exactly.
+    def exact(self, lm: Any) -> bool:
+        """Whether the likelihood of a model's responses is computed exactly. `lm`: has its `attention`,
+        `block_size` and `autoregressive`.
 
         Raises:
             ConfigError: it would need too many passes, or a setting of the ELBO would have no effect.
@@ -274,7 +265,7 @@ class DPOConfig(PairConfig):
         return self.bound == "exact" or (self.bound is None and block <= MAX_EXACT_BLOCK)
 
 
-def exact_block_size(lm: AttentionFacts) -> float:
+def exact_block_size(lm: Any) -> float:
     """The block size in tokens; the exact likelihood takes 2**size - 1 passes. 1 for a causal model, infinite
     for a bidirectional one."""
     return 1 if lm.attention == "causal" else lm.block_size or math.inf

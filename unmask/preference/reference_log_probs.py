@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,10 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 
 REFERENCE_FILE = "reference_scores.safetensors"
-LENGTH_TOKENS = ("expand_token_id", "delete_token_id")
 CONTENT = "content"
 """The name of the table's own hash among those of the file."""
 PART = 64
 """Batches of each process that are computed before the processes exchange them."""
-SAVE_SECONDS = 60.0
-"""Time between two writes of the file."""
 LogProbsOfRows = Callable[[Sequence[Row], int], tuple[Tensor, Tensor]]
 """Called with rows and the number of a view plan; returns the log-probabilities [N] of the responses and the
 digests [B] of the rows."""
@@ -90,8 +86,7 @@ class ReferenceTable:
                     cls(file.get_tensor("scores"), file.get_tensor("digests")),
                 )
             stale = [name for name in hashes if stored.get(name) != hashes[name]]
-            damaged = stored.get(CONTENT) not in (None, table.content_hash())  # earlier versions stored none
-            if not stale and not damaged:
+            if not stale and stored.get(CONTENT) == table.content_hash():
                 return table
             what = (
                 f"holds log-probabilities of another {' and another '.join(stale)}" if stale else "is damaged"
@@ -115,72 +110,44 @@ class ReferenceTable:
             pad(self.log_prob_EIS, (0, 0, 0, 0, 0, more)), pad(self.digest_EI, (0, 0, 0, more))
         )
 
-    def completed(
+    def complete(
         self,
         rows_by_plan: Sequence[Sequence[Row]],
         log_probs_of: LogProbsOfRows,
         accelerator: Accelerator,
         batch_size: int,
         report: Callable[[float], None],
-        save: Callable[[ReferenceTable], None],
-    ) -> ReferenceTable:
-        """The table with the log-probabilities of these rows of each view plan, as far as it lacks them. The
-        processes divide the rows; a batch has rows of similar length.
+    ) -> Iterator[None]:
+        """Compute what the table lacks of these rows of each view plan; yields after every part, when it can
+        be saved. The processes divide the rows; a batch has rows of similar length. A collective.
 
-        Args: report: called with the finished fraction. save: called with the table every `SAVE_SECONDS` and
-            at the end, so that little is lost if the run is killed.
+        Args:
+            report: called with the finished fraction after every batch.
         """
-        table, all_rows, finished = self.extended(len(rows_by_plan)), sum(map(len, rows_by_plan)), 0
-        saved, unsaved = time.monotonic(), False
-
-        def finish(count: int) -> None:
-            nonlocal finished
-            finished += count
-            report(min(1.0, finished / all_rows))
-
-        def reporting(batch: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
-            found = log_probs_of(batch, plan)
-            finish(len(batch) * accelerator.num_processes)
-            return found
-
+        total, finished = sum(map(len, rows_by_plan)), 0
         for plan, rows in enumerate(rows_by_plan):
             ordered = sorted(rows, key=lambda row: (len(row["input_ids"]), row["sample_id"]))
             size = PART * batch_size * accelerator.num_processes
             for start in range(0, len(ordered), size):
                 part = ordered[start : start + size]
-                if table.digest_EI[plan, [row["sample_id"] for row in part]].all():
-                    finish(len(part))
-                    continue
-                table._complete(plan, part, reporting, accelerator, batch_size)
-                unsaved = time.monotonic() < saved + SAVE_SECONDS
-                if not unsaved:
-                    save(table)
-                    saved = time.monotonic()
-        if unsaved:
-            save(table)
-        return table
-
-    def _complete(
-        self,
-        plan: int,
-        rows: Sequence[Row],
-        log_probs_of: LogProbsOfRows,
-        accelerator: Accelerator,
-        batch_size: int,
-    ) -> None:
-        """Put the log-probabilities of rows under a view plan into the table; each process computes some. A
-        collective."""
-        log_prob_BS = self.log_prob_EIS.new_zeros(len(rows), self.log_prob_EIS.shape[2])
-        digest_B = self.digest_EI.new_zeros(len(rows))
-        mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
-        for start in range(0, len(mine), batch_size):
-            index = list(mine[start : start + batch_size])
-            log_prob_N, digest_B[index] = log_probs_of([rows[at] for at in index], plan)
-            log_prob_BS[index] = log_prob_N.view(log_prob_BS.shape[1], -1).T.cpu().to(log_prob_BS.dtype)
-        ids = [row["sample_id"] for row in rows]
-        for table_EI, found_B in ((self.log_prob_EIS, log_prob_BS), (self.digest_EI, digest_B)):
-            of_all: Any = accelerator.reduce(found_B.to(accelerator.device), "sum")
-            table_EI[plan, ids] = of_all.cpu()
+                ids = [row["sample_id"] for row in part]
+                if not self.digest_EI[plan, ids].all():
+                    log_prob_BS = self.log_prob_EIS.new_zeros(len(part), self.log_prob_EIS.shape[2])
+                    digest_B = self.digest_EI.new_zeros(len(part))
+                    mine = range(accelerator.process_index, len(part), accelerator.num_processes)
+                    for first in range(0, len(mine), batch_size):
+                        index = list(mine[first : first + batch_size])
+                        log_prob_N, digest_B[index] = log_probs_of([part[at] for at in index], plan)
+                        log_prob_BS[index] = (
+                            log_prob_N.view(log_prob_BS.shape[1], -1).T.cpu().to(log_prob_BS.dtype)
+                        )
+                        done = finished + (first + len(index)) * accelerator.num_processes
+                        report(min(1.0, done / total))
+                    for table_EI, found_B in ((self.log_prob_EIS, log_prob_BS), (self.digest_EI, digest_B)):
+                        of_all: Any = accelerator.reduce(found_B.to(accelerator.device), "sum")
+                        table_EI[plan, ids] = of_all.cpu()
+                    yield
+                finished += len(part)
 
     def content_hash(self) -> str:
         """A hash of the whole table."""
@@ -220,12 +187,8 @@ def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
 
 
 def model_hashes(lm: DiffusionLM) -> dict[str, str]:
-    """A hash of the model and one of its tokenizer. Those of a model without length tokens are as before
-    there were any."""
-    pattern = {
-        name: value for name, value in lm.pattern.items() if value is not None or name not in LENGTH_TOKENS
-    }
-    model = f"{fingerprint(lm.model)} {json.dumps(pattern)}"
+    """A hash of the model and one of its tokenizer."""
+    model = f"{fingerprint(lm.model)} {json.dumps(lm.pattern)}"
     tokenizer = json.dumps([sorted(lm.tokenizer.get_vocab().items()), lm.mask_token_id])
     return {"model": _hash(model), "tokenizer": _hash(tokenizer)}
 

@@ -11,12 +11,16 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import gather_object
 from torch import Tensor
+from torch.utils.data import SequentialSampler
 
 from unmask.config.run import SamplerConfig
 from unmask.data.formats import UNPAIRED
@@ -30,9 +34,7 @@ from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
-from unmask.preference.batch import PreferenceBatch
 from unmask.preference.config import TOKENS_TOGETHER, DPOConfig
-from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
 from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
 from unmask.preference.reference_log_probs import (
     EMPTY_TABLE,
@@ -42,9 +44,9 @@ from unmask.preference.reference_log_probs import (
     digests,
     model_hashes,
 )
-from unmask.preference.visited_rows import visited_rows
+from unmask.preference.rows import PreferenceBatch, UnpairedCollator, labelled, with_mismatched
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
-from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, total_steps
+from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, steps_per_epoch, total_steps
 from unmask.training.distributed import alone_in, failing_together
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
@@ -53,6 +55,9 @@ from unmask.training.trainer import Batch, DiffusionTrainer
 
 MEASURED_PAIRS, LOGGED_REDRAWS = 32, 8
 """The variance of the margin is measured on this many pairs, each with this many redraws of its masks."""
+SAVE_SECONDS = 60.0
+"""Time between two writes of the reference's log-probabilities, so that little is lost if the run is
+killed."""
 FIRST_REDRAW = 1 << 30
 """The number of the first redraw; smaller numbers are epochs."""
 
@@ -361,26 +366,41 @@ class DPOTrainer(DiffusionTrainer):
         )
 
     def _make_tables(self, progress: Any) -> None:
-        args = self.args
         with self._reference_before_training() as lm:
-            hashes = model_hashes(lm)
+            table = partial(self._table, lm, model_hashes(lm), progress)
             if self.train_dataset is not None:
-                started, plans = (
-                    time.perf_counter(),
-                    range(args.num_plans(self.train_dataset, exact=self.exact)),
-                )
-                visited = visited_rows(self)[: len(plans)]
-                self.stored["train"] = self._table(
-                    "train", lm, hashes, self.train_dataset, plans, progress, visited
-                )
+                started = time.perf_counter()
+                visited = self._visited_rows()
+                self.stored["train"] = table("train", self.train_dataset, visited)
                 self.table_seconds, self.table_rows = time.perf_counter() - started, sum(map(len, visited))
-            if self.eval_dataset is not None:
-                self.stored["eval"] = self._table("eval", lm, hashes, self.eval_dataset, range(1), progress)
-            if args.log_variance_steps:
-                redraws = range(FIRST_REDRAW, FIRST_REDRAW + LOGGED_REDRAWS)
-                self.stored["redrawn"] = self._table(
-                    "redrawn", lm, hashes, self.train_dataset[:MEASURED_PAIRS], redraws, progress
-                )
+            if (held_out := self.eval_dataset) is not None:
+                self.stored["eval"] = table("eval", held_out, [range(len(held_out))])
+            if self.args.log_variance_steps:
+                pairs = self.train_dataset[:MEASURED_PAIRS]
+                redraws = [range(len(pairs))] * LOGGED_REDRAWS
+                self.stored["redrawn"] = table("redrawn", pairs, redraws, FIRST_REDRAW)
+
+    def _visited_rows(self) -> list[Sequence[int]]:
+        """The indices of the training rows that the run visits under each view plan, of all processes,
+        sorted. All rows of an epoch, unless the run ends within it and the order of its rows is known in
+        advance. A collective."""
+        args, rows = self.args, self.train_dataset
+        num_plans = args.num_plans(rows, exact=self.exact)
+        steps, each = total_steps(args, rows), steps_per_epoch(args, rows)
+        epochs: list[Sequence[int]] = [range(len(rows))] * -(-steps // each)
+        if (left := steps % each) == 0 or args.ignore_data_skip or len(epochs) > num_plans:
+            return epochs[:num_plans]
+        loader = self.get_train_dataloader()
+        batches: Any = getattr(loader, "batch_sampler", None)
+        # of one process's part of the batches
+        sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+        if isinstance(sampler, (SeedableRandomSampler, SequentialSampler)):
+            loader.set_epoch(len(epochs) - 1)
+            mine = [
+                row for batch in islice(batches, left * args.gradient_accumulation_steps) for row in batch
+            ]
+            epochs[-1] = sorted({*gather_object(mine)})
+        return epochs
 
     def _reference_before_training(self) -> contextlib.AbstractContextManager[DiffusionLM]:
         """The reference while the tables are computed: the policy before training, or another model that is
@@ -394,59 +414,57 @@ class DPOTrainer(DiffusionTrainer):
 
     def _table(
         self,
-        name: str,
         lm: DiffusionLM,
         hashes: Mapping[str, str],
-        items: Sequence[Row],
-        draws: range,
         progress: Any,
-        visited: Sequence[Sequence[int]] | None = None,
+        name: str,
+        items: Sequence[Row],
+        visited: Sequence[Sequence[int]],
+        first_plan: int = 0,
     ) -> ReferenceTable:
-        """The table of responses under the view plans with these numbers: read from disk, or computed and
-        written there.
+        """The table of responses: read from disk, or computed and written there.
 
         Args:
-            visited: the indices of the items by view plan; None: all.
+            visited: the indices of the items under each view plan.
+            first_plan: the number of the first view plan.
         """
         args = self.args
-        rows, rows_by_plan = (
-            self._responses(items),
-            [self._responses([items[i] for i in plan]) for plan in visited or ()],
-        )
         settings = {
-            "samples": args.samples,
-            "complementary": args.complementary,
-            "exact": self.exact,
-            "seed": args.seed,
+            name: getattr(args, name) for name in ("samples", "complementary", "seed", "bf16", "fp16")
         }
-        settings |= {"first_plan": draws.start, "bf16": args.bf16, "fp16": args.fp16}
-        path, hashes = (
-            args.output_folder / f"{name}_{REFERENCE_FILE}",
-            {**hashes, **data_hashes(rows, settings)},
-        )
+        rows = self._responses(items)
+        hashes = {
+            **hashes,
+            **data_hashes(rows, settings | {"exact": self.exact, "first_plan": first_plan}),
+        }
+        path = args.output_folder / f"{name}_{REFERENCE_FILE}"
 
         def log_probs_of(rows: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
             collated = self._on_device(Collator(0)(rows))
-            batch = PreferenceBatch(
-                collated, self.plan(collated, Draw(args.seed, collated["sample_id"], draws[plan]))
-            )
+            draw = Draw(args.seed, collated["sample_id"], first_plan + plan)
+            batch = PreferenceBatch(collated, self.plan(collated, draw))
             return self.response_log_probs(lm, batch), digests(collated, batch.views)
 
         def report(fraction: float) -> None:
             if progress is not None:
                 progress.update(0.0, reference_scored=fraction if fraction < 1 else None)
 
-        def save(table: ReferenceTable) -> None:
-            if args.should_save:
-                table.write(path, hashes)
-
         table = ReferenceTable.read(path, hashes, replace=args.stale_reference == "replace")
         if table is None:
             table = ReferenceTable.empty(
                 1 + max(row["sample_id"] for row in rows), self.responses_per_row, self.lm.log_prob_dtype
             )
-        by_plan = [rows] * len(draws) if visited is None else rows_by_plan
-        return table.completed(by_plan, log_probs_of, self.accelerator, args.train_batch_size, report, save)
+        table = table.extended(len(visited))
+        rows_by_plan = [self._responses([items[index] for index in plan]) for plan in visited]
+        saved, unsaved = time.monotonic(), False
+        for _ in table.complete(rows_by_plan, log_probs_of, self.accelerator, args.train_batch_size, report):
+            unsaved = time.monotonic() < saved + SAVE_SECONDS
+            if not unsaved and args.should_save:
+                table.write(path, hashes)
+                saved = time.monotonic()
+        if unsaved and args.should_save:
+            table.write(path, hashes)
+        return table
 
     def _responses(self, items: Sequence[Row]) -> Sequence[Row]:
         return (

@@ -43,11 +43,10 @@ from unmask.rl.prompts import (
     prompt_rows,
     prompts_per_step,
 )
-from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
 from unmask.rl.rollout import Rollout, Update, check_views, cut_at_end, learnable, make_rollout, plan_views
 from unmask.rl.rollout_source import RolloutSource, weights_in_use
-from unmask.rl.weighted_rewards import RewardFunction, make_rewards
+from unmask.rl.weighted_rewards import RewardFunction, make_rewards, reward_identities
 from unmask.training.distributed import failing_together
 from unmask.training.hardware_checks import refuse_unknown_arguments
 from unmask.training.metrics import measuring
@@ -496,6 +495,14 @@ class GRPOTrainer(DiffusionTrainer):
         with torch.serialization.safe_globals([Update, Rollout, Views]):
             path = folder / UPDATES_FILE.format(rank=self.args.process_index)
             self.buffer = torch.load(path, map_location=self.lm.device)
+        held = [len(updates[0].learnt_BT) for updates in self.buffer]
+        wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps
+        if held != wanted:
+            raise TrainingError(
+                f"holds micro-batches of {held} completions, not of {wanted}",
+                where=str(folder),
+                remedy="Resume with the batch sizes of that run, or delete this checkpoint",
+            )
 
     def get_performance_stats(self) -> dict[str, Any]:
         """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean

@@ -8,6 +8,7 @@ Shapes: B completions, F reward functions.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import logging
@@ -16,12 +17,14 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from unmask.config.user_code import load_named, refuse_file_alone
+from unmask.config.user_code import current_folder_last, load_named, refuse_file_alone
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.redaction import masked_text
@@ -34,7 +37,8 @@ from unmask.rewards.workers import WorkerError
 from unmask.rl.config import GRPOConfig, RewardErrors
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel
-from unmask.tasks import Reward, Task, get_rewards
+from unmask.tasks import Reward, Task, get_rewards, get_task
+from unmask.training.run.fingerprints import code_fingerprint, content_hash, source_fingerprint
 
 RewardFunction = Callable[..., Any]
 BoundCall = Callable[[Arguments, float], list[Any]]
@@ -395,3 +399,41 @@ def make_rewards(
             remedy=did_you_mean(name, rewards.names),
         )
     return rewards
+
+
+def reward_identities(
+    reward_funcs: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str,
+) -> list[dict[str, Any]]:
+    """A name for each reward function, with a hash of its source; of a function or task in a file or module,
+    of all of that file."""
+    listed = (
+        reward_funcs
+        if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
+        else [reward_funcs]
+    )
+    return [_identity_of_name(one) if isinstance(one, str) else _identity_of_function(one) for one in listed]
+
+
+def _identity_of_name(name: str) -> dict[str, Any]:
+    if name.startswith(("http://", "https://")):  # without a password
+        address = urlsplit(name)
+        return {"name": f"{address.hostname}:{address.port}{address.path}"}
+    if name.startswith("model:"):
+        return {"name": name}
+    target, colon, function = name.rpartition(":")
+    if not colon:
+        return {"name": name} | (code_fingerprint(get_task(name.partition("/")[0])) or {})
+    with current_folder_last(target):
+        found = None if target.endswith(".py") else importlib.util.find_spec(target)
+    origin = target if found is None else found.origin
+    return {"name": function} | (content_hash(Path(origin).read_text(encoding="utf-8")) if origin else {})
+
+
+def _identity_of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):  # an object that is called
+        return {"name": getattr(function, "__name__", type(function).__name__)} | (
+            source_fingerprint(type(function)) or {}
+        )
+    return {"name": function.__name__} | (source_fingerprint(function) or {})

@@ -19,7 +19,7 @@ from unmask.config.base import Config, OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, TrainingError
-from unmask.rl.reward_identities import reward_identities
+from unmask.rl.weighted_rewards import reward_identities
 from unmask.supervised.sft import SFTConfig
 from unmask.training import distributed
 from unmask.training.run.fingerprints import file_fingerprints, rows_fingerprint

@@ -1,15 +1,45 @@
-"""Rows for losses of single responses (KTO): a labelled response, and its prompt with a mismatched response,
-taken from another prompt."""
+"""The rows of preference data: batches as the loss reads them, and responses with a mismatched one (KTO).
+
+Shapes: N responses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unmask.data.rows import Collator, Row
+from unmask.diffusion.views import Views
 from unmask.errors import DataError
+from unmask.training.trainer import Batch, select_rows
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """Collated rows with the views of their responses.
+
+    Attributes: rows: the output of the collator, on the device. views: the same for policy and reference.
+        reference_N: log-probabilities of the responses under the reference, in nats; None before they are
+        computed. baseline: for KTO, a scalar (`DPOTrainer.baseline`).
+    """
+
+    rows: Batch
+    views: Views
+    reference_N: Tensor | None = None
+    baseline: Tensor | None = None
+
+    def select_rows(self, rows: slice) -> PreferenceBatch:
+        """These rows, with their views."""
+        part = select_rows(self.rows, rows)
+        reference_N = self.reference_N
+        if reference_N is not None:  # the first response of every row, then the second
+            count = len(self.rows["sample_id"])
+            reference_N = reference_N.view(-1, count)[:, rows].flatten()
+        return PreferenceBatch(part, self.views.select(rows, slice(None)), reference_N, self.baseline)
 
 
 class UnpairedCollator(Collator):

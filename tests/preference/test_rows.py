@@ -10,7 +10,7 @@ import pytest
 from tests.training.tiny_runs import PREFERENCES, settings, tiny
 from unmask.errors import DataError
 from unmask.preference.config import DPOConfig
-from unmask.preference.kto_rows import UnpairedCollator
+from unmask.preference.rows import UnpairedCollator
 from unmask.preference.trainer import DPOTrainer
 
 LABELLED = [
