@@ -25,6 +25,7 @@ from transformers import TrainerState
 from tests.helpers import partly_slow
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
+from unmask.rl.config import GRPOConfig
 from unmask.rl.weighted_rewards import Rewards, distinct
 from unmask.tasks import Task, get_task
 
@@ -733,11 +734,11 @@ def test_what_a_process_logs_stays_with_its_completions(tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf])
-def test_limits_and_errors_that_are_none(seconds):
-    with pytest.raises(ConfigError, match="seconds"):
-        Rewards(right, seconds=seconds)
-    with pytest.raises(ConfigError, match="unknown 'ignore'"):
-        Rewards(right, errors="ignore")
+def test_limits_and_errors_that_are_none(seconds, tmp_path):
+    with pytest.raises(ConfigError, match="reward_timeout"):
+        GRPOConfig(output_dir=str(tmp_path), reward_timeout=seconds)
+    with pytest.raises(ConfigError, match="reward_errors"):
+        GRPOConfig(output_dir=str(tmp_path), reward_errors="ignore")
 
 
 def test_a_judge_over_http_that_does_not_answer_is_a_failure():

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from functools import cached_property
-from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -317,24 +316,18 @@ class ConvertTrainer:
         if checkpoint is not None and self.args.should_save:
             self.run_record.show(self.changed, self.resumed_step, self.ends[-1])
         self.trackers.runs.resumed = bool(resume_from_checkpoint)
+        every_stage = bool(resume_from_checkpoint) and self._is_output(resume_from_checkpoint)
         with running_in(self.args.output_folder):
-            self._train(resume_from_checkpoint or False, checkpoint)
-
-    def _train(self, resume: str | Path | bool, checkpoint: Path | None) -> None:
-        _, start = self.run_record, 1  # the record is of the weights before training
-        if resume and self._is_output(resume):
-            resume = True
-        elif checkpoint is not None:
-            start, resume = self._resumed_stage(checkpoint), checkpoint
-        for number, (first, last) in islice(enumerate(pairwise([0, *self.ends]), start=1), start - 1, None):
-            if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
-                self._gather(self.trainer)
-            self.trainer = None  # frees the optimizer's states
-            self.trainer = self._run_stage(number, first, last, resume)
-            if not isinstance(resume, bool):
-                resume = False  # the later stages start from the beginning
-        self.trackers.finish()
-        self.lm.model.eval()
+            _ = self.run_record  # of the weights before training
+            start = 1 if checkpoint is None or every_stage else self._resumed_stage(checkpoint)
+            for number in range(start, len(self.ends) + 1):
+                if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
+                    self._gather(self.trainer)
+                self.trainer = None  # frees the optimizer's states
+                from_named = None if every_stage or number > start else checkpoint
+                self.trainer = self._run_stage(number, every_stage if from_named is None else str(from_named))
+            self.trackers.finish()
+            self.lm.model.eval()
 
     @cached_property
     def run_record(self) -> RunRecord:
@@ -371,7 +364,7 @@ class ConvertTrainer:
         """As in `DiffusionTrainer`."""
         return 0.0
 
-    def _is_output(self, named: str | Path | bool) -> bool:
+    def _is_output(self, named: str | Path | bool | None) -> bool:
         return named is True or Path(str(named)).resolve() == self.args.output_folder.resolve()
 
     def _resumed_stage(self, checkpoint: Path) -> int:
@@ -435,37 +428,44 @@ class ConvertTrainer:
             lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding
         )
 
-    def _run_stage(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
-        total = self.ends[-1]
-        stage, lm = self.args.stages[number - 1], self.lms[number - 1]
+    def _run_stage(self, number: int, resume: str | bool) -> StageTrainer:
+        """Train a stage. `resume`: as in `DiffusionTrainer.train`; True also takes over a finished stage."""
+        (first, last), total = [0, *self.ends][number - 1 : number + 1], self.ends[-1]
+        stage = self.args.stages[number - 1]
         args = with_fresh_accelerator_state(self.args)
         args.output_dir = str(self._stage_folder(number))
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
-            args.lr_scheduler_type, args.lr_scheduler_kwargs = (
-                "cosine_with_min_lr",
-                {"min_lr_rate": stage.final_rate / stage.rate},
-            )
+            args.lr_scheduler_type = "cosine_with_min_lr"
+            args.lr_scheduler_kwargs = {"min_lr_rate": stage.final_rate / stage.rate}
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
-        rest = self.rest | {
-            "progress": None
-            if self.progress is None
-            else ProgressPart(self.progress, first / total, last / total)
-        }
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         args.assigned.clear()  # they are no user's
-        rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
-        for stop in (each for each in rest["callbacks"] if isinstance(each, StopOnSignal)):
-            stop.steps_before = first
-        rows = rows_from_step(self.train_rows, args, first)
-        place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
-        log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
+        callbacks = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
+        for stop in callbacks:
+            if isinstance(stop, StopOnSignal):
+                stop.steps_before = first
+        progress, log = self.progress, RunLog(folder=self.args.output_folder, first_step=first, stage=number)
         trainer = StageTrainer(
-            lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest
+            self.lms[number - 1],
+            args,
+            rows_from_step(self.train_rows, args, first),
+            self.eval_rows,
+            stage=stage,
+            teacher=self.teacher,
+            steps_before=first,
+            total_steps=total,
+            run_record=self.run_record,
+            log=log,
+            **self.rest
+            | {
+                "progress": progress and ProgressPart(progress, first / total, last / total),
+                "callbacks": callbacks,
+            },
         )
         if not (restored := resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
-                trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
+                trainer.train(resume_from_checkpoint=resume)
         if self.eval_rows is not None and (not restored or from_first(log.ends_with_summary)):
             trainer.evaluate()
         self.log_history += [

@@ -250,7 +250,11 @@ class GRPOConfig(TrainingConfig):
     )
 
     reward_timeout: float = setting(
-        600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS
+        600.0,
+        "Time limit in seconds of each reward function for a batch",
+        low=1e-3,
+        high=1e6,
+        on_resume=ACTS,
     )
     reward_errors: RewardErrors = setting(
         "unscored", "If a reward function fails", choices=get_args(RewardErrors), on_resume=ACTS

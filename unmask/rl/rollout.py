@@ -7,7 +7,7 @@ end).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,43 +196,39 @@ def make_rollout(
         raise GenerationError(
             "has no canvases", where="generation", remedy="Sample with SamplerConfig(trace=True)"
         )
-    traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
+    traces, prompts = generation.trace[at], generation.prompts[at]
+    if sampled and not all(trace.sampled_log_probs for trace in traces):
+        raise GenerationError(
+            "the server does not return the log-probabilities of its tokens",
+            where="rollout",
+            remedy="Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out "
+            "importance_cap",
+        )
 
-    def padded(rows: list[list[Any]], fill: Any) -> Tensor:
+    def padded(of_prompt: Any, of_canvas: Iterable[list[Any]], fill: Any) -> Tensor:
+        """Rows with a value for each token of the prompt, and values of the canvas."""
+        rows = [[of_prompt] * len(prompt) + canvas for prompt, canvas in zip(prompts, of_canvas, strict=True)]
         return pad_rows(rows, fill).to(lm.device, non_blocking=True)
 
-    completion = [
-        [0] * len(p) + [1] * len(c) + [0] * (len(t.canvas) - len(c))
-        for p, c, t in zip(prompts, tokens, traces, strict=True)
+    ids = [prompt + trace.canvas for prompt, trace in zip(prompts, traces, strict=True)]
+    lengths = [len(trace.canvas) for trace in traces]
+    ended = [
+        [1] * len(tokens) + [0] * (length - len(tokens))
+        for tokens, length in zip(generation.tokens[at], lengths, strict=True)
     ]
-    canvas_BT = padded(
-        [[0] * len(p) + [1] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0
-    ).bool()
-    document_BT = padded([[1] * (len(p) + len(t.canvas)) for p, t in zip(prompts, traces, strict=True)], 0)
+    canvas_BT = padded(0, ([1] * length for length in lengths), 0).bool()
+    document_BT = padded(1, ([1] * length for length in lengths), 0)
     group_BT = noise_groups(lm, canvas_BT, document_BT)
-    if sampled and not all(trace.sampled_log_probs for trace in traces):
-        remedy = (
-            "Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out "
-            "importance_cap"
-        )
-        raise GenerationError(
-            "the server does not return the log-probabilities of its tokens", where="rollout", remedy=remedy
-        )
-    log_probs = (
-        [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)]
-        if sampled
-        else None
-    )
     return Rollout(
-        ids_BT=padded([p + t.canvas for p, t in zip(prompts, traces, strict=True)], lm.pad_token_id),
+        ids_BT=pad_rows(ids, lm.pad_token_id).to(lm.device, non_blocking=True),
         document_BT=document_BT,
         prompt_BT=(document_BT > 0) & ~canvas_BT,
-        completion_BT=padded(completion, 0).bool(),
-        step_BT=padded([[-1] * len(p) + t.steps for p, t in zip(prompts, traces, strict=True)], -1),
+        completion_BT=padded(0, ended, 0).bool(),
+        step_BT=padded(-1, (trace.steps for trace in traces), -1),
         group_BT=group_BT,
         block_BT=decoding_blocks(lm, canvas_BT, group_BT, block_size),
-        sampled_BT=None if log_probs is None else padded(log_probs, 0.0),
-        one_document=len({len(p) + len(t.canvas) for p, t in zip(prompts, traces, strict=True)}) == 1,
+        sampled_BT=padded(0.0, (trace.sampled_log_probs for trace in traces), 0.0) if sampled else None,
+        one_document=len(set(map(len, ids))) == 1,
     )
 
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
@@ -44,7 +44,6 @@ RewardFunction = Callable[..., Any]
 BoundCall = Callable[[Arguments, float], list[Any]]
 """Returns, within this number of seconds, a value or an exception for each completion."""
 FailureKind = Literal["raised", "timeout", "invalid"]
-MAX_SECONDS = 1e6
 MAX_REWARD = 1e12
 """Bound of a weighted reward, so that the squares and sums of losses are finite in float32."""
 MESSAGES_HINT = (
@@ -95,6 +94,13 @@ def _load_function(target: str) -> RewardFunction:
         remedy = f"Name it with --task {target}: its rewards are the default, and rewards=[{name}] names them"
         raise ConfigError("is a task, not a function", where=target, remedy=remedy)
     return found
+
+
+def as_list(functions: Sequence[RewardFunction | str] | RewardFunction | str) -> list[RewardFunction | str]:
+    """The functions or names, of which a single one needs no list."""
+    if isinstance(functions, Sequence) and not isinstance(functions, str):
+        return list(functions)
+    return [functions]
 
 
 def distinct(names: Iterable[str]) -> list[str]:
@@ -184,17 +190,16 @@ class Rewards:
         seconds: float = 600.0,
         errors: RewardErrors = "unscored",
     ):
-        listed = (
-            list(functions)
-            if isinstance(functions, Sequence) and not isinstance(functions, str)
-            else [functions]
-        )
-        if not listed:
+        named = as_list(functions)
+        if not named:
             raise ConfigError("no reward function", where="reward_funcs", remedy="Give at least one")
-        weights = list(weights) if weights is not None else [1.0] * len(listed)
-        if len(weights) != len(listed):
-            what = f"{len(weights)} weights for {len(listed)} functions"
-            raise ConfigError(what, where="reward_weights", remedy="Give one weight per reward function")
+        weights = [1.0] * len(named) if weights is None else list(weights)
+        if len(weights) != len(named):
+            raise ConfigError(
+                f"{len(weights)} weights for {len(named)} functions",
+                where="reward_weights",
+                remedy="Give one weight per reward function",
+            )
         for weight in weights:
             if not (isinstance(weight, numbers.Real) and abs(weight) <= MAX_REWARD):
                 raise ConfigError(
@@ -202,24 +207,12 @@ class Rewards:
                     where="reward_weights",
                     remedy=f"Give numbers of at most {MAX_REWARD:g}",
                 )
-        if not 0 < seconds <= MAX_SECONDS:
-            raise ConfigError(
-                f"{seconds} is not a valid number of seconds",
-                where="reward_timeout",
-                remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}",
-            )
-        if errors not in get_args(RewardErrors):
-            raise ConfigError(
-                f"unknown {errors!r}",
-                where="reward_errors",
-                remedy=f"Use one of {', '.join(get_args(RewardErrors))}",
-            )
-        found = [
-            (function, weight)
-            for named, weight in zip(listed, weights, strict=True)
-            for function in reward_functions_named(named, workers)
-        ]
-        self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
+        self.functions: list[RewardFunction | WorkerReward] = []
+        self.weights: list[float] = []
+        for name, weight in zip(named, weights, strict=True):
+            found = reward_functions_named(name, workers)
+            self.functions += found
+            self.weights += [weight] * len(found)
         self.names = distinct(
             f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__)
             for f in self.functions
@@ -262,19 +255,17 @@ class Rewards:
             "log_metric": log.log_metric,
         }
         answers_of = dict(zip(self.names, self._answers(arguments), strict=True))
-        # Copies, since an abandoned thread may still log.
-        logged, extras = (
-            {name: list(values) for name, values in list(log.metrics.items())},
-            log.columns(len(rows)),
-        )
-        values_of = {
-            name: [self._value(answer) for answer in answers] for name, answers in answers_of.items()
-        }
+        # copies, since an abandoned thread may still log
+        logged = {name: list(values) for name, values in list(log.metrics.items())}
+        extras = log.columns(len(rows))
         hint = MESSAGES_HINT if not all(isinstance(text, str) for text in arguments["completions"]) else ""
+        values_of = {name: list(map(self._value, answers)) for name, answers in answers_of.items()}
+        failures: dict[str, dict[int, Failure]] = {}
         for name, values in values_of.items():
-            self._report(name, values, hint)
+            failures[name] = {row: each for row, each in enumerate(values) if isinstance(each, Failure)}
+            self._report(name, failures[name], len(rows), hint)
         failed_BF = torch.tensor(
-            [[isinstance(value, Failure) for value in values] for values in values_of.values()]
+            [[row in failures[name] for row in range(len(rows))] for name in values_of]
         ).T
         reward_BF = torch.tensor(
             [
@@ -287,16 +278,13 @@ class Rewards:
             for name, answers in answers_of.items()
         }
         return RewardResult(
-            reward_BF=reward_BF,
-            failed_BF=failed_BF,
-            total_B=self.total(reward_BF, failed_BF),
-            statuses={name: counts for name, counts in statuses.items() if counts},
-            failures={
-                name: Counter(value.kind for value in values if isinstance(value, Failure))
-                for name, values in values_of.items()
-            },
-            logged=logged,
-            extras=extras,
+            reward_BF,
+            failed_BF,
+            self.total(reward_BF, failed_BF),
+            {name: counts for name, counts in statuses.items() if counts},
+            {name: Counter(each.kind for each in found.values()) for name, found in failures.items()},
+            logged,
+            extras,
         )
 
     def total(self, reward_BF: Tensor, failed_BF: Tensor) -> Tensor:
@@ -353,12 +341,11 @@ class Rewards:
         what = answer.shown if isinstance(answer, NotANumber) else f"{answer}"
         return Failure("invalid", f"returned {what}", f"Return a number of at most {self.largest:g}, or None")
 
-    def _report(self, name: str, values: Sequence[float | Failure], hint: str) -> None:
-        """Warn of the first failure of each kind, or raise it. `hint`: what a function that raised may not
-        expect."""
-        failures = {row: value for row, value in enumerate(values) if isinstance(value, Failure)}
+    def _report(self, name: str, failures: Mapping[int, Failure], count: int, hint: str) -> None:
+        """Warn of the first failure of each kind among `count` completions, or raise it. `hint`: what a
+        function that raised may not expect."""
         for row, failure in failures.items():
-            on_all = failure.kind != "invalid" and len(failures) == len(values)
+            on_all = failure.kind != "invalid" and len(failures) == count
             where = f"reward function {name}" + ("" if on_all else f", completion {row}")
             more = hint if failure.kind == "raised" else ""
             if self.errors == "raise":
@@ -406,12 +393,10 @@ def reward_identities(
 ) -> list[dict[str, Any]]:
     """A name for each reward function, with a hash of its source; of a function or task in a file or module,
     of all of that file."""
-    listed = (
-        reward_funcs
-        if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
-        else [reward_funcs]
-    )
-    return [_identity_of_name(one) if isinstance(one, str) else _identity_of_function(one) for one in listed]
+    return [
+        _identity_of_name(one) if isinstance(one, str) else _identity_of_function(one)
+        for one in as_list(reward_funcs)
+    ]
 
 
 def _identity_of_name(name: str) -> dict[str, Any]:
