@@ -132,7 +132,7 @@ def _parameters_named(
 
 @contextmanager
 def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
-    """Inside, only the weights that the stage trains take gradients."""
+    """Let only the weights that the stage trains take gradients, for a while."""
     before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
     trained = stage.parameters(lm, "train")
     for parameter in before:
@@ -147,7 +147,7 @@ def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
 
 @contextmanager
 def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, the embedding table gets a gradient for the mask token's row only.
+    """Give the embedding table a gradient for the mask token's row only, for a while.
 
     The gradient is stopped after the lookup, not at the weights, which wrappers that shard a model replace. A
     head tied to the table contributes no gradient, because the mask token is never predicted.

@@ -114,7 +114,7 @@ class StageTrainer(DiffusionTrainer):
         return True
 
     def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
-        """As in the base; a stage that did not begin starts from the beginning."""
+        """The checkpoint to resume; None also for a stage that did not begin."""
         begun = named is not True or checkpoints(self.args.output_folder)
         return super().checkpoint_to_resume(named) if begun else None
 
@@ -183,7 +183,7 @@ class StageTrainer(DiffusionTrainer):
 
     def _continued(self, batch: Batch) -> Batch:
         """A copy of the batch in which the model continues randomly chosen rows from a random cut. Only the
-        continuation is learnt."""
+        continuation is trained on."""
         key_B = batch["sample_id"]
         chosen_B, cut_B = (
             uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT)
@@ -338,7 +338,7 @@ class ConvertTrainer:
         return RunRecord(self.args, inputs, {"eval_dataset": rows_fingerprint(self.eval_rows)})
 
     def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
-        """As in `DiffusionTrainer`: the last checkpoint of any stage, or the named one."""
+        """The last checkpoint of any stage, or the named one; see `DiffusionTrainer`."""
         folder = self.args.output_folder
         if is_output := self._is_output(named):
             refuse_nothing(folder)
@@ -357,11 +357,11 @@ class ConvertTrainer:
         return checkpoint
 
     def planned_steps(self, args: ConvertConfig) -> int:
-        """As in `DiffusionTrainer`; refuses stages without steps."""
+        """The steps of all stages with these arguments. Refuses stages without steps."""
         return stage_ends(args.stages, total_steps(args, self.train_rows))[-1]
 
     def setup_seconds(self, args: ConvertConfig) -> float:
-        """As in `DiffusionTrainer`."""
+        """The estimated seconds before the first step."""
         return 0.0
 
     def _is_output(self, named: str | Path | bool | None) -> bool:

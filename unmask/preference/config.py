@@ -1,4 +1,4 @@
-"""The settings of preference optimisation."""
+"""The settings of preference optimization."""
 # ruff: noqa: RUF009 (the calls make fields)
 
 from __future__ import annotations

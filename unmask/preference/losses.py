@@ -2,7 +2,7 @@
 
 The log-ratio of a response is log pi(response) - log pi_ref(response); for a loss without a reference it is
 log pi(response). The margin of a pair is the log-ratio of the chosen response minus that of the rejected one.
-Both are in nats, or in nats per token if normalised.
+Both are in nats, or in nats per token if normalized.
 
 Shapes: P pairs, N responses.
 """

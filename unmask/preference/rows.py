@@ -57,7 +57,7 @@ def labelled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
 
 
 def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
-    """Each labelled response with its mismatched one: the same prompt, followed by the response of the
+    """Each labeled response with its mismatched one: the same prompt, followed by the response of the
     nearest earlier row that has another prompt (the last row precedes the first), cut to `max_length` tokens.
     KTO's baseline is estimated on these, as in TRL (within batches).
 

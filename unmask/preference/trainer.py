@@ -1,4 +1,4 @@
-"""Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025,
+"""Preference optimization of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025,
 LLaDA 1.5).
 
 Shapes: B rows (pairs, whose chosen and rejected response are two documents; for KTO single responses), N

@@ -86,7 +86,7 @@ def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[li
 
 
 def _last_turn(value: Any) -> Any:
-    """Of messages the text of the last one, for the terminal; anything else as it is."""
+    """The text of the last message, for the terminal; anything but messages as it is."""
     return value[-1].get("content") if is_messages(value) else value
 
 

@@ -140,7 +140,7 @@ class GRPOConfig(TrainingConfig):
         needs=["masking=adaptive"],
     )
     adaptive_loss: bool = setting(
-        False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"]
+        False, "Whether hidden tokens have the weight 1 / the mask rate", needs=["masking=adaptive|optimized"]
     )
     samples: int | None = of_method(
         1, "spg, espo, gdpo, bgpo, agrpo, masking: views (espo: pairs of views)", low=1

@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +61,7 @@ def advantages(
     _check_kind(kind, AdvantageKind)
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
-    groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
+    groups, index_B = group_B.unique(return_inverse=True)
 
     def total(values_B: Tensor) -> Tensor:
         return torch.zeros(len(groups), dtype=torch.float64, device=values_B.device).index_add(
@@ -70,33 +69,33 @@ def advantages(
         )[index_B]
 
     count_B = total(scored_B.double())
-    centred_B = torch.where(scored_B, value_B - total(value_B) / count_B.clamp_min(1), 0)
+    centered_B = torch.where(scored_B, value_B - total(value_B) / count_B.clamp_min(1), 0)
     if kind == "z-score":
-        deviation_B = (total(centred_B**2) / (count_B - 1).clamp_min(1)).sqrt()
-        centred_B = centred_B / (deviation_B + 1e-4)
+        deviation_B = (total(centered_B**2) / (count_B - 1).clamp_min(1)).sqrt()
+        centered_B = centered_B / (deviation_B + 1e-4)
     elif kind == "population-z-score":
-        deviation_B = (total(centred_B**2) / count_B.clamp_min(1)).sqrt()
-        centred_B = centred_B / torch.where(deviation_B > 0, deviation_B, 1)
+        deviation_B = (total(centered_B**2) / count_B.clamp_min(1)).sqrt()
+        centered_B = centered_B / torch.where(deviation_B > 0, deviation_B, 1)
     elif kind == "leave-one-out":
-        centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
+        centered_B = centered_B * count_B / (count_B - 1).clamp_min(1)
     elif kind == "softmax":
         limits = torch.finfo(torch.float64)
         weights = []
         for sign in (1, -1):  # subtract the maximum, so that no exponential overflows at any temperature
-            signed_B = torch.where(scored_B, sign * centred_B / temperature, -torch.inf)
+            signed_B = torch.where(scored_B, sign * centered_B / temperature, -torch.inf)
             largest_G = torch.full_like(groups, limits.min, dtype=torch.float64).scatter_reduce(
                 0, index_B, signed_B, "amax"
             )
             weight_B = (signed_B - largest_G[index_B]).exp()
             weights.append(weight_B / total(weight_B).clamp_min(limits.tiny))
-        centred_B = weights[0] - weights[1]
-    return torch.where(equal_rewards(reward_B, group_B), 0, centred_B).float()
+        centered_B = weights[0] - weights[1]
+    return torch.where(equal_rewards(reward_B, group_B), 0, centered_B).float()
 
 
 def equal_rewards(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Whether the rewards of each completion's group are equal [B], up to `EQUAL_REWARDS`; NaN rewards are
     left out."""
-    _, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
+    _, index_B = group_B.unique(return_inverse=True)
 
     def largest(value_B: Tensor) -> Tensor:
         value_B = torch.where(value_B.isnan(), -torch.inf, value_B)
@@ -190,7 +189,7 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
     sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the sum over tokens (wd1).
 
     Args: learnt_BT: the tokens that are learnt from. unit_BT: for `step` the step that revealed a token, for
-        `view` the view that has it as a target, below T; any where not learnt. limit: tokens of the longest
+        `view` the view that has it as a target, below T; any elsewhere. limit: tokens of the longest
         possible completion.
 
     Raises:
@@ -209,7 +208,7 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
 
 
 def tokens_per_unit(learnt_BT: Tensor, unit_BT: Tensor) -> Tensor:
-    """The number of learnt tokens of each step or view of a completion [B, U], U being T."""
+    """The number of trained tokens of each step or view of a completion [B, U], U being T."""
     learnt = learnt_BT.float()
     return torch.zeros_like(learnt).scatter_add_(1, torch.where(learnt_BT, unit_BT, 0), learnt)
 

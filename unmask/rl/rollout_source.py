@@ -154,7 +154,7 @@ class RolloutSource:
 
 @contextmanager
 def weights_in_use(lm: DiffusionLM, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the model has these weights, and the dictionary the model's. Nothing is copied."""
+    """Exchange the model's weights with those of the dictionary for a while. Nothing is copied."""
     _exchange(lm, weights)
     try:
         yield

@@ -60,7 +60,7 @@ UPDATES_FILE = "rollouts-{rank}.pt"
 
 
 class GRPOTrainer(DiffusionTrainer):
-    """Group-relative policy optimisation of any DiffusionLM.
+    """Group-relative policy optimization of any DiffusionLM.
 
     Args: model: the policy; a DiffusionLM, or a path or id to load. reward_funcs: functions as TRL calls them
         (sync or async), or names (of tasks and others, see `reward_functions_named`). args: the config.

@@ -1,7 +1,7 @@
 """diffu-GRPO (Zhao et al. 2025, d1) and wd1 (Tang et al. 2025): one view that hides the whole completion and
 a part of the prompt.
 
-Each token's log-probability is conditioned on the prompt only; random prompt masks regularise repeated
+Each token's log-probability is conditioned on the prompt only; random prompt masks regularize repeated
 updates.
 """
 

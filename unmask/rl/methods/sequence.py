@@ -86,7 +86,7 @@ class GDPO(ClippedMethod):
     """GDPO (Rojas et al. 2025): the ratio of bounds that are computed by quadrature.
 
     Attributes: ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the
-        authors' page and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence": normalised by
+        authors' page and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence": normalized by
         length in the exponent, as in ports of their code. At the first update both have the same gradient.
         exact_counts: False: views as in published code (`plan`).
     """

@@ -3,9 +3,9 @@ one shortly before.
 
 With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does
 not depend on the drawn tokens (`policy` random, left_to_right, margin or entropy) and tokens after the end
-are learnt (from left to right they need not be). `confidence` keeps the tokens that were likely, which are
-not distributed as the model draws them (figures in docs/rl.md). Each token is a target in one view, so that
-the loss is a sum over views.
+are trained on (from left to right they need not be). `confidence` keeps the tokens that were likely, which
+are not distributed as the model draws them (figures in docs/rl.md). Each token is a target in one view, so
+that the loss is a sum over views.
 
 In a block-causal model every block attends to its clean past: its steps are counted from its first, and one
 view holds the same step of every block.
@@ -116,7 +116,7 @@ class StepMerge(ReplayMethod):
     prompt_mask_rate: float = plan_setting(0.0)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """Of S steps and N segments, segment i begins with step floor(i S / N)."""
+        """With S steps and N segments, segment i begins at step floor(i S / N)."""
         step_BT = steps_within(rollout)
         num_steps_B1 = step_BT.amax(1, keepdim=True) + 1
         number_B1 = num_steps_B1.clamp_max(self.segments)
@@ -194,8 +194,8 @@ class ExactGradient(OnPolicyReplayMethod):
     """The gradient of the expected reward, without bias: every token that was drawn, after the end too, where
     it was drawn.
 
-    The order is random, and so does not depend on the drawn tokens. All tokens, completions and groups weigh
-    the same.
+    The order is random, and so does not depend on the drawn tokens. All tokens, completions and groups have
+    the same weight.
     """
 
     name = "exact-gradient"
