@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from unmask.config.run import SamplerConfig
+from unmask.config.user_code import load_function
 from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
@@ -45,7 +46,7 @@ from unmask.preference.reference_log_probs import (
     model_hashes,
 )
 from unmask.preference.rows import PreferenceBatch, UnpairedCollator, labelled, with_mismatched
-from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
+from unmask.preference.win_rate import Judge, check_prompts, wins
 from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, steps_per_epoch, total_steps
 from unmask.training.distributed import alone_in, failing_together
 from unmask.training.pair_config import limits
@@ -94,7 +95,8 @@ class DPOTrainer(DiffusionTrainer):
         **rest: Any,
     ):
         # first, so that a failed import is reported before the model is loaded
-        self.judge = load_judge(judge or args.judge)
+        named = judge or args.judge
+        self.judge: Judge | None = load_function(named) if isinstance(named, str) else named
         unpaired = args.loss_type == "kto"
         if self.judge is not None and unpaired:
             raise ConfigError(

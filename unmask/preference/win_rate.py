@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unmask.config.run import SamplerConfig
-from unmask.config.user_code import load_function
 from unmask.data.decoding import text_after
 from unmask.data.report import Rows
 from unmask.data.rows import Row
@@ -21,11 +20,6 @@ from unmask.rewards.answers import describe_error
 Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
 """Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5
 for a draw, 0 if it loses."""
-
-
-def load_judge(judge: Judge | str | None) -> Judge | None:
-    """The judge; a string names a function, as `path.py:function` or `package.module:function`."""
-    return load_function(judge) if isinstance(judge, str) else judge
 
 
 def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> None:
