@@ -104,14 +104,17 @@ class ConvertConfig(NoisingConfig, TextConfig):
                 "there are no stages", where="stages", remedy="Give at least one, or leave the setting out"
             )
         if self.attention == "causal":
-            what, remedy = (
+            raise ConfigError(
                 "a model cannot be converted to causal attention",
-                "Use bidirectional or block_causal",
+                where="attention",
+                remedy="Use bidirectional or block_causal",
             )
-            raise ConfigError(what, where="attention", remedy=remedy)
         if self.attention_annealing and self.attention != "bidirectional":
-            what, remedy = "only bidirectional attention can be annealed", "Use stages of growing block_size"
-            raise ConfigError(what, where="attention_annealing", remedy=remedy)
+            raise ConfigError(
+                "only bidirectional attention can be annealed",
+                where="attention_annealing",
+                remedy="Use stages of growing block_size",
+            )
         if self.attention == "block_causal" and self.block_size is None:
             self.block_size = DEFAULT_BLOCK
         check_pattern(self.attention, self.block_size, self.causal_context)
@@ -165,11 +168,11 @@ class ConvertConfig(NoisingConfig, TextConfig):
         """Raise ConfigError if adapters cannot be trained. `timed`: whether the model has a time
         embedding."""
         if timed:
-            what, remedy = (
+            raise ConfigError(
                 "adapters cannot train a time embedding, which is new",
-                "Set time_embedding: false, or convert without lora",
+                where="time_embedding and lora",
+                remedy="Set time_embedding: false, or convert without lora",
             )
-            raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
         if key := self.excludes_adapters:
             what = (
                 "a conversion with adapters cannot go from one stage to the next where processes share out "

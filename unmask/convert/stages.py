@@ -124,9 +124,10 @@ def _parameters_named(
     try:
         return {parameter for key, parameter in named.items() if re.search(name, key)}
     except re.error as error:
-        remedy = "Write it as for Python's re, such as mlp for all names that contain it"
         raise ConfigError(
-            f"{name!r} is not a regular expression ({error})", where=where, remedy=remedy
+            f"{name!r} is not a regular expression ({error})",
+            where=where,
+            remedy="Write it as for Python's re, such as mlp for all names that contain it",
         ) from error
 
 

@@ -372,8 +372,11 @@ class ConvertTrainer:
         number = stage_of(checkpoint)
         for later in range(number + 1, len(self.ends) + 1):
             if found := checkpoints(self._stage_folder(later)):
-                remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
-                raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
+                raise TrainingError(
+                    "a later stage was trained already",
+                    where=str(found[0]),
+                    remedy="Remove it, choose another output_dir, or resume from the last checkpoint",
+                )
         if (config := checkpoint / CONFIG_NAME).is_file():
             setattr(self.lm.config, HISTORY_KEY, json.loads(read_file(config)).get(HISTORY_KEY, []))
         return number

@@ -125,16 +125,16 @@ class DPOConfig(PairConfig):
                 remedy="Use 2 or more, or leave out complementary",
             )
         if self.loss_type == "kto" and self.train_sampling_strategy == "group_by_length":
-            remedy = "Leave it out, or use another loss_type"
             raise ConfigError(
                 "a row of kto has two responses, of two lengths",
                 where="train_sampling_strategy",
-                remedy=remedy,
+                remedy="Leave it out, or use another loss_type",
             )
         if self.reference == "adapter" and self.reference_model is not None:
-            remedy = "Leave it out, or use reference stored or frozen"
             raise ConfigError(
-                "the reference is the base under the adapters", where="reference_model", remedy=remedy
+                "the reference is the base under the adapters",
+                where="reference_model",
+                remedy="Leave it out, or use reference stored or frozen",
             )
 
     @classmethod
@@ -255,8 +255,11 @@ class DPOConfig(PairConfig):
         if {*OF_MASKS} <= self.given | self.unread():
             chosen = [name for name in chosen if getattr(self, name) != getattr(DPOConfig, name)]
         if exact and chosen:
-            remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
-            raise ConfigError("an exact likelihood draws no masks", where=chosen[0], remedy=remedy)
+            raise ConfigError(
+                "an exact likelihood draws no masks",
+                where=chosen[0],
+                remedy="Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo",
+            )
         return exact
 
     def _wants_exact(self, block: float) -> bool:

@@ -41,8 +41,11 @@ def margins(log_ratio_N: Tensor) -> Tensor:
     """
     check_tensors(log_ratio_N=log_ratio_N)
     if len(log_ratio_N) % 2:
-        remedy = "Give those of all chosen responses, then those of all rejected ones"
-        raise ConfigError(f"{len(log_ratio_N)} responses are no pairs", where="log_ratio_N", remedy=remedy)
+        raise ConfigError(
+            f"{len(log_ratio_N)} responses are no pairs",
+            where="log_ratio_N",
+            remedy="Give those of all chosen responses, then those of all rejected ones",
+        )
     chosen_P, rejected_P = log_ratio_N.chunk(2)
     return chosen_P - rejected_P
 

@@ -64,8 +64,11 @@ class ReferenceTable:
                 "the stored log-probabilities are of other responses, or of other masks than those of "
                 f"view plan {plan}"
             )
-            remedy = "Evaluate on the rows given as eval_dataset, or use reference frozen or adapter"
-            raise TrainingError(what, where="reference", remedy=remedy)
+            raise TrainingError(
+                what,
+                where="reference",
+                remedy="Evaluate on the rows given as eval_dataset, or use reference frozen or adapter",
+            )
         log_prob_N = torch.from_numpy(self.log_prob_EIS.numpy()[plan, index_B].T.flatten())
         return log_prob_N.to(sample_id_B.device, non_blocking=True)
 

@@ -68,11 +68,10 @@ def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[di
     prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
     others = [index for index, prompt in enumerate(prompts) if prompt != prompts[0]]
     if not others:
-        remedy = "Give responses to at least two prompts, or use another loss_type"
         raise DataError(
             "all rows have the same prompt, but kto compares responses to different ones",
             where=where,
-            remedy=remedy,
+            remedy="Give responses to at least two prompts, or use another loss_type",
         )
     names = ("input_ids", "documents", "maskable")
     examples, nearest = [], others[-1]

@@ -356,11 +356,10 @@ class DPOTrainer(DiffusionTrainer):
         if conflict.on:
             raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
         if args.reference == "adapter" and not starts_at_base(self.lm):
-            remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
             raise ConfigError(
                 "the adapters already change the policy, so that its base is another model",
                 where="reference",
-                remedy=remedy,
+                remedy="Use stored or frozen, or LoRA with bias none and init_lora_weights true",
             )
         # `frozen` copies the model even if it has adapters.
         return make_reference(

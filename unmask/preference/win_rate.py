@@ -61,8 +61,11 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
             f"raised {describe_error(error)}", where="judge", remedy="Fix it, or leave it out"
         ) from error
     if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
-        what = f"returned {values!r:.80} for {len(completions)} completions"
-        raise TrainingError(what, where="judge", remedy="Return 1, 0.5 or 0 for each completion")
+        raise TrainingError(
+            f"returned {values!r:.80} for {len(completions)} completions",
+            where="judge",
+            remedy="Return 1, 0.5 or 0 for each completion",
+        )
     return values
 
 

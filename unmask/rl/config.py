@@ -340,12 +340,18 @@ class GRPOConfig(TrainingConfig):
         """
         method = get_method(self.method)
         if exact and self.beyond_eos not in ("hidden", settings_of(method)["beyond_eos"]):
-            what = "a causal model predicts nothing from what is after the end"
-            raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
+            raise ConfigError(
+                "a causal model predicts nothing from what is after the end",
+                where="beyond_eos",
+                remedy="Leave it out",
+            )
         own_plan = strategy is None or strategy.uses is None
         if final and self.beyond_eos == "shown" and own_plan and not method.partial:
-            what = f"{self.method} always hides what is after the end, or keeps it as sampled"
-            raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
+            raise ConfigError(
+                f"{self.method} always hides what is after the end, or keeps it as sampled",
+                where="beyond_eos",
+                remedy="Use hidden or learnt, or a masking strategy",
+            )
         read = set(settings_of(method, plan=own_plan and not exact))
         if strategy is not None and strategy.uses is not None:
             read.update(strategy.uses)
@@ -370,29 +376,31 @@ class GRPOConfig(TrainingConfig):
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
-            what, remedy = (
+            raise ConfigError(
                 "prompts are sampled in groups, each once per epoch",
-                "Leave it out, or set curriculum",
+                where="train_sampling_strategy",
+                remedy="Leave it out, or set curriculum",
             )
-            raise ConfigError(what, where="train_sampling_strategy", remedy=remedy)
         for field in fields(self):
             if field.name in fixed_settings(method) and getattr(self, field.name) not in (
                 None,
                 value := self._default_of(field),
             ):
-                what = f"must be {'unset' if value is None else value} with {self.method}"
-                raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")
+                raise ConfigError(
+                    f"must be {'unset' if value is None else value} with {self.method}",
+                    where=field.name,
+                    remedy="Leave it out, or use another method",
+                )
         for name in method.biased_by:
             if getattr(self, name):
                 raise ConfigError(
                     f"the gradient of {self.method} is not exact with it", where=name, remedy="Leave it out"
                 )
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
-            remedy = "Use sequence, or product"
             raise ConfigError(
                 f"{self.method} has one bound per sequence, and no ratios of tokens",
                 where="ratio",
-                remedy=remedy,
+                remedy="Use sequence, or product",
             )
         if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
             what = (
@@ -405,9 +413,10 @@ class GRPOConfig(TrainingConfig):
                 remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)",
             )
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
-            remedy = "Set drop_equal_groups, or difficulty"
             raise ConfigError(
-                "no group is dropped, so none is replaced", where="dynamic_sampling", remedy=remedy
+                "no group is dropped, so none is replaced",
+                where="dynamic_sampling",
+                remedy="Set drop_equal_groups, or difficulty",
             )
         if self.difficulty is not None and (
             len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]
@@ -503,8 +512,11 @@ class GRPOConfig(TrainingConfig):
                 what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local"
             )
         if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None:
-            remedy = "Train with lora, or set rollout.sync to disk"
-            raise ConfigError("there are no adapters to send", where="rollout.sync and lora", remedy=remedy)
+            raise ConfigError(
+                "there are no adapters to send",
+                where="rollout.sync and lora",
+                remedy="Train with lora, or set rollout.sync to disk",
+            )
 
     def refuse_for_causal_models(self) -> None:
         """Raise ConfigError for masking strategies and settings of views, which a causal model ignores."""
@@ -610,9 +622,10 @@ def check_rollouts(args: GRPOConfig, sampler: SamplerConfig) -> None:
         with naming_setting_too("rollout.backend"):
             args.refuse_for_causal_models()
         if args.rollout_config.sync == "nccl" and args.use_cpu:
-            what = "NCCL needs a GPU on both sides"
             raise ConfigError(
-                what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out"
+                "NCCL needs a GPU on both sides",
+                where="rollout.sync and use_cpu",
+                remedy="Use disk or lora, or leave use_cpu out",
             )
         if args.corrects_for_server and args.log_prob_temperature != args.temperature:
             what = (
@@ -629,8 +642,11 @@ def check_rollouts(args: GRPOConfig, sampler: SamplerConfig) -> None:
             f"{args.rollout_config.backend} samples from the trained model itself, so there is nothing to "
             "correct"
         )
-        remedy = "Leave importance_cap out, or set rollout.backend to vllm"
-        raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
+        raise ConfigError(
+            what,
+            where="rollout.backend and importance_cap",
+            remedy="Leave importance_cap out, or set rollout.backend to vllm",
+        )
 
 
 def check_ahead(args: GRPOConfig, method: type[Method]) -> None:
@@ -643,9 +659,11 @@ def check_ahead(args: GRPOConfig, method: type[Method]) -> None:
     if not args.max_staleness:
         return
     if args.rollout_config.backend == "local":
-        what = "only a server can sample while the model trains"
-        remedy = "Set rollout.backend to server or vllm, or leave max_staleness out"
-        raise ConfigError(what, where="rollout.backend and max_staleness", remedy=remedy)
+        raise ConfigError(
+            "only a server can sample while the model trains",
+            where="rollout.backend and max_staleness",
+            remedy="Set rollout.backend to server or vllm, or leave max_staleness out",
+        )
     if not method.has_ratio:
         what = (
             f"the loss of {args.method} has no ratio to the policy that sampled, which corrects for older "
@@ -657,8 +675,14 @@ def check_ahead(args: GRPOConfig, method: type[Method]) -> None:
         )
         raise ConfigError(what, where="method and max_staleness", remedy=remedy)
     if args.rollout_config.sync == "nccl":
-        what = "a restarted server would get the weights as they are being trained"
-        raise ConfigError(what, where="rollout.sync and max_staleness", remedy="Use disk or lora")
+        raise ConfigError(
+            "a restarted server would get the weights as they are being trained",
+            where="rollout.sync and max_staleness",
+            remedy="Use disk or lora",
+        )
     if args.rollout_config.sync_steps > 1:
-        what = "the server would sample from older weights than max_staleness allows"
-        raise ConfigError(what, where="rollout.sync_steps and max_staleness", remedy="Leave one of them out")
+        raise ConfigError(
+            "the server would sample from older weights than max_staleness allows",
+            where="rollout.sync_steps and max_staleness",
+            remedy="Leave one of them out",
+        )

@@ -69,9 +69,10 @@ def policy_loss(
     tensors = {"log_prob_BMT": log_prob_BMT, "old_BMT": old_BMT, "reference_BMT": reference_BMT}
     check_tensors(ids_BT=rollout.ids_BT, **views.tensors, **tensors, advantage_B=advantage_B, kept_B=kept_B)
     if method.aggregation is None:
-        remedy = "Use method.for_attention(lm.attention), or give one"
         raise ConfigError(
-            f"that of {method.name} follows from the model's attention", where="aggregation", remedy=remedy
+            f"that of {method.name} follows from the model's attention",
+            where="aggregation",
+            remedy="Use method.for_attention(lm.attention), or give one",
         )
     if (
         isinstance(method, DivergenceMethod)
@@ -79,9 +80,10 @@ def policy_loss(
         and method.kl_to == "reference"
         and reference_BMT is None
     ):
-        what = f"{method.name} has a KL term (beta={method.beta:g}) from a reference"
         raise ConfigError(
-            what, where="reference_BMT", remedy="Give its log-probabilities, or the method beta=0.0"
+            f"{method.name} has a KL term (beta={method.beta:g}) from a reference",
+            where="reference_BMT",
+            remedy="Give its log-probabilities, or the method beta=0.0",
         )
     learnt_BT = learnable(rollout, views)
     if kept_B is not None:
@@ -94,8 +96,11 @@ def policy_loss(
 
 def _check_method(method: Any) -> None:
     if not isinstance(method, Method):
-        remedy = "Make one of its class, as in get_method('spg')()"
-        raise ConfigError(f"{method!r} is not a method", where="method", remedy=remedy)
+        raise ConfigError(
+            f"{method!r} is not a method",
+            where="method",
+            remedy="Make one of its class, as in get_method('spg')()",
+        )
 
 
 def loss_inputs(

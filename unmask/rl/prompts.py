@@ -100,9 +100,11 @@ def prompt_rows(
                 else ("max_length", f", raise it (training.max_length={tokens})")
             )
             lower = f" to {limit - len(ids)}" if limit > len(ids) else ""
-            what = f"{tokens} tokens with the completion, but {bound} is {limit}"
-            remedy = f"Lower training.max_completion_length{lower}{more} or drop the row"
-            raise DataError(what, where=f"{where}, row {index}", remedy=remedy)
+            raise DataError(
+                f"{tokens} tokens with the completion, but {bound} is {limit}",
+                where=f"{where}, row {index}",
+                remedy=f"Lower training.max_completion_length{lower}{more} or drop the row",
+            )
     unknown.check(where)
     return PromptRows(rows, args.num_generations, encoded)
 
@@ -165,8 +167,7 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
             args.train_batch_size * args.world_size, args.num_generations
         )
         steps = whole * max(1, round(args.gradient_accumulation_steps / whole))
-        remedy = f"Set gradient_accumulation_steps to {steps}"
-        raise ConfigError(what, where="num_generations", remedy=remedy)
+        raise ConfigError(what, where="num_generations", remedy=f"Set gradient_accumulation_steps to {steps}")
     chooses = args.curriculum is not None or args.dynamic_sampling
     if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
         what = (
@@ -179,8 +180,11 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
         )
     prompts = completions // args.num_generations
     if dataset is not None and len(dataset) < prompts:
-        what = f"{len(dataset)} prompts, but a step needs {prompts}"
-        raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
+        raise ConfigError(
+            f"{len(dataset)} prompts, but a step needs {prompts}",
+            where="train_dataset",
+            remedy="Give more prompts, or make the step smaller",
+        )
     return prompts
 
 

@@ -357,11 +357,10 @@ class GRPOTrainer(DiffusionTrainer):
             kept_B[:, None],
         )
         if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
-            remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
             raise TrainingError(
                 f"returned a tensor of shape {list(advantage_BT.shape)}",
                 where="token_advantages",
-                remedy=remedy,
+                remedy=f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}",
             )
         updates: list[Update] = []
         with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():

@@ -69,8 +69,11 @@ def reward_functions_named(
     if callable(named):
         return [named]
     if not isinstance(named, str):
-        remedy = "Give a function, or the name of one: a task, package.module:function, ..."
-        raise ConfigError(f"{shown(named)} is not a reward function", where="reward_funcs", remedy=remedy)
+        raise ConfigError(
+            f"{shown(named)} is not a reward function",
+            where="reward_funcs",
+            remedy="Give a function, or the name of one: a task, package.module:function, ...",
+        )
     if named.startswith(("http://", "https://")):
         return [HttpReward(named)]
     if named.startswith("model:"):

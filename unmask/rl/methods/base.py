@@ -101,9 +101,10 @@ def loss_of(method: Method, inputs: LossInputs) -> Loss:
     """The method's summed loss. Raises TrainingError if the method returns something else."""
     loss = method.loss(inputs)
     if not isinstance(loss, Loss):
-        remedy = "Return weighted_sum(loss_BT, inputs.token_weight_BT), of unmask.rl.methods"
         raise TrainingError(
-            f"returned {type(loss).__name__}, not Loss", where=f"loss of {method.name}", remedy=remedy
+            f"returned {type(loss).__name__}, not Loss",
+            where=f"loss of {method.name}",
+            remedy="Return weighted_sum(loss_BT, inputs.token_weight_BT), of unmask.rl.methods",
         )
     return loss
 
@@ -353,8 +354,11 @@ def get_method(name: str) -> type[Method]:
 def _load_method(target: str) -> type[Method]:
     method = load_class(target, Method)
     if "__dataclass_fields__" not in vars(method) or not hasattr(method, "name"):
-        remedy = "Give it a name, and write @register above it (docs/rl.md has an example)"
-        raise ConfigError(f"{method.__name__} is not registered", where=target, remedy=remedy)
+        raise ConfigError(
+            f"{method.__name__} is not registered",
+            where=target,
+            remedy="Give it a name, and write @register above it (docs/rl.md has an example)",
+        )
     return method
 
 

@@ -259,11 +259,17 @@ def find_masking(
     if strategy is None:
         return None
     if not isinstance(strategy, MaskingStrategy):
-        remedy = "Pass an instance of a subclass of MaskingStrategy"
-        raise ConfigError(f"{strategy!r} is not a MaskingStrategy", where="masking", remedy=remedy)
+        raise ConfigError(
+            f"{strategy!r} is not a MaskingStrategy",
+            where="masking",
+            remedy="Pass an instance of a subclass of MaskingStrategy",
+        )
     if named is not None and given is not None:
-        what = f"is {config.masking!r}, but a strategy was passed as well"
-        raise ConfigError(what, where="masking", remedy="Leave one of them out")
+        raise ConfigError(
+            f"is {config.masking!r}, but a strategy was passed as well",
+            where="masking",
+            remedy="Leave one of them out",
+        )
     if exact:
         raise ConfigError(
             "a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out"
@@ -295,11 +301,11 @@ def _strategy_named(config: Any) -> MaskingStrategy | None:
         )
     if name == "adaptive":
         if rates is not None and len(rates) != 2:
-            what, remedy = (
+            raise ConfigError(
                 f"needs two rates, not {len(rates)}",
-                "Give one for the first step, and one for the last",
+                where="mask_rate",
+                remedy="Give one for the first step, and one for the last",
             )
-            raise ConfigError(what, where="mask_rate", remedy=remedy)
         return Adaptive(*rates or (), adaptive_loss=config.adaptive_loss)
     if name == "optimized":
         return Optimized(adaptive_loss=config.adaptive_loss)
