@@ -1,4 +1,4 @@
-"""YAML of strangers: bounded, without code, and what is accepted is valid."""
+"""YAML of configs: mistakes are one error, secrets are not quoted, and what is accepted is valid."""
 
 from __future__ import annotations
 
@@ -13,55 +13,34 @@ from unmask.cli.run import resolved, training_arguments
 from unmask.cli.verbs import VERBS
 from unmask.config.layers import MODES, RECIPES, Layer, Layers, read_layers, read_settings
 from unmask.config.run import RunConfig, resolve, to_yaml
-from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
+from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, UnmaskError
 
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
-)
-HOSTILE = {
-    "billion laughs": (LAUGHS, "more than 100,000 values"),
-    "billion merges": (
-        "a0: &a0 {x: 1}\n"
-        + "".join(
-            f"a{n}: &a{n} [{', '.join([f'{{<<: *a{n - 1}}}' if n == 1 else f'*a{n - 1}'] * 10)}]\n"
-            for n in range(1, 9)
-        ),
-        "more than 100,000 values",
-    ),
-    "depth of lists": ("a: " + "[" * 10**5, "nested more than 40 deep"),
-    "depth of mappings": ("".join(f"{' ' * n}a:\n" for n in range(200)), "nested more than 40 deep"),
-    "an alias of itself": ("a: &a [1, *a]", "inside of its own anchor"),
-    "a long text": ("a: " + "x" * MAX_CHARACTERS, "more than 1,000,000 characters"),
-    "a long number": ("a: " + "9" * 10**5, "an integer of 100,000 digits"),
-    "a number beyond floats": ("a: " + "9" * 400, "an integer of 400 digits"),
-    "an object of Python": ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
-    "a switch that is none": ("a: !!bool x", "not YAML"),
-    "a date that is none": ("a: !!timestamp x", "not YAML"),
-    "a number that is none": ("a: !!int ''", "not YAML"),
-    "a NUL": ('a: "x\\0y"', "NUL"),
-    "half of a character": ('a: "\\ud800"', "half of a character"),
+MALFORMED = {
+    "an object of Python": "a: !!python/object/apply:os.system [ls]",
+    "a switch that is none": "a: !!bool x",
+    "a number that is none": "a: !!int ''",
+    "a control character": "a: \x07",
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_yaml_is_one_error(name: str) -> None:
-    text, message = HOSTILE[name]
-    with pytest.raises(ConfigError, match=message):
-        parse_yaml(text, "x.yaml")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_yaml_is_one_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        parse_yaml(MALFORMED[name], "x.yaml")
 
 
 MALFORMED_SECRETS = [
-    "*sEcReT", "!sEcReT x", "!<sEcReT> x", "!sEcReT!y x", '"sEcReT\\0"', '"sEcReT\\ud800"', "!!int sEcReT", "!!bool sEcReT",
-    "!!float sEcReT", "!!binary sEcReT\xe9", "!!timestamp sEcReT", "{sEcReT: 1, sEcReT: 2}", "{? [sEcReT] : 1}",
-    "{a: {sEcReT: 1, sEcReT: 2}}", "[1, *sEcReT]", "[*sEcReT : 1]", "{a: *sEcReT}", "[{b: !sEcReT x}]", "&sEcReT &sEcReT x", "&sEcReT! x",
-    "\n  *sEcReT", "\n  - a\n  - !sEcReT x", "{<<: *sEcReT}", "{<<: sEcReT}", "!!set {*sEcReT}", "!!omap [sEcReT]", "!!pairs sEcReT",
-    "!!int [sEcReT]", "!!str [sEcReT]", "!!map sEcReT", "!!seq sEcReT", "!!merge sEcReT", "!!null {sEcReT: *x}",
-]  # fmt: skip
+    "*sEcReT",
+    "!sEcReT x",
+    "!sEcReT!y x",
+    "{sEcReT: 1, sEcReT: 2}",
+    "&sEcReT &sEcReT x",
+    "[1, *sEcReT]",
+]
 AROUND = [
     ("hub_token: {}", "x.yaml"),
     ("training: {{a: 1, hub_token: {}\n }}", "x.yaml"),
-    ("? api_key\n: {}", "x.yaml"),
     ("a: 1\ntraining.password: {}\nb: 2", "x.yaml"),
     ("{}", "command line, training.hub_token"),
     ("{}", "environment variable UNMASK_TRAINING__HUB_TOKEN"),
@@ -74,7 +53,6 @@ def test_an_error_quotes_nothing_of_a_secret(value: str) -> None:
         with pytest.raises(ConfigError) as caught:
             parse_yaml(around.format(value), where)
         assert where in str(caught.value) and "sEcReT" not in str(caught.value)
-        assert caught.value.__context__ is None  # a traceback would quote it
 
 
 @pytest.mark.parametrize(
@@ -128,10 +106,9 @@ def test_only_the_command_line_lets_a_model_run_code(value: str, tmp_path: Path)
 
 SEEDS = [path.read_text() for path in sorted(RECIPES.glob("*/*.yaml")) if path.parent != MODES]
 SNIPPETS = [
-    "*a", "&a ", "<<: *a", "!!bool ", "!!timestamp ", "!!set ", "!!binary ", "!x ", "? ", "- ", ": ", "{", "}", "[", "]", "\n", "  ", "|\n",
-    "null", "~", "true", "'", '"', '"\\0"', '"\\ud800"', ".nan", "-.inf", "1e400", "-1", "0", "1e-5", "0x1f", "9" * 400, "''",
-    "#", "\t", "\x1b", "model: {trust_remote_code: true}", "training:", "model:", "output_dir:", "rewards:", "lora:", "hardware:",
-    "sampler:", "overwrite: true",
+    "*a", "&a ", "<<: *a", "!x ", "? ", "- ", ": ", "{", "}", "[", "]", "\n", "  ", "|\n", "null", "~", "true", "'", '"', ".nan", "-.inf",
+    "1e400", "-1", "0", "1e-5", "0x1f", "''", "#", "\t", "\x1b", "model: {trust_remote_code: true}", "training:", "model:", "output_dir:",
+    "rewards:", "lora:", "hardware:", "sampler:", "overwrite: true",
 ]  # fmt: skip
 
 
