@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -171,48 +170,6 @@ def test_missing_names_are_told_with_those_present_and_the_nearest():
         DataError, match=r"here: no column 'prompt' \(present: 'promt', 'x'\). Did you mean 'promt'\?"
     ):
         require_names(["promt", "x"], ["x", "prompt"], "here")
-
-
-def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("{}")
-
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
-    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read: Permission denied"):
-        list(read_records(path))
-    with pytest.raises(DataError, match="mem"):
-        monkeypatch.undo()
-        list(read_records("/proc/self/mem"))
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".csv", ".jsonl.gz"])
-def test_a_line_without_end_is_refused_before_it_is_read(suffix, tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.records.MAX_LINE", 1000)
-    path = tmp_path / f"a{suffix}"
-    with (gzip.open if suffix.endswith(".gz") else open)(path, "wb") as file:
-        file.write(b'{"text": "a"}\n{"text": "' + b"a" * 2000 + b'"}\n')
-    with pytest.raises(DataError, match=f"a{suffix}, line 2: the line has more than"):
-        list(read_lines(path) if suffix == ".txt" else read_records(path))
-
-
-def test_the_array_of_a_json_file_may_be_one_long_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.records.MAX_LINE", 10)
-    path = tmp_path / "a.json"
-    path.write_text('[{"text": "aaaaaaaaaaaaaaaaaaaaaaaa"}]')
-    assert len(list(read_records(path))) == 1
-
-
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.gz", ".txt.gz"])
-@pytest.mark.parametrize("text", [b" ", b"\n", b'{"text": "a"}\n'])
-def test_a_compressed_file_that_unpacks_without_end_is_refused(suffix, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.records.UNPACKED_FREELY", 1000)
-    path = tmp_path / f"bomb{suffix}"
-    path.write_bytes(gzip.compress(text * 300_000))
-    with pytest.raises(DataError, match=f"bomb{suffix}: the compressed file unpacks to more than"):
-        list(read_lines(path) if suffix == ".txt.gz" else read_records(path))
 
 
 def test_a_missing_column_without_a_similar_one_points_to_the_formats():

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shlex
-import stat
 import subprocess
 import sys
 import tempfile
@@ -58,28 +57,18 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a UTF-8 file in a folder that others may write to, or of a pipe that the shell passes
-    (`/dev/stdin`, `<(...)`).
+    """The text of a UTF-8 file, as of a model from a hub, or of a pipe that the shell passes (`<(...)`).
 
-    Raises: OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE`
-        bytes, or cannot be read. UnicodeDecodeError: it is not UTF-8.
+    Raises:
+        OSError: it is no regular file, has more than `MAX_FILE` bytes, or cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
     """
-    if PASSED.fullmatch(str(path)) and Path(path).is_fifo():
-        with open(path, encoding="utf-8") as file:
-            return file.read(MAX_FILE)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
-        if found.st_size > MAX_FILE:
-            raise OSError(errno.EFBIG, f"it has more than {MAX_FILE:,} bytes", str(path))
-        with open(descriptor, encoding="utf-8", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(descriptor)
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir() or PASSED.fullmatch(str(path))):
+        raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
+    if path.stat().st_size > MAX_FILE:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_FILE:,} bytes", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def entries(folder: Path) -> list[Path]:

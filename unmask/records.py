@@ -5,24 +5,15 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import math
 import os
-import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from unmask.errors import DataError, did_you_mean
-
-MAX_LINE = 64 * 2**20
-"""Bytes of a line at most. The array of a .json file may be longer."""
-MAX_RATIO, UNPACKED_FREELY = 200, 100 * 2**20
-"""A compressed file that unpacks to more bytes than both, its own size times the first and the second, is no
-file of text."""
 
 Record = tuple[str, dict[str, Any]]
 """The location of a row ("file, line 3"), and the row."""
@@ -36,8 +27,8 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the lines of a UTF-8 file (gzipped or not), each with its newline; a byte-order mark is dropped.
 
-    Raises: DataError: a missing or empty file, one that is not UTF-8, a line that is too long, or a
-        compressed file that is damaged, cut off, or unpacks to many times its size.
+    Raises:
+        DataError: a missing or empty file, one that is not UTF-8, or a compressed file that is damaged.
     """
     with closing(_byte_lines(Path(path))) as lines:  # closes the file after an error, too
         for number, line in enumerate(lines, start=1):
@@ -49,46 +40,18 @@ def _byte_lines(path: Path) -> Generator[bytes, None, None]:
         raise DataError("no such file", where=str(path), remedy="Check the path")
     number, blank = 0, True
     try:
-        opener: Callable[[Path], Any] = (
-            gzip.open if path.suffix.lower() == ".gz" else lambda path: path.open("rb")
-        )
-        with opener(path) as file:
-            for number, line in enumerate(_bounded_lines(path, file), start=1):
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 blank = blank and not line.strip()
                 yield line
-    except PermissionError as error:
-        raise DataError(
-            f"cannot be read: {error.strerror}", where=str(path), remedy="Change its permissions"
-        ) from None
-    except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         what = f"the compressed file is damaged or cut off: {error}"
         raise DataError(
             what, where=f"{path}, after line {number}", remedy="Write or download it again"
         ) from None
     if blank:
         raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row")
-
-
-def _bounded_lines(path: Path, file: gzip.GzipFile | BufferedReader) -> Iterator[bytes]:
-    """The lines of an open file. Raises DataError for one that is too long, before it is read, and for a file
-    that unpacks without end."""
-    packed = isinstance(file, gzip.GzipFile)
-    most = max(UNPACKED_FREELY, MAX_RATIO * path.stat().st_size) if packed else math.inf
-    longest, unpacked, number = (
-        int(min(most, math.inf if kind_of(path) == ".json" else MAX_LINE, sys.maxsize - 1)),
-        0,
-        0,
-    )
-    while line := file.readline(longest + 1):
-        number, unpacked = number + 1, unpacked + len(line)
-        if unpacked > most:
-            what = f"the compressed file unpacks to more than {most / 2**20:,.0f} MiB"
-            raise DataError(what, where=str(path), remedy="Unpack it yourself if you trust it")
-        if len(line) > longest:
-            what = f"the line has more than {longest / 2**20:,.0f} MiB"
-            raise DataError(what, where=f"{path}, line {number}", remedy="Write one row or document a line")
-        yield line
 
 
 def _text(line: bytes, path: str, number: int) -> str:
