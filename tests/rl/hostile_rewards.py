@@ -10,27 +10,23 @@ VALUES = {
     "nested lists": "[[1.0]] * n", "bytes": "[b'1'] * n", "types": "[float] * n", "exceptions": "[ValueError('x')] * n", "lambdas": "[lambda: 1] * n",
     "too few": "[1.0] * (n - 1)", "too many": "[1.0] * (n + 1)", "nothing": "[]", "a tensor of two dimensions": "torch.zeros(n, 2)",
     "a tensor without dimensions": "torch.tensor(1.0)", "tensors of two": "[torch.zeros(2)] * n", "an array of objects": "np.array([object()] * n)",
-    **{f"methods that raise {error}": f"[odd({error}) for _ in range(n)]" for error in ("SystemExit", "KeyboardInterrupt", "ValueError", "Odd")},
-    **{f"a sequence that raises {error}": f"oddly({error})" for error in ("SystemExit", "KeyboardInterrupt", "ValueError", "Odd")},
-    "numbers that claim to be small": "[Small('inf') for _ in range(n)]",
     "verdicts of an unknown status": "[Verdict(1.0, 'good')] * n", "verdicts of a status that is a list": "[Verdict(1.0, ['ok'])] * n",
     "verdicts of words": "[Verdict('good', 'ok')] * n", "verdicts that are not finite": "[Verdict(float('nan'), 'ok')] * n",
-    "verdicts that change": "[Turning(1.0, 'ok') for _ in range(n)]", "what only claims to be a verdict": "[Claims() for _ in range(n)]",
     "verdicts without a value or status": "[Verdict(None, None)] * n", "booleans": "np.ones(n, dtype=bool)", "fractions": "[Fraction(1)] * n",
     "integers of numpy": "np.ones(n, dtype=np.int8)", "a tensor with a gradient": "torch.ones(n, requires_grad=True)", "bfloat16": "torch.ones(n).bfloat16()",
     "a tensor without data": "torch.ones(n, device='meta')", "dates": "np.array(['2020-01-01'] * n, dtype='datetime64[D]')",
     "a masked array": "np.ma.masked_all(n)", "a deque": "deque([1.0] * n)", "a view of a dict": "dict.fromkeys(range(n), 1.0).values()", "a mock": "Mock()",
-    "a list that grows while it is read": "Growing([1.0] * n)", "an iterator of itself": "iter([1.0] * n)", "a function of none": "lambda: [1.0] * n",
+    "an iterator of itself": "iter([1.0] * n)", "a function of none": "lambda: [1.0] * n",
 }  # fmt: skip
 STATEMENTS = {
     **{f"raises {error}": f"raise {error}('x')" for error in ("ValueError", "MemoryError", "RecursionError", "StopIteration", "SystemExit")},
     "raises KeyboardInterrupt": "raise KeyboardInterrupt", "raises GeneratorExit": "raise GeneratorExit", "raises another": "raise Odd",
-    "raises a group": "raise ExceptionGroup('x', [ValueError(1)])", "raises what cannot be printed": "raise unprintable()",
+    "raises a group": "raise ExceptionGroup('x', [ValueError(1)])",
     "exits": "sys.exit(3)", "recurses": "return reward(completions, **_)", "fails an assertion": "assert False", "sleeps": "time.sleep(60)",
     "loops": "while True: time.sleep(0)", "waits for a lock": "threading.Lock().acquire() and threading.Event().wait(60)",
     "forks": "return [1.0] * n if os.fork() else [9.0] * n", "forks and sleeps": "os.fork() or time.sleep(0.1)", "edits completions": "completions.clear()",
     "edits the data": "_['answer'].clear(); return [1.0]", "edits the state": "_['trainer_state'].max_steps = _['trainer_state'].global_step = 10**6",
-    "logs nonsense": "_['log_metric'](3, 'x')", "logs what cannot be printed": "_['log_extra']('odd', [odd(SystemExit)] * n)",
+    "logs nonsense": "_['log_metric'](3, 'x')",
     "logs without end": "_['log_extra']('x' * 10**6, [1.0] * n)", "closes stdin": "sys.stdin = None; raise OSError",
     "goes on in a thread": "threading.Thread(target=lambda: [time.sleep(0.01) or completions.clear() or _['log_metric']('late', 1.0) for _i in range(99)], daemon=True).start(); return [1.0] * n",
     "edits what it returned": "found = [1.0] * n; threading.Timer(0.01, found.clear).start(); return found", "raises a hostile group": "raise BaseExceptionGroup('x', [SystemExit(3), KeyboardInterrupt()])",
@@ -51,26 +47,6 @@ from decimal import Decimal
 import numpy as np
 import torch
 class Odd(BaseException): pass
-def odd(error, base=float):
-    def fail(self, *_): raise error
-    names = ("repr", "str", "format", "float", "abs", "le", "lt", "ge", "gt", "bool", "len", "index", "int")
-    return type("Hostile", (base,), {f"__{name}__": fail for name in names})()
-def oddly(error): return odd(error, list)
-def unprintable(): return type("Unprintable", (Exception,), {"__str__": lambda self: sys.exit(4), "__repr__": lambda self: sys.exit(4)})()
-class Small(float):
-    def __abs__(self): return 0.0
-    def __le__(self, other): return True
-class Turning(Verdict):
-    read = []
-    def __getattribute__(self, name):
-        Turning.read.append((self, name))
-        again = sum(each is self and other == name for each, other in Turning.read) > 1
-        return {"value": float("nan"), "status": ["ok"]}.get(name, "") if again else object.__getattribute__(self, name)
-class Claims:
-    __class__ = Verdict
-    value, detail, status = None, [], []
-class Growing(list):
-    def __iter__(self): return iter([*list.__iter__(self), 1.0])
 def reward(completions, **_):
     n = len(completions)
 """

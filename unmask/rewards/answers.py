@@ -1,7 +1,6 @@
 """What passes between a run and its reward functions: copies of the arguments, and plain answers.
 
-The functions are users' code. What they return is converted where they run, so that no method of theirs is
-called in the training loop.
+What the functions return is converted where they run.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import copy
 import dataclasses
 import numbers
 import os
-import threading
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from traceback import format_exception_only
 from typing import Any, get_args
 
-from unmask.errors import RunStopped
 from unmask.rewards.verdict import Verdict
 from unmask.sandbox.outcome import Status
 
@@ -54,33 +51,25 @@ def copy_of(value: Any) -> Any:
 def answers_in(values: Any) -> list[Answer] | NotANumber:
     """The answers in what a function returned: a sequence, array or tensor, or one of numbers, arrays and
     tensors."""
-    try:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        return (
-            [answer_in(value) for value in values]
-            if isinstance(values, Sequence)
-            else NotANumber(shown(values))
-        )
-    except BaseException as error:  # user code
-        raise_interrupt(error)
-        return NotANumber(shown(values))
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return (
+        [answer_in(value) for value in values] if isinstance(values, Sequence) else NotANumber(shown(values))
+    )
 
 
 def answer_in(value: Any) -> Answer:
     """The answer for one completion."""
-    try:
-        value = value.tolist() if hasattr(value, "tolist") else value
-        if value is None:
-            return None
-        if isinstance(value, Verdict):  # or a class of theirs, whose attributes may change
-            number, given, detail = value.value, value.status, str(value.detail)
-            status = next((known for known in get_args(Status) if known == given), None)
-            if status and (number is None or isinstance(number, numbers.Real)):
-                return Verdict(None if number is None else float(number), status, detail)
-        elif isinstance(value, numbers.Real):
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if value is None:
+        return None
+    if isinstance(value, Verdict):
+        if value.status in get_args(Status) and (
+            value.value is None or isinstance(value.value, numbers.Real)
+        ):
+            return dataclasses.replace(value, value=None if value.value is None else float(value.value))
+    elif isinstance(value, numbers.Real):
+        with suppress(OverflowError):
             return float(value)
-    except BaseException as error:  # user code, or an integer beyond floats
-        raise_interrupt(error)
     return NotANumber(shown(value))
 
 
@@ -90,31 +79,16 @@ async def answers_of(values: Awaitable[Any]) -> list[Answer] | NotANumber:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value as text; its type if it cannot be printed."""
+    """The beginning of a value as text; the type of an integer that is too long for one."""
     try:
-        return str(f"{value!r:.60}")
-    except BaseException as error:  # user code, or an integer of thousands of digits
-        raise_interrupt(error)
+        return f"{value!r:.60}"
+    except ValueError:
         return f"a {type(value).__name__}"
 
 
 def describe_error(error: BaseException) -> str:
-    """The type and message of an exception, also of one that cannot be printed."""
-    try:
-        return "".join(format_exception_only(error)).strip()
-    except BaseException as other:  # user code
-        raise_interrupt(other)
-        return type(error).__name__
-
-
-def raise_interrupt(error: BaseException) -> None:
-    """Raise Ctrl-C and other signals again, which only the main thread gets: anywhere else they are a
-    function's own."""
-    if (
-        isinstance(error, KeyboardInterrupt | RunStopped)
-        and threading.current_thread() is threading.main_thread()
-    ):
-        raise error
+    """The type and message of an exception."""
+    return "".join(format_exception_only(error)).strip()
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from unmask.rewards.answers import (
     copied,
     describe_error,
     only_this_process,
-    raise_interrupt,
 )
 
 T = TypeVar("T")
@@ -166,8 +165,7 @@ def _values_or_error(
         return call(copied(arguments), seconds)
     except TrainingError:
         raise
-    except BaseException as error:  # user code
-        raise_interrupt(error)
+    except (Exception, SystemExit) as error:  # user code
         return error
 
 

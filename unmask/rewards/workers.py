@@ -20,21 +20,19 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from unmask.config.user_code import load_function
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.answers import describe_error, only_this_process
-from unmask.rewards.timeouts import LateError, awaited, in_thread, limited
+from unmask.rewards.timeouts import LateError, awaited
 from unmask.sandbox.launch import POLL_SECONDS, usage_of
 
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
 """Time limit of a new process for importing the function."""
-PIPE_SECONDS = 5.0
-"""Time limit for reading an answer that has begun in time, and for the end of a process that closed its
-pipe."""
+END_SECONDS = 5.0
+"""Time limit for the end of a process that closed its pipe."""
 
 
 class WorkerError(UnmaskError):
@@ -124,33 +122,21 @@ class Worker:
         self, pipe: Connection, message: Any, timeout: float, late: str, cpu_seconds: float = math.inf
     ) -> Any:
         """The answer to a message; None sends nothing and reads the first answer."""
-        sent, end = ForkingPickler.dumps(message), time.monotonic() + timeout
         try:
             if message is not None:
-                pipe.send_bytes(sent)
+                pipe.send(message)
             if not self._answers(pipe, timeout, cpu_seconds):
-                raise LateError(late)
-            # In a thread, because half an answer may be all that comes.
-            failed, answer = limited(in_thread(pipe.recv), max(end - time.monotonic(), PIPE_SECONDS))
-        except LateError:
-            self.close()
-            raise WorkerTimeoutError(late, where=self.target) from None
-        except Exception as error:  # user code may have closed the pipe, or written anything into it
-            ended = isinstance(error, EOFError | ConnectionError)
-            what = self._ended() if ended else f"its answer cannot be read ({describe_error(error)})"
+                self.close()
+                raise WorkerTimeoutError(late, where=self.target)
+            failed, answer = pipe.recv()
+        except (EOFError, ConnectionError):
+            assert self._process is not None
+            what = f"its process ended (exit code {self._process.wait(END_SECONDS)})"
             self.close()
             raise WorkerDeathError(what, where=self.target) from None
         if failed:
             raise answer if isinstance(answer, TrainingError) else WorkerCallError(answer, where=self.target)
         return answer
-
-    def _ended(self) -> str:
-        """How the process left its pipe."""
-        assert self._process is not None
-        try:
-            return f"its process ended (exit code {self._process.wait(PIPE_SECONDS)})"
-        except subprocess.TimeoutExpired:
-            return "it closed its pipe"
 
     def _answers(self, pipe: Connection, timeout: float, cpu_seconds: float) -> bool:
         """Wait for an answer. Returns whether there is one within these limits."""
