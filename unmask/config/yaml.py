@@ -56,7 +56,8 @@ def _yaml() -> YAML:
     yaml.Constructor, yaml.Representer = _Constructor, _Representer
     for first in "-+.":
         yaml.resolver.versioned_resolver[first].append(SHORT_FLOAT)
-    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output, yaml.width = False, False, 140
+    yaml.default_flow_style, yaml.width = False, 140
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml
 
 

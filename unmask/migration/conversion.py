@@ -10,11 +10,8 @@ from unmask.migration.rules import (
     Rule,
     Settings,
     Table,
-    drop,
-    drop_keys,
     lora_if,
-    same,
-    switch,
+    static,
     to,
     truth,
     words,
@@ -91,35 +88,8 @@ def output(value: Any, old: Old) -> Settings:
 
 EIGHT_BIT = Rule(optimizer, "the optimizer is one setting; paged ones move their state to host memory")
 STAGE_EPOCHS = Rule(stages, "stages are data: fractions of the steps, rates, trained weights")
-BATCHES = {
-    "batch_size": to("training.per_device_train_batch_size"),
-    "eval_batch_size": to("training.per_device_eval_batch_size"),
-}
+BATCHES: Table = static("batches")
 CONVERTER: Table = {
-    # model
-    "model_name": to("model.path", str),
-    "model_name_or_path": to("model.path", str),
-    **drop_keys(
-        "model_type",
-        "hidden_size",
-        "num_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "intermediate_size",
-        why="read from the model",
-    ),
-    **drop_keys("mask_token_id", why="found in the tokenizer, or added to it"),
-    "num_timesteps": Rule(
-        timesteps, "the model has a time embedding, as there; not with adapters, which cannot train it"
-    ),
-    "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
-    "use_bidirectional_attention": to(
-        "training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"
-    ),
-    **dict.fromkeys(EPOCHS, STAGE_EPOCHS),
-    **dict.fromkeys(
-        ("use_gradient_checkpointing", "gradient_checkpointing"), switch("training.activation_checkpointing")
-    ),
     **lora_if(
         "use_lora",
         {
@@ -129,44 +99,27 @@ CONVERTER: Table = {
             "target_modules": "lora_target_modules",
         },
     ),
-    # training
     **BATCHES,
-    **same("weight_decay", "max_grad_norm"),
-    "num_epochs": to("training.num_train_epochs"),
+    **static("converter"),
+    "num_timesteps": Rule(
+        timesteps, "the model has a time embedding, as there; not with adapters, which cannot train it"
+    ),
+    "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
+    "use_bidirectional_attention": to(
+        "training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"
+    ),
+    **dict.fromkeys(EPOCHS, STAGE_EPOCHS),
     "use_8bit_adam": EIGHT_BIT,
     "dataset_name": Rule(data, "a dataset with configurations is NAME:CONFIGURATION"),
     **dict.fromkeys(("dataset_config", "dataset_config_name"), Rule(data, "follows the name, after a colon")),
-    "max_seq_length": to("training.max_length"),
-    "max_train_samples": to("data.max_rows"),
-    "max_eval_samples": to("data.eval_rows"),
-    "text_column": to("data.text_column"),
-    "cache_dir": drop("HF_HOME sets the download folder; training.token_cache=FOLDER caches tokens"),
     "use_wandb": to("training.report_to", lambda value: "wandb" if truth(value) else "none"),
-    **drop_keys("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
     "experiment_name": Rule(output, "runs have different folders"),
-    "eval_steps": drop("give data.eval, training.eval_strategy=steps and training.eval_steps"),
-    # hardware
-    "device": to("model.device", str),
     "max_memory_gb": Rule(hardware, "in 1e9 bytes; what the run is planned for"),
     "dtype": Rule(precision, "mixed precision: weights in 16 bits lose small updates"),
     "mixed_precision": Rule(precision, "one switch for each type"),
-    "compile_model": switch("training.torch_compile"),
-    "use_flash_attention": switch("training.flash_attention"),
     "cpu_offload": EIGHT_BIT,
     **dict.fromkeys(
         ("use_deepspeed", "deepspeed_config"),
         Rule(deepspeed, "zero1, zero2, zero3 or a file; start it with a launcher"),
     ),
-    "pin_memory": switch("training.dataloader_pin_memory"),
-    "non_blocking": drop("copies do not block if memory is pinned"),
-    "num_workers": to("training.dataloader_num_workers"),
-    # the command line of its program
-    "checkpoint": drop("give --resume PATH on the command line"),
-    "dry_run": drop("give --dry-run on the command line"),
-    "debug": drop("give --debug on the command line"),
 }
-
-
-def converter_defaults(old: Old, program: str | None) -> Settings:
-    """It has bidirectional attention without a shift."""
-    return {"training.attention": "bidirectional"}

@@ -13,10 +13,9 @@ from unmask.migration.rules import (
     Rule,
     Settings,
     Table,
-    drop,
-    drop_keys,
     lora_if,
-    switch,
+    static,
+    tables,
     to,
     truth,
     words,
@@ -75,12 +74,9 @@ SHARED: Table = {
         {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"},
     ),
     **LORA_LEFT,
+    **static("dllm"),
     "dataset_args": Rule(data, "rows and splits are settings of data; mixtures are lists"),
-    "max_length": to("training.max_length"),
-    "time_epsilon": to("training.min_time"),
     "loss_weight_type": Rule(weighting, "the ELBO's weights by another name"),
-    "loss_norm_type": drop("losses are divided by the learnt tokens"),
-    "evaluation": drop("set data.eval and training.eval_strategy"),
     "eval_strategy": Rule(
         lambda value, old: {
             "training.eval_strategy": value
@@ -89,17 +85,12 @@ SHARED: Table = {
         },
         "only with held-out rows",
     ),
-    **drop_keys("num_proc", "disable_caching", why="rows are read in one process"),
-    **drop_keys(
-        "load_preprocessed_data",
-        why="rows are made at the start of a run; training.token_cache caches those of text",
-    ),
 }
 SFT: Table = {
     **SHARED,
+    **static("dllm-sft"),
     "loss_norm_type": to("training.aggregation", words(token="token", sequence="sequence")),
     "truncation": Rule(too_long, "rows that are too long are cut, or skipped and counted"),
-    "right_shift_logits": switch("model.logit_shift"),
     "block_size": Rule(
         lambda value, old: {"model.attention": "block_causal", "model.block_size": value},
         "the block of the attention",
@@ -108,23 +99,16 @@ SFT: Table = {
 }
 TEXT: Table = {
     **SHARED,
-    "text_field": to("data.text_column"),
-    "streaming": switch("data.streaming"),
-    "right_shift_logits": switch("training.logit_shift"),
+    **static("dllm-text"),
     "block_size": Rule(
         lambda value, old: {"training.attention": "block_causal", "training.block_size": value}
     ),
-    **drop_keys("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are concatenated"),
-    "random_length_ratio": drop("rows keep their length"),
 }
 GRPO_FLAGS: Table = {
     **TRL_GRPO,
-    **{key: D1[key] for key in ("p_mask_prompt", "remasking", "cfg_scale", "dataset")},
     **lora_if(None, LORA_OF_TRL),
-    "use_peft": drop("lora_r above 0 turns it on"),
-    "steps": to("training.steps"),
-    "block_size": to("training.block_size"),
-    "verbose_reward": drop("training.log_completions_steps shows completions with their rewards"),
+    **static("dllm-grpo"),
+    **{key: D1[key] for key in ("p_mask_prompt", "remasking", "cfg_scale", "dataset")},
 }
 
 
@@ -136,43 +120,11 @@ def prompt_kept(value: Any) -> Settings:
     return {}
 
 
-SCRIPTS: dict[str, Settings] = {
-    r"llada/\w+\.py$": {"model.path": "GSAI-ML/LLaDA-8B-Base"},
-    r"llada/sft\.py$": {"training.num_train_epochs": 5, "training.max_length": 1024},
-    r"llada/pt\.py$": {
-        "training.learning_rate": 1e-4,
-        "training.gradient_accumulation_steps": 4,
-        "training.max_length": 1024,
-    },
-    r"a2d/\w+/\w+\.py$": {
-        "training.learning_rate": 1e-4,
-        "training.per_device_train_batch_size": 16,
-        "training.num_train_epochs": 20,
-    },
-    r"a2d/\w+/sft\.py$": {"training.max_length": 512},
-    r"a2d/\w+/pt\.py$": {"training.max_length": 128},
-    r"a2d/bd3lm/sft\.py$": {"model.attention": "block_causal", "model.block_size": 32},
-    r"a2d/bd3lm/pt\.py$": {"training.attention": "block_causal", "training.block_size": 32},
-}
-"""Values set in single scripts; later ones override earlier ones."""
-
-
 def defaults(old: Old, program: str | None) -> Settings:
     """Defaults of dLLM's training arguments that differ from Unmask's."""
-    settings: Settings = {
-        "training.learning_rate": 2e-5,
-        "training.lr_scheduler_type": "cosine",
-        "training.warmup_steps": 0.1,
-    }
-    settings |= {
-        "training.per_device_train_batch_size": 4,
-        "training.bf16": True,
-        "training.report_to": "wandb",
-        "training.seed": 42,
-    }
-    settings |= {"model.dtype": "bfloat16", "training.max_length": 1024}
+    settings: Settings = dict(tables()["defaults"]["dllm"])
     settings |= {} if "max_steps" in old else {"training.num_train_epochs": 10}
-    for pattern, values in SCRIPTS.items():
+    for pattern, values in tables()["scripts"].items():
         if re.search(pattern, program or ""):
             settings |= values
     if "max_steps" in old:
@@ -193,12 +145,4 @@ def text_defaults(old: Old, program: str | None) -> Settings:
 
 def grpo_defaults(old: Old, program: str | None) -> Settings:
     """Defaults of dLLM's DiffuGRPOConfig, which extends TRL's."""
-    settings = trl_defaults(old, program) | {
-        **{
-            "training.advantage": "r-mean",
-            "training.prompt_mask_rate": 0.3,
-            "training.score_temperature": 1.0,
-        }
-    }
-    adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
-    return settings | adapters | {"training.steps": 64, "training.block_size": 64, "model.dtype": "bfloat16"}
+    return trl_defaults(old, program) | tables()["defaults"]["dllm-grpo"]

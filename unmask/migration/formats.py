@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, did_you_mean
 from unmask.migration import dllm
-from unmask.migration.conversion import BATCHES, CONVERTER, EPOCHS, converter_defaults
+from unmask.migration.conversion import BATCHES, CONVERTER
 from unmask.migration.files import MAPPINGS, OldFile, read_old
-from unmask.migration.launchers import ACCELERATE, no_defaults
-from unmask.migration.preferences import DIFFUSION_DPO, TRL_DPO, dpo_defaults, trl_dpo_defaults
+from unmask.migration.launchers import ACCELERATE
+from unmask.migration.preferences import DIFFUSION_DPO, TRL_DPO, trl_dpo_defaults
 from unmask.migration.reinforcement import D1, DIFFU_VARIABLES, DIFFUSION, IMPROVED, d1_defaults
-from unmask.migration.rules import Old, Settings, Table, drop, to
+from unmask.migration.rules import Old, Settings, Table, static, tables
 from unmask.migration.trl import ROLLOUT_VARIABLES, TRL_GRPO, trl_defaults, variables_defaults
 
 
@@ -29,196 +29,75 @@ class Format(NamedTuple):
     table: Table
     marks: frozenset[str]
     """Keys, or `key=value`, any of which identifies the format."""
-    defaults: Callable[[Old, str | None], Settings]
+    defaults: Callable[[Old, str | None], Settings] = lambda old, program: {}
     """Its defaults that differ from Unmask's, by dotted key; a function of the old values and the script."""
     program: str = r"(?!)"
     """Names of its scripts, as a regular expression."""
 
 
-def d1_sft_defaults(old: Old, program: str | None) -> Settings:
-    """Values fixed in d1's sft_train.py, as in the recipe sft-s1k."""
-    adapters: Settings = {
-        "lora.r": 128,
-        "lora.alpha": 256,
-        "lora.dropout": 0.05,
-        "lora.target_modules": ["q_proj", "k_proj", "v_proj"],
-    }
-    rows: Settings = {
-        "data.train": "simplescaling/s1K",
-        "training.max_length": 4096,
-        "training.truncate_completion": True,
-    }
-    steps: Settings = {
-        "training.num_train_epochs": 20,
-        "training.gradient_accumulation_steps": 4,
-        "training.per_device_train_batch_size": 1,
-    }
-    rest: Settings = {
-        "training.learning_rate": 1e-5,
-        "training.weight_decay": 0.1,
-        "training.bf16": True,
-        "training.seed": 42,
-    }
-    return (
-        adapters
-        | rows
-        | steps
-        | rest
-        | {"model.path": "GSAI-ML/LLaDA-8B-Instruct", "model.dtype": "bfloat16"}
-    )
-
-
 D1_SFT: Table = {
     **BATCHES,
-    "model_name": to("model.path", str),
-    "max_length": to("training.max_length"),
-    "num_epochs": to("training.num_train_epochs"),
-    "grad_accum_steps": to("training.gradient_accumulation_steps"),
-    "job_name": to("training.run_name", str),
-    "train_data": to("data.train", str),
-    "debugging": drop("give --debug on the command line"),
+    **static("d1-sft"),
 }
-GRPO_MARKS = {
-    "num_generations",
-    "num_iterations",
-    "max_completion_length",
-    "reward_funcs",
-    "scale_rewards",
-    "loss_type=dapo",
-    "loss_type=grpo",
-}
-GRPO_MARKS |= {
-    "loss_type=dr_grpo",
-    "loss_type=bnpo",
-    "mask_truncated_completions",
-    "vllm_mode",
-    "use_vllm",
-    "steps_per_generation",
-    "beta",
-}
-DPO_MARKS = {
-    "loss_type=sigmoid",
-    "loss_type=ipo",
-    "loss_type=hinge",
-    "rpo_alpha",
-    "precompute_ref_log_probs",
-    "f_divergence_type",
-    "beta",
-}
-CONVERTER_MARKS = {
-    "num_timesteps",
-    "noise_schedule",
-    "use_bidirectional_attention",
-    *EPOCHS,
-    "use_8bit_adam",
-    "max_memory_gb",
-    "compile_model",
-    "text_column",
-}
-CONVERTER_MARKS |= {
-    "cpu_offload",
-    "use_flash_attention",
-    "use_deepspeed",
-    "max_train_samples",
-    "use_wandb",
-    "use_gradient_checkpointing",
-}
-DLLM_MARKS = {"dataset_args", "load_preprocessed_data", "loss_weight_type", "loss_norm_type", "time_epsilon"}
-ACCELERATE_MARKS = {"compute_environment", "distributed_type", "main_training_function"}
-VARIABLE_MARKS = {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))}
-D1_MARKS = {
-    *DIFFUSION,
-    *IMPROVED,
-    *DIFFU_VARIABLES,
-    "masking_strategy",
-    "adaptive_loss",
-    "model_path",
-    "block_length",
-    "diffusion_steps",
-    "random_masking",
-}
+MARKS = {name: frozenset(marks) for name, marks in tables()["marks"].items()}
+D1_MARKS = MARKS["diffu-grpo"] | DIFFUSION.keys() | IMPROVED.keys() | DIFFU_VARIABLES.keys()
 
 FORMATS = {
     "diffu-grpo": Format(
         "diffu-GRPO (d1's train.yaml and scripts, ImprovedDiffuGRPOConfig, DIFFU_* variables)",
-        *(
-            "grpo",
-            D1,
-            frozenset(D1_MARKS - {"log_memory_usage", "mode"}),
-            d1_defaults,
-            r"diffu_grpo_train\.py$|run\.sh$",
-        ),
+        "grpo",
+        D1,
+        D1_MARKS - {"log_memory_usage", "mode"},
+        d1_defaults,
+        r"diffu_grpo_train\.py$|run\.sh$",
     ),
     "d1-sft": Format(
         "d1's sft_train.py",
-        *(
-            "sft",
-            D1_SFT,
-            frozenset({"grad_accum_steps", "train_data", "debugging"}),
-            d1_sft_defaults,
-            r"sft_train\.py$",
-        ),
+        "sft",
+        D1_SFT,
+        MARKS["d1-sft"],
+        lambda old, program: tables()["defaults"]["d1-sft"],
+        r"sft_train\.py$",
     ),
     "diffusion-dpo": Format(
         "the config.yaml of Diffusion-DPO",
-        *("dpo", DIFFUSION_DPO, frozenset({"preference_data_path", "use_mixed_precision"}), dpo_defaults),
-        r"diffusion_dpo_train\w*\.py$|run_training\.sh$",
+        "dpo",
+        DIFFUSION_DPO,
+        MARKS["diffusion-dpo"],
+        program=r"diffusion_dpo_train\w*\.py$|run_training\.sh$",
     ),
     "converter": Format(
         "the Diffusion LLM Converter (model, training and hardware configurations)",
-        *(
-            "convert",
-            CONVERTER,
-            frozenset(CONVERTER_MARKS),
-            converter_defaults,
-            r"train_diffusion\.py$|run_conversion\.sh$",
-        ),
+        "convert",
+        CONVERTER,
+        MARKS["converter"],
+        lambda old, program: {"training.attention": "bidirectional"},
+        r"train_diffusion\.py$|run_conversion\.sh$",
     ),
     "grpo-variables": Format(
         "GRPO_* and VLLM_* variables",
         "grpo",
         ROLLOUT_VARIABLES,
-        frozenset(VARIABLE_MARKS),
+        frozenset(name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))),
         variables_defaults,
     ),
-    "dllm-sft": Format(
-        "dLLM's sft.py",
-        *("sft", dllm.SFT, frozenset({*DLLM_MARKS, "mask_prompt_loss"}), dllm.sft_defaults, r"/sft\.py$"),
-    ),
+    "dllm-sft": Format("dLLM's sft.py", "sft", dllm.SFT, MARKS["dllm-sft"], dllm.sft_defaults, r"/sft\.py$"),
     "dllm-text": Format(
-        "dLLM's pt.py",
-        *(
-            "convert",
-            dllm.TEXT,
-            frozenset({*DLLM_MARKS, "text_field", "insert_eos", "drop_tail", "random_length_ratio"}),
-        ),
-        *(dllm.text_defaults, r"/pt\.py$"),
+        "dLLM's pt.py", "convert", dllm.TEXT, MARKS["dllm-text"], dllm.text_defaults, r"/pt\.py$"
     ),
     "dllm-grpo": Format(
         "dLLM's GRPO",
-        *(
-            "grpo",
-            dllm.GRPO_FLAGS,
-            frozenset(
-                {
-                    "p_mask_prompt",
-                    "remasking",
-                    "cfg_scale",
-                    "dataset",
-                    "steps",
-                    "block_size",
-                    "verbose_reward",
-                }
-            ),
-            dllm.grpo_defaults,
-        ),
+        "grpo",
+        dllm.GRPO_FLAGS,
+        MARKS["dllm-grpo"],
+        dllm.grpo_defaults,
         r"/rl/grpo/.*train\.py$|llada/grpo\.py$",
     ),
     "trl-grpo": Format(
         "TRL's GRPOConfig",
         "grpo",
         TRL_GRPO,
-        frozenset(GRPO_MARKS),
+        MARKS["trl-grpo"],
         trl_defaults,
         r"^trl grpo$|^(trl/)?(scripts/)?grpo\.py$",
     ),
@@ -226,11 +105,11 @@ FORMATS = {
         "TRL's DPOConfig",
         "dpo",
         TRL_DPO,
-        frozenset(DPO_MARKS),
+        MARKS["trl-dpo"],
         trl_dpo_defaults,
         r"^trl dpo$|^(trl/)?(scripts/)?dpo\.py$",
     ),
-    "accelerate": Format("accelerate", None, ACCELERATE, frozenset(ACCELERATE_MARKS), no_defaults),
+    "accelerate": Format("accelerate", None, ACCELERATE, MARKS["accelerate"]),
 }
 
 

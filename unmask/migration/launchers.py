@@ -11,10 +11,8 @@ from unmask.migration.rules import (
     Rule,
     Settings,
     Table,
-    drop,
-    drop_keys,
     precision,
-    switch,
+    static,
 )
 
 
@@ -71,46 +69,8 @@ def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
 
 
 ACCELERATE: Table = {
+    **static("accelerate"),
     "mixed_precision": Rule(precision, "one switch for each type"),
-    "use_cpu": switch("training.use_cpu"),
     "deepspeed_config": Rule(deepspeed, "set here, so that the launcher needs no file"),
     "fsdp_config": Rule(fsdp, "set here, so that the launcher needs no file"),
-    "dynamo_config": drop("training.torch_compile compiles"),
-    "distributed_type": drop("follows from the processes, training.fsdp and training.deepspeed"),
-    **drop_keys(
-        *[
-            "num_processes",
-            "num_machines",
-            "machine_rank",
-            "gpu_ids",
-            "main_process_ip",
-            "main_process_port",
-            "same_network",
-            "rdzv_backend",
-        ],
-        *[
-            "main_training_function",
-            "compute_environment",
-            "debug",
-            "enable_cpu_affinity",
-            "downcast_bf16",
-            "command_file",
-            "commands",
-        ],
-        *[
-            "tpu_env",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "tpu_name",
-            "tpu_zone",
-            "mpirun_config",
-            "ipex_config",
-            "parallelism_config",
-        ],
-        why="belongs to the launcher: accelerate launch --num_processes N -m unmask ...",
-    ),
 }
-
-
-def no_defaults(old: Old, program: str | None) -> Settings:
-    return {}

@@ -12,11 +12,9 @@ from unmask.migration.rules import (
     Rule,
     Settings,
     Table,
-    drop,
-    drop_keys,
     lora_if,
-    same,
-    switch,
+    static,
+    tables,
     to,
     truth,
     words,
@@ -108,11 +106,6 @@ def variable(known: Variable) -> Rule:
     return Rule(lambda value, old: known.read(str(value)))
 
 
-def number(key: str) -> Rule:
-    """A variable that holds a number."""
-    return to(key, lambda text: float(text) if set(str(text).lower()) & set(".e") else int(text))
-
-
 def performance(old: Old) -> Settings:
     """How often performance is logged, from two keys."""
     interval = old.get("performance_log_interval", 100)
@@ -129,7 +122,6 @@ def log_completions(value: Any, old: Old) -> Settings:
     return {"training.log_completions_steps": steps if truth(value) else 0}
 
 
-WHOLE_DISTRIBUTION = "rollouts draw from the whole distribution, whose log-probabilities are trained"
 MASKING = Rule(strategy, "diffusion is the method's own")
 ADAPTIVE_LOSS = Rule(
     lambda value, old: (
@@ -140,115 +132,49 @@ ADAPTIVE_LOSS = Rule(
     "only with adaptive or optimized masking",
 )
 GRPO: Table = {
+    **static("grpo"),
     "masking_strategy": MASKING,
     "adaptive_loss": ADAPTIVE_LOSS,
-    **same("num_generations", "num_iterations", "epsilon", "beta", "max_completion_length", "reward_weights"),
     "temperature": Rule(temperature),
     "log_completions": Rule(log_completions, "how often, in steps"),
-    **drop_keys(
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "generation_kwargs",
-        "cache_implementation",
-        why=WHOLE_DISTRIBUTION,
-    ),
-    **drop_keys(
-        "max_prompt_length",
-        why="prompts are not cut; training.max_length bounds a prompt with its completion",
-    ),
-    **drop_keys("ds3_gather_for_generation", why="shards are gathered when needed"),
-    **drop_keys("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
 }
 """Keys that all trainers share."""
 
 DIFFUSION: Table = {
+    **static("diffusion"),
     "p_mask_prompt": Rule(prompts_masked),
     "remasking": to("training.policy", words(low_confidence="confidence", random="random")),
-    "cfg_scale": drop("rollouts are not guided"),
-    "mask_id": drop("found in the model"),
     "dataset": Rule(task, "the task's problems, style and published rewards"),
 }
 
 IMPROVED: Table = {
+    **static("improved-diffu-grpo"),
     "optimization.enable_mixed_precision": variable(OLDER["DIFFU_MIXED_PRECISION"]),
-    "optimization.enable_gradient_checkpointing": switch("training.activation_checkpointing"),
-    "optimization.generation_batch_size": to("training.rollout_batch_size"),
-    "optimization.per_device_train_batch_size": to("training.per_device_train_batch_size"),
-    **drop_keys("optimization.enable_profiling", "enable_profiling", why="use `unmask profile grpo`"),
-    "optimization.memory_efficient_attention": drop("the fastest exact kernel is used"),
-    **drop_keys(
-        "optimization.cache_size",
-        "masking.cache_size",
-        "generation.enable_caching",
-        why="caches bound themselves",
-    ),
-    "optimization.tensor_batch_size": drop("training.score_chunk sets the rows of a pass"),
     "masking.strategy_type": MASKING,
     "masking.p_mask_prompt": Rule(prompts_masked),
     "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
     "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
-    **drop_keys(
-        "masking.num_precomputed",
-        "masking.total_steps",
-        "loss.total_steps",
-        why="follows from the steps of the run",
-    ),
-    "generation.steps": to("training.steps"),
-    "generation.gen_length": to("training.max_completion_length"),
-    "generation.block_length": to("training.block_size"),
     "generation.temperature": Rule(temperature),
     "generation.cfg_scale": DIFFUSION["cfg_scale"],
     "generation.remasking": DIFFUSION["remasking"],
     "generation.mask_id": DIFFUSION["mask_id"],
-    "loss.epsilon": to("training.epsilon"),
-    "loss.beta": to("training.beta"),
     "loss.adaptive_loss": ADAPTIVE_LOSS,
-    **drop_keys(
-        "loss.initial_epsilon",
-        "loss.final_epsilon",
-        "loss.initial_beta",
-        "loss.final_beta",
-        why="epsilon and beta are constant",
-    ),
-    "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
-    "reward.reward_weights": to("training.reward_weights"),
-    **drop_keys(
-        "reward.use_new_rewards",
-        "reward.correct_reward",
-        "reward.format_reward",
-        why="rewards are those published for the task",
-    ),
-    **drop_keys(
-        "reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"
-    ),
-    "log_memory_usage": switch("training.log_memory_usage"),
     **dict.fromkeys(
         ("performance_log_interval", "enable_performance_logging"),
         Rule(lambda value, old: performance(old), "0 is never"),
     ),
-    "save_performance_stats": drop("they are in the logs"),
-    "_metadata": drop("a manifest is written with every run"),
 }
 """Rules of ImprovedDiffuGRPOConfig, whose keys are in sections."""
 
 DIFFU_VARIABLES: Table = {
+    **static("diffu-variables"),
     **{name: variable(known) for name, known in OLDER.items()},
     "DIFFU_DATASET": Rule(
         lambda value, old: task(value, old) if value in TASKS else OLDER["DIFFU_DATASET"].read(value)
     ),
     "DIFFU_BATCH_SIZE": Rule(batch_size, "the batch of generation if DIFFU_TRAIN_BATCH_SIZE is set"),
-    "DIFFU_TRAIN_BATCH_SIZE": number("training.per_device_train_batch_size"),
-    "DIFFU_NUM_ITERATIONS": number("training.num_iterations"),
-    "DIFFU_P_MASK_PROMPT": number("training.prompt_mask_rate"),
-    "DIFFU_GENERATION_STEPS": number("training.steps"),
-    "DIFFU_EPSILON": number("training.epsilon"),
-    "DIFFU_BETA": number("training.beta"),
-    "DIFFU_ENABLE_GRADIENT_CHECKPOINTING": switch("training.activation_checkpointing"),
     "DIFFU_TENSOR_BATCH_SIZE": IMPROVED["optimization.tensor_batch_size"],
     "DIFFU_ENABLE_PROFILING": IMPROVED["optimization.enable_profiling"],
-    "mode": drop("give --mode on the command line: it depends on the machine"),
 }
 
 LORA_OF_TRL = {
@@ -257,19 +183,7 @@ LORA_OF_TRL = {
     "dropout": "lora_dropout",
     "target_modules": "lora_target_modules",
 }
-LORA_LEFT = drop_keys(
-    *[
-        "lora_task_type",
-        "peft_task_type",
-        "lora_modules_to_save",
-        "lora_target_parameters",
-        "use_rslora",
-        "use_dora",
-        "bias",
-        "modules_to_save",
-    ],
-    why="adapters are plain LoRA on linear layers",
-)
+LORA_LEFT: Table = static("adapters")
 D1: Table = {
     **SETTINGS_OF_MODEL,
     **GRPO,
@@ -279,38 +193,12 @@ D1: Table = {
     **DIFFU_VARIABLES,
     **lora_if(None, LORA_OF_TRL),
     **LORA_LEFT,
+    **static("d1"),
     "use_peft": Rule(lambda value, old: {}, "d1 always trains adapters"),
-    "model_path": to("model.path", str),
-    "block_length": to("training.block_size"),
-    "diffusion_steps": to("training.steps"),
-    "generation_batch_size": to("training.rollout_batch_size"),
-    "random_masking": drop("every update draws new masks"),
-    **drop_keys(
-        *[
-            "use_vllm",
-            "vllm_device",
-            "vllm_gpu_memory_utilization",
-            "vllm_dtype",
-            "vllm_max_model_len",
-            "vllm_enable_prefix_caching",
-        ],
-        *["vllm_guided_decoding_regex"],
-        why="a diffusion model samples in process, or from `unmask serve`",
-    ),
 }
 
 
 def d1_defaults(old: Old, program: str | None) -> Settings:
     """Defaults of DiffuGRPOConfig that differ from Unmask's."""
-    adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
-    learning: Settings = {"training.learning_rate": 1e-6, "training.lr_scheduler_type": "linear"}
-    sampling: Settings = {
-        "training.max_completion_length": 256,
-        "training.steps": 64,
-        "training.block_size": 64,
-        "training.temperature": 0.9,
-        "training.score_temperature": 1.0,
-    }
-    loss: Settings = {"training.method": "diffu-grpo", "training.beta": 0.04, "training.epsilon": 0.2}
     strategies = masking_of(old) != "diffusion"
-    return learning | adapters | sampling | loss | ({} if strategies else {"training.prompt_mask_rate": 0.3})
+    return tables()["defaults"]["d1"] | ({} if strategies else {"training.prompt_mask_rate": 0.3})

@@ -1,10 +1,13 @@
-"""Rules for old keys, from which the tables of the formats are built."""
+"""Rules for old keys, from which the tables of the formats are built; simple ones are in tables.yaml."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from unmask.config.yaml import parse_yaml
 from unmask.training.settings.older_variables import SWITCH
 
 Old = Mapping[str, Any]
@@ -35,11 +38,6 @@ def to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") -> 
     return Rule(lambda value, old: {key: convert(value) if convert else value}, why)
 
 
-def same(*keys: str) -> Table:
-    """Keys with the same name in `training`."""
-    return {key: to(f"training.{key}") for key in keys}
-
-
 def drop(why: str) -> Rule:
     """A key without counterpart."""
 
@@ -47,11 +45,6 @@ def drop(why: str) -> Rule:
         raise DroppedError(why)
 
     return Rule(read)
-
-
-def drop_keys(*keys: str, why: str) -> Table:
-    """Keys without counterpart, for the same reason."""
-    return {key: drop(why) for key in keys}
 
 
 def truth(value: Any) -> bool:
@@ -63,6 +56,35 @@ def truth(value: Any) -> bool:
 def switch(key: str, why: str = "") -> Rule:
     """A setting that is on or off."""
     return to(key, truth, why)
+
+
+def number(key: str) -> Rule:
+    """A variable that holds a number."""
+    return to(key, lambda text: float(text) if set(str(text).lower()) & set(".e") else int(text))
+
+
+@functools.cache
+def tables() -> dict[str, Any]:
+    """The content of tables.yaml: what of the formats needs no code."""
+    path = Path(__file__).with_name("tables.yaml")
+    return parse_yaml(path.read_text(encoding="utf-8"), path.name)
+
+
+def static(name: str) -> Table:
+    """The rules of a table in tables.yaml."""
+    kinds: dict[str, Callable[[str], Rule]] = {
+        "renamed": to,
+        "texts": lambda key: to(key, str),
+        "switches": switch,
+        "numbers": number,
+    }
+    found = tables()[name]
+    table = {key: to(f"training.{key}") for key in found.get("same", ())}
+    for kind, rule in kinds.items():
+        table |= {old: rule(new) for old, new in found.get(kind, {}).items()}
+    for why, keys in found.get("dropped", {}).items():
+        table |= dict.fromkeys(keys, drop(why))
+    return table
 
 
 def words(**known: Any) -> Callable[[Any], Any]:
@@ -132,52 +154,12 @@ def modules(value: Any) -> Any:
 
 
 TRANSFORMERS: Table = {
-    "output_dir": to("output_dir", str),
-    "overwrite_output_dir": switch("overwrite"),
-    "evaluation_strategy": to("training.eval_strategy"),
-    "gradient_checkpointing": switch("training.activation_checkpointing"),
-    "gradient_checkpointing_kwargs": to("training.activation_checkpointing_kwargs"),
+    **static("transformers"),
     "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
     "group_by_length": to(
         "training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"
     ),
-    "no_cuda": switch("training.use_cpu"),
-    **same("learning_rate", "seed"),
-    **drop_keys("resume_from_checkpoint", why="give --resume PATH on the command line"),
     "logging_dir": Rule(lambda value, old: logs_at(value, old)),
-    **drop_keys("remove_unused_columns", "label_names", why="the verb selects its columns"),
-    **drop_keys(
-        "label_smoothing_factor", "neftune_noise_alpha", why="the bound has neither smoothing nor noise"
-    ),
-    **drop_keys("save_safetensors", why="weights are always saved as safetensors"),
-    **drop_keys("local_rank", "ddp_backend", "local_process_index", why="set by the launcher"),
-    **drop_keys(
-        "hub_token", "push_to_hub_token", why="secrets do not belong in a config: use `hf auth login`"
-    ),
-    **drop_keys(
-        "_n_gpu",
-        "fp16_opt_level",
-        "half_precision_backend",
-        "fp16_backend",
-        "use_mps_device",
-        "jit_mode_eval",
-        "use_ipex",
-        "torchdynamo",
-        "tpu_num_cores",
-        "tpu_metrics_debug",
-        "past_index",
-        "fp16_full_eval_backend",
-        "fsdp_min_num_params",
-        "fsdp_transformer_layer_cls_to_wrap",
-        "include_tokens_per_second",
-        "dispatch_batches",
-        "split_batches",
-        "mp_parameters",
-        "ray_scope",
-        "eval_use_gather_object",
-        "use_legacy_prediction_loop",
-        why="removed from transformers, or not used in training",
-    ),
 }
 """Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep
 their names."""
@@ -191,8 +173,7 @@ def logs_at(value: Any, old: Old) -> Settings:
 
 
 SETTINGS_OF_MODEL: Table = {
-    "model_name_or_path": to("model.path", str),
-    "model_revision": to("model.revision", str),
+    **static("model"),
     "trust_remote_code": Rule(lambda value, old: remote_code(value)),
     "attn_implementation": Rule(
         lambda value, old: attention(value),
@@ -211,13 +192,6 @@ SETTINGS_OF_MODEL: Table = {
     ),
     "torch_dtype": Rule(lambda value, old: weights_in(value)),
     "dtype": Rule(lambda value, old: weights_in(value)),
-    **drop_keys(
-        "bnb_4bit_quant_type",
-        "use_bnb_nested_quant",
-        "bnb_4bit_quant_storage",
-        why="4 bits are NF4 with double quantisation",
-    ),
-    **drop_keys("ignore_bias_buffers", "router_aux_loss_coef", "disable_dropout", why="not needed here"),
 }
 """The settings of the model under their names in other trainers."""
 
