@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
+from unmask.config.base import kinds_of
 from unmask.config.listing import SECTION, Setting, settings_of, type_name
-from unmask.config.on_resume import kinds_of
 from unmask.config.run import RunConfig
 
 

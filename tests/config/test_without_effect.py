@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from unmask.config.base import Config
+from unmask.config.base import Config, flat_values
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.evaluation import EvaluationConfig
-from unmask.config.on_resume import flat_values
 from unmask.config.revise import ReviseConfig
 from unmask.config.rollout import RolloutConfig
 from unmask.config.run import DataConfig, RunConfig, to_yaml

@@ -15,8 +15,7 @@ from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.cli.inputs import task_of
-from unmask.config.base import OnResume
-from unmask.config.on_resume import flat_values, kinds_of
+from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, inputs_of, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
 from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL

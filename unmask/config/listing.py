@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from unmask.config.base import Config
-from unmask.config.on_resume import section_of
+from unmask.config.base import Config, section_of
 
 SENTENCE_END = re.compile(r"(?<!\.)(?<!e\.g)(?<!i\.e)(?<!Dr)(?<! al)\.(?:\s|$)")
 SECTION = "section"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from unmask.artifacts import read_file
-from unmask.config.base import Config
+from unmask.config.base import Config, section_of
 from unmask.config.run import OF_NEW_MODELS
 from unmask.errors import ConfigError
 
@@ -75,16 +75,11 @@ def _options(section: str, config: type[Config]) -> Iterator[tuple[str, tuple[st
     for name, field in config.model_fields.items():
         if (section, name) in UNREAD:
             continue
-        inner = _inner_config(field.annotation)
+        inner = section_of(field.annotation)
         if inner is None:
             yield _option_name(section, name), (name,)
         else:
             yield from ((f"{name}_{each}", (name, each)) for each in inner.model_fields)
-
-
-def _inner_config(annotation: Any) -> type[Config] | None:
-    kinds = (annotation, *typing.get_args(annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 
 
 def _text_of(value: str, holds: str) -> str:
@@ -110,7 +105,7 @@ def _option_name(section: str, field: str) -> str:
 
 def _parameter(option: str, config: type[Config], path: tuple[str, ...]) -> introspection.Parameter:
     for section in path[:-1]:
-        config = _inner_config(config.model_fields[section].annotation) or config
+        config = section_of(config.model_fields[section].annotation) or config
     field = config.model_fields[path[-1]]
     annotation = str | None if path[-1] in TEXTS else field.annotation
     text = " ".join((field.description or "").split())

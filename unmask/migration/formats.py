@@ -13,10 +13,17 @@ from unmask.migration import dllm
 from unmask.migration.conversion import BATCHES, CONVERTER
 from unmask.migration.files import MAPPINGS, OldFile, read_old
 from unmask.migration.launchers import ACCELERATE
-from unmask.migration.preferences import DIFFUSION_DPO, TRL_DPO, trl_dpo_defaults
 from unmask.migration.reinforcement import D1, DIFFU_VARIABLES, DIFFUSION, IMPROVED, d1_defaults
 from unmask.migration.rules import Old, Settings, Table, static, tables
-from unmask.migration.trl import ROLLOUT_VARIABLES, TRL_GRPO, trl_defaults, variables_defaults
+from unmask.migration.trl import (
+    DIFFUSION_DPO,
+    ROLLOUT_VARIABLES,
+    TRL_DPO,
+    TRL_GRPO,
+    trl_defaults,
+    trl_dpo_defaults,
+    variables_defaults,
+)
 
 
 class Format(NamedTuple):

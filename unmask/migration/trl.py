@@ -1,5 +1,5 @@
-"""Old keys of TRL's GRPOConfig and its scripts, and the GRPO_* and VLLM_* variables of a program on top of
-it."""
+"""Old keys of TRL's GRPOConfig and DPOConfig and their scripts, of the config.yaml of Diffusion-DPO, and the
+GRPO_* and VLLM_* variables of a program on top of TRL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from unmask.migration.rules import (
     Rule,
     Settings,
     Table,
+    first_of,
     lora_if,
+    precision,
     static,
     tables,
     to,
@@ -184,3 +186,59 @@ def server_address(value: Any, old: Old) -> Settings:
     if not truth(old.get("GRPO_USE_VLLM", False)):
         raise DroppedError("GRPO_USE_VLLM is off: the trained model samples")
     return OLDER_OF_GRPO["VLLM_SERVER_HOST"].read(str(value))
+
+
+MOST_SAMPLES = 64
+"""The largest number of noise levels read as passes; larger values are numbers of discrete times."""
+
+
+def samples(value: Any, old: Old) -> Settings:
+    """Noise levels at which a response is scored."""
+    if value > MOST_SAMPLES:
+        raise DroppedError(
+            f"times are continuous; training.samples is the number of passes per response (8, not {value})"
+        )
+    return {"training.samples": value}
+
+
+ADAPTERS = {**lora_if("use_lora", LORA_OF_TRL), **LORA_LEFT}
+DIFFUSION_DPO: Table = {
+    **SETTINGS_OF_MODEL,
+    **ADAPTERS,
+    **static("diffusion-dpo"),
+    "diffusion_steps": Rule(samples, "the noise levels at which a response is scored, one pass each"),
+    "use_mixed_precision": Rule(precision, "one switch for each type"),
+    "mixed_precision": Rule(precision, "one switch for each type"),
+}
+
+
+def loss(value: Any, old: Old) -> Settings:
+    kind = words(sigmoid="sigmoid", ipo="ipo", hinge="hinge")(first_of(value))
+    return {"training.loss_type": kind} | ({"training.length_normalization": True} if kind == "ipo" else {})
+
+
+def smoothing(value: Any, old: Old) -> Settings:
+    if first_of(old.get("loss_type") or "sigmoid") != "sigmoid":
+        raise DroppedError("only sigmoid smooths labels")
+    return {"training.label_smoothing": value}
+
+
+TRL_DPO: Table = {
+    **SETTINGS_OF_MODEL,
+    **DATASET,
+    **lora_if("use_peft", LORA_OF_TRL),
+    **LORA_LEFT,
+    **static("trl-dpo"),
+    "loss_type": Rule(loss, "ipo averages over tokens, as there"),
+    "label_smoothing": Rule(smoothing),
+    "precompute_ref_log_probs": Rule(
+        lambda value, old: {"training.reference": "stored" if value else "frozen"},
+        "how the reference is kept",
+    ),
+    "max_prompt_length": DIFFUSION_DPO["max_prompt_length"],
+}
+
+
+def trl_dpo_defaults(old: Old, program: str | None) -> Settings:
+    """Defaults of TRL's DPOConfig that differ from Unmask's."""
+    return tables()["defaults"]["trl-dpo"] | ({} if old.get("fp16") else {"training.bf16": True})

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
-from unmask.config.base import OnResume
+from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.layers import read_recipe, recipe_names
-from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args, checked_fields
 from unmask.errors import ConfigError, did_you_mean

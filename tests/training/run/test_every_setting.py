@@ -24,8 +24,7 @@ from tests.training.tiny_runs import (
     weights,
 )
 from unmask.artifacts import MetricsLog
-from unmask.config.base import OnResume
-from unmask.config.on_resume import kinds_of
+from unmask.config.base import OnResume, kinds_of
 from unmask.config.run import RolloutConfig, RunConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer

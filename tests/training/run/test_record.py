@@ -15,8 +15,7 @@ import torch
 
 from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, tiny, weights
 from unmask.cli.run_folder import run_settings
-from unmask.config.base import Config, OnResume
-from unmask.config.on_resume import flat_values, kinds_of
+from unmask.config.base import Config, OnResume, flat_values, kinds_of
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.weighted_rewards import reward_identities
