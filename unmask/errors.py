@@ -138,10 +138,7 @@ d1 (docs/migration.md)."""
 
 WITHOUT_EQUAL = {
     "max_prompt_length": "Leave it out: prompts are not cut (sft and dpo have truncate_prompt). 'max_length' "
-    "bounds "
-    "a "
-    "prompt with its "
-    "completion",
+    "bounds a prompt with its completion",
 }
 """What to do about settings of other training loops that Unmask has in no form."""
 
@@ -157,6 +154,13 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
     if nearest:
         return f"Did you mean {nearest[0]!r}?"
     return f"Known: {', '.join(known)}." if otherwise is None else otherwise
+
+
+def require_known(name: str, known: Iterable[str], kind: str, *, where: str) -> None:
+    """Raise ConfigError for a name of this kind that is not known, with the most similar one."""
+    known = list(known)
+    if name not in known:
+        raise ConfigError(f"there is no {kind} {name!r}", where=where, remedy=did_you_mean(name, known))
 
 
 def first_line(error: BaseException) -> str:

@@ -115,7 +115,7 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
 
 
 def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """As `require_names`, for a row, where None (an empty cell) is an error too."""
+    """Like `require_names`, for a row, where None (an empty cell) is an error too."""
     names = list(names)
     require_names(row, names, where)
     if empty := [name for name in names if row[name] is None]:
@@ -125,7 +125,7 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
 
 
 def require_text(row: Mapping[str, Any], name: str, where: str, setting: str | None = None) -> None:
-    """As `require_values`, for the column of a text. `setting` is the setting that names the column, for the
+    """Like `require_values`, for the column of a text. `setting`: the setting that names the column, for the
     error."""
     if setting and name not in row:
         what = f"no column {name!r} (present: {', '.join(map(repr, row)) or 'none'})"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unmask.artifacts import read_file
 from unmask.config.base import valued_section
 from unmask.config.yaml import parse_yaml
-from unmask.errors import ConfigError, did_you_mean
+from unmask.errors import ConfigError, require_known
 from unmask.redaction import masked_argument
 from unmask.variables import NOT_SETTINGS
 
@@ -59,7 +59,7 @@ class Layers(tuple[Layer, ...]):
 
     @contextmanager
     def naming_sources(self) -> Iterator[None]:
-        """Inside, a `ConfigError` also names the source of the refused key."""
+        """Let a `ConfigError` raised within also name the source of the refused key."""
         try:
             yield
         except ConfigError as error:
@@ -151,12 +151,7 @@ def hardware_recipe_names() -> list[str]:
 
 def check_hardware(name: str) -> None:
     """Raise ConfigError if there is no recipe of a machine of this name."""
-    if name not in hardware_recipe_names():
-        raise ConfigError(
-            f"there is no hardware {name!r}",
-            where="--hardware",
-            remedy=did_you_mean(name, hardware_recipe_names()),
-        )
+    require_known(name, hardware_recipe_names(), "hardware", where="--hardware")
 
 
 def recipe_path(name: str) -> Path:
@@ -166,10 +161,7 @@ def recipe_path(name: str) -> Path:
         ConfigError: the name is unknown; the remedy has the most similar one.
     """
     recipes = _recipes()
-    if name not in recipes:
-        raise ConfigError(
-            f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes)
-        )
+    require_known(name, recipes, "recipe", where="--recipe")
     return recipes[name]
 
 

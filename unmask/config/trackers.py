@@ -6,7 +6,7 @@ import importlib.util
 import os
 from typing import Any
 
-from unmask.errors import ConfigError, did_you_mean
+from unmask.errors import ConfigError, require_known
 
 NEEDS = {
     "azure_ml": {"azureml": "azureml-core"},
@@ -40,12 +40,7 @@ def check_trackers(report_to: Any, logging_dir: Any, section: str = "") -> None:
             f"{names} mixes names with none or all", where=where, remedy="Give names, or none or all alone"
         )
     for name in some:
-        if name not in NEEDS:
-            raise ConfigError(
-                f"there is no tracker {name!r}",
-                where=where,
-                remedy=did_you_mean(name, [*NEEDS, "none", "all"]),
-            )
+        require_known(name, [*NEEDS, "none", "all"], "tracker", where=where)
         absent = [
             package for module, package in NEEDS[name].items() if importlib.util.find_spec(module) is None
         ]

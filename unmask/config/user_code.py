@@ -45,7 +45,7 @@ class CurrentFolder(MetaPathFinder):
 
 @contextlib.contextmanager
 def current_folder_last(module: str) -> Iterator[None]:
-    """Inside, this module is also looked for in the current folder, after all others."""
+    """Also look for this module in the current folder, after all others."""
     finder = CurrentFolder(module)
     sys.meta_path.append(finder)
     try:
@@ -56,7 +56,7 @@ def current_folder_last(module: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_setting(key: str) -> Iterator[None]:
-    """Inside, errors about named code are errors of this setting."""
+    """Raise errors about named code as errors of this setting."""
     try:
         yield
     except ConfigError as error:
@@ -66,7 +66,7 @@ def naming_setting(key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_as(kind: type[UnmaskError], what: str, *, where: str, remedy: str) -> Iterator[None]:
-    """Inside, an exception of user code, `what`, is an error of this kind, with the line. Errors of Unmask
+    """Raise an exception of user code, `what`, as an error of this kind, with the line. Errors of Unmask
     pass."""
     try:
         yield

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unmask.config.run import RunConfig
-from unmask.errors import ConfigError, did_you_mean
+from unmask.errors import ConfigError, require_known
 from unmask.migration import dllm
 from unmask.migration.conversion import BATCHES, CONVERTER
 from unmask.migration.files import MAPPINGS, OldFile, read_old
@@ -177,10 +177,7 @@ def recognise(values: Old, program: str | None, where: str) -> str:
 
 def format_named(name: str) -> Format:
     """A format by its name. Raises ConfigError if there is none."""
-    if name not in FORMATS:
-        raise ConfigError(
-            f"there is no format {name!r}", where="--format", remedy=did_you_mean(name, FORMATS)
-        )
+    require_known(name, FORMATS, "format", where="--format")
     return FORMATS[name]
 
 

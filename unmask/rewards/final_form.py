@@ -29,20 +29,23 @@ FUNCTION = re.compile(r"\\(?:binom|log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)|cot|sec
 
 ONE = r"1(?:\.0*)?(?![0-9.])"
 NO_OPS = [
-    (re.compile(r"(^|[=(\[{,]|\\cdot|\\times|\\frac) ?\+ ?|- ?-"), r"\1"),
-    (re.compile(r"\+ ?(?=[+-])|(?<=-) ?\+ ?"), ""),
-    (re.compile(rf"{TEXT.pattern}|\\?[{{}}]|[\[\]]"), r"\1"),
-    (re.compile(r"\(([^()+=<>,-]*)\)"), r"\1"),
-    (re.compile(r"(?:^|\+) ?\( ?(-[^()+-]*)\)|(?<![0-9.])0+(?=[0-9])"), r"\1"),
-    (
-        re.compile(
-            rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] "
-            rf"?0(?![0-9.])|\^{ONE}"
+    (re.compile(pattern), spelling)
+    for pattern, spelling in [
+        (r"(^|[=(\[{,]|\\cdot|\\times|\\frac) ?\+ ?|- ?-", r"\1"),
+        (r"\+ ?(?=[+-])|(?<=-) ?\+ ?", ""),
+        (rf"{TEXT.pattern}|\\?[{{}}]|[\[\]]", r"\1"),
+        (r"\(([^()+=<>,-]*)\)", r"\1"),
+        (r"(?:^|\+) ?\( ?(-[^()+-]*)\)|(?<![0-9.])0+(?=[0-9])", r"\1"),
+        (
+            (
+                rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] "
+                rf"?0(?![0-9.])|\^{ONE}"
+            ),
+            "",
         ),
-        "",
-    ),
-    (re.compile(rf"(?<![0-9.]){ONE} ?(?=[a-zA-Z\\(])"), ""),
-    (re.compile(r"(?<![0-9]) ?(?:\\cdot|\\times|\*)(?![a-zA-Z])|(?:\\cdot|\\times|\*) ?(?![0-9a-zA-Z])"), ""),
+        (rf"(?<![0-9.]){ONE} ?(?=[a-zA-Z\\(])", ""),
+        (r"(?<![0-9]) ?(?:\\cdot|\\times|\*)(?![a-zA-Z])|(?:\\cdot|\\times|\*) ?(?![0-9a-zA-Z])", ""),
+    ]
 ]
 """What changes the text of a formula, but not the formula: products and quotients with 1, sums with 0, and
 brackets around no sum."""

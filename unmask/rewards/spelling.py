@@ -25,28 +25,32 @@ SPELLINGS = {
     **dict.fromkeys((r"\quad", r"\qquad"), " "),
     **dict.fromkeys((r"\leq", r"\leqslant"), r"\le"),
     **dict.fromkeys((r"\geq", r"\geqslant"), r"\ge"),
-    **{r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\degree": r"^\circ", r"\textdollar": r"\$"},
-    **{r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\varnothing": r"\emptyset"},
+    r"\neq": r"\ne",
+    r"\lt": "<",
+    r"\gt": ">",
+    r"\degree": r"^\circ",
+    r"\textdollar": r"\$",
+    r"\langle": "(",
+    r"\rangle": ")",
+    r"\lbrace": r"\{",
+    r"\rbrace": r"\}",
+    r"\varnothing": r"\emptyset",
 }
 SPELLING = re.compile("|".join(rf"{re.escape(word)}(?![a-zA-Z])" for word in SPELLINGS))
 SIGNS = str.maketrans(
     {
-        **{
-            "\u03c0": r"\pi ",
-            "\u221e": r"\infty ",
-            "\u2212": "-",
-            "\u00d7": r"\times ",
-            "\u00b7": r"\cdot ",
-            "\u222a": r"\cup ",
-        },
-        **{
-            "\u00b0": r"^\circ ",
-            "\u2264": r"\le ",
-            "\u2265": r"\ge ",
-            "\u2260": r"\ne ",
-            "\u00b2": "^2",
-            "\u00b3": "^3",
-        },
+        "\u03c0": r"\pi ",
+        "\u221e": r"\infty ",
+        "\u2212": "-",
+        "\u00d7": r"\times ",
+        "\u00b7": r"\cdot ",
+        "\u222a": r"\cup ",
+        "\u00b0": r"^\circ ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
+        "\u2260": r"\ne ",
+        "\u00b2": "^2",
+        "\u00b3": "^3",
     }
 )
 SEPARATED = re.compile(r"(?<=[0-9])(?:\{,\}|,(?:\\! ?)+)(?=[0-9]{3})")
@@ -59,7 +63,7 @@ THOUSANDS = re.compile(
 OUTER = re.compile(r"^[ $]+|(?:(?<!\\)[ $])*\.?(?:(?<!\\)[ $])*$")
 ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
 TAKES_ARGUMENTS = re.compile(rf"\\({'|'.join(ARGUMENTS)})(?![a-zA-Z])")
-BASES = (
+BASES = [
     "zero",
     "one",
     "two",
@@ -73,41 +77,43 @@ BASES = (
     "ten",
     "eleven",
     "twelve",
-)
+]
 NOTHING, ANYTHING = "(?:none|(?:there (?:is|are) )?no solutions?|(?:the )?empty set)", "all real(?: number)?s"
-REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))"), r"\\sqrt{\1\2}"),
-    (re.compile(r"\{([^{}]*[^{} ]) ?\\over(?![a-z]) ?([^{}]+)\}"), r"\\frac{\1}{\2}"),
-    (re.compile(r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
-    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
-    (re.compile(r"(?<=[0-9a-zA-Z)}]) ?\*\* ?(?=[0-9a-zA-Z({-])"), "^"),
-    (re.compile(r"([0-9]) ?/ ?(?=[0-9])"), r"\1/"),
-    (re.compile(r"(?<=[0-9}]) ?(?:\\cdot|\\times|\*) ?i(?![a-zA-Z])"), "i"),
-    (re.compile(r"\\(begin|end)\{bmatrix\}"), r"\\\1{pmatrix}"),
+SPELLED: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    ("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))", r"\\sqrt{\1\2}"),
+    (r"\{([^{}]*[^{} ]) ?\\over(?![a-z]) ?([^{}]+)\}", r"\\frac{\1}{\2}"),
+    (r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+    (r"(?<=[0-9a-zA-Z)}]) ?\*\* ?(?=[0-9a-zA-Z({-])", "^"),
+    (r"([0-9]) ?/ ?(?=[0-9])", r"\1/"),
+    (r"(?<=[0-9}]) ?(?:\\cdot|\\times|\*) ?i(?![a-zA-Z])", "i"),
+    (r"\\(begin|end)\{bmatrix\}", r"\\\1{pmatrix}"),
     (
-        re.compile(
-            r"[(\[] ?\\begin\{(?:array\} "
-            r"?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"
-        ),
+        r"[(\[] ?\\begin\{(?:array\} "
+        r"?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]",
         r"\\begin{pmatrix}\1\\end{pmatrix}",
     ),
-    (re.compile(r"^[({]([0-9]+)[)}](?=_)"), r"\1"),
-    (re.compile(rf"_\{{\\text\{{({'|'.join(BASES)})\}}\}}"), lambda found: f"_{BASES.index(found[1])}"),
-    (re.compile(r"\\mathbb(?: ?R|\{R\})(?![a-zA-Z^])"), r"(-\\infty, \\infty)"),
-    (re.compile(r"\+ ?(?=\\infty)"), ""),
-    (re.compile(r" ?\\text\{ ?per ?cent ?\}$|(?<=[0-9)}]) ?(?:per ?cent|%)$"), r"\\%"),
-    (re.compile(rf"\\\{{ ?\\\}}|^\\text\{{ ?{NOTHING} ?\}}$|^{NOTHING}$", re.IGNORECASE), r"\\emptyset"),
-    (re.compile(rf"^\\text\{{ ?{ANYTHING} ?\}}$|^{ANYTHING}$", re.IGNORECASE), r"(-\\infty, \\infty)"),
-    (re.compile(" ?; ?"), ", "),
-    (re.compile(r"(\\log_(?:[0-9a-z]|\{[0-9a-z]+\})) ?([0-9]+)(?![0-9a-zA-Z])"), r"\1{\2}"),
-    (re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]{1,40})\}"), lambda found: _repeating(*found.groups())),
-    (re.compile(r"([_^])\{(.)\}"), r"\1\2"),
+    (r"^[({]([0-9]+)[)}](?=_)", r"\1"),
+    (rf"_\{{\\text\{{({'|'.join(BASES)})\}}\}}", lambda found: f"_{BASES.index(found[1])}"),
+    (r"\\mathbb(?: ?R|\{R\})(?![a-zA-Z^])", r"(-\\infty, \\infty)"),
+    (r"\+ ?(?=\\infty)", ""),
+    (r" ?\\text\{ ?per ?cent ?\}$|(?<=[0-9)}]) ?(?:per ?cent|%)$", r"\\%"),
+    (rf"(?i)\\\{{ ?\\\}}|^\\text\{{ ?{NOTHING} ?\}}$|^{NOTHING}$", r"\\emptyset"),
+    (rf"(?i)^\\text\{{ ?{ANYTHING} ?\}}$|^{ANYTHING}$", r"(-\\infty, \\infty)"),
+    (" ?; ?", ", "),
+    (r"(\\log_(?:[0-9a-z]|\{[0-9a-z]+\})) ?([0-9]+)(?![0-9a-zA-Z])", r"\1{\2}"),
+    (r"([0-9]*)\.([0-9]*)\\overline\{([0-9]{1,40})\}", lambda found: _repeating(*found.groups())),
+    (r"([_^])\{(.)\}", r"\1\2"),
 ]
 """Other spellings of roots, fractions, products with i, matrices, bases, sets, lists, logarithms and
 repeating decimals."""
+REWRITTEN = [(re.compile(pattern), spelling) for pattern, spelling in SPELLED]
 SIGNS_OF_UNITS = [
-    (re.compile(r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))"), r"\\text{ degrees}"),
-    (re.compile(r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$"), r"\1\2\3\\text{ dollars}"),
+    (re.compile(pattern), spelling)
+    for pattern, spelling in [
+        (r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))", r"\\text{ degrees}"),
+        (r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$", r"\1\2\3\\text{ dollars}"),
+    ]
 ]
 WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("\u201c", "\u201d")]
 WRAPPERS += [(mark, mark) for mark in ("**", "*", "```", "`", '"', "'")]
@@ -146,37 +152,34 @@ PERCENT_ASKED = re.compile(
 )
 SIGN_OF_UNIT = {"dollar": r"\$", "degree": r"\circ"}
 ABBREVIATIONS = {
-    **{
-        "in": "inch",
-        "ft": "foot",
-        "yd": "yard",
-        "mi": "mile",
-        "mm": "millimeter",
-        "cm": "centimeter",
-        "m": "meter",
-        "km": "kilometer",
-    },
-    **{
-        "mg": "milligram",
-        "g": "gram",
-        "kg": "kilogram",
-        "lb": "pound",
-        "oz": "ounce",
-        "ml": "milliliter",
-        "l": "liter",
-        "gal": "gallon",
-    },
-    **{
-        "s": "second",
-        "sec": "second",
-        "min": "minute",
-        "h": "hour",
-        "hr": "hour",
-        "deg": "degree",
-        "sq": "square",
-        "cu": "cubic",
-    },
-    **{"mph": "mile hour", "kph": "kilometer hour", "kmh": "kilometer hour", "usd": "dollar"},
+    "in": "inch",
+    "ft": "foot",
+    "yd": "yard",
+    "mi": "mile",
+    "mm": "millimeter",
+    "cm": "centimeter",
+    "m": "meter",
+    "km": "kilometer",
+    "mg": "milligram",
+    "g": "gram",
+    "kg": "kilogram",
+    "lb": "pound",
+    "oz": "ounce",
+    "ml": "milliliter",
+    "l": "liter",
+    "gal": "gallon",
+    "s": "second",
+    "sec": "second",
+    "min": "minute",
+    "h": "hour",
+    "hr": "hour",
+    "deg": "degree",
+    "sq": "square",
+    "cu": "cubic",
+    "mph": "mile hour",
+    "kph": "kilometer hour",
+    "kmh": "kilometer hour",
+    "usd": "dollar",
 }
 IRREGULAR = {
     "feet": "foot",

@@ -73,8 +73,8 @@ class Code(Task):
         return f"```{self.languages[0]}\n{self.program(row['completion'], row).strip()}\n```"
 
     def shapings(self) -> dict[str, dict[str, Verify]]:
-        """Those of all tasks. published: 1 for a fenced block that parses (1/2 if it does not), and the
-        fraction of passed tests."""
+        """The shapings that all tasks have. published: 1 for a fenced block that parses (1/2 if it does not),
+        and the fraction of passed tests."""
         return super().shapings() | {"published": {"code_format": self._format, "tests": self.verify_all}}
 
     def _format(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:

@@ -47,11 +47,14 @@ SIGNS = str.maketrans(
 )
 """Other signs of the operators."""
 SPELLINGS = [
-    (re.compile(r"\\(?:times|cdot|ast)(?![a-zA-Z])"), "*"),
-    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
-    (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
-    (re.compile(r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])"), "*"),
+    (re.compile(pattern), spelling)
+    for pattern, spelling in [
+        (r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*"),
+        (r"\\div(?![a-zA-Z])", "/"),
+        (r"\\(?:left|right)(?![a-zA-Z])", ""),
+        (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
+        (r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])", "*"),
+    ]
 ]
 """LaTeX, and x for a product."""
 STATED = re.compile(" *[1-9][0-9]{0,8} *")
