@@ -296,7 +296,7 @@ BROKEN = {
     ),
     "config that is no JSON": (
         lambda path: (path / "config.json").write_text("{"),
-        "config.json is incomplete",
+        "cannot load a model config",
     ),
     "config of nothing": (
         lambda path: (path / "config.json").write_text("{}"),
@@ -309,7 +309,7 @@ BROKEN = {
     ),
     "tokenizer cut off": (
         lambda path: (path / "tokenizer.json").write_text('{"version"'),
-        "tokenizer.json is incomplete",
+        "no usable tokenizer",
     ),
     "weights of another size": (lambda path: change_config(path, hidden_size=32), "cannot load the weights"),
     "weights cut off": (

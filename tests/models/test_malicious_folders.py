@@ -188,7 +188,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     ),
     "a config nested without end": (
         lambda path: (path / "config.json").write_text('{"a":' * 10**5),
-        "config.json is incomplete",
+        "cannot load a model config",
     ),
     "a config of nulls": (lambda path: change(path, model_type=None, architectures=None), "model config"),
     "settings that are a list": (lambda path: change(path, unmask=[1]), "'unmask' is not an object"),
@@ -206,7 +206,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     ),
     "a tokenizer nested without end": (
         lambda path: (path / "tokenizer.json").write_text("[" * 10**5),
-        "tokenizer.json is incomplete",
+        "no usable tokenizer",
     ),
     "a tokenizer config that is a list": (
         lambda path: (path / "tokenizer_config.json").write_text("[1]"),
@@ -233,7 +233,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))),
         "no safetensors file",
     ),
-    "weights that overlap": (overlapping, "cannot load the weights"),
+    "weights that overlap": (overlapping, "no safetensors file"),
     "weights with a header without end": (
         lambda path: (path / SAFE).write_bytes(b"\xff" * 7 + b"\x00" + b"{}"),
         "no safetensors file",

@@ -17,6 +17,8 @@ from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -224,19 +226,11 @@ def _bytes_of(name: str, text: str) -> bytes:
     return byte_level(name) if all(character in BYTES for character in name) else text.encode()
 
 
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
 def byte_level(name: str) -> bytes:
     """The bytes of a token of GPT-2's byte-level alphabet, in which every byte is a visible character."""
     if any(character not in BYTES for character in name):
         return name.encode()
     return bytes(BYTES[character] for character in name)
-
-
-def _alphabet() -> dict[str, int]:
-    visible = [code for first, last in ("!~", "¡¬", "®ÿ") for code in range(ord(first), ord(last) + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
-
-
-BYTES = _alphabet()

@@ -12,9 +12,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,16 +145,8 @@ def load_examples(
     files = _record_files(path_or_id, split)
     if not files:
         return load_rows(path_or_id, split=split, text_column=text_column, max_rows=max_rows)
-    with closing(_examples(files, keep_malformed)) as examples:
-        return list(islice(examples, max_rows))
-
-
-def _examples(
-    files: Sequence[str], keep_malformed: bool
-) -> Generator[dict[str, Any] | DataError, None, None]:
-    for file in files:
-        with closing(read_examples(file, keep_malformed=keep_malformed)) as examples:
-            yield from examples
+    examples = (read_examples(file, keep_malformed=keep_malformed) for file in files)
+    return list(islice(chain.from_iterable(examples), max_rows))
 
 
 def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
@@ -351,14 +342,10 @@ def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: 
 
     try:
         return datasets.Dataset.from_dict({new: [row.get(old) for row in rows] for new, old in names.items()})
-    except pyarrow.ArrowException as error:
-        raise DataError(
-            f"a column mixes types: {error}", where=source, remedy="Write values of one type in each column."
-        ) from error
-    except (OverflowError, UnicodeError) as error:  # of an integer of more than 64 bits, or a lone surrogate
-        raise DataError(
-            f"a table cannot hold a value: {error}", where=source, remedy="Remove it, or write it as text."
-        ) from error
+    # the others: an integer of more than 64 bits, a lone surrogate
+    except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
+        what = f"a column mixes types, or a table cannot hold a value: {error}"
+        raise DataError(what, where=source, remedy="Write values of one type in each column.") from error
 
 
 def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | IterableDataset:
@@ -374,11 +361,7 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
         if not rows:
             raise _empty(source)
         names: Any = [*map(glob.escape, files)]
-        return (
-            _naming_files(datasets.IterableDataset.from_parquet(names), source)
-            if streaming
-            else datasets.Dataset.from_parquet(names)
-        )
+        return (datasets.IterableDataset if streaming else datasets.Dataset).from_parquet(names)
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
         raise DataError(what, where=file, remedy="Write the file again.") from error
@@ -392,8 +375,7 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
     except IndexError:  # the error of `datasets` for a saved dataset without rows
         raise _empty(source) from None
     except FileNotFoundError:
-        found = _load_dataset(source, None, split, streaming)
-        return _naming_files(found, source) if streaming else found
+        return _load_dataset(source, None, split, streaming)
     except ValueError as error:
         raise DataError(f"not a saved dataset: {error}", where=source, remedy="Save it again.") from error
     if isinstance(saved, datasets.DatasetDict):
@@ -403,31 +385,6 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
             )
         saved = saved[split]
     return saved.to_iterable_dataset() if streaming else saved
-
-
-def _naming_files(rows: IterableDataset, source: str) -> IterableDataset:
-    """The stream with errors that name the file. It keeps its shards (files), so that they can be
-    shuffled."""
-    import datasets
-
-    count = rows.num_shards
-    names = [f"{source}, part {index + 1} of {count}" if count > 1 else source for index in range(count)]
-    arguments = {"shards": [rows.shard(count, index) for index in range(count)], "names": names}
-    return datasets.IterableDataset.from_generator(
-        _rows_of_shards, features=rows.features, gen_kwargs=arguments
-    )
-
-
-def _rows_of_shards(shards: Iterable[IterableDataset], names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    import datasets
-    import pyarrow
-
-    for shard, name in zip(shards, names, strict=True):
-        try:
-            yield from shard
-        except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError) as error:
-            what = f"the rest cannot be read: {' '.join(str(error).split())}"
-            raise DataError(what, where=name, remedy="Write the file again.") from error
 
 
 def _load_dataset(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
