@@ -79,9 +79,11 @@ def template_options(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, A
         else ()
     )
     if own := next((name for name in given if name in ours), None):
-        remedy = "Set data.chat_template." if own == "chat_template" else "Leave it out."
         raise DataError(
-            f"{own!r} cannot differ by row", where="chat_template_kwargs", remedy=remedy, reason="wrong type"
+            f"{own!r} cannot differ by row",
+            where="chat_template_kwargs",
+            remedy="Set data.chat_template." if own == "chat_template" else "Leave it out.",
+            reason="wrong type",
         )
     options = {"tools": example.get("tools"), **given}
     return {name: value for name, value in options.items() if name != "tools" or value}
@@ -113,8 +115,12 @@ def encode_prompt(
         return _encode_marked(tokenizer, text, keep)
     if is_ids(prompt):
         return list(prompt)
-    remedy = "Give a string, messages, or a list of token ids."
-    raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="wrong type")
+    raise DataError(
+        f"a prompt cannot be {prompt!r:.80}",
+        where="prompt",
+        remedy="Give a string, messages, or a list of token ids.",
+        reason="wrong type",
+    )
 
 
 def encode_messages(
@@ -201,9 +207,12 @@ def encode_pair(
         ids = encode_prompt(tokenizer, prompt)
         return ids, _finish(tokenizer, [*encode_completion(tokenizer, ids, text), *end], ends)
     if not (is_messages(prompt) and is_messages(completion)):
-        what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
-        remedy = "Give two strings, or two lists of messages."
-        raise DataError(what, where="prompt, completion", remedy=remedy, reason="wrong type")
+        raise DataError(
+            f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}",
+            where="prompt, completion",
+            remedy="Give two strings, or two lists of messages.",
+            reason="wrong type",
+        )
     _require_answer(prompt, completion)
     completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
     asked: Sequence[Message] = as_text(tokenizer, prompt)
@@ -233,9 +242,11 @@ def encode_example(
     if "messages" in example:
         _require_messages(example["messages"])
         if any(not _weight(message) for message in example["messages"]):
-            remedy = "Leave the weight out, or fine-tune with sft, which reads it."
             raise DataError(
-                "the whole conversation is learnt", where="weight", remedy=remedy, reason="with weight"
+                "the whole conversation is learnt",
+                where="weight",
+                remedy="Leave the weight out, or fine-tune with sft, which reads it.",
+                reason="with weight",
             )
         messages = as_text(
             tokenizer, [_without_end(tokenizer, message, ends) for message in example["messages"]]
@@ -297,9 +308,8 @@ def encode_turns(
         )
     for turn in answers:
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
-            what = f"message {turn} is the assistant's, but follows no message to answer"
             raise DataError(
-                what,
+                f"message {turn} is the assistant's, but follows no message to answer",
                 where="messages",
                 remedy="Begin with a user, and join turns.",
                 reason="answer without a question",
@@ -342,9 +352,11 @@ def encode_preference(
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            what = "they have no common beginning to be the prompt"
             raise DataError(
-                what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty"
+                "they have no common beginning to be the prompt",
+                where="chosen, rejected",
+                remedy="Give a prompt, or remove the row.",
+                reason="empty",
             )
     options = template_options(tokenizer, example)
     prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends, options)
@@ -359,9 +371,8 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     goes to the completions. Raises DataError if the two are equal.
     """
     if chosen == rejected:
-        what = f"chosen and rejected are the same: {chosen!r:.80}"
         raise DataError(
-            what,
+            f"chosen and rejected are the same: {chosen!r:.80}",
             where="chosen, rejected",
             remedy="Remove the row: it states no preference.",
             reason=EQUAL_RESPONSES,
@@ -388,16 +399,19 @@ def _tokens_between(
     if START in text or END in text:  # the tokenizer has no offsets of such a text
         before, through = encode(tokenizer, text[:start]), encode(tokenizer, text[:stop])
         if through != ids[: len(through)] or before != ids[: len(before)]:
-            what = "a special token in the text hides where an answer begins"
-            remedy = "Write it differently, or learn only the last turn with training.learn=last."
-            raise DataError(what, where="messages", remedy=remedy, reason="special token in the text")
+            raise DataError(
+                "a special token in the text hides where an answer begins",
+                where="messages",
+                remedy="Write it differently, or learn only the last turn with training.learn=last.",
+                reason="special token in the text",
+            )
         return range(len(before), len(through))
     if not tokenizer.is_fast:
-        what, remedy = (
+        raise DataError(
             "a slow tokenizer has no offsets to locate earlier answers",
-            "Use a fast one, or set training.learn=last.",
+            where=tokenizer.name_or_path or None,
+            remedy="Use a fast one, or set training.learn=last.",
         )
-        raise DataError(what, where=tokenizer.name_or_path or None, remedy=remedy)
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     # Offsets may exclude white space, so that a token of only white space has an empty span.
     return [index for index, (first, end) in enumerate(spans) if start <= first and start < end <= stop]
@@ -414,28 +428,33 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 def _require_messages(value: Any) -> None:
     if not is_messages(value):
-        remedy = 'Write [{"role": "user", "content": "..."}, ...].'
         raise DataError(
-            f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="wrong type"
+            f"not a list of messages: {value!r:.80}",
+            where="messages",
+            remedy='Write [{"role": "user", "content": "..."}, ...].',
+            reason="wrong type",
         )
 
 
 def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) -> None:
     """Raise a DataError if a completion is not a single answer of the assistant that follows another role."""
     if others := [message["role"] for message in completion if message["role"] != "assistant"]:
-        what, remedy = (
+        raise DataError(
             f"a completion has a turn of the {others[0]}",
-            "Move all but the last answer to the prompt, or remove the row.",
+            where="completion",
+            remedy="Move all but the last answer to the prompt, or remove the row.",
+            reason="other roles in the answer",
         )
-        raise DataError(what, where="completion", remedy=remedy, reason="other roles in the answer")
     if not _weight(completion[-1]):
         raise DataError(
             "the answer has weight 0", where="weight", remedy="Remove the row.", reason="without an answer"
         )
     if len(completion) > 1 or prompt[-1]["role"] == "assistant":
-        what = "a turn of the assistant follows another"
         raise DataError(
-            what, where="prompt, completion", remedy="Join the turns.", reason="answer without a question"
+            "a turn of the assistant follows another",
+            where="prompt, completion",
+            remedy="Join the turns.",
+            reason="answer without a question",
         )
 
 
@@ -460,9 +479,8 @@ def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> t
         )
     texts = _end_texts(tokenizer, ends)
     if inside := next((text for text in texts if text in answer), None):
-        what = f"the answer has the end token {inside!r} before its end"
         raise DataError(
-            what,
+            f"the answer has the end token {inside!r} before its end",
             where="completion",
             remedy="Remove it, or write it differently.",
             reason="end token inside the text",
@@ -490,12 +508,10 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
     """Raise a DataError if messages are rendered differently when others follow: sampling would see other
     prompts than training."""
     if not whole.startswith(start):
-        what = "the chat template renders the prompt differently if a completion follows"
-        remedy = "Use a template that only appends, as data.chat_template=simple, or give both as strings."
         raise DataError(
-            what,
+            "the chat template renders the prompt differently if a completion follows",
             where=f"prompt {messages!r:.80}",
-            remedy=remedy,
+            remedy="Use a template that only appends, as data.chat_template=simple, or give both as strings.",
             reason="rendered differently when more turns follow",
         )
 
@@ -549,9 +565,12 @@ def _require_differ(name: str, with_it: Callable[[], str], without: Callable[[],
     except DataError:
         return
     if same:
-        what = f"the chat template does not write {name}"
-        remedy = "Use a model whose template writes them, remove the row, or write them as text."
-        raise DataError(what, where=name, remedy=remedy, reason="not written by the chat template")
+        raise DataError(
+            f"the chat template does not write {name}",
+            where=name,
+            remedy="Use a model whose template writes them, remove the row, or write them as text.",
+            reason="not written by the chat template",
+        )
 
 
 def _weight(message: Message) -> bool:
@@ -563,12 +582,9 @@ def _require_end(text: str, message: Message) -> None:
     """Raise a DataError if the template writes no end after an answer that others follow: its end could not
     be learnt."""
     if text.strip() == str(message.get("content") or "").strip():
-        what = (
-            "the chat template does not end a turn of the assistant that others follow, so that its end "
-            "cannot be learnt"
-        )
         raise DataError(
-            what,
+            "the chat template does not end a turn of the assistant that others follow, so that its end "
+            "cannot be learnt",
             remedy=(
                 "Learn only the last turn with training.learn=last, or use a template that ends turns, as "
                 "data.chat_template=simple."

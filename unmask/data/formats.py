@@ -82,8 +82,12 @@ def conversation(row: Example) -> Any:
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        what = f"there are two system prompts, {system!r:.40} and {messages[0]['content']!r:.40}"
-        raise DataError(what, where="system", remedy="Keep one of them.", reason="two system prompts")
+        raise DataError(
+            f"there are two system prompts, {system!r:.40} and {messages[0]['content']!r:.40}",
+            where="system",
+            remedy="Keep one of them.",
+            reason="two system prompts",
+        )
     return messages
 
 
@@ -95,8 +99,12 @@ def trace(row: Example) -> Example:
         or isinstance(thoughts, str)
         or not all(isinstance(text, str) for text in thoughts)
     ):
-        what, remedy = f"{thoughts!r:.40} is not a list of strings", "Give a list of strings."
-        raise DataError(what, where="thinking_trajectories", remedy=remedy, reason="wrong type")
+        raise DataError(
+            f"{thoughts!r:.40} is not a list of strings",
+            where="thinking_trajectories",
+            remedy="Give a list of strings.",
+            reason="wrong type",
+        )
     if not (thoughts and thoughts[0].strip()):
         raise DataError(
             "there is no trace", where="thinking_trajectories", remedy="Remove the row.", reason="empty"
@@ -131,9 +139,8 @@ def unpaired(row: Example) -> Example:
             else ""
         )
     if label is None:
-        what = f"{row['label']!r:.40} is neither true nor false"
         raise DataError(
-            what,
+            f"{row['label']!r:.40} is neither true nor false",
             where="label",
             remedy="Write true for a good completion, false for a bad one.",
             reason="wrong type",
@@ -166,8 +173,12 @@ def template_columns(row: Mapping[str, Any]) -> Example:
             )
         columns[name] = value
     if "tools" in columns and "tools" in columns.get("chat_template_kwargs", {}):
-        what, remedy = "tools are given twice, as a column and in chat_template_kwargs", "Keep the column."
-        raise DataError(what, where="tools", remedy=remedy, reason="wrong type")
+        raise DataError(
+            "tools are given twice, as a column and in chat_template_kwargs",
+            where="tools",
+            remedy="Keep the column.",
+            reason="wrong type",
+        )
     return columns
 
 
@@ -218,14 +229,18 @@ class RecordFormat:
         for name in (
             name for name in (*UNREAD, *self.others) if name not in self.reads and _is_given(row.get(name))
         ):
-            remedy = UNREAD.get(name, UNREAD["system"])
             raise DataError(
-                f"the column {name} is not supported", where=name, remedy=remedy, reason=f"with {name}"
+                f"the column {name} is not supported",
+                where=name,
+                remedy=UNREAD.get(name, UNREAD["system"]),
+                reason=f"with {name}",
             )
         for name in in_text:
-            remedy = "Give messages, or remove the column."
             raise DataError(
-                "a text has no chat template to read it", where=name, remedy=remedy, reason=f"with {name}"
+                "a text has no chat template to read it",
+                where=name,
+                remedy="Give messages, or remove the column.",
+                reason=f"with {name}",
             )
         for name, value in texts.items():
             if _is_blank(value):
@@ -233,11 +248,10 @@ class RecordFormat:
                     "is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty"
                 )
             if not (isinstance(value, str) or _is_chat(value)):
-                remedy = 'Give a text, or [{"role": "user", "content": "..."}, ...].'
                 raise DataError(
                     f"neither a text nor messages: {value!r:.80}",
                     where=name,
-                    remedy=remedy,
+                    remedy='Give a text, or [{"role": "user", "content": "..."}, ...].',
                     reason="wrong type",
                 )
         row = row | texts
@@ -286,8 +300,13 @@ def _require_columns(row: Mapping[str, Any], names: Sequence[str]) -> None:
             if ours in names and ours not in row
         }
         renamed = " and ".join(f"{theirs} to {ours}" for ours, theirs in found.items() if theirs)
-        remedy = f"Rename {renamed}: docs/data.md lists the columns of each verb" if renamed else error.remedy
-        raise DataError(error.what, remedy=remedy, reason=error.reason) from error
+        raise DataError(
+            error.what,
+            remedy=f"Rename {renamed}: docs/data.md lists the columns of each verb"
+            if renamed
+            else error.remedy,
+            reason=error.reason,
+        ) from error
 
 
 def read_prompt(row: Mapping[str, Any]) -> Example:
@@ -341,8 +360,11 @@ class Reader:
         if isinstance(row, DataError):
             raise row
         if not isinstance(row, Mapping):
-            remedy = 'Give objects with columns, as {"prompt": ..., "completion": ...}.'
-            raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="wrong type")
+            raise DataError(
+                f"a row cannot be {row!r:.80}",
+                remedy='Give objects with columns, as {"prompt": ..., "completion": ...}.',
+                reason="wrong type",
+            )
         filled = {name: value for name, value in row.items() if value is not None}
         format_ = next((known for known in self.formats if filled.keys() >= {*known.columns}), None)
         if format_ is None:
@@ -359,8 +381,11 @@ class Reader:
         if self.format is None:
             self.format, self.described, self.first = format_, described, self.count - 1
         if described != self.described:
-            what = f"a row of {described} after rows of {self.described} (such as row {self.first})"
-            raise DataError(what, remedy="Keep one format in a file.", reason="another format")
+            raise DataError(
+                f"a row of {described} after rows of {self.described} (such as row {self.first})",
+                remedy="Keep one format in a file.",
+                reason="another format",
+            )
         return example
 
     def _nearest(self, row: Mapping[str, Any], filled: Example) -> RecordFormat:
@@ -419,9 +444,11 @@ def _message(message: Mapping[str, Any]) -> Example:
         speaker, content = message["from"], message.get("value")
         role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
         if role is None:
-            remedy = f"Use one of {', '.join(SPEAKERS)}."
             raise DataError(
-                f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="wrong type"
+                f"unknown speaker {speaker!r:.40}",
+                where="from",
+                remedy=f"Use one of {', '.join(SPEAKERS)}.",
+                reason="wrong type",
             )
     if not isinstance(role, str):
         raise DataError(
@@ -430,13 +457,19 @@ def _message(message: Mapping[str, Any]) -> Example:
     if isinstance(content, list):
         content = "".join(map(_part, content))
     if not isinstance(content, str) and not message.get("tool_calls"):
-        remedy = 'Write {"role": "user", "content": "..."}.'
         raise DataError(
-            f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="wrong type"
+            f"a message cannot be {message!r:.80}",
+            where="content",
+            remedy='Write {"role": "user", "content": "..."}.',
+            reason="wrong type",
         )
     for name in (name for name in UNREAD_IN_MESSAGES if _is_given(message.get(name))):
-        what, remedy = f"{name} of a message is not supported", UNREAD_IN_MESSAGES[name]
-        raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
+        raise DataError(
+            f"{name} of a message is not supported",
+            where=name,
+            remedy=UNREAD_IN_MESSAGES[name],
+            reason=f"with {name}",
+        )
     calls = message.get("tool_calls")
     rest = {
         name: value
@@ -444,9 +477,11 @@ def _message(message: Mapping[str, Any]) -> Example:
         if value is not None and name not in ("from", "value", "train")
     }
     if calls and not (isinstance(calls, list) and all(map(_is_call, rest["tool_calls"]))):
-        remedy = 'Write [{"type": "function", "function": {"name": "...", "arguments": {...}}}].'
         raise DataError(
-            f"calls cannot be {calls!r:.80}", where="tool_calls", remedy=remedy, reason="wrong type"
+            f"calls cannot be {calls!r:.80}",
+            where="tool_calls",
+            remedy='Write [{"type": "function", "function": {"name": "...", "arguments": {...}}}].',
+            reason="wrong type",
         )
     return rest | {"role": role, "content": content} | _weight(message, role)
 
@@ -456,11 +491,12 @@ def _weight(message: Mapping[str, Any], role: str) -> Example:
     given = {name: message[name] for name in ("weight", "train") if message.get(name) is not None}
     for name, value in given.items():
         if value not in ((0, 1) if role == "assistant" else (0,)):
-            what, remedy = (
+            raise DataError(
                 f"the {role}'s message has {name} {value!r:.40}",
-                "Write 0 or 1 for an answer, and none for others.",
+                where=name,
+                remedy="Write 0 or 1 for an answer, and none for others.",
+                reason="wrong type",
             )
-            raise DataError(what, where=name, remedy=remedy, reason="wrong type")
     if len({*map(int, given.values())}) > 1:
         raise DataError(
             "weight and train differ", where="train", remedy="Keep one of them.", reason="wrong type"
@@ -490,9 +526,11 @@ def _part(part: Any) -> str:
     images."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    remedy = 'Write {"type": "text", "text": "..."}.'
     raise DataError(
-        f"a part of a message cannot be {part!r:.80}", where="content", remedy=remedy, reason="wrong type"
+        f"a part of a message cannot be {part!r:.80}",
+        where="content",
+        remedy='Write {"type": "text", "text": "..."}.',
+        reason="wrong type",
     )
 
 

@@ -55,9 +55,8 @@ class RowLimits:
         if they are too long."""
         longest = max(map(len, completions))
         if self.canvas_length is not None and longest > self.canvas_length:
-            what = f"{longest} completion tokens, but canvas_length is {self.canvas_length}"
             raise DataError(
-                what,
+                f"{longest} completion tokens, but canvas_length is {self.canvas_length}",
                 remedy=f"Raise canvas_length: training.canvas_length={longest}",
                 reason="longer than the canvas",
             )
@@ -156,11 +155,10 @@ def preference_rows(
             if chosen == rejected:
                 if not report.skip:
                     report.unknown.check("")  # which may be why they are the same
-                remedy = "Remove the row: it states no preference."
                 raise DataError(
                     "chosen and rejected are the same",
                     where="chosen, rejected",
-                    remedy=remedy,
+                    remedy="Remove the row: it states no preference.",
                     reason=EQUAL_RESPONSES,
                 )
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])

@@ -154,9 +154,8 @@ def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Raise a DataError if the mask token is in the text: it is never predicted, so that its loss would be
     infinite."""
     if tokenizer.mask_token_id in ids:
-        what = f"the text holds the mask token {tokenizer.mask_token!r}"
         raise DataError(
-            what,
+            f"the text holds the mask token {tokenizer.mask_token!r}",
             remedy="Remove it, or read it as text with model.parse_special_tokens=false",
             reason="mask token in the text",
         )

@@ -344,8 +344,11 @@ def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: 
         return datasets.Dataset.from_dict({new: [row.get(old) for row in rows] for new, old in names.items()})
     # the others: an integer of more than 64 bits, a lone surrogate
     except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
-        what = f"a column mixes types, or a table cannot hold a value: {error}"
-        raise DataError(what, where=source, remedy="Write values of one type in each column.") from error
+        raise DataError(
+            f"a column mixes types, or a table cannot hold a value: {error}",
+            where=source,
+            remedy="Write values of one type in each column.",
+        ) from error
 
 
 def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | IterableDataset:
@@ -363,8 +366,11 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
         names: Any = [*map(glob.escape, files)]
         return (datasets.IterableDataset if streaming else datasets.Dataset).from_parquet(names)
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
-        what = f"not a readable Parquet file: {error.__cause__ or error}"
-        raise DataError(what, where=file, remedy="Write the file again.") from error
+        raise DataError(
+            f"not a readable Parquet file: {error.__cause__ or error}",
+            where=file,
+            remedy="Write the file again.",
+        ) from error
 
 
 def _from_directory(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -398,9 +404,10 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
             if Path(name).is_dir()
             else "neither a local file nor a dataset that"
         )
-        what = f"{tried} `datasets` could read: {error.__cause__ or error}"
         raise DataError(
-            what, where=name, remedy="Check the path, or the id, its config, the split and the network."
+            f"{tried} `datasets` could read: {error.__cause__ or error}",
+            where=name,
+            remedy="Check the path, or the id, its config, the split and the network.",
         ) from error
 
 

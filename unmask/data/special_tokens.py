@@ -45,14 +45,19 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         return list(encode_marked_chat(tokenizer, text))
     # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
     except TypeError as error:
-        what = f"{text!r:.80} is not valid Unicode"
-        raise DataError(what, where="text", remedy="Save it as UTF-8", reason="not valid Unicode") from error
+        raise DataError(
+            f"{text!r:.80} is not valid Unicode",
+            where="text",
+            remedy="Save it as UTF-8",
+            reason="not valid Unicode",
+        ) from error
     except ValueError as error:
-        what, remedy = (
+        raise DataError(
             f"a special token cannot be written as text ({error})",
-            "Remove it, or write it differently",
-        )
-        raise DataError(what, where="text", remedy=remedy, reason="special token in the text") from error
+            where="text",
+            remedy="Remove it, or write it differently",
+            reason="special token in the text",
+        ) from error
 
 
 def without_marks(text: str) -> str:

@@ -128,8 +128,11 @@ def cached_rows(
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"cannot create the folder {folder}: {error.strerror}"
-        raise ConfigError(what, where="token_cache", remedy="Choose another") from error
+        raise ConfigError(
+            f"cannot create the folder {folder}: {error.strerror}",
+            where="token_cache",
+            remedy="Choose another",
+        ) from error
     cache = Path(folder) / _cache_key(tokenizer, texts, [max_length, packed, max_unknown, *ends])
     with PartialState().local_main_process_first():
         if not cache.exists():

@@ -60,12 +60,13 @@ class UnknownTokens:
         lacks = f". It lacks {', '.join(map(repr, self.examples))}{others}" if self.found else ""
         what = f"{self.fraction:.1%} of the tokens are unknown to the tokenizer{lacks}"
         enough = math.ceil(self.fraction * 100) / 100
-        remedy = (
-            "Use a model whose tokenizer knows the text, make a tokenizer for a new one (unmask "
+        raise DataError(
+            what,
+            where=where,
+            remedy="Use a model whose tokenizer knows the text, make a tokenizer for a new one (unmask "
             "pretrain model.from_scratch=true "
-            f"--tokenizer train:8000), or allow it with training.max_unknown={enough:g}"
+            f"--tokenizer train:8000), or allow it with training.max_unknown={enough:g}",
         )
-        raise DataError(what, where=where, remedy=remedy)
 
 
 def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -47,25 +47,31 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     tied = bool(_shared(lm.model))
     adapted = add_adapters(lm, peft_config)
     if reason := _unmergeable(adapted, peft_config):
-        remedy = "Use adapters that can be, such as plain LoRA"
         raise ConfigError(
-            f"they cannot be merged into the weights ({reason})", where="lora (peft_config)", remedy=remedy
+            f"they cannot be merged into the weights ({reason})",
+            where="lora (peft_config)",
+            remedy="Use adapters that can be, such as plain LoRA",
         )
     if not any(weight.requires_grad for weight in adapted.model.parameters()):
         raise ConfigError("they train nothing", where=WHERE, remedy="Name modules of this model")
     if tied and getattr(peft_config, "ensure_weight_tying", False) and not _stays_tied(adapted):
-        what = f"PEFT does not train the embedding table and the head of {type(lm.model).__name__} as one"
-        remedy = "Leave it out: the two are then trained and saved apart"
-        raise ConfigError(what, where="lora (peft_config), ensure_weight_tying", remedy=remedy)
-    if _loses_bias(adapted.model.get_output_embeddings()):
-        what, remedy = (
-            "PEFT leaves out the bias of a head with trained rows",
-            "Train the whole module with modules_to_save",
+        raise ConfigError(
+            f"PEFT does not train the embedding table and the head of {type(lm.model).__name__} as one",
+            where="lora (peft_config), ensure_weight_tying",
+            remedy="Leave it out: the two are then trained and saved apart",
         )
-        raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
+    if _loses_bias(adapted.model.get_output_embeddings()):
+        raise ConfigError(
+            "PEFT leaves out the bias of a head with trained rows",
+            where="lora (peft_config), trainable_token_indices",
+            remedy="Train the whole module with modules_to_save",
+        )
     if error := _first_error(adapted):
-        remedy = "Name other modules, such as those of attention alone"
-        raise ConfigError(f"the model fails with them ({error})", where=WHERE, remedy=remedy)
+        raise ConfigError(
+            f"the model fails with them ({error})",
+            where=WHERE,
+            remedy="Name other modules, such as those of attention alone",
+        )
     return adapted
 
 
@@ -172,25 +178,29 @@ def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft
         table.
     """
     if not hasattr(peft_config, "trainable_token_indices"):
-        what = f"{type(peft_config).__name__} cannot train the embedding row of the mask token"
-        raise ConfigError(what, where="lora (peft_config)", remedy="Use LoRA")
+        raise ConfigError(
+            f"{type(peft_config).__name__} cannot train the embedding row of the mask token",
+            where="lora (peft_config)",
+            remedy="Use LoRA",
+        )
     table = "." + next(
         name for name, module in lm.model.named_modules() if module is lm.model.get_input_embeddings()
     )
     for setting in ("target_modules", "modules_to_save"):
         named = getattr(peft_config, setting, None) or ()
         if not isinstance(named, str) and any(table.endswith(f".{name}") for name in named):
-            remedy = "Leave it out: the row of the mask token is trained anyway"
             raise ConfigError(
-                "names the embedding table", where=f"lora (peft_config), {setting}", remedy=remedy
+                "names the embedding table",
+                where=f"lora (peft_config), {setting}",
+                remedy="Leave it out: the row of the mask token is trained anyway",
             )
     tokens = peft_config.trainable_token_indices or []
     if isinstance(tokens, dict):
-        what, remedy = (
+        raise ConfigError(
             "rows of the embedding table are named by module",
-            "Give trainable_token_indices as a list of tokens",
+            where="lora (peft_config), trainable_token_indices",
+            remedy="Give trainable_token_indices as a list of tokens",
         )
-        raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
     return replace(peft_config, trainable_token_indices=sorted({*tokens, lm.mask_token_id}))
 
 

@@ -258,8 +258,11 @@ def check_pattern(pattern: str, block_size: int | None, causal_context: bool = F
             remedy=f"Use one of {', '.join(PATTERNS)}",
         )
     if pattern == "block_causal" and (block_size is None or block_size < 1):
-        what = f"block_causal attention with block_size {block_size!r}"
-        raise ConfigError(what, where="block_size", remedy="Give a block size of at least 1")
+        raise ConfigError(
+            f"block_causal attention with block_size {block_size!r}",
+            where="block_size",
+            remedy="Give a block size of at least 1",
+        )
     remedy = "Leave it out, or use attention='block_causal'"
     if pattern != "block_causal" and block_size is not None:
         raise ConfigError(
@@ -302,8 +305,11 @@ def unmask_attention(
         ModelError: there is no mask, or the model has attention sinks or a position bias.
     """
     if unmask_mask is None:
-        what = "the model was called without a mask, and would attend to tokens that it must not see"
-        raise ModelError(what, where=type(module).__name__, remedy="Call it through unmask.DiffusionLM")
+        raise ModelError(
+            "the model was called without a mask, and would attend to tokens that it must not see",
+            where=type(module).__name__,
+            remedy="Call it through unmask.DiffusionLM",
+        )
     if s_aux is not None or position_bias is not None:
         raise ModelError(
             "attention sinks and position biases are not supported",

@@ -37,9 +37,10 @@ def read_template(name_or_path: str) -> str:
     try:
         return read_file(name_or_path)
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{name_or_path!r} is neither a template of Unmask nor a readable text file ({error})"
         raise ConfigError(
-            what, where="data.chat_template", remedy=f"Use {SIMPLE}, or the path of a Jinja file"
+            f"{name_or_path!r} is neither a template of Unmask nor a readable text file ({error})",
+            where="data.chat_template",
+            remedy=f"Use {SIMPLE}, or the path of a Jinja file",
         ) from error
 
 
@@ -53,28 +54,31 @@ def render_template(
     """
     if not tokenizer.chat_template:
         gives = f"{SIMPLE}, in Python lm.set_chat_template('simple'), which gives it one"
-        remedy = f"Train with {gives}; use an instruction-tuned model; or give prompts as strings."
         raise DataError(
             "the tokenizer has no chat template, which messages need",
             where=tokenizer.name_or_path or None,
-            remedy=remedy,
+            remedy=f"Train with {gives}; use an instruction-tuned model; or give prompts as strings.",
         )
     try:
         return str(
             tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
         )
     except (LimitError, RecursionError) as error:
-        remedy = f"Use another template, as {SIMPLE}"
         raise DataError(
-            f"the chat template is stopped: {error}", where=tokenizer.name_or_path or None, remedy=remedy
+            f"the chat template is stopped: {error}",
+            where=tokenizer.name_or_path or None,
+            remedy=f"Use another template, as {SIMPLE}",
         ) from error
     except TemplateSyntaxError as error:
         raise DataError(
             f"the chat template is malformed: {error}", remedy=f"Fix it, or use another one, as {SIMPLE}"
         ) from error
     except Exception as error:  # user code: templates raise anything
-        what = f"the chat template refuses {messages!r:.80}: {error}"
-        raise DataError(what, remedy="Fix the messages.", reason="refused by the chat template") from error
+        raise DataError(
+            f"the chat template refuses {messages!r:.80}: {error}",
+            remedy="Fix the messages.",
+            reason="refused by the chat template",
+        ) from error
 
 
 def without_start(

@@ -20,8 +20,11 @@ def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[
         ModelError: there are fewer than two devices.
     """
     if len(memory) < 2:
-        what = f"a model is spread over two GPUs or more, but there {'is one' if memory else 'are none'} here"
-        raise ModelError(what, where="device_map", remedy="Leave it out")
+        raise ModelError(
+            f"a model is spread over two GPUs or more, but there {'is one' if memory else 'are none'} here",
+            where="device_map",
+            remedy="Leave it out",
+        )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     parts = list(_parts(model))

@@ -297,11 +297,10 @@ class DiffusionLM:
             and (self.causal_context or self.has_time_embedding)
             and (input_ids_BT == self.mask_token_id).any()
         ):
-            remedy = "Give hidden_BT (all False where the mask token is part of the text)"
             raise ModelError(
                 "the model reads the current block differently from the others",
                 where="hidden_BT",
-                remedy=remedy,
+                remedy="Give hidden_BT (all False where the mask token is part of the text)",
             )
         inputs = self.noised_inputs(
             input_ids_BT, attention_mask_BT, None if rows_BT is None else rows_BT.bool(), hidden_BT
@@ -477,8 +476,11 @@ class DiffusionLM:
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
         context = self.context_length or length
         if length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
-            what = f"{longest} tokens, but the model's context is {context}"
-            raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
+            raise ModelError(
+                f"{longest} tokens, but the model's context is {context}",
+                where="input_ids",
+                remedy="Shorten the prompt or max_new_tokens",
+            )
         layout = layout.with_noised_copies(copies) if copies else layout
         if attention_mask_BT is None:
             mask = unpadded_mask(self.attention, self.block_size, length, copies, device, self.causal_context)

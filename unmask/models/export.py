@@ -46,8 +46,11 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
             remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}",
         )
     if lm.expand_token_id is not None:
-        remedy = "Export the model that it was before that training, or serve it with `unmask serve`"
-        raise ModelError("engines would write its expand and delete tokens", where="layout", remedy=remedy)
+        raise ModelError(
+            "engines would write its expand and delete tokens",
+            where="layout",
+            remedy="Export the model that it was before that training, or serve it with `unmask serve`",
+        )
     with _without_quality_head(lm) as bare:
         _export_stock(bare, folder) if layout == STOCK_FORMAT else _export_released(bare, folder, layout)
         save_tokenizer(bare.tokenizer, folder)
@@ -121,14 +124,18 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> 
 def _check_stock(lm: DiffusionLM) -> None:
     if not lm.autoregressive or lm.causal_context or lm.has_time_embedding:
         shift = "" if lm.logit_shift else " without logit shift"
-        remedy = "Use the --layout of a released family, or serve it with `unmask serve`"
         raise ModelError(
-            f"a stock model is causal, and this one is {lm.attention}{shift}", where="layout", remedy=remedy
+            f"a stock model is causal, and this one is {lm.attention}{shift}",
+            where="layout",
+            remedy="Use the --layout of a released family, or serve it with `unmask serve`",
         )
     kind = type(lm.model)
     if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
-        remedy = "Merge its adapters before, or use an architecture that comes with transformers"
-        raise ModelError(f"{kind.__name__} is not a class of transformers", where="layout", remedy=remedy)
+        raise ModelError(
+            f"{kind.__name__} is not a class of transformers",
+            where="layout",
+            remedy="Merge its adapters before, or use an architecture that comes with transformers",
+        )
     if getattr(lm.model, "is_quantized", False):
         raise ModelError(
             "its weights are quantised", where="layout", remedy="Load it without model.quantization"

@@ -164,11 +164,12 @@ class Family:
             raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)
         if self.sparse_layers and (kinds := published.get(self.sparse_layers)):
             if not isinstance(kinds, list) or len(kinds) != values["num_hidden_layers"]:
-                what = (
+                raise ModelError(
                     f"{self.sparse_layers} is {kinds!r}, and not a number for each of "
-                    f"{values['num_hidden_layers']} layers"
+                    f"{values['num_hidden_layers']} layers",
+                    where=where,
+                    remedy=remedy,
                 )
-                raise ModelError(what, where=where, remedy=remedy)
             values["mlp_only_layers"] = [layer for layer, sparse in enumerate(kinds) if not sparse]
         config = self.config_class(**values)
         settings = {

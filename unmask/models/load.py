@@ -145,8 +145,11 @@ def _placement(
             else {}
         )
     if quantization is not None:
-        what, remedy = "quantised weights are not spread over devices", "Leave one of the two out"
-        raise ModelError(what, where="device_map, quantization", remedy=remedy)
+        raise ModelError(
+            "quantised weights are not spread over devices",
+            where="device_map, quantization",
+            remedy="Leave one of the two out",
+        )
     memory = [
         torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())
     ]
@@ -302,9 +305,8 @@ def _check_layers(model: PreTrainedModel) -> None:
     ):
         masked.add("chunked_attention")  # one chunk
     if unmasked := set(getattr(text, "layer_types", None) or ()) - masked:
-        what = f"its layers of type {', '.join(map(repr, sorted(unmasked)))} ignore the attention mask"
         raise ModelError(
-            what,
+            f"its layers of type {', '.join(map(repr, sorted(unmasked)))} ignore the attention mask",
             where=type(model).__name__,
             remedy="Use a transformer whose layers are all full or sliding attention",
         )
@@ -319,12 +321,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
         for token, number in tokenizer.get_vocab().items()
         if number >= rows and number != tokenizer.mask_token_id
     ]:
-        what = (
-            f"the tokenizer has {len(tokenizer):,} tokens, but the embedding table only {rows:,} rows "
-            f"(none for {without[0]!r})"
-        )
         raise ModelError(
-            what,
+            f"the tokenizer has {len(tokenizer):,} tokens, but the embedding table only {rows:,} rows "
+            f"(none for {without[0]!r})",
             where=where,
             remedy="Use the tokenizer that belongs to the model, or resize its embeddings and train them",
         )

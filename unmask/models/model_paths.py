@@ -107,9 +107,10 @@ def near_path(path: Path) -> str:
 def _refuse_without_config(folder: Path) -> None:
     """Raise ModelError for a folder without config.json, with the model that is meant."""
     if (folder / RUN_MANIFEST).is_file():
-        remedy = "Finish it with --resume, or name another model"
         raise ModelError(
-            "is the folder of a run that has not saved its model", where=str(folder), remedy=remedy
+            "is the folder of a run that has not saved its model",
+            where=str(folder),
+            remedy="Finish it with --resume, or name another model",
         )
     run = folder
     while OF_STAGE.fullmatch(run.name):
@@ -121,9 +122,13 @@ def _refuse_without_config(folder: Path) -> None:
         found = sorted(
             {folder / each.relative_to(folder).parts[0] for place in places for each in folder.glob(place)}
         )
-    what = f"is {'a folder' if run == folder else 'a part of a run'}, and has no {CONFIG}"
-    remedy = f"Name {' or '.join(map(str, found[:3]))}" if found else "Name the folder of a model or of a run"
-    raise ModelError(what, where=str(folder), remedy=remedy)
+    raise ModelError(
+        f"is {'a folder' if run == folder else 'a part of a run'}, and has no {CONFIG}",
+        where=str(folder),
+        remedy=f"Name {' or '.join(map(str, found[:3]))}"
+        if found
+        else "Name the folder of a model or of a run",
+    )
 
 
 def _refuse_cut_weights(folder: Path) -> None:

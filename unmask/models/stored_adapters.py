@@ -70,8 +70,11 @@ def load_adapters(lm: DiffusionLM, path: str | Path) -> DiffusionLM:
     """
     where = str(path)
     if getattr(lm.model, "is_loaded_in_8bit", False):
-        remedy = "Load it with quantization 4bit, or without"
-        raise ModelError("several models cannot share weights in 8 bits", where="quantization", remedy=remedy)
+        raise ModelError(
+            "several models cannot share weights in 8 bits",
+            where="quantization",
+            remedy="Load it with quantization 4bit, or without",
+        )
     config, weights = _read(lm, where)
     try:
         with reading("the adapters do not fit the model", where, REMEDY):
@@ -113,8 +116,11 @@ def _read(lm: DiffusionLM, where: str) -> tuple[peft.LoraConfig, dict[str, torch
 
     folder = Path(where)
     if not (folder / CONFIG_NAME).is_file():
-        what = f"holds no adapters: there is no {CONFIG_NAME}" if folder.is_dir() else "no such folder"
-        raise ModelError(what, where=where, remedy=REMEDY)
+        raise ModelError(
+            f"holds no adapters: there is no {CONFIG_NAME}" if folder.is_dir() else "no such folder",
+            where=where,
+            remedy=REMEDY,
+        )
     refuse_pickled(where)
     with reading("cannot read the adapters", where, REMEDY):
         refuse_irregular(folder)

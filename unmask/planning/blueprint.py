@@ -133,12 +133,18 @@ class Blueprint:
             ConfigError: rows longer than the model's context, or quantised weights without adapters.
         """
         if quantization and lora_rank is None:
-            remedy = "Train adapters (LoRA), or leave it out"
-            raise ConfigError("quantised weights take no gradients", where="quantization", remedy=remedy)
+            raise ConfigError(
+                "quantised weights take no gradients",
+                where="quantization",
+                remedy="Train adapters (LoRA), or leave it out",
+            )
         sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
         if self.context is not None and sequence_length > self.context:
-            what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
-            raise ConfigError(what, where="sequence_length", remedy=f"Use at most {self.context}")
+            raise ConfigError(
+                f"{sequence_length:,} tokens, but the model's context is {self.context:,}",
+                where="sequence_length",
+                remedy=f"Use at most {self.context}",
+            )
         chosen: AttentionName = attention or ("bidirectional" if self.stock else self.settings["attention"])
         return Workload(
             sequence_length=sequence_length,

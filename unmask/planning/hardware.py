@@ -86,9 +86,10 @@ class HardwareRecipe:
         device_map: str | None,
     ) -> HardwareRecipe:
         if dtype == "float64":
-            remedy = "Use float32, bfloat16 or float16"
             raise ConfigError(
-                "float64 weights cannot be estimated", where="--dtype, model.dtype", remedy=remedy
+                "float64 weights cannot be estimated",
+                where="--dtype, model.dtype",
+                remedy="Use float32, bfloat16 or float16",
             )
         devices = [
             device.model_copy(update={"memory_gb": device.memory_gb or host_memory_gb()})
@@ -100,9 +101,10 @@ class HardwareRecipe:
         """The same workload with the recipe's switches. Raises ConfigError for quantised weights split over
         devices, as training does."""
         if work.quantization and self.device_map:
-            what = "quantised weights are not spread over devices"
             raise ConfigError(
-                what, where="--device-map and --quantization", remedy="Leave one of the two out"
+                "quantised weights are not spread over devices",
+                where="--device-map and --quantization",
+                remedy="Leave one of the two out",
             )
         fsdp = self.training.get("fsdp_config") or {}
         whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
@@ -191,12 +193,16 @@ class StepEstimator:
     def device_to_measure(self, recipe: HardwareRecipe) -> str:
         """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantised."""
         if self.work.quantization:
-            what = "steps on quantised weights are not measured"
-            raise ConfigError(what, where="--measure, --quantization", remedy="Leave one of the two out")
-        if (device := recipe.device) is None:
-            remedy = "Leave out --measure, or run it there"
             raise ConfigError(
-                "this machine has no such device", where=f"--hardware {recipe.name}", remedy=remedy
+                "steps on quantised weights are not measured",
+                where="--measure, --quantization",
+                remedy="Leave one of the two out",
+            )
+        if (device := recipe.device) is None:
+            raise ConfigError(
+                "this machine has no such device",
+                where=f"--hardware {recipe.name}",
+                remedy="Leave out --measure, or run it there",
             )
         return device
 

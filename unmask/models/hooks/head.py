@@ -114,9 +114,10 @@ class RowSelector:
         if not self._checked and not torch.allclose(
             self._first_V.to(first_V.device).float(), first_V.float(), atol=1e-3
         ):
-            what = "the model changes the logits of its head in an unknown way"
             raise ModelError(
-                what, where="output head", remedy="Use fewer rows per pass (in training: score_chunk)"
+                "the model changes the logits of its head in an unknown way",
+                where="output head",
+                remedy="Use fewer rows per pass (in training: score_chunk)",
             )
         self._checked = True
         results = [each.to(first_V.device) for each in self.reduced]
