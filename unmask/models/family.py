@@ -7,7 +7,7 @@ Reading and writing both follow from it; no code of a released model is run or s
 from __future__ import annotations
 
 import contextlib
-import re
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Split, WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import (
+    Split,
+    WeightConverter,
+    WeightRenaming,
+    revert_weight_conversion,
+)
 
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
@@ -65,40 +70,25 @@ class Family:
     constants: Mapping[str, Any]  # further fields of config.json; another value is another architecture
     # values that the stock class computes differently
     refused: Mapping[str, Any] = field(default_factory=dict)
-    # name in the file: name in the stock model, where they differ; `*` is a layer's number; a tuple: the file
+    # part of a name in the file: the same in the stock model, replaced one after the other; a tuple: the file
     # holds these weights in one tensor
     weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     # in config.json, to Python code, which runs only with trust_remote_code
     auto_map: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)  # Python files beside config.json
 
-    @property
-    def key_mapping(self) -> dict[str, str]:
-        """Patterns of published weight names and their replacements, for `from_pretrained`."""
-        return {
-            _pattern(published): _replacement(stock)
-            for published, stock in self.weights.items()
-            if isinstance(stock, str)
-        }
-
     @contextlib.contextmanager
-    def splitting(self) -> Iterator[None]:
-        """Inside, transformers splits tensors that hold several weights: `from_pretrained` can only rename,
-        and a permanent converter would also fuse the weights of a stock model when it is saved."""
-        fused = {published: stock for published, stock in self.weights.items() if not isinstance(stock, str)}
-        if not fused:
-            yield
-            return
-        name = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class].__name__
-        converters = [
-            WeightConverter(
-                f"{_within_layer(published)}.weight",
-                [f"{_within_layer(part)}.weight" for part in stock],
-                [Split(dim=0)],
-            )
-            for published, stock in fused.items()
+    def converting(self) -> Iterator[None]:
+        """Inside, transformers converts weights between their published and their stock names, also where a
+        tensor holds several weights. Elsewhere stock models of the class are saved under their own names."""
+        conversions = [
+            WeightRenaming(published, stock)
+            if isinstance(stock, str)
+            else WeightConverter(f"{published}.weight", [f"{part}.weight" for part in stock], [Split(dim=0)])
+            for published, stock in self.weights.items()
         ]
-        register_checkpoint_conversion_mapping(name, converters, overwrite=True)
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class].__name__
+        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
         try:
             yield
         finally:
@@ -106,32 +96,18 @@ class Family:
 
     def published_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The weights of a stock model by their published names, each expert separately."""
-        state = revert_weight_conversion(model, model.state_dict())
+        bare = copy.copy(model)
+        bare._weight_conversions = None  # those with which it was loaded
+        state = model.state_dict()
         if model.config.tie_word_embeddings:
             del state["lm_head.weight"]
-        published: dict[str, Tensor] = {}
-        fused: dict[str, dict[int, Tensor]] = {}
-        for name, weight in state.items():
-            new, part = self._published_name(name)
-            if part is None:
-                whole = weight.nbytes == weight.untyped_storage().nbytes()
-                # those that share a storage are saved under one name
-                published[new] = weight if whole else weight.clone()
-            else:
-                fused.setdefault(new, {})[part] = weight
-        return published | {
-            name: torch.cat([parts[number] for number in sorted(parts)]) for name, parts in fused.items()
+        with self.converting():
+            state = revert_weight_conversion(bare, state)
+        # those that share a storage would be saved under one name
+        return {
+            name: weight if weight.nbytes == weight.untyped_storage().nbytes() else weight.clone()
+            for name, weight in state.items()
         }
-
-    def _published_name(self, stock: str) -> tuple[str, int | None]:
-        """The published name of a stock weight, and which part of that tensor it is (None: the whole)."""
-        for published, names in self.weights.items():
-            for part, name in enumerate([names] if isinstance(names, str) else names):
-                if re.match(_pattern(name), stock):
-                    return re.sub(_pattern(name), _replacement(published), stock), None if isinstance(
-                        names, str
-                    ) else part
-        return stock, None
 
     def read_config(self, published: Mapping[str, Any], where: str) -> PretrainedConfig:
         """The stock config of a published one, with the settings that `unmask.load` reads.
@@ -235,18 +211,6 @@ class Family:
 
     def _refusal(self, what: str, remedy: str) -> ModelError:
         return ModelError(f"the {self.name} format cannot express {what}", where="layout", remedy=remedy)
-
-
-def _pattern(name: str) -> str:
-    return "^" + re.escape(name).replace(r"\*", r"(\d+)") + r"(?=\.|$)"
-
-
-def _replacement(name: str) -> str:
-    return name.replace("*", r"\1")
-
-
-def _within_layer(name: str) -> str:
-    return name.rpartition("*.")[2]
 
 
 def _stock_value(config: PretrainedConfig, name: str) -> Any:

@@ -165,20 +165,17 @@ def pattern_settings(
     """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock
     model."""
     saved = STOCK_SETTINGS | (getattr(config, SETTINGS_KEY, None) or {})
-    same_pattern = attention is None or attention == saved["attention"]
-    if same_pattern:
-        block_size = saved["block_size"] if block_size is None else block_size
-        logit_shift = saved["logit_shift"] if logit_shift is None else logit_shift
-    chosen = {
-        "attention": attention or saved["attention"],
-        "block_size": block_size,
-        "logit_shift": logit_shift,
-    }
-    return (
-        {name: saved[name] for name in STOCK_SETTINGS}
-        | chosen
-        | {"causal_context": saved["causal_context"] and same_pattern}
-    )
+    if attention is None or attention == saved["attention"]:
+        given = {"block_size": block_size, "logit_shift": logit_shift}
+        chosen = {name: value for name, value in given.items() if value is not None}
+    else:
+        chosen = {
+            "attention": attention,
+            "block_size": block_size,
+            "logit_shift": logit_shift,
+            "causal_context": False,
+        }
+    return {name: saved[name] for name in STOCK_SETTINGS} | chosen
 
 
 def initialise(
@@ -237,19 +234,15 @@ def make_diffusion(
     block_size: int | None = None,
     logit_shift: bool | None = None,
     eos_token_ids: Sequence[int] | None = None,
-    causal_context: bool = False,
-    time_embedding: bool = False,
-    quality_head: bool = False,
-    expand_token_id: int | None = None,
-    delete_token_id: int | None = None,
-    max_gap: int | None = None,
     padding_idx: int | None = None,
+    **others: Any,
 ) -> DiffusionLM:
     """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in
     place.
 
     `padding_idx` is the token whose embedding gets no gradient; None: all do, also where the architecture has
-    one by default. Padding is never read, but its token is often the EOS, which is.
+    one by default. Padding is never read, but its token is often the EOS, which is. `others` are further
+    arguments of `DiffusionLM`.
 
     Raises: ModelError: the architecture mixes tokens other than by the attention interface of transformers,
         or computes something else under Unmask's attention (`unmask.models.agreement`), or an end token is
@@ -285,13 +278,8 @@ def make_diffusion(
         mask_token_id=tokenizer.mask_token_id,
         eos_token_ids=resolve_end_tokens(model, tokenizer, eos_token_ids),
         logit_shift=attention == "causal" if logit_shift is None else logit_shift,
-        causal_context=causal_context,
-        time_embedding=time_embedding,
-        quality_head=quality_head,
-        expand_token_id=expand_token_id,
-        delete_token_id=delete_token_id,
-        max_gap=max_gap,
         first_position=first,
+        **others,
     )
 
 
@@ -353,27 +341,19 @@ def with_pattern(
     logit_shift: bool | None = None,
     *,
     causal_context: bool = False,
-    time_embedding: bool | None = None,
-    expand_token_id: int | None = None,
-    delete_token_id: int | None = None,
+    **others: Any,
 ) -> DiffusionLM:
-    """The same weights with another pattern, to convert them, or with tokens that say the lengths of gaps.
-    `logit_shift` defaults as in `load`; a time embedding, a quality head and such tokens stay."""
-    return make_diffusion(
-        lm.model,
-        lm.tokenizer,
-        attention=attention,
-        block_size=block_size,
-        logit_shift=logit_shift,
-        eos_token_ids=lm.eos_token_ids,
-        causal_context=causal_context,
-        time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
-        quality_head=lm.quality_head is not None,
-        expand_token_id=lm.expand_token_id if expand_token_id is None else expand_token_id,
-        delete_token_id=lm.delete_token_id if delete_token_id is None else delete_token_id,
-        max_gap=lm.max_gap,
-        padding_idx=lm.padding_idx,
-    )
+    """The same weights with another pattern, to convert them, or with `others` of `STOCK_SETTINGS`; those
+    that are None or left out stay as they are. `logit_shift` defaults as in `load`."""
+    kept = {name: lm.settings[name] for name in STOCK_SETTINGS}
+    pattern = {
+        "attention": attention,
+        "block_size": block_size,
+        "logit_shift": logit_shift,
+        "causal_context": causal_context,
+    }
+    changed = {name: value for name, value in others.items() if value is not None}
+    return make_diffusion(lm.model, lm.tokenizer, **kept | pattern | changed)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -410,13 +390,12 @@ def _load_model(
     where: str, config: PretrainedConfig, dtype: torch.dtype, options: dict, family: Family | None
 ) -> PreTrainedModel:
     remedy = "Give a causal language model with safetensors weights"
-    key_mapping = family.key_mapping if family else None
     # the config's could be a kernel on a hub; ours replaces it
     options |= {"use_safetensors": True, "attn_implementation": "eager"}
-    splitting = family.splitting() if family else contextlib.nullcontext()
-    with reading("cannot load the weights", where, remedy), _loading_unsharded(), splitting:
+    converting = family.converting() if family else contextlib.nullcontext()
+    with reading("cannot load the weights", where, remedy), _loading_unsharded(), converting:
         model, info = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, output_loading_info=True, key_mapping=key_mapping, **options
+            where, config=config, dtype=dtype, output_loading_info=True, **options
         )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

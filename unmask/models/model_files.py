@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
@@ -19,11 +20,12 @@ from unmask.models.diffusion_lm import SETTINGS_KEY
 from unmask.models.family import Family
 from unmask.models.model_paths import check_model, model_folder
 from unmask.models.released_families import family_of
-from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
+"""Tokenizer classes of remote code, and the model types whose classes in transformers are equivalent."""
 MAX_COUNT = 10_000
 """Layers or labels of a model at most: transformers makes something for each, which would take hours with
 more."""
@@ -87,7 +89,7 @@ def read_tokenizer(
             with suppress(OSError):
                 _refuse_counts(PretrainedConfig.get_config_dict(where, **hub_options)[0])
         tokenizer = AutoTokenizer.from_pretrained(
-            where, **(tokenizer_choice(where, hub_options) if family else hub_options)
+            where, **(_tokenizer_choice(where, hub_options) if family else hub_options)
         )
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")
@@ -98,9 +100,35 @@ def read_tokenizer(
         ):
             raise ValueError("its chat template is no text")
         if family:
-            name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
+            _name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
     tokenizer.parse_special_tokens = parse_special_tokens
     return tokenizer
+
+
+def _tokenizer_choice(where: str, hub_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `AutoTokenizer.from_pretrained` that load a released tokenizer without remote code."""
+    named = get_tokenizer_config(where, revision=hub_options.get("revision")).get("tokenizer_class")
+    # Without a config AutoTokenizer would read config.json, and ask about the remote code that it names.
+    choice = (
+        {"tokenizer_type": LOCAL_TOKENIZERS[named]}
+        if named in LOCAL_TOKENIZERS
+        else {"config": PretrainedConfig()}
+    )
+    return {**hub_options, "trust_remote_code": False, **choice}
+
+
+def _name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:
+    """Make the token with this id the mask token, which released tokenizers do not declare. Raises ModelError
+    if there is no such token."""
+    token = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id < len(tokenizer) else None
+    if token is None:
+        raise ModelError(
+            f"the tokenizer has no mask token {mask_token_id}",
+            where=where,
+            remedy="Use the tokenizer of the released model",
+        )
+    tokenizer.add_special_tokens({"mask_token": token})
+    tokenizer.init_kwargs.pop("auto_map", None)  # which refers to code that is not saved with it
 
 
 def _refuse_counts(published: Any) -> None:

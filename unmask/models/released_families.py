@@ -1,5 +1,5 @@
 """The formats in which released models are published: tables of the names of their settings and weights,
-which `family.py` applies (`Family.key_mapping` when reading, `Family.published_weights` when writing).
+which `family.py` applies.
 
 Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR
 (Cheng et al. 2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025),
@@ -97,16 +97,14 @@ LLADA = Family(
         "model.transformer.wte": "model.embed_tokens",
         "model.transformer.ln_f": "model.norm",
         "model.transformer.ff_out": "lm_head",
-        "model.transformer.blocks.*.attn_norm": "model.layers.*.input_layernorm",
-        **{
-            f"model.transformer.blocks.*.{part}_proj": f"model.layers.*.self_attn.{part}_proj"
-            for part in "qkv"
-        },
-        "model.transformer.blocks.*.attn_out": "model.layers.*.self_attn.o_proj",
-        "model.transformer.blocks.*.ff_norm": "model.layers.*.post_attention_layernorm",
-        "model.transformer.blocks.*.ff_proj": "model.layers.*.mlp.gate_proj",  # the activation is on this one
-        "model.transformer.blocks.*.up_proj": "model.layers.*.mlp.up_proj",
-        "model.transformer.blocks.*.ff_out": "model.layers.*.mlp.down_proj",
+        "model.transformer.blocks": "model.layers",
+        "attn_norm": "input_layernorm",
+        **{f"{part}_proj": f"self_attn.{part}_proj" for part in "qkv"},
+        "attn_out": "self_attn.o_proj",
+        "ff_norm": "post_attention_layernorm",
+        "ff_proj": "mlp.gate_proj",  # the activation is on this one
+        "up_proj": "mlp.up_proj",
+        "ff_out": "mlp.down_proj",
     },
 )
 DREAM = Family(
@@ -236,13 +234,11 @@ LLADA2 = Family(
     refused={"num_experts_per_tok": 1},  # whose weight the published code does not normalise
     weights={
         "model.word_embeddings": "model.embed_tokens",
-        "model.layers.*.attention.query_key_value": tuple(
-            f"model.layers.*.self_attn.{part}_proj" for part in "qkv"
-        ),
-        "model.layers.*.attention.query_layernorm": "model.layers.*.self_attn.q_norm",
-        "model.layers.*.attention.key_layernorm": "model.layers.*.self_attn.k_norm",
-        "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
-        "model.layers.*.mlp.gate.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        "attention.query_key_value": tuple(f"self_attn.{part}_proj" for part in "qkv"),
+        "attention.query_layernorm": "self_attn.q_norm",
+        "attention.key_layernorm": "self_attn.k_norm",
+        "attention.dense": "self_attn.o_proj",
+        "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
     },
     auto_map={
         "AutoConfig": "inclusionAI/LLaDA2.0-mini--configuration_llada2_moe.LLaDA2MoeConfig",
