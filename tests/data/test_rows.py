@@ -145,13 +145,13 @@ def test_a_column_of_rows():
         list(Column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset"))
 
 
-@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=5).filter(any), st.booleans())
-def test_padding(rows, left):
-    padded_BT = pad_rows(rows, 0, left=left)
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=5).filter(any))
+def test_padding(rows):
+    padded_BT = pad_rows(rows, 0)
     assert padded_BT.shape == (len(rows), max(map(len, rows)))
     assert [[value for value in row if value] for row in padded_BT.tolist()] == rows
     for row, padded_T in zip(rows, padded_BT, strict=True):
-        assert (padded_T[len(padded_T) - len(row) :] if left else padded_T[: len(row)]).tolist() == row
+        assert padded_T[: len(row)].tolist() == row
 
 
 @given(texts, lengths)

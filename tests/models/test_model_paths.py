@@ -3,7 +3,6 @@ imported."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -46,15 +45,6 @@ def test_a_pointer_of_git_lfs_is_refused(model: Path) -> None:
         "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
     )
     with pytest.raises(ModelError, match="is a pointer of Git LFS"):
-        check_model(model)
-
-
-def test_a_shard_that_the_index_names_must_be_there(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    check_model(model)
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002.safetensors, which its index names"):
         check_model(model)
 
 

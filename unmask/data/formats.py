@@ -129,18 +129,11 @@ def preference(row: Example) -> Example:
 
 def unpaired(row: Example) -> Example:
     """A completion with a boolean label, which may be written as 1 or 0."""
-    label = row["label"]
-    if not isinstance(label, bool):
-        label = LABELS.get(
-            str(label).strip().lower()
-            if isinstance(label, str)
-            else f"{label:g}"
-            if isinstance(label, int | float)
-            else ""
-        )
+    written = row["label"]
+    label = LABELS.get(f"{written:g}" if isinstance(written, int | float) else str(written).strip().lower())
     if label is None:
         raise DataError(
-            f"{row['label']!r:.40} is neither true nor false",
+            f"{written!r:.40} is neither true nor false",
             where="label",
             remedy="Write true for a good completion, false for a bad one.",
             reason="wrong type",

@@ -172,13 +172,10 @@ def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bo
     }
 
 
-def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bool = False) -> Tensor:
-    """A [B, T] tensor of rows padded to the longest, on the right or `left`."""
+def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool) -> Tensor:
+    """A [B, T] tensor of rows padded to the longest, on the right."""
     width = max(map(len, rows))
-    padding = [[fill] * (width - len(row)) for row in rows]
-    return torch.tensor(
-        [[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, padding, strict=True)]
-    )
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
 
 class Collator:

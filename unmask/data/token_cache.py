@@ -47,8 +47,8 @@ class StreamedRows(IterableDataset):
     raises DataError at a bad row, or where the rows are not the `expected` ones.
     """
 
-    def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[Row]], skipped: int = 0):
-        self.texts, self.make_rows, self.skipped = texts, make_rows, skipped
+    def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[Row]]):
+        self.texts, self.make_rows, self.skipped = texts, make_rows, 0
         self.expected: Mapping[str, int] | None = None
         """What `visited` returned in the run that is resumed."""
         # also with the process that makes the rows
@@ -168,25 +168,23 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], setting
 
 def _write_cache(cache: Path, rows: Iterator[Row]) -> None:
     """Write atomically: the folder is renamed when it is complete."""
-    import pyarrow as pa
+    from datasets import Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
 
-    integers = pa.list_(pa.int32())
-    schema = pa.schema(
-        {
-            "input_ids": integers,
-            "documents": integers,
-            "maskable": pa.list_(pa.bool_()),
-            "sample_id": pa.int64(),
-        }
+    features = Features(
+        input_ids=List(Value("int32")),
+        documents=List(Value("int32")),
+        maskable=List(Value("bool")),
+        sample_id=Value("int64"),
     )
     unfinished = Path(tempfile.mkdtemp(dir=cache.parent, prefix=f".{cache.name}."))
     try:
-        with (unfinished / ROWS).open("wb") as file:
-            with pa.ipc.new_stream(file, schema) as writer:
-                while chunk := list(islice(rows, ROWS_AT_ONCE)):
-                    writer.write_batch(pa.RecordBatch.from_pylist(chunk, schema=schema))
-            file.flush()
-            os.fsync(file.fileno())
+        with ArrowWriter(
+            features=features, path=str(unfinished / ROWS), writer_batch_size=ROWS_AT_ONCE
+        ) as writer:
+            for row in rows:
+                writer.write(row)
+            writer.finalize()
         write_atomic(unfinished / MANIFEST, json.dumps({"sha256": _checksum(unfinished / ROWS)}))
         unfinished.chmod(0o755)  # mkdtemp allows only the owner
         unfinished.rename(cache)
@@ -200,22 +198,15 @@ def _write_cache(cache: Path, rows: Iterator[Row]) -> None:
 def _read_cache(cache: Path) -> Dataset:
     import datasets
 
-    remedy = f"Remove the folder {cache}; the next run creates it again."
     try:
-        manifest: Any = json.loads(read_file(cache / MANIFEST))
-        intact = manifest["sha256"] == _checksum(cache / ROWS)
-    except OSError as error:
+        if json.loads(read_file(cache / MANIFEST))["sha256"] != _checksum(cache / ROWS):
+            raise ValueError(f"the checksum of {ROWS} differs")
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"the token cache is incomplete: {error.strerror}", where=error.filename, remedy=remedy
+            f"the token cache is damaged: {error}",
+            where=str(cache),
+            remedy="Remove the folder; the next run creates it again.",
         ) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"the token cache is corrupted: {error!r}", where=str(cache / MANIFEST), remedy=remedy
-        ) from error
-    if not intact:
-        raise DataError(
-            "the token cache is corrupted: its checksum differs", where=str(cache / ROWS), remedy=remedy
-        )
     return datasets.Dataset.from_file(str(cache / ROWS))
 
 

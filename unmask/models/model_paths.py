@@ -18,7 +18,7 @@ from unmask.errors import ModelError, UnmaskWarning
 
 RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model"
 """The resolved config, the manifest and the trained model in the output folder of a run."""
-CONFIG, INDEX, ADAPTER_CONFIG = "config.json", "model.safetensors.index.json", "adapter_config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 OF_STAGE = re.compile(r"(stage|checkpoint)-\d+")
 LFS_POINTER = b"version https://git-lfs"
 """What a file begins with that `git clone` wrote without Git LFS in the place of a large one."""
@@ -73,8 +73,9 @@ def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> 
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     if not (folder / CONFIG).exists():
         _refuse_without_config(folder)
-    if weights:
-        _refuse_cut_weights(folder)
+    for path in sorted(folder.glob("*.safetensors")) if weights else ():
+        if path.is_file() and (fault := _fault_of(path)):
+            raise ModelError(f"{path.name} {fault}", where=str(folder), remedy=AGAIN)
 
 
 def refuse_other_model(folder: Path) -> None:
@@ -131,27 +132,8 @@ def _refuse_without_config(folder: Path) -> None:
     )
 
 
-def _refuse_cut_weights(folder: Path) -> None:
-    """Raise ModelError for a safetensors file that is missing, shorter than its header says, or a pointer of
-    Git LFS."""
-    named: set[str] = set()
-    # an index that cannot be read is refused where it is used
-    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
-        named = {str(name) for name in json.loads(read_file(folder / INDEX))["weight_map"].values()}
-    if missing := sorted(
-        name
-        for name in named
-        if name.endswith(".safetensors") and "/" not in name and not (folder / name).exists()
-    ):
-        raise ModelError(
-            f"lacks {', '.join(missing[:3])}, which its index names", where=str(folder), remedy=AGAIN
-        )
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.is_file() and (fault := _fault_of(path)):
-            raise ModelError(f"{path.name} {fault}", where=str(folder), remedy=AGAIN)
-
-
 def _fault_of(path: Path) -> str | None:
+    """What is wrong with a safetensors file that was not downloaded whole; None: nothing."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             return "is a pointer of Git LFS, not the file itself"

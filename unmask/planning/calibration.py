@@ -31,6 +31,7 @@ CALIBRATION_FLOPS = 5e10
 """Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
 CALIBRATION_PARAMETERS = 6e7
 """Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
+MEASURED_SECONDS = 3.0
 CALIBRATION_SECONDS = 1.0
 """Time for each of the two models after a warm-up; at least three steps."""
 
@@ -119,11 +120,11 @@ class Step:
         return persistent + max(itertools.accumulate(changes), default=0)
 
 
-def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, device: str = "cpu") -> Measured:
-    """Time steps of the whole model, with random weights, for about `seconds` (at least five steps), and
+def measure(blueprint: Blueprint, work: Workload, device: str) -> Measured:
+    """Time steps of the whole model, with random weights, for about three seconds (at least five steps), and
     measure its peak memory."""
     step = Step(build_model(blueprint, work, device), work)
-    times = median_times([step], seconds, at_least=5)[0]
+    times = median_times([step], MEASURED_SECONDS, at_least=5)[0]
     return Measured(sum(times), step.peak_bytes())
 
 

@@ -218,7 +218,7 @@ class StepEstimator:
         estimate = self.estimate(plain, batch)
         if not estimate.fits or estimate.seconds is None:
             raise ConfigError("the step does not fit", where="--measure", remedy=f"Use {estimate.advice}")
-        real = measure(self.blueprint, estimate.workload, device=device)
+        real = measure(self.blueprint, estimate.workload, device)
         return {
             "batch": batch,
             "predicted GB": estimate.memory.total / 1e9,
