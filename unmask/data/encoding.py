@@ -467,7 +467,7 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: End
 
 
 def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> tuple[str, list[int]]:
-    """As `_cut_end`. Raises DataError if the answer is empty without its end, or if another end token is
+    """Like `_cut_end`. Raises DataError if the answer is empty without its end, or if another end token is
     inside it."""
     answer, first = _cut_end(tokenizer, answer, ends)
     if first and not answer.strip():

@@ -281,7 +281,7 @@ PROMPT = RecordFormat(("prompt",), ("prompt",))
 
 
 def _require_columns(row: Mapping[str, Any], names: Sequence[str]) -> None:
-    """As `require_values`. The error of a missing prompt or completion names the columns that seem to be
+    """Like `require_values`. The error of a missing prompt or completion names the columns that seem to be
     meant."""
     try:
         require_values(row, names, "")

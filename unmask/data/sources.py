@@ -137,8 +137,8 @@ def load_examples(
     max_rows: int | None = None,
     keep_malformed: bool = False,
 ) -> Sequence[dict[str, Any] | DataError]:
-    """As `load_rows`, for columns that may mix types, or that no table can hold: CSV and JSON files become a
-    list of rows.
+    """Like `load_rows`, for columns that may mix types, or that no table can hold: CSV and JSON files become
+    a list of rows.
 
     With `keep_malformed` the error of a malformed line of a .jsonl file replaces its row.
     """

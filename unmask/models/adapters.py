@@ -137,7 +137,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """As `with_adapters`, with quantised weights as they are: for inference."""
+    """The model with PEFT adapters for inference; quantised weights stay as they are."""
     from peft.utils.other import ModulesToSaveWrapper
 
     try:

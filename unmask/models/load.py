@@ -165,6 +165,7 @@ def pattern_settings(
     """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock
     model."""
     saved = STOCK_SETTINGS | (getattr(config, SETTINGS_KEY, None) or {})
+    chosen: dict[str, Any]
     if attention is None or attention == saved["attention"]:
         given = {"block_size": block_size, "logit_shift": logit_shift}
         chosen = {name: value for name, value in given.items() if value is not None}
