@@ -11,7 +11,6 @@ from unmask.errors import ConfigError, require
 from unmask.evaluation.comparison import Comparison, Difference
 from unmask.redaction import shown
 
-FORMATS = (".png", ".svg")
 BETTER, WORSE, UNCLEAR = "#23784a", "#b4540a", "#56606e"
 STYLE = {
     "font.size": 9,
@@ -26,12 +25,9 @@ ROW, MARGIN = 0.32, 0.8  # inches: a difference, and the title and axis of a pan
 def check_picture(path: Path) -> None:
     """Raise a ConfigError if matplotlib is missing or the file is neither PNG nor SVG."""
     require("matplotlib", "train", where="--picture")
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(
-            f"{path.name} is neither a PNG nor an SVG",
-            where="--picture",
-            remedy="End its name with .png or .svg",
-        )
+    if path.suffix.lower() not in (".png", ".svg"):
+        what, remedy = f"{path.name} is neither a PNG nor an SVG", "End its name with .png or .svg"
+        raise ConfigError(what, where="--picture", remedy=remedy)
 
 
 def write_forest_plot(comparison: Comparison, first: str, path: Path) -> None:
@@ -40,19 +36,22 @@ def write_forest_plot(comparison: Comparison, first: str, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    metrics = list(dict.fromkeys(each.metric for each in comparison.differences))
-    panels = [[each for each in comparison.differences if each.metric == metric] for metric in metrics]
-    heights = [MARGIN + ROW * len(panel) for panel in panels]
+    panels: dict[str, list[Difference]] = {}
+    for each in comparison.differences:
+        panels.setdefault(each.metric, []).append(each)
+    heights = [MARGIN + ROW * len(panel) for panel in panels.values()]
     with rc_context(STYLE):
         figure = Figure(figsize=(7.2, sum(heights)), layout="constrained")
-        axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-        for axis, metric, panel in zip(axes, metrics, panels, strict=True):
-            _draw(axis, metric, panel, first)
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=150, metadata=metadata)
+        axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+        for axis, (metric, panel) in zip(axes, panels.items(), strict=True):
+            axis.set_title(shown(metric), loc="left")
+            _draw(axis, panel, first)
+        figure.savefig(
+            path, dpi=150, metadata={"Date" if path.suffix.lower() == ".svg" else "Software": None}
+        )
 
 
-def _draw(axis: Any, metric: str, panel: list[Difference], first: str) -> None:
+def _draw(axis: Any, panel: list[Difference], first: str) -> None:
     several = len({each.other for each in panel}) > 1
     axis.axvline(0, color="#b9b4aa", linewidth=1)
     for row, each in enumerate(panel):
@@ -60,21 +59,13 @@ def _draw(axis: Any, metric: str, panel: list[Difference], first: str) -> None:
         ends = [each.change.low, each.change.high]
         if all(map(math.isfinite, ends)):
             axis.plot(ends, [row, row], color=color, linewidth=1.8, solid_capstyle="butt")
-        axis.plot(
-            [each.change.mean],
-            [row],
-            "o",
-            color=color,
-            markersize=5,
-            markerfacecolor=color if each.significant else "white",
-        )
-    axis.set_yticks(
-        range(len(panel)), [shown(f"{each.task}: {each.other}" if several else each.task) for each in panel]
-    )
+        fill = color if each.significant else "white"
+        axis.plot([each.change.mean], [row], "o", color=color, markersize=5, markerfacecolor=fill)
+    names = [shown(f"{each.task}: {each.other}" if several else each.task) for each in panel]
+    axis.set_yticks(range(len(panel)), names)
     axis.set_ylim(len(panel) - 0.5, -0.5)
     better = "higher" if panel[0].higher_is_better else "lower"
     what = f"difference from {first}" if several else f"{panel[0].other} - {first}"
     axis.set_xlabel(shown(f"{what} ({better} is better)"))
     if all(each.fraction for each in panel):
         axis.xaxis.set_major_formatter(lambda value, _: f"{100 * value:+g}%" if abs(value) > 1e-9 else "0")
-    axis.set_title(shown(metric), loc="left")

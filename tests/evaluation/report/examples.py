@@ -136,7 +136,7 @@ def _item(rng: random.Random, number: int, skill: float, used: int) -> Item:
 
 def sudoku() -> Denoising:
     """A grid in three frames."""
-    start = ["3", "1", "", "2", "2", "·", "", "", "", "2", "1", "", "", "3", "2", ""]
+    start = ["3", "1", "", "2", "2", "", "", "", "", "2", "1", "", "", "3", "2", ""]
     middle = [*start[:2], "4", *start[3:]]
     return Denoising(
         prompt="310220000210 0320",

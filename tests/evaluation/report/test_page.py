@@ -25,9 +25,9 @@ from unmask.evaluation.report.content import (
     Series,
     Table,
 )
-from unmask.evaluation.report.page import column_classes, write_page
+from unmask.evaluation.report.page import cell_kinds, column_classes, write_page
 
-VOID = {"meta", "link", "input", "br", "hr", "img", "line", "polyline", "path"}
+VOID = {"meta", "link", "input", "br", "hr", "img"}
 HOSTILE = """<script>alert(1)</script>"'><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}</style></title>"""
 
 
@@ -342,3 +342,28 @@ def test_every_frame_of_a_grid_is_shown_and_new_cells_have_their_confidence(rend
     ]
     assert sorted(shades) == [25, 50, 50, 50, 50, 50, 87.5, 100]
     assert len(page.all("script")) == 1 and "hidden" in page.all("div", "player")[0]
+
+
+def test_the_frames_of_a_grid(render):
+    _, page = render(section(sudoku()))
+    spoken = [str(grid["aria-label"]) for grid in page.all("div", "grid")]
+    captions = [text.partition(": ")[0] for text in spoken]
+    assert captions == ["Start", "Step 1 · 88%", "Step 2 · 25\N{EN DASH}100%"]
+    assert spoken[1].endswith(": 3 1 4 2; 2 hidden hidden hidden; hidden 2 1 hidden; hidden 3 2 hidden")
+    assert [cell_kinds(sudoku(), 1)[index].split()[0] for index in (0, 2, 5)] == ["clue", "new", "hidden"]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(4, 4), (9, 18), (5, 0)])
+def test_grids_are_boxed_where_the_side_is_a_square(columns, lines):
+    grid = Denoising(prompt="", frames=[["1"] * columns**2], revealed=[{}], columns=columns)
+    for side in ("box-right", "box-bottom"):
+        assert sum(side in kinds for kinds in cell_kinds(grid, 0)) == lines
+
+
+def test_frames_that_do_not_fit_together_are_refused():
+    with pytest.raises(AssertionError, match="2 frames, 1 sets"):
+        Denoising(prompt="", frames=[[""], ["a"]], revealed=[{}], columns=1)
+    with pytest.raises(AssertionError, match="different lengths"):
+        Denoising(prompt="", frames=[[""], ["a", "b"]], revealed=[{}, {}], columns=1)
+    with pytest.raises(AssertionError, match="1 tokens, 2 steps"):
+        Answer(name="m", color=0, tokens=["a"], steps=[0, 1])

@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+LARGEST = 1e300
 Point = tuple[float, float]
 Verdict = Literal["", "gain", "loss", "unclear"]
 
@@ -57,6 +58,11 @@ class Series:
     log."""
     dashed: bool = False
 
+    @property
+    def drawable(self) -> list[Point]:
+        """The points in order, without NaN and values so large that their differences are not finite."""
+        return sorted(point for point in self.points if all(abs(value) <= LARGEST for value in point))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
@@ -71,6 +77,11 @@ class Chart:
     """Vertical lines with a name: where the stages of a conversion begin."""
     percent: bool = False
     """Whether values are fractions that are shown in percent."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there is anything to draw."""
+        return any(series.drawable for series in self.series)
 
 
 @dataclass(frozen=True, kw_only=True)

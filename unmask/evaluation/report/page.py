@@ -3,7 +3,9 @@ secrets are masked."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -14,7 +16,8 @@ import jinja2
 from markupsafe import Markup
 
 from unmask.artifacts import plain, write_atomic
-from unmask.evaluation.report import geometry
+from unmask.errors import require
+from unmask.evaluation.report import pictures
 from unmask.evaluation.report.content import Charts, Denoising, Report, Section, Table
 from unmask.redaction import masked, shown
 
@@ -24,7 +27,12 @@ LINE_END = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
 
 
 def write_page(report: Report, path: str | Path) -> None:
-    """Write the report as one HTML file. An existing file is replaced atomically."""
+    """Write the report as one HTML file. An existing file is replaced atomically.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require("matplotlib", "train", where="report")
     folder = resources.files("unmask.evaluation.report")
     environment = jinja2.Environment(
         autoescape=True,
@@ -33,15 +41,15 @@ def write_page(report: Report, path: str | Path) -> None:
         lstrip_blocks=True,
         finalize=_visible,
     )
+    numbers = itertools.count()
     environment.filters |= {
         "percent": _percent,
         "columns": column_classes,
-        "drawn": lambda charts: [
-            drawn for chart in charts if (drawn := geometry.draw_chart(chart)) is not None
-        ],
-        "shades": geometry.draw_heat,
-        "shade": geometry.shade_of,
-        "frames": geometry.draw_frames,
+        "curves": pictures.curves_of,
+        "is_log": pictures.is_log,
+        "svg": lambda content: pictures.svg_of(content, next(numbers)),
+        "caption": caption,
+        "kinds": cell_kinds,
         "split": _split,
         "json": lambda values: json.dumps(plain(masked(values)), indent=2, ensure_ascii=False),
     }
@@ -64,7 +72,7 @@ def _visible(value: Any) -> Any:
 
 def _has_content(section: Section) -> bool:
     return any(
-        not isinstance(block, Charts) or any(map(geometry.draw_chart, [*block.charts, *block.more]))
+        not isinstance(block, Charts) or any(chart.has_values for chart in (*block.charts, *block.more))
         for block in section.blocks
     )
 
@@ -88,12 +96,40 @@ def column_classes(table: Table) -> list[str]:
     classes = []
     for column in range(len(table.header)):
         cells = [row[column] for row in rows if column < len(row)]
-        drawn = any(cell.span or cell.length is not None for cell in cells)
-        classes.append(
-            "drawn"
-            if drawn
-            else "num"
-            if column and all(NUMERIC.fullmatch(cell.text or cell.detail) for cell in cells)
-            else "words"
-        )
+        if any(cell.span or cell.length is not None for cell in cells):
+            classes.append("drawn")
+        elif column and all(NUMERIC.fullmatch(cell.text or cell.detail) for cell in cells):
+            classes.append("num")
+        else:
+            classes.append("words")
     return classes
+
+
+def caption(denoising: Denoising, number: int) -> str:
+    """The step of a frame, and the confidences of what was revealed in it."""
+    percents = [f"{100 * confidence:.0f}" for confidence in sorted(denoising.revealed[number].values())]
+    if not percents:
+        return f"Step {number}" if number else "Start"
+    span = "\N{EN DASH}".join(dict.fromkeys([percents[0], percents[-1]]))
+    return f"Step {number} · {span}%"
+
+
+def cell_kinds(denoising: Denoising, number: int) -> list[str]:
+    """The classes of the cells of a frame: what a cell holds, and the lines of boxes if the side of the grid
+    is a square."""
+    box, columns, texts = math.isqrt(denoising.columns), denoising.columns, denoising.frames[number]
+    found = []
+    for position, text in enumerate(texts):
+        row, column = divmod(position, columns)
+        if position in denoising.clues:
+            kind = "clue"
+        elif not text:
+            kind = "hidden"
+        else:
+            kind = "new" if position in denoising.revealed[number] else "filled"
+        if box * box == columns and column % box == box - 1 and column + 1 < columns:
+            kind += " box-right"
+        if box * box == columns and row % box == box - 1 and position + columns < len(texts):
+            kind += " box-bottom"
+        found.append(kind)
+    return found

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unmask.evaluation.comparison import Difference, differences_of, shared_items
 from unmask.evaluation.curve import SPEEDS
 from unmask.evaluation.report.content import Cell, Chart, Charts, Record, Section, Series, Table, Verdict
-from unmask.evaluation.report.geometry import minus
+from unmask.evaluation.report.pictures import minus
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, is_fraction, with_settings
 
 WORDS: dict[Verdict, str] = {"gain": "better", "loss": "worse", "unclear": "unclear"}
