@@ -46,7 +46,9 @@ def test_wherever_it_is_cut_whole_items_are_kept(tmp_path):
 def test_the_items_of_another_evaluation_are_refused_and_kept(tmp_path):
     ItemLog(tmp_path / "out.json", IDENTITY).add("sudoku", ITEMS)
     kept = (tmp_path / "out.json.items.jsonl").read_bytes()
-    with pytest.raises(DataError, match=r"another evaluation \(seed: 0 there, 1 here\).*--output"):
+    with pytest.raises(
+        DataError, match=r"another evaluation \(protocols\.sudoku\.seed: 0 there, 1 here\).*--output"
+    ):
         ItemLog(tmp_path / "out.json", {**IDENTITY, "protocols": {"sudoku": {"seed": 1}}})
     assert (tmp_path / "out.json.items.jsonl").read_bytes() == kept
 

@@ -58,17 +58,9 @@ def test_infinite_numbers_are_read_as_they_were_written(tmp_path):
     [
         (RESULT.model_dump_json()[:-20], "cut"),
         ("[]", "is no result"),
-        ('{"format": 2}', "of format 2, and this version of Unmask reads 1"),
+        ('{"format": 2}', "is no result.*format"),
         ('{"format": "1"}', "is no result"),
-        (RESULT.model_dump_json().replace('"format":1', '"format":true'), "is no result"),
         ('{"format": 1, "model": {}, "arguments": {}, "tasks": [{"task": "t"}]}', "tasks.0.protocol"),
-        ('{"format": ' + "1" * 5000 + "}", "no whole JSON"),
-        ('{"format": 1, "model": ' + "[" * 100_000 + "]" * 100_000 + "}", "no whole JSON"),
-        (
-            RESULT.model_dump_json().replace('"mean":1.0', '"mean":NaN'),
-            r"result\.json: NaN is no finite number",
-        ),
-        (RESULT.model_dump_json().replace('"solved":1.0', '"solved":1e999'), "1e999 is no finite number"),
         (RESULT.model_dump_json().replace('"steps":[0]', '"steps":[0,1]'), "1 tokens with 2 steps"),
         (RESULT.model_dump_json().replace('"passes":0', '"passes":-1'), r"items\.0\.passes"),
         (RESULT.model_dump_json().replace('"tokens":0', f'"tokens":{10**400}'), r"items\.0\.tokens"),

@@ -12,9 +12,9 @@ from tests import toy
 from unmask.cli import app
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
-from unmask.evaluation import diversity, overlap
+from unmask.evaluation import diversity
 from unmask.evaluation.result_file import read_result
-from unmask.evaluation.text_metrics import METRICS, GeneratedTexts, check_text_metrics, text_metrics
+from unmask.evaluation.text_metrics import METRICS, GeneratedTexts, bleu, check_metrics, rouge, text_metrics
 from unmask.tasks import get_task
 
 TEXTS, PROMPTS, GROUPS = ["abab", "<answer>bb</answer>", "aaaa"], ["a", "b", "a"], ["1", "2", "2"]
@@ -34,8 +34,8 @@ def test_every_metric_is_that_of_its_function():
     answers = ["abab", "bb", "aaaa"]
     perplexity = diversity.generative_perplexity(judge, PROMPTS, TEXTS, GROUPS)
     assert found.values == {
-        **overlap.rouge(answers, of.references, GROUPS),
-        **overlap.bleu(answers, of.references, GROUPS),
+        **rouge(answers, of.references, GROUPS),
+        **bleu(answers, of.references, GROUPS),
         "entropy": diversity.token_entropy(judge.tokenizer, TEXTS, GROUPS),
         **diversity.distinct(TEXTS),
         "self-bleu": diversity.self_bleu(TEXTS),
@@ -55,7 +55,7 @@ def test_every_metric_is_that_of_its_function():
 )
 def test_what_a_metric_lacks_is_said(metrics, reference, judge, message):
     with pytest.raises(ConfigError, match=message):
-        check_text_metrics(metrics, "sudoku", has_reference=reference, has_judge=judge)
+        check_metrics(metrics, get_task("text" if reference else "sudoku"), has_judge=judge)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_missing_library_is_named(metric, library, monkeypatch):
     with pytest.raises(
         ConfigError, match=rf"metric {metric}: needs {library}, .*pip install 'unmask\[eval\]'"
     ):
-        check_text_metrics([metric], "text", has_reference=True, has_judge=False)
+        check_metrics([metric], get_task("text"), has_judge=False)
 
 
 def test_the_command_line_measures_every_metric(tmp_path):

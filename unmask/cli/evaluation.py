@@ -26,21 +26,21 @@ from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_examples
 from unmask.errors import ConfigError, DataError, first_line
-from unmask.evaluation.comparison import Named, by_label, differing
+from unmask.evaluation.comparison import Named, by_label
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
 from unmask.evaluation.file_likelihood import LIKELIHOOD, Documents
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
-from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result, with_settings
+from unmask.evaluation.result_file import EvaluationResult, TaskScores, differing, read_result, with_settings
 from unmask.evaluation.tasks import (
     check_attempts,
     check_evaluation,
-    check_metrics,
     evaluate_task,
     protocol_of,
     sampler_for,
 )
+from unmask.evaluation.text_metrics import check_metrics
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
@@ -350,7 +350,7 @@ def prepare(
 def _problems(
     evaluation: EvaluationConfig, task: Task, source: str | None, sampler: SamplerConfig
 ) -> list[Row]:
-    check_metrics(task, evaluation.metric or [], has_judge=evaluation.judge is not None)
+    check_metrics(evaluation.metric or [], task, has_judge=evaluation.judge is not None)
     if evaluation.protocol is None:  # else its temperature counts
         check_attempts(evaluation.attempts, evaluation.ks, sampler)
     problems = read_problems(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from unmask.errors import DataError
-from unmask.evaluation.result_file import EvaluationResult, Item, TaskScores, is_fraction, with_settings
+from unmask.evaluation.result_file import (
+    EvaluationResult,
+    Item,
+    TaskScores,
+    differing,
+    is_fraction,
+    with_settings,
+)
 from unmask.evaluation.statistics import Interval, holm, paired_difference, sign_flip_p_value
 
 
@@ -78,9 +85,8 @@ def compare(results: Sequence[Named]) -> Comparison:
         that share no scored item.
     """
     if len(results) < 2:
-        raise DataError(
-            "a comparison needs two results", where="compare", remedy="Give two result files or more"
-        )
+        remedy = "Give two result files or more"
+        raise DataError("a comparison needs two results", where="compare", remedy=remedy)
     first, *others = results
     found: list[Difference] = []
     shared: list[Shared] = []
@@ -91,16 +97,25 @@ def compare(results: Sequence[Named]) -> Comparison:
         )
         count = len(found)
         for label in [label for label in before if label in after]:
-            pairs = shared_items(before[label], after[label], (first.name, other.name))
-            shared.append(_shared(label, other.name, before[label], after[label], pairs))
-            found += differences_of(label, other.name, before[label], pairs)
-        if len(found) == count:
-            what = f"shares no scored item with {first.name}: tasks {_list(after)}, there {_list(before)}"
-            raise DataError(
-                what,
-                where=other.name,
-                remedy="Evaluate both on the same problems (--data, --rows, and --seed if generated)",
+            one, two = before[label], after[label]
+            pairs = shared_items(one, two, (first.name, other.name))
+            found += differences_of(label, other.name, one, pairs)
+            shared.append(
+                Shared(
+                    task=label,
+                    other=other.name,
+                    shared=len(pairs),
+                    only_first=len(one.items) - len(pairs),
+                    only_other=len(two.items) - len(pairs),
+                    unscored=sum(not (a.scores and b.scores) for a, b in pairs),
+                    settings=list(differing(one.protocol, two.protocol)),
+                )
             )
+        if len(found) == count:
+            here, there = (", ".join(parts) or "none" for parts in (after, before))
+            what = f"shares no scored item with {first.name}: tasks {here}, there {there}"
+            remedy = "Evaluate both on the same problems (--data, --rows, and --seed if generated)"
+            raise DataError(what, where=other.name, remedy=remedy)
     adjusted = holm([difference.p_value for difference in found])
     return Comparison([replace(each, adjusted=p) for each, p in zip(found, adjusted, strict=True)], shared)
 
@@ -108,9 +123,9 @@ def compare(results: Sequence[Named]) -> Comparison:
 def labels(tasks: Sequence[TaskScores]) -> list[str]:
     """The name of each part of a result: its task, and where a task was measured under several settings of
     the sampler, those that vary."""
-    samplers = {
-        name: [part.sampler for part in tasks if part.task == name] for name in {part.task for part in tasks}
-    }
+    samplers: dict[str, list[Mapping[str, Any]]] = {}
+    for part in tasks:
+        samplers.setdefault(part.task, []).append(part.sampler)
     return [with_settings(part.task, part.sampler, samplers[part.task]) for part in tasks]
 
 
@@ -119,11 +134,8 @@ def by_label(result: Named) -> dict[str, TaskScores]:
     found: dict[str, TaskScores] = {}
     for label, part in zip(labels(result.content.tasks), result.content.tasks, strict=True):
         if label in found:
-            raise DataError(
-                f"the task {label} is there twice",
-                where=result.name,
-                remedy="Give a file that `unmask evaluate` wrote",
-            )
+            remedy = "Give a file that `unmask evaluate` wrote"
+            raise DataError(f"the task {label} is there twice", where=result.name, remedy=remedy)
         found[label] = part
     return found
 
@@ -141,32 +153,17 @@ def shared_items(before: TaskScores, after: TaskScores, names: tuple[str, str]) 
     return [(by_id[0][name], by_id[1][name]) for name in sorted(by_id[0].keys() & by_id[1].keys())]
 
 
-def _shared(
-    label: str, other: str, before: TaskScores, after: TaskScores, pairs: Sequence[tuple[Item, Item]]
-) -> Shared:
-    count = len(pairs)
-    unscored = sum(not one.scores or not two.scores for one, two in pairs)
-    settings = list(differing(before.protocol, after.protocol))
-    return Shared(
-        label, other, count, len(before.items) - count, len(after.items) - count, unscored, settings
-    )
-
-
 def differences_of(
     task: str, other: str, before: TaskScores, pairs: Sequence[tuple[Item, Item]]
 ) -> Iterator[Difference]:
     """The difference in each metric of pairs of items, from `before` to the result named `other`; not yet
     corrected for their number."""
     for metric in dict.fromkeys(name for one, _ in pairs for name in one.scores):
-        scored = [
-            (one, two)
-            for one, two in pairs
-            if all(math.isfinite(item.scores.get(metric, math.nan)) for item in (one, two))
-        ]
+        values = [(one.group, one.scores.get(metric, nan), two.scores.get(metric, nan)) for one, two in pairs]
+        scored = [each for each in values if isfinite(each[1]) and isfinite(each[2])]
         if not scored:
             continue
-        groups = [one.group for one, _ in scored]
-        old, new = ([item.scores[metric] for item in items] for items in zip(*scored, strict=True))
+        groups, old, new = (list(column) for column in zip(*scored, strict=True))
         yield Difference(
             task=task,
             metric=metric,
@@ -179,21 +176,3 @@ def differences_of(
             higher_is_better=before.metrics[metric].higher_is_better if metric in before.metrics else True,
             fraction=is_fraction(metric, [*old, *new]),
         )
-
-
-def differing(
-    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, str, str]]:
-    """The keys in which two mappings differ, with both values as text. Keys stand after `prefix`; nested ones
-    are joined by dots."""
-    for name in {**before, **after}:
-        one, two = before.get(name), after.get(name)
-        if isinstance(one, Mapping) and isinstance(two, Mapping):
-            yield from differing(one, two, f"{prefix}{name}.")
-        elif one != two:
-            first, second = ("unset" if value is None else str(value) for value in (one, two))
-            yield prefix + name, first, second
-
-
-def _list(parts: Mapping[str, TaskScores]) -> str:
-    return ", ".join(parts) or "none"

@@ -44,13 +44,11 @@ def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
     name, _, text = curve.partition("=")
     values = [value.strip() for value in text.split(",")]
     if name not in SETTINGS:
-        raise ConfigError(
-            f"{name!r} is no setting of speed", where="curve", remedy=did_you_mean(name, SETTINGS)
-        )
+        remedy = did_you_mean(name, SETTINGS)
+        raise ConfigError(f"{name!r} is no setting of speed", where="curve", remedy=remedy)
     if name in sampler.model_fields_set:
-        raise ConfigError(
-            "contradicts the curve, which sets it at each point", where=name, remedy="Leave one of them out"
-        )
+        what = "contradicts the curve, which sets it at each point"
+        raise ConfigError(what, where=name, remedy="Leave one of them out")
     points = [
         SamplerConfig(**{**sampler.model_dump(exclude_unset=True), name: parse_yaml(value, "curve")})
         for value in values
@@ -66,18 +64,18 @@ def with_speed(scores: TaskScores) -> TaskScores:
     """The scores with two more metrics: forward passes per item, which are a score of each item too, and
     tokens per forward pass (of all items together)."""
     groups = [item.group for item in scores.items]
-    passes_N2 = np.array([(item.passes, 1) for item in scores.items], dtype=np.float64)
-    work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
-    passes, parallelism = (group_interval(each_N2, ratio, groups) for each_N2 in (passes_N2, work_N2))
-    speeds = Metric.of(passes, higher_is_better=False), Metric.of(parallelism)
-    metrics = dict(zip(SPEEDS, speeds, strict=True))
+    passes = [(item.passes, 1.0) for item in scores.items]
+    work = [(item.tokens, float(item.passes)) for item in scores.items]
+    per_item, per_pass = (group_interval(np.array(sums_N2), ratio, groups) for sums_N2 in (passes, work))
+    speeds = (Metric.of(per_item, higher_is_better=False), Metric.of(per_pass))
     items = [
-        item.model_copy(update={"scores": item.scores | {SPEEDS[0]: float(item.passes)}})
-        if item.scores
-        else item
+        item.model_copy(
+            update={"scores": item.scores | {"passes": float(item.passes)} if item.scores else {}}
+        )
         for item in scores.items
     ]
-    return scores.model_copy(update={"metrics": scores.metrics | metrics, "items": items})
+    metrics = scores.metrics | dict(zip(SPEEDS, speeds, strict=True))
+    return scores.model_copy(update={"metrics": metrics, "items": items})
 
 
 def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = None) -> np.ndarray:
@@ -131,9 +129,8 @@ def area_under(points: Sequence[TaskScores]) -> float:
         )
     parts = [[items[name] for name in shared] for items in scored]
     rates = [sum(item.tokens for item in part) / sum(item.passes for item in part) for part in parts]
-    return float(
-        aup(rates, [100 * sum(item.scores["solved"] for item in part) / len(part) for part in parts])
-    )
+    percent = [100 * sum(item.scores["solved"] for item in part) / len(part) for part in parts]
+    return float(aup(rates, percent))
 
 
 def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:

@@ -4,6 +4,7 @@ from them."""
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pydantic
 
 from unmask.artifacts import MetricsLog
 from unmask.errors import DataError
-from unmask.evaluation.result_file import Item
+from unmask.evaluation.result_file import Item, differing
 
 OF_PROCESS = re.compile(r"\.items(\.\d+)?\.jsonl")
 """The name of a log after that of the output."""
@@ -92,49 +93,24 @@ class ItemLog:
     def _read(self) -> dict[str, dict[str, Item]]:
         found: dict[str, dict[str, Item]] = {}
         for path in self._paths():
-            lines = MetricsLog(path).read()
-            if len(lines) < 2:  # killed before an item was finished
-                continue
-            if (header := _header(lines)) != self.identity:
+            header, *lines = MetricsLog(path).read() or [{}]
+            if lines and header != {"evaluation": self.identity}:
                 raise DataError(
-                    "holds the finished items of another evaluation" + _difference(header, self.identity),
+                    f"holds the finished items of another evaluation{self._difference(header)}",
                     where=str(path),
                     remedy="Give the command that wrote it, choose another --output, or remove the file.",
                 )
-            for number, line in enumerate(lines[1:], start=2):
+            for number, line in enumerate(lines, start=2):
                 try:
                     item = Item.model_validate(line["item"])
                     found.setdefault(line["task"], {})[item.id] = item
                 except (KeyError, TypeError, pydantic.ValidationError) as error:
-                    where = f"{path}, line {number}"
-                    raise DataError(
-                        "is no finished item",
-                        where=where,
-                        remedy="Remove the line; its problem is asked again.",
-                    ) from error
+                    where, remedy = f"{path}, line {number}", "Remove the line; its problem is asked again."
+                    raise DataError("is no finished item", where=where, remedy=remedy) from error
         return found
 
-
-def _header(lines: Sequence[Any]) -> Any:
-    return lines[0].get("evaluation") if isinstance(lines[0], dict) else None
-
-
-def _difference(before: Any, now: Mapping[str, Any]) -> str:
-    """The first values in which two identities differ."""
-    if not isinstance(before, Mapping):
-        return ""
-    different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if (
-        len(different) == 1
-        and isinstance(before.get(different[0]), Mapping)
-        and isinstance(now.get(different[0]), Mapping)
-    ):
-        return _difference(before[different[0]], now[different[0]])
-    return (
-        " ("
-        + ", ".join(
-            f"{name}: {str(before.get(name))[:40]} there, {str(now.get(name))[:40]} here"
-            for name in different[:3]
-        )
-        + ")"
-    )
+    def _difference(self, header: Mapping[str, Any]) -> str:
+        """The first settings in which the evaluation of a log differs."""
+        changed = list(itertools.islice(differing(header.get("evaluation", {}), self.identity), 3))
+        there = ", ".join(f"{name}: {before[:40]} there, {now[:40]} here" for name, before, now in changed)
+        return f" ({there})" if there else ""

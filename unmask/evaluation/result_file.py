@@ -6,21 +6,19 @@ Two results of the same command are equal except for `times` and `environment`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import ConfigDict, Field, model_validator
 
-from unmask.artifacts import read_file, write_atomic
+from unmask.artifacts import write_atomic
 from unmask.errors import DataError
 from unmask.evaluation.statistics import Interval
 
-FORMAT: Literal[1] = 1
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 WITH_UNITS = {
     "AUP",
@@ -137,14 +135,14 @@ class TaskScores(_Part):
         return sum(len(item.completions) for item in self.items)
 
     def total(self, name: Literal["tokens", "steps", "passes"]) -> int:
-        """Of all items."""
+        """The sum over all items."""
         return sum(int(getattr(item, name)) for item in self.items)
 
 
 class EvaluationResult(_Part):
     """The content of a result file."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     model: dict[str, Any]
     """Path, revision, fingerprint of the weights, attention pattern."""
     arguments: dict[str, Any]
@@ -171,40 +169,29 @@ def with_settings(name: str, sampler: Mapping[str, Any], among: Sequence[Mapping
     return ", ".join([name, *(given or ([f"{', '.join(varied)} unset"] if varied else []))])
 
 
-def _finite(text: str) -> float:
-    """A number of a file. Raises DataError for NaN and infinity, which no file holds that Unmask wrote."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise DataError(
-            f"{text:.20} is no finite number",
-            remedy="Give a file that `unmask evaluate --output FILE` wrote.",
-        )
-    return number
+def differing(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """The keys in which two mappings differ, with both values as text. Keys stand after `prefix`; nested ones
+    are joined by dots."""
+    for name in {**before, **after}:
+        one, two = before.get(name), after.get(name)
+        if isinstance(one, Mapping) and isinstance(two, Mapping):
+            yield from differing(one, two, f"{prefix}{name}.")
+        elif one != two:
+            first, second = ("unset" if value is None else str(value) for value in (one, two))
+            yield prefix + name, first, second
 
 
 def read_result(path: str | Path) -> EvaluationResult:
-    """Read a result file. Raises a DataError if it is missing, cut, of another format, or no result."""
+    """Read a result file. Raises a DataError if it is missing, cut, or no result."""
     remedy = "Give a file that `unmask evaluate --output FILE` wrote."
     try:
-        content = json.loads(read_file(path), parse_constant=_finite, parse_float=_finite)
+        return EvaluationResult.model_validate_json(Path(path).read_bytes())
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
-    except DataError as error:
-        raise error.moved(str(path)) from error
-    # no JSON, no UTF-8, an endless number, lists in lists without end
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            "is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy
-        ) from error
-    version = content.get("format") if isinstance(content, dict) else None
-    if type(version) is not int:
-        raise DataError("is no result", where=str(path), remedy=remedy)
-    if version != FORMAT:
-        what = f"is of format {version}, and this version of Unmask reads {FORMAT}"
-        raise DataError(what, where=str(path), remedy="Run the evaluation again with this version.")
-    try:
-        return EvaluationResult.model_validate(content)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        place = "".join(f"{part}." for part in first["loc"]).rstrip(".")
+        what = f"is no result, or was cut: {place + ': ' if place else ''}{first['msg']}"
         raise DataError(what, where=str(path), remedy=remedy) from error

@@ -59,21 +59,16 @@ def student_quantile(degrees: float) -> float:
 
 def wilson_interval(successes: int, total: int) -> Interval:
     """Wilson's score interval of a success rate. Its bounds are within 0 and 1, and differ at 0% and 100%
-    too. Raises DataError unless 0 <= successes <= total, and total > 0.
+    too. Raises ValueError unless 0 <= successes <= total, and total > 0.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22
     (1927).
     """
-    if not 0 <= successes <= total or total == 0:
-        raise DataError(
-            f"{successes} successes out of {total}",
-            remedy="Evaluate at least one row, and count each success once",
-        )
-    rate, z = successes / total, NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-    centre = (rate + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
-    # Rounding may move a bound that is exactly 0 or 1 to the wrong side of the rate.
-    return Interval(rate, min(max(centre - half, 0.0), rate), max(min(centre + half, 1.0), rate))
+    require("scipy", "train", where="confidence intervals")
+    from scipy.stats import binomtest
+
+    rate, found = successes / total, binomtest(successes, total).proportion_ci(CONFIDENCE, method="wilson")
+    return Interval(rate, min(float(found.low), rate), max(float(found.high), rate))
 
 
 def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:

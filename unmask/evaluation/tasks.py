@@ -28,7 +28,7 @@ from unmask.evaluation.text_metrics import (
     LOWER_IS_BETTER,
     GeneratedTexts,
     TextScores,
-    check_text_metrics,
+    check_metrics,
     text_metrics,
 )
 from unmask.generation.output import Generation
@@ -179,11 +179,6 @@ def _verify(task: Task, completions: Sequence[str], rows: Sequence[Mapping[str, 
         return task.verify_all(completions, rows)
 
 
-def check_metrics(task: Task, metrics: Sequence[str], *, has_judge: bool) -> None:
-    """Raise the errors of `check_text_metrics` for this task."""
-    check_text_metrics(metrics, task.name, has_reference=task.reference is not None, has_judge=has_judge)
-
-
 def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig) -> None:
     """Raise a ConfigError if pass@k needs more attempts than there are, or all attempts would be the same."""
     for k in pass_at:
@@ -229,11 +224,11 @@ def evaluate_task(
         keeps them; None: that of the task. progress: a phase of a progress display to update.
 
     Raises:
-        ConfigError: as `check_text_metrics` and `check_attempts`.
+        ConfigError: as `check_metrics` and `check_attempts`.
         DataError: no row could be verified.
     """
     sampler = sampler_for(task, rows, sampler)
-    check_metrics(task, metrics, has_judge=judge is not None)
+    check_metrics(metrics, task, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
     items = _items(lm, task, rows, sampler, attempts, pass_at, until, log, part or task.name, progress)
     verified = [number for number, item in enumerate(items) if item.scores]

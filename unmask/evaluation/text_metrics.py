@@ -1,20 +1,27 @@
-"""The metrics of generated texts that `--metric` names: overlap with reference texts, diversity, perplexity
-under another model."""
+"""The metrics of generated texts that `--metric` names: overlap with reference texts (by rouge-score and
+sacrebleu), diversity, perplexity under another model.
+
+Shapes: N texts, C counts that BLEU sums (n-gram matches and totals by n, and two lengths).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.encoding import Prompt
 from unmask.errors import ConfigError, did_you_mean, require
-from unmask.evaluation import diversity, overlap
-from unmask.evaluation.statistics import Interval
+from unmask.evaluation import diversity
+from unmask.evaluation.statistics import Interval, group_interval, mean_interval
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rewards.parsing import answer_of
+from unmask.tasks import Task
 
 LOWER_IS_BETTER = {"perplexity", "self-bleu"}
 
@@ -60,10 +67,46 @@ class TextMetric(NamedTuple):
     needs_judge: bool = False
 
 
-def _overlap(
-    measure: Callable[[Sequence[str], Sequence[str], Sequence[str]], dict[str, Interval]],
-) -> Callable[[GeneratedTexts], TextScores]:
-    return lambda of: TextScores(measure(of.answers, of.references or (), of.groups))
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+def rouge(texts: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, Interval]:
+    """The F1 of ROUGE-1, ROUGE-2 and ROUGE-L without stemming, averaged over texts.
+
+    Source: C.-Y. Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004).
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(ROUGE)
+    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
+    return {name: mean_interval([score[name].fmeasure for score in scores], groups) for name in ROUGE}
+
+
+def bleu(texts: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, Interval]:
+    """The BLEU of the corpus, with the defaults of sacrebleu (cased, 13a tokens, exponential smoothing):
+    n-gram matches and lengths are summed over the texts.
+
+    Source: M. Post, "A Call for Clarity in Reporting BLEU Scores" (2018).
+    """
+    from sacrebleu import BLEU
+
+    sentence_bleu = BLEU(effective_order=True)  # avoids a warning; the counts are the same
+    scores = [
+        sentence_bleu.sentence_score(text, [reference])
+        for text, reference in zip(texts, references, strict=True)
+    ]
+    counts_NC = np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
+    order = len(scores[0].counts)
+
+    def corpus_bleu(sum_C: np.ndarray) -> float:
+        correct, total, lengths = np.split(sum_C, [order, 2 * order])
+        score = BLEU.compute_bleu(correct.tolist(), total.tolist(), *map(int, lengths), smooth_method="exp")
+        return float(score.score) / 100
+
+    found = group_interval(counts_NC, partial(np.apply_along_axis, corpus_bleu, 1), groups)
+    if not math.isfinite(found.low):
+        return {"bleu": found}
+    return {"bleu": Interval(found.mean, max(found.low, 0.0), min(found.high, 1.0))}
 
 
 def _perplexity(of: GeneratedTexts) -> TextScores:
@@ -73,8 +116,16 @@ def _perplexity(of: GeneratedTexts) -> TextScores:
 
 
 METRICS = {
-    "rouge": TextMetric(_overlap(overlap.rouge), "rouge_score", needs_reference=True),
-    "bleu": TextMetric(_overlap(overlap.bleu), "sacrebleu", needs_reference=True),
+    "rouge": TextMetric(
+        lambda of: TextScores(rouge(of.answers, of.references or (), of.groups)),
+        "rouge_score",
+        needs_reference=True,
+    ),
+    "bleu": TextMetric(
+        lambda of: TextScores(bleu(of.answers, of.references or (), of.groups)),
+        "sacrebleu",
+        needs_reference=True,
+    ),
     "entropy": TextMetric(
         lambda of: TextScores({"entropy": diversity.token_entropy(of.tokenizer, of.texts, of.groups)})
     ),
@@ -84,34 +135,30 @@ METRICS = {
 }
 
 
-def check_text_metrics(metrics: Sequence[str], task: str, *, has_reference: bool, has_judge: bool) -> None:
+def check_metrics(metrics: Sequence[str], task: Task, *, has_judge: bool) -> None:
     """Raise a ConfigError for a metric that is unknown, or whose library, reference texts or judge is
-    missing, and for a judge that no metric needs. `task` is the name that errors give."""
+    missing, and for a judge that no metric needs."""
     for name in metrics:
         if name not in METRICS:
             raise ConfigError(f"unknown metric {name!r}", where="metric", remedy=did_you_mean(name, METRICS))
         metric, where = METRICS[name], f"metric {name}"
-        if metric.needs_reference and not has_reference:
-            what, remedy = (
-                f"{task} has no reference texts to compare with",
-                "Leave it out, or evaluate on --task text",
-            )
+        if metric.needs_reference and task.reference is None:
+            remedy = "Leave it out, or evaluate on --task text"
+            what = f"{task.name} has no reference texts to compare with"
             raise ConfigError(what, where=where, remedy=remedy)
         if metric.needs_judge and not has_judge:
-            raise ConfigError(
-                "needs a causal model that judges the texts", where=where, remedy="Give --judge MODEL"
-            )
+            what = "needs a causal model that judges the texts"
+            raise ConfigError(what, where=where, remedy="Give --judge MODEL")
         if metric.library:
             require(metric.library, "eval", where=where)
     if has_judge and not any(METRICS[name].needs_judge for name in metrics):
-        raise ConfigError(
-            "no metric needs a judge", where="judge", remedy="Leave it out, or give --metric perplexity"
-        )
+        remedy = "Leave it out, or give --metric perplexity"
+        raise ConfigError("no metric needs a judge", where="judge", remedy=remedy)
 
 
 def text_metrics(metrics: Sequence[str], of: GeneratedTexts) -> TextScores:
     """Each metric, with its 95% interval over groups if it has one. ROUGE, BLEU and distinct-n are from 0 to
-    1 (a BLEU of 31.4 is 0.314), the entropy is in nats. The caller has passed `check_text_metrics`."""
+    1 (a BLEU of 31.4 is 0.314), the entropy is in nats. The caller has passed `check_metrics`."""
     scores = TextScores()
     for name in dict.fromkeys(metrics):
         found = METRICS[name].measure(of)

@@ -87,12 +87,8 @@ class Protocol(Config):
     def prompt_ids(self, lm: DiffusionLM, prompt: Prompt) -> list[int]:
         """As `prompt`, for a text or messages: token ids."""
         ids, bos = encode_prompt(lm.tokenizer, prompt), [lm.tokenizer.bos_token_id]
-        with_bos = self.add_bos and bos != [None] and ids[:1] != bos
-        return (
-            bos * with_bos
-            + ids
-            + (encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else [])
-        )
+        answer = encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else []
+        return bos * (self.add_bos and bos != [None] and ids[:1] != bos) + ids + answer
 
     def record(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, Any]:
         """The protocol for a result file, with what the user's settings replace."""
@@ -112,16 +108,12 @@ class Protocol(Config):
     def _settings(self, lm: DiffusionLM) -> dict[str, Any]:
         where = f"protocol {self.name}"
         if self.generation is None:
-            raise ConfigError(
-                f"the answers of {self.task} are scored by likelihood",
-                where=where,
-                remedy="Choose a task that generates",
-            )
+            what = f"the answers of {self.task} are scored by likelihood"
+            raise ConfigError(what, where=where, remedy="Choose a task that generates")
         if (self.logits_eos_inf or self.confidence_eos_eot_inf) and lm.eos_token_id is None:
             remedy = "Give the tokenizer an EOS token, or choose another protocol"
-            raise ConfigError(
-                "has rules about end tokens, and the model has none", where=where, remedy=remedy
-            )
+            what = "has rules about end tokens, and the model has none"
+            raise ConfigError(what, where=where, remedy=remedy)
         settings: dict[str, Any] = self.generation | ({"guidance": self.guidance} if self.guidance else {})
         if self.logits_eos_inf:
             settings["forbidden_tokens"] = [lm.eos_token_id]
@@ -162,12 +154,8 @@ def read_protocol(name: str, task: str) -> Protocol:
     name, _, variant = name.partition("/")
     content = _read(name)
     tasks = content["tasks"]
-    found = (
-        task
-        if task in tasks
-        else next((key for key, values in tasks.items() if re.fullmatch(values.get("also", ""), task)), None)
-    )
-    if found is None:
+    matching = (key for key in tasks if re.fullmatch(tasks[key].get("also", ""), task))
+    if (found := task if task in tasks else next(matching, None)) is None:
         raise ConfigError(f"has no task {task!r}", where=f"protocol {name}", remedy=did_you_mean(task, tasks))
     values = _merged(content["defaults"], tasks[found])
     variants = values["variants"]
@@ -187,23 +175,17 @@ def read_protocol(name: str, task: str) -> Protocol:
 @cache
 def _read(name: str) -> dict[str, Any]:
     if name not in (names := protocol_names()):
-        raise ConfigError(
-            f"there is no protocol {name!r}", where="protocol", remedy=did_you_mean(name, names)
-        )
-    path = FILES / f"{name}.yaml"
-    content: dict[str, Any] = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        remedy = did_you_mean(name, names)
+        raise ConfigError(f"there is no protocol {name!r}", where="protocol", remedy=remedy)
+    content: dict[str, Any] = parse_yaml((FILES / f"{name}.yaml").read_text(encoding="utf-8"), name)
     return content
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Values of both; those above win, in `generation` and `variants` one by one."""
     generation = _over(below.get("generation", {}), above.get("generation", {}))
-    return {
-        **below,
-        **above,
-        "generation": generation,
-        "variants": {**below.get("variants", {}), **above.get("variants", {})},
-    }
+    variants = below.get("variants", {}) | above.get("variants", {})
+    return {**below, **above, "generation": generation, "variants": variants}
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
