@@ -87,10 +87,10 @@ def test_a_name_that_is_a_pattern_is_one_file(tmp_path):
 
 def test_processes_share_items_and_gather_them(tmp_path):
     logs = [ItemLog(tmp_path / "out.json", IDENTITY, rank=rank, processes=2) for rank in (0, 1)]
-    shares = [log.share(range(4)) for log in logs]
-    assert sorted([*shares[0], *shares[1]]) == [0, 1, 2, 3]
+    shares = [log.share("0123") for log in logs]
+    assert sorted([*shares[0], *shares[1]]) == ["0", "1", "2", "3"]
     for log, share in zip(logs, shares, strict=True):
-        log.add("sudoku", [ITEMS[n] for n in share])
+        log.add("sudoku", [ITEMS[int(n)] for n in share])
     for log in logs:
         assert sorted(log.gather("sudoku")) == ["0", "1", "2", "3"]
     alone = ItemLog(tmp_path / "out.json", IDENTITY)  # another number of processes goes on

@@ -17,7 +17,7 @@ from unmask.config.run import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import ConfigError, GenerationError
-from unmask.evaluation.likelihood import default_estimator, log_likelihoods
+from unmask.evaluation.likelihood import default_estimator, is_greedy, log_likelihoods
 from unmask.models.load import load
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -349,3 +349,25 @@ def test_the_likelihood_of_what_a_model_of_stories_writes():
     assert torch.equal(
         log_likelihood(lm, made.prompts, made.texts), log_likelihood(lm, made.prompts, made.tokens)
     )
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+def test_the_greedy_completion_is_what_generation_writes(kind):
+    lm = any_toy(kind)
+    for seed in range(6):
+        prompt = toy.random_row(3, seed).tolist()
+        written = generate(lm, [prompt], SamplerConfig(max_new_tokens=5, stop_at_eos=False)).tokens[0]
+        assert is_greedy(lm, prompt, written)
+        for place in range(5):
+            other = [
+                (token + 1) % toy.VOCABULARY if index == place else token
+                for index, token in enumerate(written)
+            ]
+            assert not is_greedy(lm, prompt, other)
+
+
+def test_asking_for_the_greedy_completion_leaves_the_model_as_it_was():
+    lm = toy.toy()
+    lm.model.train()
+    is_greedy(lm, [4], [5, 4])
+    assert lm.model.training

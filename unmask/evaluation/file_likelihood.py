@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from unmask.console import Phase, tracked
+from unmask.console import Phase
 from unmask.data.encoding import encode_pair, encode_prompt, encode_turns, template_options
 from unmask.data.formats import SUPERVISED, Reader
 from unmask.data.rows import Column
 from unmask.data.sources import load_examples
 from unmask.errors import DataError
-from unmask.evaluation.item_log import ItemLog
+from unmask.evaluation.item_log import ItemLog, finished_items
 from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
 from unmask.evaluation.statistics import group_interval, ratio
@@ -119,17 +119,11 @@ class Documents:
             log: keeps documents as they finish, and shares them among processes.
             progress: a phase of a progress display to update.
         """
-        found = {} if log is None else log.finished(LIKELIHOOD)
-        asked = [name for name in self.by_id if name not in found]
-        own = range(len(asked)) if log is None else log.share(range(len(asked)))
-        for number in tracked(own, len(own), progress):
-            item = self._item(lm, asked[number])
-            found[item.id] = item
-            if log is not None:
-                log.add(LIKELIHOOD, [item])
-        if log is not None:
-            found = log.gather(LIKELIHOOD)
-        items = [found[name] for name in self.by_id]
+
+        def measure(names: Sequence[str]) -> list[Item]:
+            return [self._item(lm, name) for name in names]
+
+        items = finished_items(log, LIKELIHOOD, list(self.by_id), measure, 1, progress)
         values_N2 = np.array(
             [(-float(item.details["log_likelihood"]), item.details["tokens"]) for item in items]
         )

@@ -6,8 +6,8 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,9 @@ from typing import Any
 import pydantic
 
 from unmask.artifacts import MetricsLog
+from unmask.console import Phase, tracked
 from unmask.errors import DataError
 from unmask.evaluation.result_file import Item, differing
-
-OF_PROCESS = re.compile(r"\.items(\.\d+)?\.jsonl")
-"""The name of a log after that of the output."""
 
 
 class ItemLog:
@@ -61,9 +59,9 @@ class ItemLog:
         without a sandbox, is not."""
         return {name: item for name, item in self.known.get(task, {}).items() if item.scores}
 
-    def share(self, part: Sequence[int]) -> list[int]:
-        """This process's share of some rows."""
-        return list(part)[self.rank :: self.processes]
+    def share(self, ids: Sequence[str]) -> list[str]:
+        """This process's share of some problems."""
+        return list(ids)[self.rank :: self.processes]
 
     def add(self, task: str, items: Sequence[Item]) -> None:
         """Keep items that have finished. When this returns they are on the disk."""
@@ -85,10 +83,8 @@ class ItemLog:
             path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
-        found = self.output.parent.glob(f"{glob.escape(self.output.name)}.items*.jsonl")
-        return sorted(
-            path for path in found if OF_PROCESS.fullmatch(path.name.removeprefix(self.output.name))
-        )
+        folder, name = self.output.parent, glob.escape(self.output.name)
+        return sorted([*folder.glob(f"{name}.items.jsonl"), *folder.glob(f"{name}.items.[0-9]*.jsonl")])
 
     def _read(self) -> dict[str, dict[str, Item]]:
         found: dict[str, dict[str, Item]] = {}
@@ -114,3 +110,32 @@ class ItemLog:
         changed = list(itertools.islice(differing(header.get("evaluation", {}), self.identity), 3))
         there = ", ".join(f"{name}: {before[:40]} there, {now[:40]} here" for name, before, now in changed)
         return f" ({there})" if there else ""
+
+
+def finished_items(
+    log: ItemLog | None,
+    task: str,
+    ids: Sequence[str],
+    answer: Callable[[Sequence[str]], list[Item]],
+    batch_size: int,
+    progress: Phase | None,
+) -> list[Item]:
+    """The items of a task's problems, in the order of `ids`. Those that the log does not have are answered
+    batch by batch, by this process or another one.
+
+    Args:
+        log: None: there is one process, and nothing is kept.
+        answer: gives the items of some problems.
+    """
+    found = {} if log is None else log.finished(task)
+    asked = [name for name in ids if name not in found]
+    size = batch_size * (1 if log is None else log.processes)
+    for start in tracked(range(0, len(asked), size), math.ceil(len(asked) / size), progress):
+        batch = asked[start : start + size]
+        items = answer(batch if log is None else log.share(batch))
+        found |= {item.id: item for item in items}
+        if log is not None:
+            log.add(task, items)
+    if log is not None:
+        found = log.gather(task)
+    return [found[name] for name in ids]

@@ -4,7 +4,8 @@ Every pair of a prompt and a completion is computed in passes of its own, whose 
 and with masks that depend on nothing else: its log-likelihood has the same bits in any list, batch or
 process.
 
-Shapes: B pairs, P differences of pairs of views, T tokens of one pair, V vocabulary, N its completion tokens.
+Shapes: B pairs, P differences of pairs of views, T tokens of one pair, V vocabulary, N its completion tokens
+(in `is_greedy`: hidden tokens of a block).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unmask.config.run import SamplerConfig
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.diffusion.likelihood import Bound, elbo, exact_log_likelihood
 from unmask.diffusion.rng import sequence_key
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.statistics import student_quantile
-from unmask.generation.requests import check_ids
+from unmask.generation.requests import check_ids, make_requests
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.model_state import evaluating
 
@@ -198,6 +200,38 @@ def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:
         lm.noised_inputs(ids_1T[:, :-1]),
         index_N=torch.arange(length - 1 - count, length - 1, device=ids_1T.device),
     )
+
+
+@torch.no_grad()
+def is_greedy(lm: DiffusionLM, prompt: Sequence[int], completion: Sequence[int]) -> bool:
+    """Whether `generate` writes exactly these tokens after the prompt, with one token a step, the most
+    confident first, and a canvas of their number. It stops at the first other token. Arguments are token ids.
+    Of a causal model the last one may lie beyond the context."""
+    goal = [*prompt, *completion]
+    with evaluating(lm):
+        if lm.autoregressive:
+            ids_1T = torch.tensor([goal], device=lm.device)
+            return lm.forward(causal_inputs(lm, ids_1T, len(completion))).argmax(-1).tolist() == list(
+                completion
+            )
+        request = make_requests(lm, [list(prompt)], SamplerConfig(max_new_tokens=len(completion)))[0]
+        ids, hidden = list(request.ids), list(request.hidden)
+        for start, stop in request.blocks:
+            visible = len(goal) if lm.attention == "bidirectional" else stop
+            while positions := [position for position in range(start, stop) if hidden[position]]:
+                hidden_1T = torch.tensor([hidden[:visible]], device=lm.device)
+                rows_1T = torch.zeros_like(hidden_1T)
+                rows_1T[0, positions] = True
+                logits_NV = lm.logits(
+                    torch.tensor([ids[:visible]], device=lm.device), rows_BT=rows_1T, hidden_BT=hidden_1T
+                )
+                confidence_N, token_N = logits_NV.log_softmax(-1).max(-1)
+                best = int(confidence_N.argmax())
+                position = positions[best]
+                if int(token_N[best]) != goal[position]:
+                    return False
+                ids[position], hidden[position] = goal[position], False
+    return True
 
 
 def common_length(rows: Sequence[Sequence[int]]) -> int:

@@ -193,5 +193,5 @@ def read_result(path: str | Path) -> EvaluationResult:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"{part}." for part in first["loc"]).rstrip(".")
-        what = f"is no result, or was cut: {place + ': ' if place else ''}{first['msg']}"
+        what = f"is no result, or it was cut: {place + ': ' if place else ''}{first['msg']}"
         raise DataError(what, where=str(path), remedy=remedy) from error

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from unmask.config.run import SamplerConfig
 from unmask.config.user_code import failing_as
-from unmask.console import Phase, tracked
+from unmask.console import Phase
 from unmask.data.decoding import text_after, token_texts
-from unmask.data.encoding import Prompt, encode_row
+from unmask.data.encoding import encode_row
 from unmask.data.formats import is_ids, read_prompt
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.item_log import ItemLog
+from unmask.evaluation.item_log import ItemLog, finished_items
 from unmask.evaluation.protocols import cut
 from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
@@ -40,6 +40,7 @@ from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, split_of
 from unmask.training.run.fingerprints import code_fingerprint
 
+Rows = Sequence[Mapping[str, Any]]
 SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
 """Settings of a sampler that change no completion."""
 UNCOMPARED = {"agreement_prompts": 0}
@@ -126,9 +127,7 @@ def as_metric(name: str, interval: Interval) -> Metric:
     return Metric.of(interval, higher_is_better=name not in LOWER_IS_BETTER)
 
 
-def sampler_for(
-    task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None
-) -> SamplerConfig:
+def sampler_for(task: Task, rows: Rows, sampler: SamplerConfig | None) -> SamplerConfig:
     """The sampler with the task's answer length as the canvas length, unless prompts are conversations."""
     sampler = sampler or SamplerConfig(batch_size=256)
     if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
@@ -136,9 +135,7 @@ def sampler_for(
     return sampler
 
 
-def protocol_of(
-    task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1
-) -> dict[str, Any]:
+def protocol_of(task: Task, rows: Rows, sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
     """What the scores depend on beside the model: the rows with their prompts, the sampler, the attempts, the
     code of a user's task."""
     code = code_fingerprint(task)
@@ -151,28 +148,26 @@ def protocol_of(
     }
 
 
-def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
+def rows_fingerprint(rows: Rows) -> str:
     """A hash of the content of rows."""
     return hashlib.sha256(
         json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()
     ).hexdigest()
 
 
-def check_evaluation(
-    lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None
-) -> None:
+def check_evaluation(lm: DiffusionLM, task: Task, rows: Rows, sampler: SamplerConfig | None = None) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or
     programs have no sandbox."""
     _verify(task, [""], rows[:1])
     make_requests(lm, _prompts(lm, rows), sampler_for(task, rows, sampler))
 
 
-def _prompts(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def _prompts(lm: DiffusionLM, rows: Rows) -> list[list[int]]:
     """The token ids of the prompts, as in training."""
     return [encode_row(lm.tokenizer, read_prompt(row)) for row in rows]
 
 
-def _verify(task: Task, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+def _verify(task: Task, completions: Sequence[str], rows: Rows) -> list[Verdict]:
     """The verdict on each completion. ConfigError if the task's own code fails."""
     what = f"{type(task).__name__}.verify"
     with failing_as(ConfigError, what, where=task.name, remedy="Correct it: it has to accept any text"):
@@ -183,23 +178,17 @@ def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig
     """Raise a ConfigError if pass@k needs more attempts than there are, or all attempts would be the same."""
     for k in pass_at:
         if not 1 <= k <= attempts:
-            raise ConfigError(
-                f"{k} of {attempts} attempts",
-                where="pass_at",
-                remedy="Give at least as many attempts as the largest k",
-            )
+            remedy = "Give at least as many attempts as the largest k"
+            raise ConfigError(f"{k} of {attempts} attempts", where="pass_at", remedy=remedy)
     if attempts > 1 and sampler.temperature == 0:
-        raise ConfigError(
-            f"{attempts} attempts at temperature 0 are all the same",
-            where="attempts",
-            remedy="Set a temperature",
-        )
+        what = f"{attempts} attempts at temperature 0 are all the same"
+        raise ConfigError(what, where="attempts", remedy="Set a temperature")
 
 
 def evaluate_task(
     lm: DiffusionLM,
     task: Task,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Rows,
     sampler: SamplerConfig | None = None,
     metrics: Sequence[str] = (),
     *,
@@ -230,24 +219,21 @@ def evaluate_task(
     sampler = sampler_for(task, rows, sampler)
     check_metrics(metrics, task, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
-    items = _items(lm, task, rows, sampler, attempts, pass_at, until, log, part or task.name, progress)
-    verified = [number for number, item in enumerate(items) if item.scores]
+    problems = {problem.id: problem for problem in _problems(lm, rows)}
+
+    def answer(ids: Sequence[str]) -> list[Item]:
+        return _answer(lm, task, [problems[name] for name in ids], sampler, attempts, pass_at, until)
+
+    items = finished_items(log, part or task.name, list(problems), answer, sampler.batch_size, progress)
+    verified = [(row, item) for row, item in zip(rows, items, strict=True) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
-        raise DataError(
-            f"no row could be verified: {why}",
-            where=task.name,
-            remedy="See `unmask sandbox probe`, or check the file.",
-        )
-    of_texts = (
-        _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge)
-        if metrics
-        else TextScores()
-    )
+        remedy = "See `unmask sandbox probe`, or check the file."
+        raise DataError(f"no row could be verified: {why}", where=task.name, remedy=remedy)
     return TaskResult(
         task.name,
         items,
-        of_texts,
+        _text_scores(lm, task, verified, metrics, judge) if metrics else TextScores(),
         protocol_of(task, rows, sampler, attempts),
         knows_split=_trained_on(lm, task),
     )
@@ -263,7 +249,11 @@ def _text_scores(
     pairs = [(text, row) for row, item in verified for text in item.completions]
     written = GeneratedTexts(
         texts=[text for text, _ in pairs],
-        prompts=[_without_ids(lm, row["prompt"]) for _, row in pairs],
+        # token ids of a protocol are text for the judge, whose tokenizer is another
+        prompts=[
+            text_after(lm.tokenizer, [], row["prompt"]) if is_ids(row["prompt"]) else row["prompt"]
+            for _, row in pairs
+        ],
         references=[row[task.reference] for _, row in pairs] if task.reference else None,
         groups=[row["group"] for _, row in pairs],
         tokenizer=lm.tokenizer,
@@ -283,42 +273,7 @@ class _Problem(NamedTuple):
     """Among rows of the same prompt."""
 
 
-def _without_ids(lm: DiffusionLM, prompt: Prompt) -> Prompt:
-    """A prompt for another tokenizer: text in place of the token ids of a protocol."""
-    return text_after(lm.tokenizer, [], prompt) if is_ids(prompt) else prompt
-
-
-def _items(
-    lm: DiffusionLM,
-    task: Task,
-    rows: Sequence[Mapping[str, Any]],
-    sampler: SamplerConfig,
-    attempts: int,
-    pass_at: Sequence[int],
-    until: Sequence[str],
-    log: ItemLog | None,
-    part: str,
-    progress: Phase | None,
-) -> list[Item]:
-    """The items of all rows; those that the log does not have are computed, by this process or another
-    one."""
-    problems = _problems(lm, rows)
-    found = {} if log is None else log.finished(part)
-    asked = [problem for problem in problems if problem.id not in found]
-    at_once = sampler.batch_size * (1 if log is None else log.processes)
-    for start in tracked(range(0, len(asked), at_once), math.ceil(len(asked) / at_once), progress):
-        numbers = range(start, min(start + at_once, len(asked)))
-        own = [asked[n] for n in (numbers if log is None else log.share(numbers))]
-        items = _answer(lm, task, own, sampler, attempts, pass_at, until)
-        found |= {item.id: item for item in items}
-        if log is not None:
-            log.add(part, items)
-    if log is not None:
-        found = log.gather(part)
-    return [found[problem.id] for problem in problems]
-
-
-def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Problem]:
+def _problems(lm: DiffusionLM, rows: Rows) -> list[_Problem]:
     """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not
     matter."""
     ids, prompts = item_ids(rows), _prompts(lm, rows)

@@ -99,8 +99,9 @@ def bleu(texts: Sequence[str], references: Sequence[str], groups: Sequence[str])
     order = len(scores[0].counts)
 
     def corpus_bleu(sum_C: np.ndarray) -> float:
-        correct, total, lengths = np.split(sum_C, [order, 2 * order])
-        score = BLEU.compute_bleu(correct.tolist(), total.tolist(), *map(int, lengths), smooth_method="exp")
+        correct, total, (length, reference_length) = np.split(sum_C, [order, 2 * order])
+        lengths = int(length), int(reference_length)
+        score = BLEU.compute_bleu(correct.tolist(), total.tolist(), *lengths, smooth_method="exp")
         return float(score.score) / 100
 
     found = group_interval(counts_NC, partial(np.apply_along_axis, corpus_bleu, 1), groups)

@@ -358,12 +358,3 @@ def test_grids_are_boxed_where_the_side_is_a_square(columns, lines):
     grid = Denoising(prompt="", frames=[["1"] * columns**2], revealed=[{}], columns=columns)
     for side in ("box-right", "box-bottom"):
         assert sum(side in kinds for kinds in cell_kinds(grid, 0)) == lines
-
-
-def test_frames_that_do_not_fit_together_are_refused():
-    with pytest.raises(AssertionError, match="2 frames, 1 sets"):
-        Denoising(prompt="", frames=[[""], ["a"]], revealed=[{}], columns=1)
-    with pytest.raises(AssertionError, match="different lengths"):
-        Denoising(prompt="", frames=[[""], ["a", "b"]], revealed=[{}, {}], columns=1)
-    with pytest.raises(AssertionError, match="1 tokens, 2 steps"):
-        Answer(name="m", color=0, tokens=["a"], steps=[0, 1])

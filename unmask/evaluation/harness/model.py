@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -21,14 +21,18 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from unmask.config.run import SamplerConfig
+from unmask.config.run import OF_NEW_MODELS, ModelConfig, SamplerConfig
 from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
-from unmask.errors import ConfigError, DataError, GenerationError
-from unmask.evaluation.greedy import is_greedy
+from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean
 from unmask.evaluation.harness.answers import LogLikelihood, Text
-from unmask.evaluation.harness.settings import read_gen_kwargs, split_settings
-from unmask.evaluation.likelihood import Estimator, common_length, default_estimator, log_likelihoods
+from unmask.evaluation.likelihood import (
+    Estimator,
+    common_length,
+    default_estimator,
+    is_greedy,
+    log_likelihoods,
+)
 from unmask.evaluation.protocols import Protocol, cut, protocol_tasks, read_protocol
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
@@ -51,6 +55,21 @@ answers begin."""
 _read_protocol = cache(read_protocol)
 DEFAULT_CONTEXT = 2048
 """Tokens, for a model whose config does not say: as lm-eval."""
+
+LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the length of a completion, as in lm-eval."""
+OWN = ("until", "do_sample", *LENGTH_NAMES)
+MODEL_FIELDS = set(ModelConfig.model_fields) - {
+    "path",
+    *OF_NEW_MODELS,
+    "attention",
+    "block_size",
+    "logit_shift",
+    "device",
+}
+SAMPLER_FIELDS = set(SamplerConfig.model_fields) - {"seed", "batch_size"}
+DEFAULT_LENGTH = 256
+"""Of a completion, in tokens, as in lm-eval."""
 
 
 class HarnessLM(TemplateLM):
@@ -113,10 +132,8 @@ class HarnessLM(TemplateLM):
                 str(pretrained), **model, device=device or ("auto" if state is None else str(state.device))
             )
         self.tokenizer = self.lm.tokenizer
-        self.samples, self.seed = (
-            DEFAULT_SAMPLES if samples is None else _whole(samples, "samples"),
-            int(seed),
-        )
+        self.samples = DEFAULT_SAMPLES if samples is None else _whole(samples, "samples")
+        self.seed = int(seed)
         self.authors, self._asked_samples = protocol, samples is not None
         if protocol is not None:
             protocol_tasks(protocol.partition("/")[0])
@@ -139,10 +156,8 @@ class HarnessLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """Tokens of the longest row."""
-        return min(
-            self._max_length or self.lm.context_length or DEFAULT_CONTEXT,
-            self.lm.context_length or DEFAULT_CONTEXT,
-        )
+        context = self.lm.context_length or DEFAULT_CONTEXT
+        return min(self._max_length or context, context)
 
     @property
     def eot_token_id(self) -> int:
@@ -195,10 +210,8 @@ class HarnessLM(TemplateLM):
         that the tokenizer adds is left out, as in the prompts of `unmask.generate`."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode([self.prefix_token_id]))
-        ids, bos = (
-            list(self.tokenizer(string, add_special_tokens=False)["input_ids"]),
-            [self.tokenizer.bos_token_id],
-        )
+        bos = [self.tokenizer.bos_token_id]
+        ids = list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
         return bos + ids if add_special_tokens and self.tokenizer("")["input_ids"][:1] == bos else ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -283,8 +296,7 @@ class HarnessLM(TemplateLM):
         names: list[str] = []
         kept = self.cache_hook.dbdict if self.cache_hook.dbdict is not None else {}
         repeats: Counter[int] = Counter()
-        by_sampler: dict[str, list[Wanted]] = {}
-        samplers: dict[str, SamplerConfig] = {}
+        by_sampler: dict[str, tuple[SamplerConfig, list[Wanted]]] = {}
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
             sampler, until = read_gen_kwargs(gen_kwargs, self.sampler)
@@ -292,48 +304,43 @@ class HarnessLM(TemplateLM):
                 sampler = protocol.sampler(self.lm, self._given)
                 context, until = protocol.prompt(context, self.lm), [] if protocol.ignore_until else until
             if (room := self.max_length - sampler.max_new_tokens) < 1:
-                what = (
-                    f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of "
-                    f"{self.max_length}"
-                )
-                raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
+                what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt"
+                where = "max_gen_toks"
+                raise GenerationError(f"{what} in rows of {self.max_length}", where=where, remedy="Lower it")
             prompt = self.tok_encode(context)[-room:]
             # lm-eval repeats a request to get several samples, and once more so that all processes have
             # equally many.
             key = sequence_key(prompt, repeats[id(request)] % (request.repeats or 1))
             repeats[id(request)] += 1
-            name = sampler.model_dump_json()
             names.append(_kept_name([sampler.model_dump_json(exclude={"batch_size"}), prompt, key, until]))
             if names[-1] in kept:
                 answers[number] = kept[names[-1]]
                 continue
-            samplers[name] = sampler
-            by_sampler.setdefault(name, []).append((number, prompt, key, until))
-        for name, group in by_sampler.items():
-            size = samplers[name].batch_size
-            with self._shown(range(0, len(group), size), -(-len(group) // size), disable_tqdm) as shown:
-                for first in shown:
-                    for number, answer in self._answer_texts(group[first : first + size], samplers[name]):
+            group = by_sampler.setdefault(sampler.model_dump_json(), (sampler, []))
+            group[1].append((number, prompt, key, until))
+        for sampler, wanted in by_sampler.values():
+            size = sampler.batch_size
+            batches = [wanted[first : first + size] for first in range(0, len(wanted), size)]
+            with self._shown(batches, len(batches), disable_tqdm) as shown:
+                for batch in shown:
+                    numbers, prompts, keys, untils = zip(*batch, strict=True)
+                    made = generate(self.lm, prompts, sampler, keys=keys)
+                    for at, (number, until) in enumerate(zip(numbers, untils, strict=True)):
+                        steps = max(made.steps[at], default=-1) + 1
+                        text, tokens = cut(made.texts[at], until), len(made.tokens[at])
+                        answer = Text(text, tokens, steps, made.forward_passes[at])
                         answers[number] = kept[names[number]] = answer
         return answers
-
-    def _answer_texts(self, batch: Sequence[Wanted], sampler: SamplerConfig) -> Iterator[tuple[int, Text]]:
-        """The number of each request of a batch, and its answer."""
-        found = generate(
-            self.lm, [prompt for _, prompt, _, _ in batch], sampler, keys=[key for _, _, key, _ in batch]
-        )
-        made = zip(batch, found.texts, found.tokens, found.steps, found.forward_passes, strict=True)
-        for (number, _, _, until), text, tokens, steps, passes in made:
-            yield number, Text(cut(text, until), len(tokens), max(steps, default=-1) + 1, passes)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
-        return render_template(self.tokenizer, chat_history, **options)
+        return render_template(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
 
     @property
     def tokenizer_name(self) -> str:
@@ -428,17 +435,14 @@ class HarnessLM(TemplateLM):
     ) -> tuple[float, bool]:
         longest = self.max_length + self.lm.autoregressive  # a causal model does not read the last token
         if len(continuation) >= longest:
-            what = (
-                f"a continuation of {len(continuation)} tokens leaves no room for a context in rows of "
-                f"{self.max_length}"
-            )
+            what = f"a continuation of {len(continuation)} tokens leaves no room for a context"
+            remedy = "Shorten it, or use a model with a longer context"
             raise GenerationError(
-                what, where="loglikelihood", remedy="Shorten it, or use a model with a longer context"
+                f"{what} in rows of {self.max_length}", where="loglikelihood", remedy=remedy
             )
         context = context[-(longest - len(continuation)) :]
-        return self._estimate(context, continuation, key, samples, shared), is_greedy(
-            self.lm, context, continuation
-        )
+        likelihood = self._estimate(context, continuation, key, samples, shared)
+        return likelihood, is_greedy(self.lm, context, continuation)
 
     def _estimate(
         self,
@@ -498,8 +502,59 @@ def _mask_keys(requests: Sequence[Instance]) -> list[int]:
         together = (
             sorted(contexts[_question(request)] - {""}) if own and request.doc_id is not None else [own]
         )
-        keys.append(
-            int.from_bytes(hashlib.blake2b("\0".join(together).encode(), digest_size=8).digest(), "little")
-            >> 1
-        )
+        digest = hashlib.blake2b("\0".join(together).encode(), digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "little") >> 1)
     return keys
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of `unmask.load`, and the sampler's settings. Raises ConfigError for any other name."""
+    for name in settings:
+        if name not in MODEL_FIELDS | SAMPLER_FIELDS:
+            own = {"samples", "estimator", "seed", "batch_size", "max_length", "device"}
+            remedy = did_you_mean(name, MODEL_FIELDS | SAMPLER_FIELDS | own)
+            raise ConfigError(f"unknown option {name!r}", where="model_args", remedy=remedy)
+    model = {name: value for name, value in settings.items() if name in MODEL_FIELDS}
+    return model, {name: value for name, value in settings.items() if name in SAMPLER_FIELDS}
+
+
+def read_gen_kwargs(
+    gen_kwargs: Mapping[str, Any], defaults: SamplerConfig
+) -> tuple[SamplerConfig, list[str]]:
+    """The sampler and the stop strings of a request.
+
+    `until`, `do_sample` and the length mean what they mean in lm-eval: without `do_sample` a temperature
+    decides; `do_sample: false` is greedy at any temperature; `do_sample: true` alone samples at temperature
+    1. All other names are those of `SamplerConfig`.
+
+    Raises:
+        ConfigError: an unknown name, a wrong value, two lengths, or sampling at temperature 0.
+    """
+    given = dict(gen_kwargs)
+    for name in given:
+        if name not in OWN and name not in SamplerConfig.model_fields:
+            remedy = did_you_mean(name, {*OWN, *SamplerConfig.model_fields})
+            raise ConfigError(f"{name!r} is no option of the sampler", where="gen_kwargs", remedy=remedy)
+    lengths = {name: given.pop(name) for name in LENGTH_NAMES if given.get(name) is not None}
+    if len(set(lengths.values())) > 1:
+        what = f"{' and '.join(lengths)} contradict one another"
+        raise ConfigError(what, where="gen_kwargs", remedy="Give one length")
+    settings = {name: value for name, value in given.items() if name not in OWN}
+    if lengths or "max_new_tokens" not in defaults.model_fields_set:
+        settings["max_new_tokens"] = int(next(iter(lengths.values()), DEFAULT_LENGTH))
+    sample, temperature = given.get("do_sample"), given.get("temperature")
+    if sample is False:
+        settings["temperature"] = 0.0
+    elif sample and temperature == 0:
+        what = "do_sample with temperature 0 contradict one another"
+        remedy = "Leave one out, or raise the temperature"
+        raise ConfigError(what, where="gen_kwargs", remedy=remedy)
+    elif sample and temperature is None:
+        settings["temperature"] = defaults.temperature or 1.0
+    until = given.get("until") or []
+    until = [until] if isinstance(until, str) else list(until)
+    if not all(isinstance(stop, str) for stop in until):
+        what = f"until {until!r:.80} is not a string or a list of strings"
+        raise ConfigError(what, where="gen_kwargs", remedy="Give strings")
+    sampler = SamplerConfig(**{**defaults.model_dump(exclude_unset=True), **settings})
+    return sampler, [stop for stop in until if stop]

@@ -43,13 +43,9 @@ def _naming_templates(tasks: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except jinja2.TemplateError as error:
-        what, where = (
-            f"a template of the task does not fit its data: {first_line(error)}",
-            ", ".join(map(str, tasks)),
-        )
-        raise DataError(
-            what, where=where, remedy="Check the task's `doc_to_text`, `doc_to_choice` and `doc_to_target`"
-        ) from error
+        what = f"a template of the task does not fit its data: {first_line(error)}"
+        remedy = "Check the task's `doc_to_text`, `doc_to_choice` and `doc_to_target`"
+        raise DataError(what, where=", ".join(map(str, tasks)), remedy=remedy) from error
 
 
 class _Tasks(TaskManager):
@@ -57,11 +53,8 @@ class _Tasks(TaskManager):
 
     def __init__(self, names: Sequence[str], include_path: str | Path | None):
         if include_path is not None and not Path(include_path).is_dir():
-            raise DataError(
-                "is not a folder",
-                where=f"include_path {include_path}",
-                remedy="Give the folder of the task files",
-            )
+            remedy = "Give the folder of the task files"
+            raise DataError("is not a folder", where=f"include_path {include_path}", remedy=remedy)
         folder = None if include_path is None else str(include_path)
         super().__init__(include_path=folder, include_defaults=False)
         if not set(names) <= set(self.all_tasks):
@@ -82,11 +75,10 @@ class _Tasks(TaskManager):
             raise
         # of files that are missing or malformed
         except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
-            where, what = ", ".join(map(str, task_list)), f"{type(error).__name__}: {first_line(error)}"
-            remedy = (
-                "Check the task's file, its data (`dataset_path`, `data_files`, `test_split`), or the network"
-            )
-            raise DataError(f"the task cannot be loaded: {what}", where=where, remedy=remedy) from error
+            what = f"the task cannot be loaded: {type(error).__name__}: {first_line(error)}"
+            data = "its data (`dataset_path`, `data_files`, `test_split`)"
+            remedy = f"Check the task's file, {data}, or the network"
+            raise DataError(what, where=", ".join(map(str, task_list)), remedy=remedy) from error
         return self.found
 
 
@@ -190,22 +182,17 @@ def _refuse_unread(
     """Raise a ConfigError for an option that no request of these tasks reads."""
     generates = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
     measures = [name for name in tasks if name not in generates]
-    if not generates:
-        unread = sampler.of_texts + ["gen_kwargs"] * bool(options["gen_kwargs"])
-        if unread:
-            raise ConfigError(
-                "no task generates text", where=unread[0], remedy=f"Leave it out for {', '.join(measures)}"
-            )
-    unread = [name for name, value in (("samples", samples), ("estimator", estimator)) if value is not None]
-    if unread and not measures:
-        raise ConfigError(
-            "no task measures likelihoods", where=unread[0], remedy=f"Leave it out for {', '.join(generates)}"
-        )
+    of_texts = sampler.of_texts + ["gen_kwargs"] * bool(options["gen_kwargs"])
+    given = {"samples": samples, "estimator": estimator}
+    of_likelihoods = [name for name, value in given.items() if value is not None]
+    for unread, readers, others, what in (
+        (of_texts, generates, measures, "no task generates text"),
+        (of_likelihoods, measures, generates, "no task measures likelihoods"),
+    ):
+        if unread and not readers:
+            raise ConfigError(what, where=unread[0], remedy=f"Leave it out for {', '.join(others)}")
     if samples is not None and not model.bounds:
-        raise ConfigError(
-            "the likelihood of this model is exact",
-            where="samples",
-            remedy="Leave it out, or set the estimator elbo",
-        )
+        remedy = "Leave it out, or set the estimator elbo"
+        raise ConfigError("the likelihood of this model is exact", where="samples", remedy=remedy)
     for name in measures:
         model.samples_of(name)

@@ -76,15 +76,10 @@ def group_scores(
         for key in scores_of_tasks[task.task]:
             if "," in key and (title := _title(*key.split(",", 1))) in task.metrics:
                 scores_of_tasks[task.task][key] = task.metrics[title].mean
-    numbers = {
-        key: value
-        for key, value in group.aggregate(scores_of_tasks).items()
-        if "," in key and isinstance(value, int | float)
-    }
     metrics = {
         _title(*key.split(",", 1)): Metric(mean=value)
-        for key, value in numbers.items()
-        if "_stderr," not in key
+        for key, value in group.aggregate(scores_of_tasks).items()
+        if "," in key and "_stderr," not in key and isinstance(value, int | float)
     }
     own = {"tasks": list(results["group_subtasks"].get(group.name, []))}
     return TaskScores(task=group.name, protocol={**protocol, **own}, metrics=metrics)
@@ -158,32 +153,22 @@ def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None
     choices are then those of the estimate. The task scores each of these draws; the standard deviation of a
     metric over them is its standard error.
     """
-    noisy = [
-        sample for sample in samples if any(_differences(response) for response in sample["filtered_resps"])
-    ]
-    if not noisy:
+    differences = [[_differences(response) for response in sample["filtered_resps"]] for sample in samples]
+    widths = [max(map(len, of_sample), default=0) for of_sample in differences]
+    if not any(widths):
         return {}
-    known = all(
-        math.isfinite(x)
-        for sample in noisy
-        for response in sample["filtered_resps"]
-        for x in _differences(response)
-    )
     names = dict.fromkeys(metric for sample in samples for metric in sample["metrics"])
-    if not known:
+    if not all(math.isfinite(x) for of_sample in differences for each in of_sample for x in each):
         return dict.fromkeys(names)
     rng, drawn = np.random.default_rng(0), {name: list[float]() for name in names}
-    is_noisy = {id(sample) for sample in noisy}
     for _ in range(FLIPS):
         values: dict[str, list[Any]] = {name: [] for name in names}
-        for sample in samples:
+        for sample, width in zip(samples, widths, strict=True):
             scored: Mapping[str, Any] = sample
-            if id(sample) in is_noisy:
-                width = max(len(_differences(response)) for response in sample["filtered_resps"])
+            if width:
                 signs = rng.choice((-1.0, 1.0), size=width)
-                scored = task.process_results(
-                    sample["doc"], [_moved(response, signs) for response in sample["filtered_resps"]]
-                )
+                moved = [_moved(response, signs) for response in sample["filtered_resps"]]
+                scored = task.process_results(sample["doc"], moved)
             for name in sample["metrics"]:
                 values[name].append(scored[name])
         for name in names:
@@ -202,11 +187,9 @@ def _differences(response: Any) -> tuple[float, ...]:
 
 
 def _moved(response: Any, signs: np.ndarray) -> Any:
-    return (
-        (response[0].moved(signs), *response[1:])
-        if isinstance(response, tuple | list)
-        else response.moved(signs)
-    )
+    if isinstance(response, tuple | list):
+        return response[0].moved(signs), *response[1:]
+    return response.moved(signs)
 
 
 def _item(sample: Sample, scores: dict[str, float], repeats: int) -> Item:
@@ -238,11 +221,8 @@ def _item(sample: Sample, scores: dict[str, float], repeats: int) -> Item:
 
 
 def _likelihood(arguments: Sequence[Any], response: Any) -> dict[str, Any]:
-    value, rest = (response[0], response[1:]) if isinstance(response, tuple | list) else (response, ())
+    value, *rest = response if isinstance(response, tuple | list) else (response,)
     error = value.standard_error if isinstance(value, LogLikelihood) else 0.0
     found = {"log_likelihood": float(value), "standard_error": error if math.isfinite(error) else None}
-    return (
-        found
-        | ({"continuation": arguments[1]} if len(arguments) > 1 else {})
-        | ({"greedy": bool(rest[0])} if rest else {})
-    )
+    continuation = {"continuation": arguments[1]} if len(arguments) > 1 else {}
+    return found | continuation | ({"greedy": bool(rest[0])} if rest else {})

@@ -117,9 +117,6 @@ class Answer:
     """The denoising step at which each token came, from 0; -1: it never came."""
     facts: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.steps), f"{len(self.tokens)} tokens, {len(self.steps)} steps"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -145,12 +142,6 @@ class Denoising:
     """If this is a square number, the grid has boxes."""
     clues: AbstractSet[int] = frozenset()
     """Cells that the prompt fills."""
-
-    def __post_init__(self) -> None:
-        assert self.frames and len(self.frames) == len(self.revealed), (
-            f"{len(self.frames)} frames, {len(self.revealed)} sets of reveals"
-        )
-        assert len({len(frame) for frame in self.frames}) == 1, "frames of different lengths"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,11 +101,11 @@ def write_pictures(report: Report, folder: str | Path) -> list[Path]:
     require("matplotlib", "train", where="pictures")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    heat_maps = [
-        block for section in report.sections for block in section.blocks if isinstance(block, HeatMap)
-    ]
-    paths = []
-    for content in [*(chart for chart in report.charts() if chart.has_values), *heat_maps]:
+    blocks = [block for section in report.sections for block in section.blocks]
+    contents: list[Chart | HeatMap] = [chart for chart in report.charts() if chart.has_values]
+    contents += [block for block in blocks if isinstance(block, HeatMap)]
+    paths: list[Path] = []
+    for content in contents:
         name = re.sub(r"[^a-z0-9]+", "-", content.title.lower()).strip("-")[:60] or "picture"
         paths.append(folder / f"{len(paths) + 1:02}-{name}.png")
         _draw(content, paths[-1])
@@ -156,11 +156,11 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
     curves = curves_of(chart)
     for curve in curves:
         series = curve.series
-        line = {"color": COLORS[series.color % len(COLORS)]}
+        color = COLORS[series.color % len(COLORS)]
         dashed = series.dashed or series.color >= len(COLORS)
         marked = series.bounds or series.dashed or len(curve.steps) == 1
         if curve.trend.tolist() != curve.values.tolist():
-            axes.plot(curve.steps, curve.values, alpha=0.35, linewidth=0.8, **line)
+            axes.plot(curve.steps, curve.values, color=color, alpha=0.35, linewidth=0.8)
         axes.plot(
             curve.steps,
             curve.trend,
@@ -169,11 +169,11 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
             markersize=4,
             linewidth=1.6,
             label=shown(series.name),
-            **line,
+            color=color,
         )
         for (step, _), ends in zip(series.points, series.bounds, strict=False):
             if np.isfinite(ends).all():
-                axes.plot([step, step], ends, linewidth=1.2, **line)
+                axes.plot([step, step], ends, color=color, linewidth=1.2)
     first, last = axes.get_xlim()
     for step, name in chart.marks:
         if first <= step <= last:
@@ -186,8 +186,8 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.locator_params(axis="x", nbins=6)
-    for axis, percent in ((axes.xaxis, False), (axes.yaxis, chart.percent)):
-        axis.set_major_formatter(lambda value, _, percent=percent: _label(value, percent=percent))
+    axes.xaxis.set_major_formatter(lambda value, _: _label(value, percent=False))
+    axes.yaxis.set_major_formatter(lambda value, _: _label(value, percent=chart.percent))
 
 
 def _label(number: float, *, percent: bool) -> str:

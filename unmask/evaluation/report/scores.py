@@ -4,7 +4,7 @@ quality."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -53,53 +53,44 @@ def entries_by_task(results: Sequence[Result]) -> dict[str, list[Entry]]:
 
 def tables(results: Sequence[Result]) -> Section:
     """The scores of each task, what they cost, and how models differ on the problems that they share."""
-    blocks: list[Table] = []
-    for task, entries in entries_by_task(results).items():
-        blocks.append(score_table(task, entries))
-        blocks += filter(None, (work_table(task, entries), difference_table(task, entries)))
-    return Section(
-        title="Scores",
-        blocks=blocks,
-        intro="Brackets and bars: 95% intervals over groups of dependent problems.",
-    )
+    blocks = [
+        table
+        for task, entries in entries_by_task(results).items()
+        for make in (score_table, work_table, difference_table)
+        if (table := make(task, entries)) is not None
+    ]
+    intro = "Brackets and bars: 95% intervals over groups of dependent problems."
+    return Section(title="Scores", blocks=blocks, intro=intro)
 
 
 def score_table(task: str, entries: Sequence[Entry]) -> Table:
     """A row for each model under each metric, with its interval; `work_table` has those of speed."""
     groups = []
-    for metric in dict.fromkeys(
-        name for entry in entries for name in entry.scores.metrics if name not in SPEEDS
-    ):
+    for metric in dict.fromkeys(name for entry in entries for name in entry.scores.metrics):
+        if metric in SPEEDS:
+            continue
         found = [(entry, entry.scores.metrics[metric]) for entry in entries if metric in entry.scores.metrics]
         figures = Figures(metric, [value for _, value in found])
         rows = [
-            [
-                Cell(text=entry.name, color=entry.color),
-                figures.mean(value),
-                figures.interval(value),
-                figures.drawn(value, entry.color),
-            ]
+            [Cell(text=entry.name, color=entry.color), *figures.cells(value, entry.color)]
             for entry, value in found
         ]
         groups.append((figures.heading, rows))
-    return Table(
-        caption=task, header=["Model", "Score", "95% interval", ""], groups=groups, note=_problems(entries)
-    )
+    header = ["Model", "Score", "95% interval", ""]
+    return Table(caption=task, header=header, groups=groups, note=_problems(entries))
 
 
 def _problems(entries: Sequence[Entry]) -> str:
     """The number of problems by status, said once where it is the same for all models."""
-    by_entry = {entry.name: _statuses(entry.scores) for entry in entries if entry.scores.items}
-    different = set(by_entry.values())
-    lines = (
-        different if len(different) == 1 else [f"{name}: {statuses}" for name, statuses in by_entry.items()]
-    )
-    return "".join(f"{line}. " for line in lines).strip()
-
-
-def _statuses(scores: TaskScores) -> str:
-    statuses = ", ".join(f"{count} {status}" for status, count in scores.statuses.items() if count)
-    return f"{len(scores.items)} problems{f' ({statuses})' if set(scores.statuses) - {'ok'} else ''}"
+    lines = {}
+    for entry in entries:
+        scores = entry.scores
+        statuses = ", ".join(f"{count} {status}" for status, count in scores.statuses.items() if count)
+        if scores.items:
+            shown = f" ({statuses})" if set(scores.statuses) - {"ok"} else ""
+            lines[entry.name] = f"{len(scores.items)} problems{shown}."
+    same = len(set(lines.values())) == 1
+    return " ".join(set(lines.values()) if same else (f"{name}: {line}" for name, line in lines.items()))
 
 
 class Figures:
@@ -112,71 +103,56 @@ class Figures:
     """
 
     def __init__(self, name: str, values: Sequence[Metric]):
-        ends = [
-            end
-            for value in values
-            for end in (value.mean, value.low, value.high)
-            if end is not None and math.isfinite(end)
-        ]
-        self.name = name
-        self.fraction = is_fraction(name, ends)
-        largest = max(map(abs, ends), default=1.0) or 1.0
-        self.decimals = 1 if self.fraction else min(max(2 - math.floor(math.log10(largest)), 0), 5)
-        self.bounded = any(value.low is not None or value.high is not None for value in values)
-        self.low, self.high = _tenths(ends) if self.fraction else _around(ends)
+        ends = [end for value in values for end in (value.mean, *bounds_of(value)) if math.isfinite(end)]
+        ends = ends or [0.0, 1.0]
+        low, high = min(ends), max(ends)
+        self.name, self.fraction = name, is_fraction(name, ends)
+        self.bounded = any(math.isfinite(bound) for value in values for bound in bounds_of(value))
+        if self.fraction:  # the bars span the tenths around all values
+            first = math.floor(10 * min(low, 0.95))
+            self.low, self.high = first / 10, max(math.ceil(10 * high), first + 1) / 10
+            self.decimals = 1
+        else:
+            margin = 0.05 * (high - low) or 0.5
+            self.low, self.high = low - margin, high + margin
+            self.decimals = min(max(2 - math.floor(math.log10(max(abs(low), abs(high)) or 1.0)), 0), 5)
 
     @property
     def heading(self) -> str:
         """The metric's name, and what its bars span."""
-        span = (
-            f"{100 * self.low:.0f} to {100 * self.high:.0f}%"
-            if self.fraction
-            else minus(f"{self.low:.3g} to {self.high:.3g}")
-        )
+        span = f"{self.low:.3g} to {self.high:.3g}"
+        span = f"{100 * self.low:.0f} to {100 * self.high:.0f}%" if self.fraction else minus(span)
         return f"{self.name} · bars span {span}" if self.bounded else self.name
 
-    def text(self, value: float, unit: str = "%") -> str:
-        """One value."""
-        return minus(f"{100 * value:.1f}{unit}" if self.fraction else f"{value:,.{self.decimals}f}")
+    def text(self, value: float, unit: str = "%", sign: str = "") -> str:
+        """One value; with the sign "+" it is a difference."""
+        if self.fraction:
+            return minus(f"{100 * value:{sign}.1f}{unit}")
+        return minus(f"{value:{sign},.{self.decimals}f}")
 
-    def mean(self, value: Metric) -> Cell:
+    def interval(self, low: float, high: float, sign: str = "") -> str:
+        """An interval in brackets; nothing if it has no bounds."""
+        if math.isinf(low) and math.isinf(high):
+            return ""
+        ends = ("∞" if math.isinf(end) else self.text(end, "", sign) for end in (low, high))
+        return f"[{', '.join(ends)}]"
+
+    def cells(self, value: Metric, color: int) -> list[Cell]:
+        """The mean, its interval, and both drawn."""
         error = value.standard_error
-        return Cell(
-            text=self.text(value.mean),
-            detail="" if error is None else f"± {self.text(error, '')} by its masks",
-        )
-
-    def interval(self, value: Metric) -> Cell:
-        ends = [end if end is not None and math.isfinite(end) else None for end in (value.low, value.high)]
-        if ends == [None, None]:
-            return Cell(text="")
-        return Cell(
-            text="", detail=f"[{', '.join('∞' if end is None else self.text(end, '') for end in ends)}]"
-        )
-
-    def drawn(self, value: Metric, color: int) -> Cell:
-        if (value.low is None and value.high is None) or not math.isfinite(value.mean):
-            return Cell(text="")
-        ends = (
-            self.low if value.low is None else value.low,
-            value.mean,
-            self.high if value.high is None else value.high,
-        )
-        low, mean, high = ((end - self.low) / (self.high - self.low) for end in ends)
-        return Cell(text="", span=(low, mean, high), color=color)
+        detail = "" if error is None else f"± {self.text(error, '')} by its masks"
+        interval, span = self.interval(*bounds_of(value)), None
+        if interval and math.isfinite(value.mean):
+            ends = (bounds_of(value)[0], value.mean, bounds_of(value)[1])
+            low, middle, high = ((end - self.low) / (self.high - self.low) for end in ends)
+            span = (low, middle, high)
+        mean = Cell(text=self.text(value.mean), detail=detail)
+        return [mean, Cell(text="", detail=interval), Cell(text="", span=span, color=color if span else None)]
 
 
-def _tenths(ends: Sequence[float]) -> tuple[float, float]:
-    """The tenths around fractions."""
-    low = math.floor(10 * min((min(end, 0.95) for end in ends), default=0.0))
-    high = math.ceil(10 * max(ends, default=1.0))
-    return low / 10, max(high, low + 1) / 10
-
-
-def _around(ends: Sequence[float]) -> tuple[float, float]:
-    low, high = min(ends, default=0.0), max(ends, default=1.0)
-    margin = 0.05 * (high - low) or 0.5
-    return low - margin, high + margin
+def bounds_of(value: Metric) -> tuple[float, float]:
+    """The interval of a metric; infinite where it has no bound."""
+    return -math.inf if value.low is None else value.low, math.inf if value.high is None else value.high
 
 
 def passes_per_answer(entry: Entry) -> float:
@@ -203,51 +179,40 @@ def work_table(task: str, entries: Sequence[Entry]) -> Table | None:
 def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
     """Each model, where it took the most forward passes, against the one before it, on the problems that both
     have; None where no two models share any."""
-    models = dict.fromkeys(entry.model for entry in entries)
-    slowest = [
-        max((entry for entry in entries if entry.model == name), key=passes_per_answer) for name in models
-    ]
-    found = [
-        (before, after, each)
-        for before, after in pairwise(slowest)
-        if (each := _first_difference(task, before, after))
-    ]
+    by_model: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_model.setdefault(entry.model, []).append(entry)
+    slowest = [max(found, key=passes_per_answer) for found in by_model.values()]
+    pairs = [(before, after, next(_differences(before, after), None)) for before, after in pairwise(slowest)]
+    found = [(before, after, each) for before, after, each in pairs if each is not None]
     if not found:
         return None
     metric = found[0][2].metric
     figures = Figures(
         metric, [entry.scores.metrics[metric] for entry in slowest if metric in entry.scores.metrics]
     )
-    ends = [
-        abs(end)
-        for *_, each in found
-        for end in (each.change.low, each.change.mean, each.change.high)
-        if math.isfinite(end)
-    ]
-    largest = max(ends, default=1.0) or 1.0
+    changes = [each.change for *_, each in found]
+    ends = [abs(end) for each in changes for end in (each.low, each.mean, each.high) if math.isfinite(end)]
+    largest = max(ends) or 1.0
     rows = [
         [Cell(text=f"{b.name} against {a.name}", color=b.color), *_difference_cells(each, figures, largest)]
         for a, b, each in found
     ]
     unit = "percentage points" if figures.fraction else "its own units"
-    header = ["Comparison", "Difference", "95% interval", "Verdict", ""]
-    note = (
-        f"Paired differences of {metric} in {unit}, on the problems that both were given. The line in the "
-        "middle of a bar is 0."
-    )
     return Table(
         caption=f"{task}: what made a difference",
-        header=header,
+        header=["Comparison", "Difference", "95% interval", "Verdict", ""],
         groups=[("", rows)],
-        note=note,
+        note=f"Paired differences of {metric} in {unit}, on the problems that both were given. "
+        "The line in the middle of a bar is 0.",
         centered=True,
     )
 
 
-def _first_difference(task: str, before: Entry, after: Entry) -> Difference | None:
-    """In the first metric that shared items have."""
+def _differences(before: Entry, after: Entry) -> Iterator[Difference]:
+    """The differences of two models in each metric that shared items have."""
     pairs = shared_items(before.scores, after.scores, (before.name, after.name))
-    return next(differences_of(task, after.name, before.scores, pairs), None)
+    return differences_of(after.scores.task, after.name, before.scores, pairs)
 
 
 def _difference_cells(difference: Difference, figures: Figures, largest: float) -> list[Cell]:
@@ -255,25 +220,14 @@ def _difference_cells(difference: Difference, figures: Figures, largest: float) 
     change = difference.change
     better = (change.mean > 0) == difference.higher_is_better
     verdict: Verdict = "unclear" if not change.excludes(0.0) else "gain" if better else "loss"
-    low, mean, high = (_signed(figures, end) for end in (change.low, change.mean, change.high))
-    if not math.isfinite(change.low):
-        return [
-            Cell(text=mean, verdict=verdict),
-            Cell(text=""),
-            Cell(text=WORDS[verdict], verdict=verdict),
-            Cell(text=""),
-        ]
-    span = (0.5 + change.low / largest / 2, 0.5 + change.mean / largest / 2, 0.5 + change.high / largest / 2)
+    interval = figures.interval(change.low, change.high, "+")
+    low, mean, high = (0.5 + end / largest / 2 for end in (change.low, change.mean, change.high))
     return [
-        Cell(text=mean, verdict=verdict),
-        Cell(text="", detail=f"[{low}, {high}]"),
+        Cell(text=figures.text(change.mean, "", "+"), verdict=verdict),
+        Cell(text="", detail=interval),
         Cell(text=WORDS[verdict], verdict=verdict),
-        Cell(text="", span=span, verdict=verdict),
+        Cell(text="", span=(low, mean, high) if interval else None, verdict=verdict),
     ]
-
-
-def _signed(figures: Figures, value: float) -> str:
-    return minus(f"{100 * value:+.1f}" if figures.fraction else f"{value:+,.{figures.decimals}f}")
 
 
 def in_words(entries: Sequence[Entry]) -> list[str]:
@@ -281,28 +235,20 @@ def in_words(entries: Sequence[Entry]) -> list[str]:
     the stage before."""
     figures = Figures("solved", [entry.scores.metrics["solved"] for entry in entries])
     first = entries[0].scores.metrics["solved"]
-    phrases = [
-        f"{figures.text(first.mean)} of the problems solved, 95% interval {figures.interval(first).detail}"
-    ]
+    interval = figures.interval(*bounds_of(first))
+    phrases = [f"{figures.text(first.mean)} of the problems solved, 95% interval {interval}"]
     for before, after in pairwise(entries):
-        pairs = shared_items(before.scores, after.scores, (before.name, after.name))
-        [found] = [
-            each for each in differences_of("", after.name, before.scores, pairs) if each.metric == "solved"
-        ]
-        phrases.append(_change_in_words(found, figures))
+        [found] = [each for each in _differences(before, after) if each.metric == "solved"]
+        change, now = found.change, f"{figures.text(found.after)} of the problems solved"
+        phrase = f"still {now}"
+        if change.mean:
+            chance = "" if change.excludes(0.0) else ", which may be chance"
+            points = figures.text(change.mean, "", "+")
+            phrase = f"{figures.text(found.before)} → {now}, {points} points{chance}"
+        if interval := figures.interval(change.low, change.high, "+"):
+            phrase += f"; 95% interval of the change {interval}"
+        phrases.append(phrase)
     return phrases
-
-
-def _change_in_words(difference: Difference, figures: Figures) -> str:
-    change = difference.change
-    low, mean, high = (_signed(figures, end) for end in (change.low, change.mean, change.high))
-    chance = "" if change.excludes(0.0) else ", which may be chance"
-    values = (
-        f"{figures.text(difference.before)} → {figures.text(difference.after)} of the problems solved, "
-        f"{mean} points{chance}"
-    )
-    values = f"still {figures.text(difference.after)} of the problems solved" if change.mean == 0 else values
-    return f"{values}; 95% interval of the change [{low}, {high}]" if math.isfinite(change.low) else values
 
 
 def speed(results: Sequence[Result]) -> Section:
@@ -322,29 +268,25 @@ def speed(results: Sequence[Result]) -> Section:
 
 
 def _speed_chart(task: str, entries: Sequence[Entry]) -> Chart | None:
-    metric = next(iter(entries[0].scores.metrics), None)
+    metric = next(iter(entries[0].scores.metrics), "")
+    known = [(entry, entry.scores.metrics[metric]) for entry in entries if metric in entry.scores.metrics]
     series = []
     for model in dict.fromkeys(entry.model for entry in entries):
-        mine = [entry for entry in entries if entry.model == model and metric in entry.scores.metrics]
-        known = [(passes, entry) for entry in mine if (passes := passes_per_answer(entry))]
-        known.sort(key=lambda each: each[0])
-        if len(known) > 1:
-            values = [entry.scores.metrics[str(metric)] for _, entry in known]
-            bounds = [_bounds(value) for value in values]
-            points = [(passes, value.mean) for (passes, _), value in zip(known, values, strict=True)]
-            series.append(Series(name=model, color=known[0][1].color, points=points, bounds=bounds))
-    if not series or metric is None:
+        mine = [(passes_per_answer(entry), entry, value) for entry, value in known if entry.model == model]
+        mine = sorted((each for each in mine if each[0]), key=lambda each: each[0])
+        if len(mine) > 1:
+            points = [(passes, value.mean) for passes, _, value in mine]
+            bounds = [bounds_of(value) for *_, value in mine]
+            series.append(Series(name=model, color=mine[0][1].color, points=points, bounds=bounds))
+    if not series:
         return None
-    fraction = Figures(
-        metric, [entry.scores.metrics[metric] for entry in entries if metric in entry.scores.metrics]
-    ).fraction
     return Chart(
-        title=task, x_label="forward passes per answer", y_label=metric, series=series, percent=fraction
+        title=task,
+        x_label="forward passes per answer",
+        y_label=metric,
+        series=series,
+        percent=Figures(metric, [value for _, value in known]).fraction,
     )
-
-
-def _bounds(value: Metric) -> tuple[float, float]:
-    return (-math.inf if value.low is None else value.low, math.inf if value.high is None else value.high)
 
 
 def record_of(result: Result) -> Record:

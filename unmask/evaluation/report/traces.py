@@ -62,13 +62,13 @@ def _order(traces: Sequence[Trace]) -> str:
         pair for trace in traces for pair in zip(trace.steps, trace.steps[1:], strict=False) if min(pair) >= 0
     ]
     if not pairs:
-        return "No two neighbouring tokens were recorded."
+        return "No two neighboring tokens were recorded."
     rising, equal = (
         sum(left < right for left, right in pairs) / len(pairs),
         sum(left == right for left, right in pairs) / len(pairs),
     )
     return (
-        f"Of neighbouring tokens, the left one came first in {rising:.0%} of pairs, both in one step in "
+        f"Of neighboring tokens, the left one came first in {rising:.0%} of pairs, both in one step in "
         f"{equal:.0%}."
     )
 

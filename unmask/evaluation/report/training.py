@@ -139,7 +139,7 @@ def curves(runs: Sequence[Run]) -> Section:
         before = f"{verb}: " if len(verbs) > 1 else ""
         charts += [_chart(before, name, mine, marks) for name in main]
         folded += [_chart(before, name, mine, marks) for name in more]
-    intro = "Thin: means of neighbouring steps. Thick: their moving average. Dashed: held-out rows."
+    intro = "Thin: means of neighboring steps. Thick: their moving average. Dashed: held-out rows."
     return Section(
         title="Curves", blocks=[Charts(charts=charts, more=folded)] if charts or folded else [], intro=intro
     )
