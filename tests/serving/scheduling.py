@@ -13,7 +13,7 @@ from unmask.generation.output import Trace
 from unmask.generation.requests import make_requests
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import Event, Work
+from unmask.serving.submission import Event, Work
 
 CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True)
 LONG = CONFIG.model_copy(update={"max_new_tokens": 36, "stop_at_eos": False})

@@ -14,7 +14,7 @@ from unmask.generation.output import Trace
 from unmask.generation.requests import make_requests
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import Work
+from unmask.serving.submission import Work
 
 CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True)
 PROMPTS = ["abc", "f", "fedcba", "dd"]

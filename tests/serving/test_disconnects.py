@@ -21,8 +21,8 @@ from tests.serving.servers import Stall, connect, http_post, posted, scheduler_o
 from unmask.config.run import SamplerConfig
 from unmask.serving.openai.answers import Reply
 from unmask.serving.openai.disconnect import EventStream
+from unmask.serving.queues import Turn
 from unmask.serving.server import GracefulServer
-from unmask.serving.side_work import Turn
 from unmask.serving.submission import Entry, Events, Submission
 
 AT_ONCE = 20

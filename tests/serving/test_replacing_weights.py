@@ -17,7 +17,7 @@ from unmask.generation.requests import make_requests
 from unmask.serving import weights
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import OverloadedError, Work
+from unmask.serving.submission import OverloadedError, Work
 
 CONFIG = SamplerConfig(max_new_tokens=8, stop_at_eos=False)
 

@@ -20,8 +20,7 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Frame, replay
 from unmask.generation.output import Trace
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import Event, OtherWeightsError, OverloadedError
-from unmask.serving.submission import Events
+from unmask.serving.submission import Event, Events, OtherWeightsError, OverloadedError
 
 
 @partly_slow("attention, block_size", PATTERNS, 2, 4)

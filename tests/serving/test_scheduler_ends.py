@@ -20,9 +20,8 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Frame, Watched
 from unmask.generation.output import Trace
 from unmask.generation.requests import make_infill_requests
-from unmask.serving.model_engine import MOST_FAILURES
-from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import ServiceError, StoppedError, TimeLimitError, Work
+from unmask.serving.scheduler import MOST_FAILURES, Scheduler
+from unmask.serving.submission import ServiceError, StoppedError, TimeLimitError, Work
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "dropped", "never begun", "expired"])

@@ -23,13 +23,11 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.requests import make_requests
 from unmask.serving.limits import Limits
-from unmask.serving.model_service import ModelService
-from unmask.serving.openai import chat, plans, routes
-from unmask.serving.openai.editor_requests import EditRequest
+from unmask.serving.openai import plans, routes
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
-from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, InfillRequest
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import BetweenSteps, OverloadedError, ReplacedError, StoppedError, Work
+from unmask.serving.submission import BetweenSteps, OverloadedError, ReplacedError, StoppedError, Work
 
 CONFIG = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
 LM = tiny("phi", "bidirectional")
@@ -124,7 +122,7 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
                 return await Scheduler.search(scheduler, model, function, owner=owner)
 
             monkeypatch.setattr(scheduler, "search", searching)
-            plan = await plan_infill(Context(ModelService(scheduler, "tiny"), Limits(), "a"), TEXT)
+            plan = await plan_infill(Context(scheduler, scheduler.models["tiny"], Limits(), "a"), TEXT)
             assert plan.weights == 1 and searches == 2
             await scheduler.replace_weights("tiny", lambda: None, "newest")
             with pytest.raises(ReplacedError):
@@ -139,7 +137,7 @@ def test_the_weights_that_found_the_lengths_fill_them(stalled: threading.Semapho
 
     async def run() -> None:
         async with scheduling(LM, batch_size=1) as scheduler:
-            plan = await plan_infill(Context(ModelService(scheduler, "tiny"), Limits(), "a"), TEXT)
+            plan = await plan_infill(Context(scheduler, scheduler.models["tiny"], Limits(), "a"), TEXT)
             others = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
             waiting = scheduler.submit("tiny", works(LM, ["abc"]), owner="b")
@@ -203,7 +201,7 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
 
         async def planned(context: Context, body: InfillRequest) -> plans.Plan:
             plan = await infill(context, body)
-            versions.append(context.service.version)
+            versions.append(context.model.version)
             if len(versions) == 1:
                 await scheduler.replace_weights("tiny", load, "new")
             return plan
@@ -220,7 +218,7 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     async def run() -> Any:
         async with scheduling(LM) as scheduler:
-            context = Context(ModelService(scheduler, "tiny"), Limits(), "a")
+            context = Context(scheduler, scheduler.models["tiny"], Limits(), "a")
             plans = [
                 plan_infill(context, TEXT),
                 plan_completion(
@@ -240,9 +238,8 @@ def test_a_full_queue_refuses_before_anything_is_prepared(
     def prepare(*_: Any, **__: Any) -> Any:
         raise AssertionError("too early")
 
-    for name in ("encode_prompt", "encode_completion"):
+    for name in ("encode_prompt", "encode_completion", "encode_messages"):
         monkeypatch.setattr(plans, name, prepare)
-    monkeypatch.setattr(chat, "encode_messages", prepare)
     message = {"role": "user", "content": "a"}
     region = "<|code_to_edit|>\na\n<|/code_to_edit|>"
 
@@ -252,13 +249,13 @@ def test_a_full_queue_refuses_before_anything_is_prepared(
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
             waiting = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             monkeypatch.setattr(scheduler, "search", prepare)
-            context = Context(ModelService(scheduler, "tiny"), Limits(), "a")
+            context = Context(scheduler, scheduler.models["tiny"], Limits(), "a")
             for planning in (
                 plan_infill(context, TEXT),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba")),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd")),
-                chat.plan_chat(context, ChatRequest(model="tiny", messages=[message])),
-                chat.plan_edit(
+                plans.plan_chat(context, ChatRequest(model="tiny", messages=[message])),
+                plans.plan_edit(
                     context, EditRequest(model="tiny", messages=[{"role": "user", "content": region}])
                 ),
             ):

@@ -29,9 +29,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 from unmask.models.stored_adapters import load_adapters
 from unmask.serving.app import AppSettings
-from unmask.serving.model_engine import MOST_FAILURES
+from unmask.serving.scheduler import MOST_FAILURES
 from unmask.serving.served_models import ServedModels, description
-from unmask.serving.service import OverloadedError, ServiceError
+from unmask.serving.submission import OverloadedError, ServiceError
 
 STEADY = CONFIG.model_copy(update={"stop_at_eos": False})
 

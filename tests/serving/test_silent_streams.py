@@ -20,7 +20,7 @@ from unmask.serving import submission
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.openai import disconnect, routes
 from unmask.serving.openai.disconnect import EventStream
-from unmask.serving.service import SlowReaderError, Work
+from unmask.serving.submission import SlowReaderError, Work
 
 SCOPE: dict[str, Any] = {"type": "http"}
 

@@ -25,7 +25,6 @@ from unmask.serving.errors import add_error_handlers, documented, error_response
 from unmask.serving.limits import Limits
 from unmask.serving.metrics import CountRequests, RequestMetrics
 from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
-from unmask.serving.model_service import ModelService
 from unmask.serving.openai import routes
 from unmask.serving.scheduler import Scheduler
 from unmask.variables import ADMIN_KEY, API_KEY
@@ -123,11 +122,8 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
         await scheduler.stop(grace=0)
 
     app = FastAPI(title="Unmask", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.scheduler = scheduler
     app.router.routes.extend(router.routes)
-    routes.add_routes(
-        app, {name: ModelService(scheduler, name) for name in scheduler.models}, settings.limits
-    )
+    routes.add_routes(app, scheduler, settings.limits)
     add_weights(app, settings, partial(weights.replace_weights, scheduler))
     return finished(app, settings, scheduler.metrics)
 

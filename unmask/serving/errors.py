@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import DataError, GenerationError, UnmaskError
 from unmask.generation.remote.protocol import OPENAI_NAMES
-from unmask.serving.service import OverloadedError, ServiceError
+from unmask.serving.submission import OverloadedError, ServiceError
 
 OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
 """Fields of `diffusion` that are no settings of `SamplerConfig`."""

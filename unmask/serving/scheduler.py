@@ -1,7 +1,7 @@
 """The engines of a server, one for each model: one thread owns them, and the event loop hands it sequences
 and gets their frames back.
 
-Sequences of all models wait in one bounded queue in which owners take turns (`fair_queue.py`), and enter
+Sequences of all models wait in one bounded queue in which owners take turns (`queues.py`), and enter
 between steps, whenever one has left. The engines take turns, a step each. New weights of a model enter
 between steps as well, once all that has begun on the old ones, or was prepared with them, is finished: every
 answer is of one version.
@@ -21,42 +21,149 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter, time
 from typing import Any
 
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Watched
+from unmask.generation.output import Trace
+from unmask.generation.remote.protocol import model_facts
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.model_engine import MOST_FAILURES, ModelEngine
-from unmask.serving.service import (
+from unmask.serving.queues import FairQueue, Job, SideWork
+from unmask.serving.submission import (
     BetweenSteps,
+    Deliveries,
+    Entry,
+    Event,
+    Events,
     OtherWeightsError,
     OverloadedError,
     ReplacedError,
     Result,
     ServiceError,
+    Submission,
     Work,
     cut_off_error,
     ending_error,
-    overloaded_error,
+    hand_over,
 )
-from unmask.serving.side_work import Job, SideWork
-from unmask.serving.submission import Deliveries, Entry, Events, Submission, hand_over
 
 logger = logging.getLogger(__name__)
 RECENT = 64
 """Rounds of steps over which the throughput is measured."""
 LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
 ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
+MOST_FAILURES = 3
+"""Sequences that fail alone, one after the other, before a model counts as broken."""
 MOST_WAITING = 64  # of each of these and each owner
 
 
+class ModelEngine:
+    """A model under a name, with an engine of its own: what is cached of its sequences is seen by no other
+    model, and no adapters.
+
+    The scheduler's thread owns it, but for its attributes up to `weights`, which others read.
+
+    Attributes:
+        parent: the name of the model on whose weights these adapters are; None: its weights are its own.
+        facts: those that a client who draws for the model must share.
+        created: when it was loaded, in seconds since 1970.
+        version: of the weights, as a client named them; None: the first ones.
+        weights: how often they have been replaced; a replacement that failed counts, too.
+        running: the sequences, by ticket.
+        failures: of sequences that ran alone, one after the other.
+    """
+
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        name: str,
+        parent: str | None,
+        make_engine: Callable[[DiffusionLM], Engine],
+        metrics: Metrics,
+    ):
+        self.lm, self.name, self.parent = lm, name, parent
+        self.facts, self.created = model_facts(lm), int(time())  # the facts take a hash of the vocabulary
+        self.version: str | None = None
+        self.weights = 0
+        self.running: dict[int, Entry] = {}
+        self.failures = 0
+        self._make_engine, self._engine, self._metrics = make_engine, make_engine(lm), metrics
+
+    def check_version(self, version: str | None) -> None:
+        """Raise OtherWeightsError if the weights have another name than this one."""
+        if version not in (None, self.version):
+            what = f"the weights are {self.version!r}, not {version!r}"
+            raise OtherWeightsError(
+                what, where="version", remedy="Send them with POST /v1/weights, or name no version"
+            )
+
+    def enter(self, entry: Entry) -> None:
+        """Run a sequence. Raises OtherWeightsError, GenerationError, and what the model raises."""
+        self.check_version(entry.submission.version)
+        self.running[self._engine.submit(entry.work.request, entry.work.config)] = entry
+
+    def drop_unwanted(self) -> None:
+        """Drop the sequences that nobody waits for any more."""
+        for ticket, entry in list(self.running.items()):
+            if not entry.wanted:
+                self._leave(ticket, "cancelled")
+                self._engine.cancel(ticket)
+
+    def step(self) -> Deliveries:
+        """One step of the engine, and what came of it."""
+        started, passes = perf_counter(), self._engine.num_forward_passes
+        finished = self._engine.step()
+        self._metrics.engine_seconds.labels(self.name).inc(perf_counter() - started)
+        self._metrics.forward_passes.labels(self.name).inc(self._engine.num_forward_passes - passes)
+        deliveries: Deliveries = []
+        # before any is finished: if the device fails, all start again
+        for ticket, entry in self.running.items():
+            entry.steps_left = max(entry.steps_left - 1, 0)
+            if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
+                self._measure_first_frame(entry)
+                deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
+        deliveries += [self._finish(ticket, trace) for ticket, trace in finished]
+        self.failures = 0
+        return deliveries
+
+    def renew(self) -> list[Entry]:
+        """Go on with a new engine. Returns the sequences that ran in the old one."""
+        self._metrics.engine_failures.labels(self.name).inc()
+        ran, self._engine = list(self.running.values()), self._make_engine(self.lm)
+        self.running.clear()
+        return ran
+
+    def count_end(self, outcome: str) -> None:
+        """A sequence has ended."""
+        self._metrics.sequences.labels(self.name, outcome).inc()
+
+    def _finish(self, ticket: int, trace: Trace) -> tuple[Submission, Event]:
+        entry = self._leave(ticket, "finished")
+        revealed = sum(step >= 0 for step in trace.steps)
+        self._metrics.tokens.labels(self.name).inc(revealed)
+        self._metrics.prompt_tokens.labels(self.name).inc(
+            entry.work.request.length - sum(entry.work.request.hidden)
+        )
+        frame = entry.watched.last(trace) if entry.watched is not None else None
+        self._measure_first_frame(entry)
+        return entry.submission, Event(entry.index, frame, trace, self.version)
+
+    def _measure_first_frame(self, entry: Entry) -> None:
+        """The time to the first frame of a sequence that is watched."""
+        if entry.watched is not None and not entry.seen:
+            entry.seen = True
+            self._metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)
+
+    def _leave(self, ticket: int, outcome: str) -> Entry:
+        self.count_end(outcome)
+        return self.running.pop(ticket)
+
+
 class Scheduler:
-    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end. A
-    `ModelService` is one of its models.
+    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end.
 
     A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new
     engine.
@@ -91,10 +198,8 @@ class Scheduler:
             name: ModelEngine(lm, name, parents[name], make_engine, self.metrics)
             for name, lm in {**models, **(adapters or {})}.items()
         }
-        self._aside, self._searches = (
-            SideWork(ASIDE_AT_ONCE, MOST_WAITING),
-            SideWork(SEARCHES_AT_ONCE, MOST_WAITING),
-        )
+        self._aside = SideWork(ASIDE_AT_ONCE, MOST_WAITING)
+        self._searches = SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
         self._queue: FairQueue[Entry] = FairQueue()
@@ -153,7 +258,23 @@ class Scheduler:
         version: str | None = None,
         weights: int | None = None,
     ) -> Events:
-        """As of `ModelService`, for the model of this name."""
+        """Generate sequences. Refusals are raised here, before the first event, and later errors by the
+        iterator.
+
+        Args: model: the name of the model. owner: whose queue they wait in; owners take turns. priority:
+            higher ones of an owner go first. timeout: seconds, waiting included. since: when they began, by
+            the clock of the event loop; None: now. version: the weights to sample from; None: any. weights:
+            those with which the work was prepared, by the number of replacements before them. They are kept
+            until it is finished. None: any.
+
+        Raises:
+            OverloadedError: the queue is full (429).
+            OtherWeightsError: the weights have another name (409).
+            ReplacedError: the work was prepared with other weights, or new ones wait to be loaded.
+            GenerationError: the model cannot do what is asked (400).
+            TimeLimitError: the time is over (504).
+            StoppedError: the server is ending (503).
+        """
         self.models[model].check_version(version)
         if self.deterministic:
             work = [
@@ -178,18 +299,26 @@ class Scheduler:
         return Events(submission)
 
     def check_room(self, count: int, owner: str) -> None:
-        """As of `ModelService`."""
+        """Raise what `submit` would raise for so many sequences of an owner, before they are prepared:
+        OverloadedError, GenerationError for more than may wait at all, or StoppedError."""
         with self._changed:
             self._check_stopping()
             self._gives_way(count, owner)
 
     async def aside(self, function: Callable[[], Result], *, owner: str) -> Result:
-        """As of `ModelService`."""
+        """Run a function that takes long and needs no model, such as one that compiles a constraint, in a
+        thread of its own, one at a time of each owner. Errors as it raises, OverloadedError and
+        StoppedError."""
         self._check_stopping()
         return await self._aside.run(function, owner)
 
     async def search(self, model: str, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
-        """As of `ModelService`, for the model of this name."""
+        """Run a function that uses a model again and again, such as the search for the length of a gap, as
+        `aside` runs one.
+
+        Args: function: hands what needs the model, a short part at a time, to its argument. That raises
+            CancelledError once nobody waits for the result.
+        """
         self._check_stopping()
         loop, left = asyncio.get_running_loop(), threading.Event()
 
@@ -263,7 +392,7 @@ class Scheduler:
         behind it."""
         seconds, steps, _ = self._pace
         waiting = sum(entry.steps_left for entry in self._queue)
-        return overloaded_error("too many requests wait", waiting * seconds / steps if steps else 0.0)
+        return OverloadedError("too many requests wait", waiting * seconds / steps if steps else 0.0)
 
     def _forget(self, submission: Submission) -> None:
         """Drop the sequences that nobody waits for any more: the waiting ones now; the running ones are

@@ -1,21 +1,123 @@
-"""Sequences that were submitted together: their events on the way from the engine's thread to whoever waits
-for them."""
+"""What goes to the engines and what comes of it: sequences that were submitted together, their events on the
+way from the engines' thread to whoever waits for them, and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import NamedTuple, Protocol, TypeVar
 
-from unmask.generation.frames import Watched
-from unmask.serving.service import Event, SlowReaderError, Work, time_limit_error
+from unmask.config.run import SamplerConfig
+from unmask.errors import UnmaskError
+from unmask.generation.frames import Frame, Watched
+from unmask.generation.output import Trace
+from unmask.generation.remote.protocol import OTHER_WEIGHTS
+from unmask.generation.requests import Request
 
+Result = TypeVar("Result")
+LONGEST_RETRY = 300  # seconds
 MOST_WAITING = 16_384
 """Events that may wait for whoever submitted the sequences: of a reader that is slower than the engine all
 would gather in memory."""
+
+
+class BetweenSteps(Protocol):
+    """Runs a function where the engine runs, between two of its steps."""
+
+    def __call__(self, part: Callable[[], Result], /) -> Result: ...
+
+
+class ServiceError(UnmaskError):
+    """A request that the server does not answer.
+
+    Attributes:
+        status: of HTTP.
+    """
+
+    status = 500
+
+
+class OverloadedError(ServiceError):
+    """There is no room until about so many seconds are over.
+
+    Attributes:
+        retry_after: these seconds, as clients are asked to wait.
+    """
+
+    status = 429
+
+    def __init__(self, what: str, seconds: float = 0.0):
+        self.retry_after = min(max(math.ceil(seconds), 1), LONGEST_RETRY)
+        plural = "s" * (self.retry_after > 1)
+        super().__init__(what, remedy=f"Try again in {self.retry_after} second{plural}")
+
+
+class OtherWeightsError(ServiceError):
+    """A request names weights that the server does not hold."""
+
+    status = OTHER_WEIGHTS
+
+
+class ReplacedError(ServiceError):
+    """The weights with which a request was prepared have been replaced, or are about to be: it has to be
+    prepared again."""
+
+    status = OTHER_WEIGHTS
+
+
+class TimeLimitError(ServiceError):
+    """A request was not finished in its time, waiting included."""
+
+    status = 504
+
+    def __init__(self, seconds: float):
+        what = f"not finished within {seconds:g} seconds, waiting included"
+        super().__init__(what, where="timeout", remedy="Ask for less, or try again when fewer wait")
+
+
+class SlowReaderError(ServiceError):
+    """Who asked does not read what comes."""
+
+    status = 408
+
+
+class StoppedError(ServiceError):
+    """The server is ending."""
+
+    status = 503
+
+
+def ending_error() -> StoppedError:
+    """The error of a request that comes too late."""
+    return StoppedError("the server is ending", remedy="Send it again, to another one or later")
+
+
+def cut_off_error() -> StoppedError:
+    """The error of a request that was accepted, and has had its time at the end of the server."""
+    return StoppedError("the server ended before this request was finished", remedy="Send it again")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A sequence to generate."""
+
+    request: Request
+    config: SamplerConfig
+    frames: bool = False  # whether every step is looked at, else only the end
+
+
+class Event(NamedTuple):
+    """A step of a sequence, or its end."""
+
+    index: int  # type: ignore[assignment]  # of the sequence in what was submitted
+    frame: Frame | None  # set only with Work.frames
+    trace: Trace | None  # set once for each sequence, at its end
+    version: str | None = None  # of the weights that generate all sequences that were submitted with it
 
 
 class Submission:
@@ -55,7 +157,9 @@ class Submission:
         now = self.loop.time()
         since = now if since is None else since
         self.started = monotonic() - (now - since)
-        self._timer = None if timeout is None else self.loop.call_at(since + timeout, self._expire, timeout)
+        self._timer = None
+        if timeout is not None:
+            self._timer = self.loop.call_at(since + timeout, self.fail, TimeLimitError(timeout))
 
     def add(self, event: Event) -> None:
         """An event has arrived."""
@@ -121,9 +225,6 @@ class Submission:
         """The next event; None after the last one. Raises the error with which it ended."""
         await self.ready()
         return self._arrived.popleft() if self._arrived else None
-
-    def _expire(self, timeout: float) -> None:
-        self.fail(time_limit_error(timeout))
 
 
 Deliveries = list[tuple[Submission, Event | Exception]]

@@ -24,10 +24,9 @@ from unmask.models.load import load
 from unmask.models.stored_adapters import put_adapters, read_adapters
 from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.middleware import given_key, keys_match
-from unmask.serving.model_engine import ModelEngine
 from unmask.serving.openai.models import find_model
-from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import ServiceError
+from unmask.serving.scheduler import ModelEngine, Scheduler
+from unmask.serving.submission import ServiceError
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/weights"

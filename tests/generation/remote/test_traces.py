@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from unmask.generation.output import Trace
 from unmask.generation.remote.backends import read_trace
-from unmask.serving.openai.json_text import to_json
+from unmask.serving.openai.answers import to_json
 
 
 def test_a_trace_comes_back_as_it_was_with_all_that_json_has_no_number_for() -> None:

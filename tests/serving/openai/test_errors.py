@@ -18,9 +18,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import error_of
 from unmask.serving.limits import Limits
 from unmask.serving.openai import plans
-from unmask.serving.openai.json_text import to_json
+from unmask.serving.openai.answers import to_json
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
-from unmask.serving.service import OverloadedError
+from unmask.serving.submission import OverloadedError
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 TEXT = {"prompt": "a", "max_tokens": 4}
@@ -525,7 +525,7 @@ def test_no_answer_names_a_path(service, monkeypatch):
 
 def test_a_full_queue_says_when_to_come_back(service, monkeypatch):
     def refuse(*_, **__):
-        raise OverloadedError("the queue is full", remedy="Try later", retry_after=7)
+        raise OverloadedError("the queue is full", 6.5)
 
     monkeypatch.setattr(service(), "submit", refuse)
     for stream in (False, True):
@@ -606,7 +606,7 @@ def test_an_error_after_the_first_chunk_is_the_last_event(service, monkeypatch):
     response = ask(scheduler, "completions", **TEXT, stream=True)
     assert response.status_code == 200
     last = response.text.strip().split("\n\n")[-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "lost"
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "lost. Try again in 1 second."
 
 
 def test_limits_of_the_server(service):

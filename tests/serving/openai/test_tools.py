@@ -12,7 +12,7 @@ from tests.serving.models import model
 from unmask.errors import GenerationError
 from unmask.models.chat_template import TEMPLATES
 from unmask.serving.openai import tools
-from unmask.serving.openai.chat import template_messages
+from unmask.serving.openai.plans import template_messages
 from unmask.serving.openai.requests import Message
 from unmask.serving.openai.tools import HERMES, Call, CallFormat, CallReader, call_format, check_renders_tools
 

@@ -19,7 +19,7 @@ from tests.serving.workers.local import LocalPool, serving_locally
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 from unmask.serving.app import AppSettings
-from unmask.serving.model_engine import ModelEngine
+from unmask.serving.scheduler import ModelEngine
 from unmask.serving.weights import Folder
 from unmask.serving.workers import worker as worker_module
 from unmask.serving.workers.pool import Pool, Worker

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import TypedDict
 
-from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import NotFoundError
 from unmask.serving.limits import Limits
-from unmask.serving.model_service import ModelService
-
-Model = TypeVar("Model")
+from unmask.serving.scheduler import ModelEngine
 
 
 class DiffusionFacts(TypedDict):
@@ -57,30 +54,33 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-def model_card(service: ModelService, limits: Limits, created: int, facts: dict[str, Any]) -> ModelCard:
-    """The model of a service; `created`: when it was loaded, in seconds since 1970."""
-    card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask"}
-    card |= {"parent": service.parent, "version": service.version}
-    most: MostAsked = {"sequences": limits.sequences, "n": limits.n, "max_tokens": limits.max_tokens}
-    diffusion = _facts(service.lm)
-    return {**card, "diffusion": diffusion, "facts": facts, "limits": most}  # type: ignore[typeddict-item]
+def model_card(model: ModelEngine, limits: Limits) -> ModelCard:
+    """A model, and the most that may be asked of it."""
+    lm = model.lm
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "unmask",
+        "parent": model.parent,
+        "version": model.version,
+        "diffusion": {
+            "attention": lm.attention,
+            "block_size": lm.block_size,
+            "context_length": lm.context_length,
+            "mask_token": str(lm.tokenizer.mask_token),
+            "chat": bool(lm.tokenizer.chat_template),
+            "causal": lm.autoregressive,
+            "variable_length": lm.expand_token_id is not None,
+        },
+        "facts": model.facts,
+        "limits": {"sequences": limits.sequences, "n": limits.n, "max_tokens": limits.max_tokens},
+    }
 
 
-def find_model(models: Mapping[str, Model], name: str) -> Model:
+def find_model(models: Mapping[str, ModelEngine], name: str) -> ModelEngine:
     """The model of this name. Raises NotFoundError if there is none."""
     if name not in models:
         remedy = f"This server has {', '.join(map(repr, models))}"
         raise NotFoundError(f"the model {name!r} does not exist", where="model", remedy=remedy)
     return models[name]
-
-
-def _facts(lm: DiffusionLM) -> DiffusionFacts:
-    return {
-        "attention": lm.attention,
-        "block_size": lm.block_size,
-        "context_length": lm.context_length,
-        "mask_token": str(lm.tokenizer.mask_token),
-        "chat": bool(lm.tokenizer.chat_template),
-        "causal": lm.autoregressive,
-        "variable_length": lm.expand_token_id is not None,
-    }

@@ -4,28 +4,43 @@ take their time: none of this runs in the event loop."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby
+from typing import Any
 
+from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after
-from unmask.data.encoding import encode_completion, encode_prompt
+from unmask.data.encoding import encode_completion, encode_messages, encode_prompt
+from unmask.data.formats import call_arguments
 from unmask.errors import GenerationError
 from unmask.generation.constraints.bounded_process import bounded
 from unmask.generation.fill_in_the_middle import fim_prompt
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.prompt_log_probs import PromptLogProbs, prompt_log_probs
 from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
+from unmask.models.chat_template import without_start
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
-from unmask.serving.model_service import ModelService
-from unmask.serving.openai.editor_requests import NO_SUFFIX, EditRequest, FimRequest
+from unmask.serving.openai.edits import edit_prompt
 from unmask.serving.openai.progress import Region
-from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
-from unmask.serving.openai.settings import check_limit, sampler_config
-from unmask.serving.service import BetweenSteps, Result, Work
+from unmask.serving.openai.requests import (
+    NO_SUFFIX,
+    ChatRequest,
+    CompletionRequest,
+    EditRequest,
+    FimRequest,
+    InfillRequest,
+    Message,
+    SamplingRequest,
+)
+from unmask.serving.openai.settings import check_limit, edit_length, format_constraint, sampler_config
+from unmask.serving.openai.tools import CallFormat, call_constraint, call_format, check_renders_tools
+from unmask.serving.scheduler import ModelEngine, Scheduler
+from unmask.serving.submission import BetweenSteps, Result, Work
 
 MOST_SEARCHED = 512
 """Tokens of all gaps of a request whose lengths are searched: others wait meanwhile."""
@@ -36,24 +51,24 @@ class Context:
     """For whom a request is planned.
 
     Attributes:
+        model: the one of the scheduler's that is asked.
         owner: who takes turns with others.
     """
 
-    service: ModelService
+    scheduler: Scheduler
+    model: ModelEngine
     limits: Limits
     owner: str
 
     @property
     def lm(self) -> DiffusionLM:
-        return self.service.lm
+        return self.model.lm
 
     async def make(self, function: Callable[[], Result], *, compiles: bool) -> Result:
         """The result of a function, which takes its time; `compiles`: whether it compiles a constraint."""
-        return await (
-            self.service.aside(self.bounded(function), owner=self.owner)
-            if compiles
-            else asyncio.to_thread(function)
-        )
+        if compiles:
+            return await self.scheduler.aside(self.bounded(function), owner=self.owner)
+        return await asyncio.to_thread(function)
 
     def bounded(self, function: Callable[[], Result]) -> Callable[[], Result]:
         """A function that compiles constraints, within the limits."""
@@ -64,138 +79,114 @@ class Context:
 
         return within
 
+    async def search(self, function: Callable[[BetweenSteps], Result]) -> tuple[Result, int]:
+        """What a search finds with the model, and the weights with which it found all of it."""
+        while True:
+            weights = self.model.weights
+            found = await self.scheduler.search(self.model.name, function, owner=self.owner)
+            if self.model.weights == weights:  # else a part of the search was of other weights
+                return found, weights
+
+    def check_answers(self, prompts: int, body: SamplingRequest) -> None:
+        """Raise GenerationError for more answers than a request may ask for, and OverloadedError where they
+        have no place in the queue: before anything is encoded, compiled or searched."""
+        if not prompts:
+            raise GenerationError("there is none", where="prompt", remedy="Give one")
+        check_limit(body.n, self.limits.n, "n", "answers to a prompt")
+        check_limit(prompts * body.n, self.limits.sequences, "prompt", "answers at once")
+        self.scheduler.check_room(prompts * body.n, self.owner)
+
+    def check_length(self, length: int) -> None:
+        """Raise GenerationError for a sequence that is too long; where the model has a longest context, the
+        engine does."""
+        if self.lm.context_length is None:
+            check_limit(length, self.limits.length, "prompt", "tokens")
+
 
 @dataclass(frozen=True)
 class Plan:
     """What answers a request.
 
     Attributes: work: one sequence per answer; those of one prompt side by side. regions: of each sequence,
-        what is answered. stops: strings before which answers are cut. prompt_tokens: of all prompts, each
-        counted once; of a text with gaps, what is not missing. weights: with which lengths were searched,
-        which have to fill them, as of `ModelService.submit`; None: any.
+        what is answered. prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not
+        missing. weights: with which lengths were searched, which have to fill them, as of `Scheduler.submit`;
+        None: any. calls: how the model writes calls; None: it may not call.
     """
 
     work: list[Work]
     regions: list[Region]
-    stops: list[str]
     prompt_tokens: int
     weights: int | None = None
-
-    @property
-    def config(self) -> SamplerConfig:
-        return self.work[0].config
-
-    @property
-    def keys(self) -> list[int]:
-        """Of the random numbers, one per answer."""
-        return [each.request.key for each in self.work]
+    calls: CallFormat | None = None
 
 
 async def plan_completion(context: Context, body: CompletionRequest | FimRequest) -> Plan:
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
-    check_answers(context, len(prompts), body)
-    if body.max_tokens == 0 and (body.suffix or not (isinstance(body, CompletionRequest) and body.echo)):
+    context.check_answers(len(prompts), body)
+    if body.max_tokens == 0 and (body.suffix or not body.echo):
         raise GenerationError(
             "0 tokens are no answer", where="max_tokens", remedy="Send 1 or more, or echo the prompt"
         )
     if body.suffix and body.suffix != NO_SUFFIX:
-        return await _plan_middle(context, body, prompts)
-    config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
+        return await _plan_middle(context, body, prompts, body.suffix)
+    config = sampler_config(context.lm, body, context.limits, top_log_probs=body.logprobs)
     encoded = await asyncio.to_thread(
         lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts]
     )
-    return await plan_prompts(context, body, encoded, config)
+    plan = await _plan_prompts(context, body, encoded, config)
+    return await _with_echoes(context, body, prompts, encoded, plan) if body.echo else plan
 
 
-async def plan_prompts(
+async def _with_echoes(
     context: Context,
-    body: ChatRequest | CompletionRequest | EditRequest | FimRequest,
+    body: CompletionRequest | FimRequest,
+    prompts: Sequence[str | list[int]],
     encoded: list[list[int]],
-    config: SamplerConfig,
+    plan: Plan,
 ) -> Plan:
-    """Completions of token ids."""
-    check_length(context.lm, max(map(len, encoded)) + config.max_new_tokens, context.limits)
-    repeated = _repeated(encoded, body)
-    make = partial(make_requests, context.lm, repeated, config, body.diffusion.keys)
-    requests = await context.make(make, compiles=config.constraint is not None)
-    regions, weights = [Region(request.start, request.length) for request in requests], None
-    if isinstance(body, CompletionRequest) and body.echo:
-        echoes, weights = await _echoes(context, body, encoded)
-        shown = [echo for echo in echoes for _ in range(body.n)]
-        regions = [
-            Region(
-                request.start,
-                request.length if body.max_tokens != 0 else request.start,
-                before,
-                prompt=prompt,
-            )
-            for request, (before, prompt) in zip(requests, shown, strict=True)
-        ]
-    return _plan(body, requests, config, regions, sum(map(len, encoded)), weights)
-
-
-async def _echoes(
-    context: Context, body: CompletionRequest, encoded: list[list[int]]
-) -> tuple[list[tuple[str, PromptLogProbs | None]], int | None]:
-    """The text of each prompt with its log-probabilities, if they are wanted, and the weights that gave them,
-    None: any."""
-    lm, logprobs = context.lm, body.logprobs
-
-    def decoded() -> list[str]:
-        return [
-            text if isinstance(text, str) else text_after(lm.tokenizer, [], text)
-            for text in _prompts(body.prompt)
-        ]
-
-    def found(between_steps: BetweenSteps) -> list[PromptLogProbs]:
-        return [prompt_log_probs(lm, ids, logprobs or 0, between_steps) for ids in encoded]
-
-    texts = await asyncio.to_thread(decoded)
-    if logprobs is None:
-        return [(text, None) for text in texts], None
-    prompts, weights = await _searched(context, found)
-    return list(zip(texts, prompts, strict=True)), weights
-
-
-async def plan_infill(context: Context, body: InfillRequest) -> Plan:
-    """A text with its gaps filled."""
-    check_answers(context, 1, body)
-    config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
-    parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
-    ids, weights = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
-    check_limit(
-        ids.count(context.lm.mask_token_id),
-        context.limits.max_tokens,
-        "text" if body.text is not None else "segments",
-        "tokens",
+    """A plan whose answers begin with the text of their prompts, and with its log-probabilities if they are
+    wanted."""
+    lm, logprobs, weights = context.lm, body.logprobs, None
+    texts = await asyncio.to_thread(
+        lambda: [each if isinstance(each, str) else text_after(lm.tokenizer, [], each) for each in prompts]
     )
-    requests = await _infill_requests(context, ids, config, body)
-    return _plan(
-        body,
-        requests,
-        config,
-        [Region(0, request.length, fills=True) for request in requests],
-        weights=weights,
-    )
+    found: list[PromptLogProbs | None] = [None] * len(prompts)
+    if logprobs is not None:
+        found, weights = await context.search(
+            lambda between_steps: [prompt_log_probs(lm, ids, logprobs, between_steps) for ids in encoded]
+        )
+    regions = [
+        replace(
+            region,
+            stop=region.start if body.max_tokens == 0 else region.stop,
+            before=texts[index // body.n],
+            prompt=found[index // body.n],
+        )
+        for index, region in enumerate(plan.regions)
+    ]
+    return replace(plan, regions=regions, weights=weights)
 
 
 async def _plan_middle(
-    context: Context, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]]
+    context: Context,
+    body: CompletionRequest | FimRequest,
+    prompts: Sequence[str | list[int]],
+    suffix: str,
 ) -> Plan:
     """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion
     of a prompt that has both."""
-    if len(prompts) != 1 or not isinstance(prompts[0], str):
+    lm, prompt = context.lm, prompts[0]
+    if len(prompts) != 1 or not isinstance(prompt, str):
         raise GenerationError(
             "a suffix needs one prompt, as text", where="prompt", remedy="Send one request for each"
         )
-    if isinstance(body, CompletionRequest) and body.echo:
+    if body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
-    lm, prompt, suffix = context.lm, prompts[0], body.suffix or ""
-    config = sampler_config(lm, body, context.limits, top_log_probs=_top_log_probs(body))
+    config = sampler_config(lm, body, context.limits, top_log_probs=body.logprobs)
     if lm.autoregressive:
         encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
-        return await plan_prompts(context, body, [encoded], config)
+        return await _plan_prompts(context, body, [encoded], config)
     if lm.attention != "bidirectional":
         what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
         raise GenerationError(
@@ -205,15 +196,100 @@ async def _plan_middle(
     before, after = await asyncio.to_thread(
         lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix))
     )
-    exact = body.diffusion.length == "exact"
+    exact, most = body.diffusion.length == "exact", min(size, MOST_SEARCHED)
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
-    ids, weights = await _with_lengths(context, parts, config, min(size, MOST_SEARCHED), "<gap>")
-    requests = await _infill_requests(context, ids, config, body)
+    ids, weights = await _with_lengths(context, parts, config, most, "<gap>")
     length = len(ids) - len(before) - len(after)
     # the longest one may be too short for what is missing
-    fills = not exact and length < min(size, MOST_SEARCHED)
-    regions = [Region(len(before), len(before) + length, fills=fills) for _ in requests]
-    return _plan(body, requests, config, regions, weights=weights)
+    region = Region(len(before), len(before) + length, fills=not exact and length < most)
+    plan = await _plan(context, body, make_infill_requests, [ids], config)
+    return replace(plan, regions=[region] * body.n, weights=weights)
+
+
+async def plan_infill(context: Context, body: InfillRequest) -> Plan:
+    """A text with its gaps filled."""
+    context.check_answers(1, body)
+    lm, limits = context.lm, context.limits
+    config = without_ends(lm, sampler_config(lm, body, limits))
+    parts = await asyncio.to_thread(_parts, lm, body, limits)
+    ids, weights = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
+    where = "text" if body.text is not None else "segments"
+    check_limit(ids.count(lm.mask_token_id), limits.max_tokens, where, "tokens")
+    plan = await _plan(context, body, make_infill_requests, [ids], config)
+    regions = [replace(region, fills=True) for region in plan.regions]
+    return replace(plan, regions=regions, weights=weights)
+
+
+async def plan_chat(context: Context, body: ChatRequest) -> Plan:
+    """The answers to messages.
+
+    Raises: DataError: the model has no chat template, or it refuses the messages. GenerationError:
+        `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a limit is
+        exceeded.
+    """
+    if body.top_logprobs and not body.logprobs:
+        raise GenerationError(
+            "has no effect without logprobs", where="top_logprobs", remedy="Set logprobs to true"
+        )
+    context.check_answers(1, body)
+    called = bool(body.tools) and body.tool_choice not in ("auto", "none")
+    ids, calls, constraint = await context.make(
+        partial(_chat_prompt, context.lm, body, context.limits), compiles=called
+    )
+    try:
+        config = sampler_config(
+            context.lm, body, context.limits, constraint=constraint, top_log_probs=body.top_logprobs
+        )
+        return replace(await _plan_prompts(context, body, [ids], config), calls=calls)
+    except GenerationError as error:
+        where = error.where or ""
+        if constraint is None or body.diffusion.constraint is not None or not where.startswith("constraint"):
+            raise
+        cause = "response_format" if body.response_format is not None else "tool_choice"
+        raise error.moved(cause + where.removeprefix("constraint")) from None
+
+
+async def plan_edit(context: Context, body: EditRequest) -> Plan:
+    """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one
+    region."""
+    context.check_answers(1, body)
+    messages = edit_prompt(body.content, body.instruction)
+
+    def prepare() -> tuple[list[int], SamplerConfig]:
+        ids = encode_messages(context.lm.tokenizer, messages)
+        default = None
+        if body.wanted_tokens is None:
+            default = edit_length(context.lm, body, context.limits, len(ids))
+        return ids, sampler_config(context.lm, body, context.limits, default_tokens=default)
+
+    ids, config = await asyncio.to_thread(prepare)
+    return await _plan_prompts(context, body, [ids], config)
+
+
+async def _plan_prompts(
+    context: Context, body: SamplingRequest, encoded: list[list[int]], config: SamplerConfig
+) -> Plan:
+    """Completions of token ids."""
+    context.check_length(max(map(len, encoded)) + config.max_new_tokens)
+    return await _plan(context, body, make_requests, encoded, config)
+
+
+async def _plan(
+    context: Context,
+    body: SamplingRequest,
+    make: Callable[..., list[Request]],
+    encoded: list[list[int]],
+    config: SamplerConfig,
+) -> Plan:
+    """The plan of token ids, of which `make` makes requests."""
+    repeated = [ids for ids in encoded for _ in range(body.n)]
+    requests = await context.make(
+        partial(make, context.lm, repeated, config, body.diffusion.keys),
+        compiles=config.constraint is not None,
+    )
+    work = [Work(request, config, body.watched) for request in requests]
+    regions = [Region(request.start, request.length) for request in requests]
+    return Plan(work, regions, sum(request.hidden.count(False) for request in requests[:: body.n]))
 
 
 async def _with_lengths(
@@ -221,38 +297,15 @@ async def _with_lengths(
 ) -> tuple[list[int], int | None]:
     """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be
     missing; and the weights that found it, None: any."""
+    context.check_length(sum(map(len, parts)) + (len(parts) - 1) * max_gap)
     if len(parts) == 1:
-        check_length(context.lm, len(parts[0]), context.limits)
         return parts[0], None
 
     def search(between_steps: BetweenSteps) -> list[int]:
-        return context.bounded(
-            lambda: find_lengths(context.lm, [parts], config, max_gap, gap_mark, between_steps)
-        )()[0].ids
+        find = partial(find_lengths, context.lm, [parts], config, max_gap, gap_mark, between_steps)
+        return context.bounded(find)()[0].ids
 
-    check_length(context.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, context.limits)
-    return await _searched(context, search)
-
-
-async def _searched(context: Context, search: Callable[[BetweenSteps], Result]) -> tuple[Result, int]:
-    """What a search finds, and the weights with which it found all of it."""
-    while True:
-        weights = context.service.weights
-        found = await context.service.search(search, owner=context.owner)
-        if context.service.weights == weights:  # else a part of the search was of other weights
-            return found, weights
-
-
-async def _infill_requests(
-    context: Context,
-    ids: list[int],
-    config: SamplerConfig,
-    body: InfillRequest | CompletionRequest | FimRequest,
-) -> list[Request]:
-    """Requests for the hidden positions of a text."""
-    repeated = _repeated([ids], body)
-    make = partial(make_infill_requests, context.lm, repeated, config, body.diffusion.keys)
-    return await context.make(make, compiles=config.constraint is not None)
+    return await context.search(search)
 
 
 def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[int]]:
@@ -273,9 +326,8 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[in
             "it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is"
         )
     check_limit(sum(length or 0 for length in lengths), limits.max_tokens, "lengths", "tokens")
-    check_limit(
-        lengths.count(None) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap", "tokens"
-    )
+    searched = lengths.count(None) * body.max_gap
+    check_limit(searched, min(MOST_SEARCHED, limits.max_tokens), "max_gap", "tokens")
     keep = [lm.tokenizer.mask_token] if body.text is not None else []
     parts = [encode_prompt(lm.tokenizer, segments[0], keep)]
     for length, segment in zip(lengths, segments[1:], strict=True):
@@ -287,65 +339,51 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[in
     return parts
 
 
-def gaps(request: Request) -> list[tuple[int, int]]:
-    """The runs of hidden positions of a text, each as (start, stop)."""
-    found, start = [], 0
-    for hidden, run in groupby(request.hidden):
-        stop = start + len(list(run))
-        found += [(start, stop)] if hidden else []
-        start = stop
-    return found
-
-
-def _top_log_probs(body: CompletionRequest | FimRequest) -> int | None:
-    return body.logprobs if isinstance(body, CompletionRequest) else None
-
-
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and all(isinstance(token, int) for token in prompt):
-        return [prompt]  # type: ignore[list-item]
-    return prompt  # type: ignore[return-value]
+    single = isinstance(prompt, str) or isinstance(next(iter(prompt), None), int)
+    return [prompt] if single else prompt  # type: ignore[list-item, return-value]
 
 
-def check_answers(context: Context, prompts: int, body: SamplingRequest) -> None:
-    """Raise GenerationError for more answers than a request may ask for, and OverloadedError where they have
-    no place in the queue: before anything is encoded, compiled or searched."""
-    if not prompts:
-        raise GenerationError("there is none", where="prompt", remedy="Give one")
-    check_limit(body.n, context.limits.n, "n", "answers to a prompt")
-    check_limit(prompts * body.n, context.limits.sequences, "prompt", "answers at once")
-    context.service.check_room(prompts * body.n, context.owner)
+def _chat_prompt(
+    lm: DiffusionLM, body: ChatRequest, limits: Limits
+) -> tuple[list[int], CallFormat | None, ConstraintConfig | None]:
+    """What the model reads, how it writes calls, if it may, and what the answer has to match."""
+    constraint = format_constraint(body.response_format)
+    messages = without_start(lm.tokenizer, template_messages(body.messages))
+    if body.tool_choice == "none" or not body.tools:
+        if body.tool_choice not in ("none", "auto"):
+            raise GenerationError(
+                "there are no tools", where="tool_choice", remedy="Give some, or leave it out"
+            )
+        return encode_messages(lm.tokenizer, messages), None, constraint
+    if constraint is not None:
+        what = "an answer that has to match it can call no tool"
+        raise GenerationError(
+            what, where="response_format", remedy="Leave it out, or set tool_choice to none"
+        )
+    schemas = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    check_limit(len(json.dumps(schemas)), limits.schema_bytes, "tools", "bytes")
+    check_renders_tools(lm.tokenizer)
+    written = call_format(lm.tokenizer)
+    ids = encode_messages(lm.tokenizer, messages, schemas)
+    return ids, written, call_constraint(body, body.tools, written)
 
 
-def check_length(lm: DiffusionLM, length: int, limits: Limits) -> None:
-    """Raise GenerationError for a sequence that is too long; where the model has a longest context, the
-    engine does."""
-    if lm.context_length is None:
-        check_limit(length, limits.length, "prompt", "tokens")
-
-
-def _repeated(encoded: list[list[int]], body: SamplingRequest) -> list[list[int]]:
-    """The prompts, each as often as answers are wanted."""
-    return list(chain.from_iterable([ids] * body.n for ids in encoded))
-
-
-def _plan(
-    body: SamplingRequest,
-    requests: list[Request],
-    config: SamplerConfig,
-    regions: list[Region],
-    prompt_tokens: int | None = None,
-    weights: int | None = None,
-) -> Plan:
-    """The plan of requests."""
-    if prompt_tokens is None:
-        prompt_tokens = requests[0].length - sum(requests[0].hidden)
-    return Plan(
-        [Work(request, config, body.watched) for request in requests],
-        regions,
-        body.stops,
-        prompt_tokens,
-        weights,
-    )
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: content as one string, and the arguments of calls as objects."""
+    rendered = []
+    for message in messages:
+        content = message.content or ""
+        one: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+            **message.model_dump(include={"name", "tool_call_id"}, exclude_none=True),
+        }
+        if message.tool_calls:
+            one["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        for call in one.get("tool_calls", ()):
+            called = call["function"]
+            called["arguments"] = call_arguments(called["arguments"])
+            check_depth(called["arguments"], "messages.tool_calls.function.arguments")
+        rendered.append(one)
+    return rendered

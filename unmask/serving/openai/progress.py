@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unmask.data.decoding import GrowingText, text_after, without_end
@@ -10,8 +11,7 @@ from unmask.generation.frames import Frame
 from unmask.generation.output import Trace, end_of, make_generation
 from unmask.generation.prompt_log_probs import PromptLogProbs
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.serving.openai.committed import CommittedText, tokens_until
-from unmask.serving.service import Event, Work
+from unmask.serving.submission import Event, Work
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,8 @@ class Outcome:
     Attributes: text: cut before the first stop string. tokens, log_probs: up to the end token, or to the
         token that completes a stop string. Log-probabilities are those when the tokens were revealed, in
         nats, at temperature 1. written: how many of the tokens were not given. finish: "stop" or "length".
-        forward_passes: None: a stop string ended the sequence before its end, and they are not known. trace:
-        None: likewise. top: of each token the most probable ones at its position, and their
-        log-probabilities; empty unless they are wanted.
+        trace: None: a stop string ended the sequence before its end, and it is not known. top: of each token
+        the most probable ones at its position, and their log-probabilities; empty unless they are wanted.
     """
 
     text: str
@@ -50,9 +49,13 @@ class Outcome:
     written: int
     finish: str
     denoising_steps: int
-    forward_passes: int | None
     trace: Trace | None
     top: list[list[tuple[int, float]]]
+
+    @property
+    def forward_passes(self) -> int | None:
+        """None: likewise."""
+        return None if self.trace is None else self.trace.forward_passes
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -97,8 +100,6 @@ class Progress:
 
     def see(self, event: Event) -> str:
         """The text that an event commits."""
-        if self.outcome is not None:
-            return ""
         if event.frame is not None:
             for position in event.frame.hidden:
                 self.ids[position] = self.lm.mask_token_id
@@ -127,9 +128,8 @@ class Progress:
         """Answer what is committed, unless more is answered than is known before the end."""
         if self.outcome is None and not self._needs_end:
             log_probs = self._log_probs[self.region.start : self.region.start + len(self._tokens)]
-            self.outcome = self._cut(
-                self._decode(self._tokens), self._tokens, log_probs, "stop", self._step, None, None
-            )
+            whole = self._decode(self._tokens)
+            self.outcome = self._cut(whole, self._tokens, log_probs, "stop", self._step)
 
     def _end(self, trace: Trace) -> str:
         request, region = self.work.request, self.region
@@ -143,7 +143,7 @@ class Progress:
         whole_text = ended or region.fills or self._text.stop is not None or self._is_complete()
         finish = "stop" if whole_text else "length"
         steps = max(trace.steps, default=-1) + 1
-        self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace.forward_passes, trace)
+        self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace)
         return released
 
     def _is_complete(self) -> bool:
@@ -158,8 +158,7 @@ class Progress:
         log_probs: list[float],
         finish: str,
         steps: int,
-        forward_passes: int | None,
-        trace: Trace | None,
+        trace: Trace | None = None,
     ) -> Outcome:
         if self._text.stop is not None:
             count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.stops)
@@ -167,7 +166,7 @@ class Progress:
         top = [] if trace is None else self._top(trace)[: len(tokens)]
         text = whole if self._text.stop is None else whole[: self._text.stop[0]]
         written = sum(self.work.request.hidden[self.region.start : self.region.start + len(tokens)])
-        return Outcome(text, tokens, log_probs, written, finish, steps, forward_passes, trace, top)
+        return Outcome(text, tokens, log_probs, written, finish, steps, trace, top)
 
     def _top(self, trace: Trace) -> list[list[tuple[int, float]]]:
         first = self.region.start - self.work.request.start
@@ -176,3 +175,63 @@ class Progress:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return text_after(self.lm.tokenizer, self.before, tokens, self.lm.eos_token_ids)
+
+
+class CommittedText:
+    """A text that grows, and is cut before the first stop string.
+
+    Args:
+        stops: the stop strings, none empty.
+
+    Attributes:
+        text: what has been released.
+        stop: where the stop string begins and ends; None: there is none yet.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = stops
+        self.text = ""
+        self.stop: tuple[int, int] | None = None
+        self._searched = 0  # characters in which no stop string is
+
+    def grow(self, sure: str, *, done: bool) -> str:
+        """What is released of the text, of which nothing changes any more what is there; `done`: nothing
+        follows."""
+        if self.stop is not None:
+            return ""
+        self.stop = find_stop(sure, self.stops, max(0, self._searched - max(map(len, self.stops), default=0)))
+        self._searched = len(sure)
+        if self.stop is not None:
+            sure = sure[: self.stop[0]]
+        elif not done:
+            sure = sure[: len(sure) - held_back(sure, self.stops)]
+        # what was sent stays, also where a decoder has changed its mind about it
+        released = sure[len(self.text) :]
+        self.text += released
+        return released
+
+
+def tokens_until(decode: Callable[[int], str], count: int, stops: Sequence[str]) -> int:
+    """The number of the first of `count` tokens with which a stop string is complete; `decode` gives the text
+    of so many tokens."""
+    return bisect_left(range(count), True, key=lambda number: find_stop(decode(number), stops) is not None)
+
+
+def find_stop(text: str, stops: Sequence[str], since: int = 0) -> tuple[int, int] | None:
+    """Where, from `since` on, the stop string begins and ends that is complete first (of several, the
+    longest); None: the text has none. It is the same however the text arrives."""
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop, since)) >= 0]
+    return min(found)[::-1] if found else None
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """The characters at the end of a text that may be the beginning of a mark."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The characters at the end of a text with which a mark begins, but for the whole mark."""
+    tail = text[len(text) - min(len(text), len(mark) - 1) :]
+    return next(
+        (len(tail) - at for at in range(len(tail)) if tail[at] == mark[0] and mark.startswith(tail[at:])), 0
+    )

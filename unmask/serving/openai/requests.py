@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from unmask.config.base import Config
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
+from unmask.errors import GenerationError
 from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES
 
 LARGEST = 2**63 - 1
@@ -29,6 +30,9 @@ TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
 NOTHING: tuple[Any, ...] = ()
 NO_PENALTY = (0, 0.0)
+NO_PENALTIES = dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY)
+NO_SUFFIX = "<|endoftext|>"
+"""What editors made for Inception's API send as the suffix at the end of a file."""
 PENALTIES = "Send 0, or leave it out; diffusion.repetition_penalty is another penalty."
 
 
@@ -173,6 +177,21 @@ class SamplingRequest(Body):
         return {name: value for name, value in values.items() if name not in cls.unsupported}
 
     @property
+    def wanted_tokens(self) -> int | None:
+        """The tokens of an answer that are asked for. Raises GenerationError for two numbers of them."""
+        return self.max_tokens
+
+    @property
+    def wanted_seed(self) -> int | None:
+        """The seed that is given. Raises GenerationError for two of them."""
+        return self.seed
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether answers have the log-probabilities of their tokens."""
+        return False
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -292,31 +311,27 @@ class NewerRequest(SamplingRequest):
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`."""
 
+    @property
+    def wanted_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        if None not in (self.max_tokens, newer) and self.max_tokens != newer:
+            raise GenerationError(
+                "differs from max_tokens", where="max_completion_tokens", remedy="Leave one out"
+            )
+        return self.max_tokens if newer is None else newer
+
 
 class ChatRequest(NewerRequest):
     """A body of /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY),
+        **NO_PENALTIES,
         "modalities": (["text"],),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        **dict.fromkeys(
-            (
-                "audio",
-                "function_call",
-                "functions",
-                "metadata",
-                "moderation",
-                "prediction",
-                "prompt_cache_key",
-            ),
-            NOTHING,
-        ),
-        **dict.fromkeys(
-            ("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "safety_identifier"),
-            NOTHING,
-        ),
+        **dict.fromkeys(("audio", "function_call", "functions", "metadata", "moderation"), NOTHING),
+        **dict.fromkeys(("prediction", "prompt_cache_key", "prompt_cache_options"), NOTHING),
+        **dict.fromkeys(("prompt_cache_retention", "reasoning_effort", "safety_identifier"), NOTHING),
         **dict.fromkeys(("verbosity", "web_search_options"), NOTHING),
     }
 
@@ -339,6 +354,10 @@ class ChatRequest(NewerRequest):
     """If false, an answer ends with its first call."""
 
     @property
+    def wants_log_probs(self) -> bool:
+        return self.logprobs
+
+    @property
     def watched(self) -> bool:
         return super().watched or (bool(self.tools) and not self.parallel_tool_calls)
 
@@ -359,7 +378,7 @@ class CompletionRequest(SamplingRequest):
     """A body of /v1/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY),
+        **NO_PENALTIES,
         "best_of": (1,),
     }
 
@@ -384,6 +403,10 @@ class CompletionRequest(SamplingRequest):
     most probable tokens. With `echo` it also has those of the prompt's tokens, from left to right; that of
     the first one is null."""
 
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.logprobs is not None
+
 
 class InfillRequest(SamplingRequest):
     """A body of /v1/infill: either `text`, or `segments` and `lengths`."""
@@ -401,3 +424,69 @@ class InfillRequest(SamplingRequest):
     """What stands for a gap in `text`."""
     max_gap: Count = 64
     """The longest gap that is searched for, in tokens; times the gaps that are searched at most 512."""
+
+
+class FimRequest(NewerRequest):
+    """A body of /v1/fim/completions."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NO_PENALTIES,
+        "min_tokens": (0,),
+        "metadata": NOTHING,
+    }
+
+    prompt: str
+    """The text before the gap."""
+    suffix: str = ""
+    """The text after it. Empty: the prompt is continued."""
+    random_seed: Key | None = None
+    """Mistral's name of `seed`."""
+    echo: ClassVar[bool] = False
+    logprobs: ClassVar[None] = None
+
+    @property
+    def wanted_seed(self) -> int | None:
+        if None not in (self.seed, self.random_seed) and self.seed != self.random_seed:
+            raise GenerationError("differs from seed", where="random_seed", remedy="Leave one out")
+        return self.random_seed if self.seed is None else self.seed
+
+
+class EditMessage(Body):
+    """A message of an edit."""
+
+    role: Literal["system", "user"]
+    content: str
+    """Of the user: text with `<|code_to_edit|>...<|/code_to_edit|>`, usually within
+    `<|current_file_content|>` and beside `<|edit_diff_history|>`."""
+
+
+class EditRequest(NewerRequest):
+    """A body of /v1/edit/completions."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **NO_PENALTIES,
+        **dict.fromkeys(("tools", "tool_choice", "response_format"), NOTHING),
+    }
+
+    messages: Many[EditMessage] = Field(min_length=1, max_length=2)
+    """The user's, perhaps after one of the system, which then says what to do in place of the server's own
+    instruction."""
+
+    @field_validator("messages")
+    @classmethod
+    def _one_of_the_user(cls, messages: list[EditMessage]) -> list[EditMessage]:
+        if [each.role for each in messages] not in (["user"], ["system", "user"]):
+            raise PydanticCustomError(
+                "messages", "Give one message of a user, after at most one of the system"
+            )
+        return messages
+
+    @property
+    def content(self) -> str:
+        """The text with the region to edit."""
+        return self.messages[-1].content
+
+    @property
+    def instruction(self) -> str | None:
+        """What the client says is to be done."""
+        return self.messages[0].content if len(self.messages) > 1 else None

@@ -14,10 +14,9 @@ from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import UnsupportedError, check_depth
 from unmask.serving.limits import Limits
-from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.edits import REGION, region_to_edit
 from unmask.serving.openai.requests import (
-    NewerRequest,
+    EditRequest,
     ObjectFormat,
     SamplingRequest,
     SchemaFormat,
@@ -51,7 +50,7 @@ def sampler_config(
     default_tokens = default_tokens or min(
         SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens
     )
-    wanted = tokens_wanted(request)
+    wanted = request.wanted_tokens
     max_tokens = default_tokens if wanted is None else max(wanted, 1)  # of none, the prompt alone is shown
     given = request.diffusion.sampler
     openai = {
@@ -61,7 +60,7 @@ def sampler_config(
         "top_log_probs": top_log_probs,
     }
     given |= {name: value for name, value in openai.items() if value is not None}
-    seed = seed_wanted(request)
+    seed = request.wanted_seed
     if seed is None:
         seed = 0 if request.diffusion.keys is not None else secrets.randbelow(SEEDS)
     given["seed"] = seed
@@ -78,25 +77,6 @@ def sampler_config(
         check_limit(len(config.constraint.model_dump_json()), limits.schema_bytes, "constraint", "bytes")
         check_depth(config.constraint.schema_object(), "constraint.json_schema")  # which may be given as text
     return config
-
-
-def tokens_wanted(request: SamplingRequest) -> int | None:
-    """The tokens of an answer that a request asks for. Raises GenerationError if it asks for two numbers of
-    them."""
-    newer = request.max_completion_tokens if isinstance(request, NewerRequest) else None
-    if None not in (request.max_tokens, newer) and request.max_tokens != newer:
-        raise GenerationError(
-            "differs from max_tokens", where="max_completion_tokens", remedy="Leave one out"
-        )
-    return request.max_tokens if newer is None else newer
-
-
-def seed_wanted(request: SamplingRequest) -> int | None:
-    """The seed that a request gives. Raises GenerationError if it gives two."""
-    other = request.random_seed if isinstance(request, FimRequest) else None
-    if None not in (request.seed, other) and request.seed != other:
-        raise GenerationError("differs from seed", where="random_seed", remedy="Leave one out")
-    return other if request.seed is None else request.seed
 
 
 def edit_length(lm: DiffusionLM, request: EditRequest, limits: Limits, prompt_tokens: int) -> int:

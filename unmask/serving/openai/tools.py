@@ -22,7 +22,7 @@ from unmask.data.special_tokens import encode
 from unmask.errors import DataError, GenerationError
 from unmask.generation.constraints.compiled import escape, regex_of
 from unmask.models.chat_template import ANSWER, render_template
-from unmask.serving.openai.committed import held_back
+from unmask.serving.openai.progress import held_back
 from unmask.serving.openai.requests import ChatRequest, NamedTool, Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

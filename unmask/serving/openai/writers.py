@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from unmask.data.decoding import num_at_start, text_after, token_bytes, token_name, token_texts
 from unmask.serving.openai.edits import edited_region
-from unmask.serving.openai.plans import gaps
+from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Outcome, Progress
+from unmask.serving.openai.requests import ChatRequest, EditRequest, SamplingRequest
 from unmask.serving.openai.tools import Call, CallReader
 
 LEAST_LOG_PROB = -9999.0
@@ -20,14 +21,10 @@ Fields = dict[str, Any]
 
 
 class TextWriter:
-    """A choice of a completion.
+    """A choice of a completion."""
 
-    Args:
-        logprobs: whether log-probabilities are wanted.
-    """
-
-    def __init__(self, progress: Progress, *, logprobs: bool = False):
-        self.progress, self.logprobs = progress, logprobs
+    def __init__(self, progress: Progress, body: SamplingRequest, plan: Plan):
+        self.progress, self.body = progress, body
         self.tokenizer = progress.lm.tokenizer
         self._name = functools.cache(functools.partial(token_name, self.tokenizer))
         prompt, self._of_prompt = progress.region.prompt, None
@@ -68,7 +65,7 @@ class TextWriter:
         return {"text": text, "logprobs": self._logprobs(), "finish_reason": self.outcome.finish}
 
     def _logprobs(self) -> Fields | None:
-        if not self.logprobs:
+        if not self.body.wants_log_probs:
             return None
         outcome, region = self.outcome, self.progress.region
         own = self._listed(
@@ -145,33 +142,31 @@ class InfillWriter(TextWriter):
         return {**super().closing(), "gaps": self._gaps()}
 
     def _gaps(self) -> list[Fields]:
-        ids = self.outcome.tokens
-        return [
-            {
-                "start": start,
-                "length": stop - start,
-                "text": text_after(self.tokenizer, ids[:start], ids[start:stop]),
-            }
-            for start, stop in gaps(self.progress.work.request)
-        ]
+        ids, start, found = self.outcome.tokens, 0, []
+        for hidden, run in itertools.groupby(self.progress.work.request.hidden):
+            length = len(list(run))
+            if hidden:
+                text = text_after(self.tokenizer, ids[:start], ids[start : start + length])
+                found.append({"start": start, "length": length, "text": text})
+            start += length
+        return found
 
 
 class ChatWriter(TextWriter):
-    """A choice of a chat.
+    """A choice of a chat."""
 
-    Args:
-        make_reader: of what finds calls; None: there are none.
-    """
+    def __init__(self, progress: Progress, body: SamplingRequest, plan: Plan):
+        super().__init__(progress, body, plan)
+        self._calls = plan.calls
+        self.reader = self._make_reader()
 
-    def __init__(
-        self,
-        progress: Progress,
-        make_reader: Callable[[], CallReader] | None = None,
-        *,
-        logprobs: bool = False,
-    ):
-        super().__init__(progress, logprobs=logprobs)
-        self.make_reader, self.reader = make_reader, make_reader and make_reader()
+    def _make_reader(self) -> CallReader | None:
+        """What finds calls; None: there are none."""
+        if self._calls is None:
+            return None
+        assert isinstance(self.body, ChatRequest)
+        names = {tool.function.name for tool in self.body.tools or []}
+        return CallReader(self._calls, names, single=not self.body.parallel_tool_calls)
 
     @property
     def complete(self) -> bool:
@@ -203,11 +198,9 @@ class ChatWriter(TextWriter):
         }
 
     def choice(self) -> Fields:
-        pieces = _pieces(self.make_reader and self.make_reader(), self.outcome.text, done=True)
-        content, calls = (
-            "".join(each for each in pieces if isinstance(each, str)),
-            [each for each in pieces if isinstance(each, Call)],
-        )
+        pieces = _pieces(self._make_reader(), self.outcome.text, done=True)
+        content = "".join(each for each in pieces if isinstance(each, str))
+        calls = [each for each in pieces if isinstance(each, Call)]
         message: Fields = {
             "role": "assistant",
             "content": content or (None if calls else ""),
@@ -221,7 +214,7 @@ class ChatWriter(TextWriter):
         }
 
     def _logprobs(self) -> Fields | None:
-        if not self.logprobs:
+        if not self.body.wants_log_probs:
             return None
         outcome = self.outcome
         firsts = self._firsts(self.progress.before, outcome.tokens)
@@ -240,23 +233,19 @@ class ChatWriter(TextWriter):
 
 
 class EditWriter(ChatWriter):
-    """A choice of an edit, which is written again when it is whole: a stream has it in one piece.
-
-    Args:
-        content: the message with the region to edit.
-    """
-
-    def __init__(self, progress: Progress, content: str):
-        super().__init__(progress)
-        self.content = content
+    """A choice of an edit, which is written again when it is whole: a stream has it in one piece."""
 
     def write(self, text: str, *, done: bool) -> list[Fields]:
-        return [self.delta(edited_region(self.outcome.text, self.content))] if done else []
+        return [self.delta(self._region())] if done else []
 
     def choice(self) -> Fields:
         whole = super().choice()
-        whole["message"]["content"] = edited_region(self.outcome.text, self.content)
+        whole["message"]["content"] = self._region()
         return whole
+
+    def _region(self) -> str:
+        assert isinstance(self.body, EditRequest)
+        return edited_region(self.outcome.text, self.body.content)
 
 
 def choice_facts(progress: Progress, outcome: Outcome) -> Fields:

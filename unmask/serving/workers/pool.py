@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx2 as httpx
 
-from unmask.serving.service import ServiceError
+from unmask.serving.submission import ServiceError
 
 LONGEST_ANSWER = 30.0
 """Seconds in which the event loop of a worker answers a question about itself, at any load."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from unmask.errors import ModelError
-from unmask.serving.service import ServiceError
+from unmask.serving.submission import ServiceError
 from unmask.serving.weights import Files, Folder, Served
 from unmask.serving.workers.pool import LostWorkerError, NoWorkerError, Worker
 

@@ -34,8 +34,7 @@ from unmask.serving.app import HEALTH, METRICS, AppSettings, make_app
 from unmask.serving.connections import ConnectionLimits
 from unmask.serving.errors import error_of
 from unmask.serving.limits import Limits
-from unmask.serving.model_engine import ModelEngine
-from unmask.serving.scheduler import Scheduler
+from unmask.serving.scheduler import ModelEngine, Scheduler
 from unmask.serving.served_models import ServedModels, description
 from unmask.serving.server import make_server
 from unmask.serving.weights import Folder, put_weights, read_weights, replaceable

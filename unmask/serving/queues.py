@@ -1,22 +1,76 @@
-"""Work beside the event loop and the engine's steps: what takes long, in threads of its own; what needs the
-model, in the engine's."""
+"""Who waits, and what runs beside the engines: a queue in which owners take turns, and functions that take
+long, which run in threads of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from unmask.serving.fair_queue import FairQueue
-from unmask.serving.service import Result, overloaded_error
+from unmask.serving.submission import OverloadedError, Result
 
+Item = TypeVar("Item")
 RECENT = 10
 """Functions over which the time of one is measured."""
+
+
+class FairQueue(Generic[Item]):
+    """Owners take turns, one item each; of an owner's items the one with the highest priority goes first,
+    then the earliest."""
+
+    def __init__(self) -> None:
+        # the owner whose turn it is comes first
+        self._waiting: OrderedDict[str, list[tuple[int, Item]]] = OrderedDict()
+        self._length = 0  # which other threads may read
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Item]:
+        """All items, those of an owner in the order in which they came."""
+        return (item for items in self._waiting.values() for _, item in items)
+
+    def of(self, owner: str) -> list[Item]:
+        """The items of an owner, in the order in which they came."""
+        return [item for _, item in self._waiting.get(owner, ())]
+
+    def longest(self) -> str:
+        """The owner of most items. Raises ValueError if there is none."""
+        return max(self._waiting, key=lambda owner: len(self._waiting[owner]))
+
+    def push(self, item: Item, owner: str, priority: int = 0) -> None:
+        """Add an item. An owner that has none waiting gets its turn after all others."""
+        self._waiting.setdefault(owner, []).append((priority, item))
+        self._length += 1
+
+    def pop(self, wanted: Callable[[Item], bool] = lambda _: True) -> Item | None:
+        """Take the next item of those that are wanted; None if there is none."""
+        for owner, items in self._waiting.items():
+            choices = [index for index, (_, item) in enumerate(items) if wanted(item)]
+            if choices:
+                # the earliest of equal ones
+                _, item = items.pop(max(choices, key=lambda index: items[index][0]))
+                self._length -= 1
+                self._waiting.move_to_end(owner)
+                if not items:
+                    del self._waiting[owner]
+                return item
+        return None
+
+    def remove(self, unwanted: Callable[[Item], bool]) -> None:
+        """Take out some items."""
+        for owner, items in list(self._waiting.items()):
+            kept = [entry for entry in items if not unwanted(entry[1])]
+            self._length -= len(items) - len(kept)
+            items[:] = kept
+            if not items:
+                del self._waiting[owner]
 
 
 @dataclass(eq=False)
@@ -69,9 +123,8 @@ class SideWork:
     async def run(self, function: Callable[[], Result], owner: str) -> Result:
         """The result of a function, or its error. OverloadedError if too many wait."""
         if len(self._queue.of(owner)) >= self.waiting:
-            raise overloaded_error(
-                "too many requests of this client are prepared", len(self._queue.of(owner)) * self._seconds
-            )
+            waiting = len(self._queue.of(owner)) * self._seconds
+            raise OverloadedError("too many requests of this client are prepared", waiting)
         turn = Turn(function, owner, asyncio.get_running_loop().create_future())
         self._queue.push(turn, owner)
         self._begin()
