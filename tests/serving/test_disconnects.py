@@ -19,8 +19,7 @@ from tests.helpers import resident_memory
 from tests.serving.models import make_model, model
 from tests.serving.servers import Stall, connect, http_post, posted, scheduler_of, serving
 from unmask.config.run import SamplerConfig
-from unmask.serving.openai.answers import Reply
-from unmask.serving.openai.disconnect import EventStream
+from unmask.serving.openai.answers import EventStream, Reply
 from unmask.serving.queues import Turn
 from unmask.serving.server import GracefulServer
 from unmask.serving.submission import Entry, Events, Submission

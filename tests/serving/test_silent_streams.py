@@ -18,8 +18,8 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
 from unmask.serving import submission
 from unmask.serving.app import AppSettings, make_app
-from unmask.serving.openai import disconnect, routes
-from unmask.serving.openai.disconnect import EventStream
+from unmask.serving.openai import answers, routes
+from unmask.serving.openai.answers import EventStream
 from unmask.serving.submission import SlowReaderError, Work
 
 SCOPE: dict[str, Any] = {"type": "http"}
@@ -32,7 +32,7 @@ async def never() -> Message:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (disconnect, routes):
+    for module in (answers, routes):
         monkeypatch.setattr(module, "HEARTBEAT", 0.05)
 
 

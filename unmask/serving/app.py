@@ -23,8 +23,8 @@ from unmask.errors import ConfigError
 from unmask.serving import weights
 from unmask.serving.errors import add_error_handlers, documented, error_response
 from unmask.serving.limits import Limits
-from unmask.serving.metrics import CountRequests, RequestMetrics
-from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
+from unmask.serving.metrics import RequestMetrics
+from unmask.serving.middleware import ApiKeys, BodyLimits, CountRequests, SameOrigin, SecurityHeaders
 from unmask.serving.openai import routes
 from unmask.serving.scheduler import Scheduler
 from unmask.variables import ADMIN_KEY, API_KEY
@@ -142,16 +142,15 @@ def finished(app: FastAPI, settings: AppSettings, metrics: RequestMetrics) -> AS
     if (PLAYGROUND / "index.html").is_file():
         # mounted it would hide which methods a route has
         app.router.default = StaticFiles(directory=PLAYGROUND, html=True)
-    return _guarded(app, settings, metrics)
-
-
-def _guarded(app: ASGIApp, settings: AppSettings, metrics: RequestMetrics) -> ASGIApp:
-    app = BodyLimits(app, settings.limits, log=settings.log_requests)
-    app = ApiKeys(app, settings.api_keys, {HEALTH, weights.PATH})  # that route has a key of its own
+    guarded: ASGIApp = BodyLimits(app, settings.limits, log=settings.log_requests)
+    guarded = ApiKeys(guarded, settings.api_keys, {HEALTH, weights.PATH})  # that route has a key of its own
     if settings.allow_origins:
-        app = CORSMiddleware(app, settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    app = SameOrigin(app, settings.allow_origins, loopback=settings.loopback and not settings.api_keys)
-    return CountRequests(SecurityHeaders(app), metrics)
+        guarded = CORSMiddleware(
+            guarded, settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    alone = settings.loopback and not settings.api_keys
+    guarded = SameOrigin(guarded, settings.allow_origins, loopback=alone)
+    return CountRequests(SecurityHeaders(guarded), metrics)
 
 
 async def _failed(_: Request, __: Exception) -> Response:

@@ -1,17 +1,20 @@
-"""Connections to the server: at most so many at once, and none for clients that are slow on purpose."""
+"""Connections to the server: at most so many at once, none for clients that are slow on purpose, and no work
+for those that have gone."""
 
 from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
+from starlette.types import Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+Result = TypeVar("Result")
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 )
@@ -43,10 +46,7 @@ class LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any):
         super().__init__(*args, **options)
         self.limits = limits
-        self._head: asyncio.TimerHandle | None = None
-        self._write: asyncio.TimerHandle | None = None
-        self._look: asyncio.TimerHandle | None = None
-        self._probe: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,14 +56,14 @@ class LimitedConnection(H11Protocol):
             transport.write(FULL % self.timeout_keep_alive)  # in which those are closed that are idle now
             transport.close()
         else:
-            self._head = self._after(self.limits.head_seconds, transport.abort)
+            self._after("head", self.limits.head_seconds, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._cancel_head()
-        elif self._head is None:
-            self._head = self._after(self.limits.head_seconds, self.transport.abort)
+            self._cancel("head")
+        elif "head" not in self._timers:
+            self._after("head", self.limits.head_seconds, self.transport.abort)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends nothing more. If its request is whole, it may still read the answer, after which
@@ -72,7 +72,7 @@ class LimitedConnection(H11Protocol):
             return False
         self.cycle.keep_alive = False
         self._look_whether_gone()
-        self._probe = self._after(PROBE_AFTER, self._send_nothing)
+        self._after("probe", PROBE_AFTER, self._send_nothing)
         return True
 
     def pause_writing(self) -> None:
@@ -81,13 +81,11 @@ class LimitedConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cancel_write()
+        self._cancel("write")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_head()
-        self._cancel_write()
-        for timer in filter(None, (self._look, self._probe)):
-            timer.cancel()
+        for name in [*self._timers]:
+            self._cancel(name)
         super().connection_lost(exc)
 
     def _look_whether_gone(self) -> None:
@@ -97,7 +95,7 @@ class LimitedConnection(H11Protocol):
         if poll.poll(0):  # POLLHUP or POLLERR
             self.transport.abort()
         else:
-            self._look = self._after(LOOK_EVERY, self._look_whether_gone)
+            self._after("look", LOOK_EVERY, self._look_whether_gone)
 
     def _send_nothing(self) -> None:
         """Send bytes without meaning. The system of a client that has gone answers them with a reset; until
@@ -118,9 +116,8 @@ class LimitedConnection(H11Protocol):
 
     def _expect_reading(self) -> None:
         """Look later how much of what waits now the client has read."""
-        self._write = self._after(
-            self.limits.write_seconds, partial(self._check_reading, self.transport.get_write_buffer_size())
-        )
+        check = partial(self._check_reading, self.transport.get_write_buffer_size())
+        self._after("write", self.limits.write_seconds, check)
 
     def _check_reading(self, waiting: int) -> None:
         """Cut off a client that has read too little of the bytes that were waiting."""
@@ -129,15 +126,38 @@ class LimitedConnection(H11Protocol):
         else:
             self._expect_reading()
 
-    def _after(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
-        return self.loop.call_later(seconds, function)
+    def _after(self, name: str, seconds: float, function: Callable[[], None]) -> None:
+        """Call a function later, in place of an earlier one of this name."""
+        self._timers[name] = self.loop.call_later(seconds, function)
 
-    def _cancel_head(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-        self._head = None
+    def _cancel(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
-    def _cancel_write(self) -> None:
-        if self._write is not None:
-            self._write.cancel()
-        self._write = None
+
+class DisconnectedError(Exception):
+    """The client has gone."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of work, which is cancelled if the client disconnects. The body of the request has been
+    read.
+
+    Raises:
+        DisconnectedError: it has.
+    """
+    tasks = (asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise DisconnectedError
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

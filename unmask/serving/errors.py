@@ -40,6 +40,7 @@ STATUSES = {
 OF_ALL = (401, 403, 408, 413, 500)
 """Errors that any request may have."""
 UNREADABLE = "The request is not valid"
+CODES = {404: "model_not_found", 429: "rate_limit_exceeded"}
 ROUTES = {"unmask.infill": "/v1/infill", "unmask.fim_prompt": "/v1/fim/completions"}
 """Where the API has what remedies name in Python."""
 ELSEWHERE = re.compile(r" with length='auto'| \((?=[^()]*--)[^()]*+\)")
@@ -122,11 +123,8 @@ def error_of(error: UnmaskError, body: Any = None) -> tuple[int, ErrorAnswer]:
     given = body if isinstance(body, dict) else {}
     names = _names(given)
     where = _location(error.where or "", given, names)
-    known = re.compile(rf"\b({'|'.join(map(re.escape, [*names, *ROUTES]))})\b")
-    what, remedy = (
-        known.sub(lambda name: {**names, **ROUTES}[name[0]], text)
-        for text in (error.what, error.remedy or "")
-    )
+    known = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    what, remedy = (known.sub(lambda name: names[name[0]], text) for text in (error.what, error.remedy or ""))
     of_text = isinstance(error, DataError)
     message = str(
         UnmaskError(what, where=None if of_text else where or None, remedy=ELSEWHERE.sub("", remedy) or None)
@@ -137,30 +135,22 @@ def error_of(error: UnmaskError, body: Any = None) -> tuple[int, ErrorAnswer]:
         if of_text and where.partition(".")[0] not in ("messages", "prompt", "tools")
         else where.split(" ")[0]
     )
-    code = (
-        "unsupported_parameter"
-        if isinstance(error, UnsupportedError)
-        else "rate_limit_exceeded"
-        if status == 429
-        else None
-    )
-    code = "model_not_found" if status == 404 and error.where == "model" else code
+    code = "unsupported_parameter" if isinstance(error, UnsupportedError) else CODES.get(status)
     return status, error_body(message, status, param or None, code)
 
 
 def _names(body: Mapping[str, Any]) -> dict[str, str]:
-    """The names of OpenAI's, in this request, for settings of `SamplerConfig` that are called otherwise."""
+    """The names of the API, in this request, for what Python calls otherwise."""
     tokens = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    return {"max_new_tokens": tokens, "top_log_probs": "top_logprobs" if "messages" in body else "logprobs"}
+    log_probs = "top_logprobs" if "messages" in body else "logprobs"
+    return {"max_new_tokens": tokens, "top_log_probs": log_probs, **ROUTES}
 
 
 def _location(where: str, body: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """The field of a request that an error is about, and perhaps what is wrong in it, from where the error
     was raised."""
-    field, prompt = (
-        next((name for name in ("messages", "segments", "text", "prompt") if name in body), None),
-        body.get("prompt"),
-    )
+    field = next((name for name in ("messages", "segments", "text", "prompt") if name in body), None)
+    prompt = body.get("prompt")
     many = isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int)
 
     def named(found: re.Match[str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from time import perf_counter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -69,30 +67,3 @@ class Metrics(RequestMetrics):
             buckets=SECONDS,
             **own,
         )
-
-
-class CountRequests:
-    """ASGI: counts the answers of an application, and how long they take, but for those that another process
-    has counted."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], metrics: RequestMetrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        status, started = 499, perf_counter()  # until an answer begins: the client is gone
-
-        async def counted(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, counted)
-        finally:
-            if not scope.get(COUNTED):
-                route = getattr(scope.get("route"), "path", None) or OTHER
-                self.metrics.requests.labels(route, str(status)).inc()
-                self.metrics.request_seconds.labels(route).observe(perf_counter() - started)

@@ -7,16 +7,19 @@ import base64
 import hashlib
 import hmac
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
+from time import perf_counter
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unmask.redaction import shown_line
 from unmask.serving.errors import error_response
 from unmask.serving.limits import Limits
+from unmask.serving.metrics import COUNTED, OTHER, RequestMetrics
 
 logger = logging.getLogger(__name__)
 DRAINED, DRAIN_SECONDS = 16, 2.0
@@ -33,6 +36,33 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+
+
+class CountRequests:
+    """ASGI: counts the answers of an application, and how long they take, but for those that another process
+    has counted."""
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics):
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, started = 499, perf_counter()  # until an answer begins: the client is gone
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counted)
+        finally:
+            if not scope.get(COUNTED):
+                route = getattr(scope.get("route"), "path", None) or OTHER
+                self.metrics.requests.labels(route, str(status)).inc()
+                self.metrics.request_seconds.labels(route).observe(perf_counter() - started)
 
 
 class SecurityHeaders:
@@ -121,25 +151,23 @@ class BodyLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        request = Request(scope, receive)
+        parts = request.stream()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
-                body = await self._read(scope, receive)
+                body = await self._read(request.headers.get("content-length", "0"), parts)
+        except ClientDisconnect:
+            return
         except TimeoutError:
             what = f"the body did not arrive within {self.limits.body_seconds:g} seconds"
             return await error_response(what, 408, **CLOSE)(scope, receive, send)
         except BodyTooLargeError:
-            await self._drain(receive)
+            await self._drain(parts)
             what = f"the body has more than {self.limits.body_bytes:,} bytes"
             return await error_response(what, 413, **CLOSE)(scope, receive, send)
-        if body is None:
-            return
         if self.log:
-            logger.info(
-                "%s %s %s",
-                scope["method"],
-                shown_line(scope["path"]),
-                shown_line(body.decode(errors="replace")),
-            )
+            shown = shown_line(scope["path"]), shown_line(body.decode(errors="replace"))
+            logger.info("%s %s %s", scope["method"], *shown)
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def read() -> Message:
@@ -147,32 +175,27 @@ class BodyLimits:
 
         await self.app(scope, read, send)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if the client has gone."""
-        length = Headers(scope=scope).get("content-length", "0")
+    async def _read(self, length: str, parts: AsyncIterator[bytes]) -> bytes:
+        """The body, of a length that the client announces."""
         if length.isdecimal() and int(length) > self.limits.body_bytes:
             raise BodyTooLargeError
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            more = message.get("more_body", False)
-            size += len(parts[-1])
-            if size > self.limits.body_bytes:
+        body = bytearray()
+        async for part in parts:
+            body += part
+            if len(body) > self.limits.body_bytes:
                 raise BodyTooLargeError
-        return b"".join(parts)
+        return bytes(body)
 
-    async def _drain(self, receive: Receive) -> None:
+    async def _drain(self, parts: AsyncIterator[bytes]) -> None:
         """Read some of the rest of a body: a client that still sends when the connection is closed would not
         see the answer."""
         left = DRAINED * self.limits.body_bytes
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(DRAIN_SECONDS):
-                while left > 0 and (message := await receive()).get("more_body"):
-                    left -= len(message.get("body", b""))
+                async for part in parts:
+                    left -= len(part)
+                    if left <= 0:
+                        return
 
 
 class BodyTooLargeError(Exception):

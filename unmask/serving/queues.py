@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,52 +25,49 @@ class FairQueue(Generic[Item]):
     then the earliest."""
 
     def __init__(self) -> None:
-        # the owner whose turn it is comes first
-        self._waiting: OrderedDict[str, list[tuple[int, Item]]] = OrderedDict()
-        self._length = 0  # which other threads may read
+        self._items: list[tuple[str, int, Item]] = []  # with owner and priority, as they came
+        self._turns: list[str] = []  # the owners, that whose turn it is first
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._items)
 
     def __iter__(self) -> Iterator[Item]:
-        """All items, those of an owner in the order in which they came."""
-        return (item for items in self._waiting.values() for _, item in items)
+        """All items, in the order in which they came."""
+        return (item for _, _, item in self._items)
 
     def of(self, owner: str) -> list[Item]:
         """The items of an owner, in the order in which they came."""
-        return [item for _, item in self._waiting.get(owner, ())]
+        return [item for each, _, item in self._items if each == owner]
 
     def longest(self) -> str:
         """The owner of most items. Raises ValueError if there is none."""
-        return max(self._waiting, key=lambda owner: len(self._waiting[owner]))
+        counts = Counter(owner for owner, _, _ in self._items)
+        return max(self._turns, key=counts.__getitem__)
 
     def push(self, item: Item, owner: str, priority: int = 0) -> None:
         """Add an item. An owner that has none waiting gets its turn after all others."""
-        self._waiting.setdefault(owner, []).append((priority, item))
-        self._length += 1
+        self._items.append((owner, priority, item))
+        if owner not in self._turns:
+            self._turns.append(owner)
 
     def pop(self, wanted: Callable[[Item], bool] = lambda _: True) -> Item | None:
         """Take the next item of those that are wanted; None if there is none."""
-        for owner, items in self._waiting.items():
-            choices = [index for index, (_, item) in enumerate(items) if wanted(item)]
+        for owner in self._turns:
+            choices = [entry for entry in self._items if entry[0] == owner and wanted(entry[2])]
             if choices:
-                # the earliest of equal ones
-                _, item = items.pop(max(choices, key=lambda index: items[index][0]))
-                self._length -= 1
-                self._waiting.move_to_end(owner)
-                if not items:
-                    del self._waiting[owner]
-                return item
+                chosen = max(choices, key=lambda entry: entry[1])  # the earliest of equal ones
+                self._items.remove(chosen)
+                self._turns.remove(owner)
+                if self.of(owner):
+                    self._turns.append(owner)
+                return chosen[2]
         return None
 
     def remove(self, unwanted: Callable[[Item], bool]) -> None:
         """Take out some items."""
-        for owner, items in list(self._waiting.items()):
-            kept = [entry for entry in items if not unwanted(entry[1])]
-            self._length -= len(items) - len(kept)
-            items[:] = kept
-            if not items:
-                del self._waiting[owner]
+        self._items = [entry for entry in self._items if not unwanted(entry[2])]
+        left = {owner for owner, _, _ in self._items}
+        self._turns = [owner for owner in self._turns if owner in left]
 
 
 @dataclass(eq=False)

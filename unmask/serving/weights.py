@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, NotRequired, Protocol
+from typing import NotRequired
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -119,50 +119,38 @@ class Folder:
             ) from error
 
 
-class Replace(Protocol):
-    """Serves the weights of a folder as those of a model, and tells which ones are served. Raises
-    ServiceError and ModelError for a refusal, which changes nothing."""
-
-    async def __call__(self, model: str, folder: Folder, version: str) -> Served: ...
-
-
+Replace = Callable[[str, Folder, str], Awaitable[Served]]
+"""Serves the weights of a folder as those of a model, under the name of a version, and returns which ones are
+served. Raises ServiceError and ModelError for a refusal, which changes nothing."""
 router = APIRouter(route_class=OpenAIRoute)
-
-
-@dataclass(frozen=True)
-class Replacing:
-    """How an application replaces weights.
-
-    Attributes:
-        roots: folders within which new weights may lie, without links.
-        admin_key: what callers must send.
-    """
-
-    replace: Replace
-    roots: tuple[Path, ...]
-    admin_key: str
 
 
 def add_route(app: FastAPI, replace: Replace, folders: Sequence[Path], admin_key: str) -> None:
     """Add the route for new weights. `folders`: those within which they may lie; `admin_key`: what its
     callers must send."""
-    app.state.replacing = Replacing(replace, tuple(folder.resolve() for folder in folders), admin_key)
+    app.state.replace, app.state.admin_key = replace, admin_key
+    app.state.roots = tuple(folder.resolve() for folder in folders)
     app.router.routes.extend(router.routes)
 
 
-def _replacing(request: Request) -> Replacing:
-    """What the application of a request does. Raises AdminKeyError if its key is another."""
-    replacing: Replacing = request.app.state.replacing
-    if not keys_match(given_key(request.headers.get("authorization", "")), replacing.admin_key):
+def _check_key(request: Request) -> None:
+    """Raise AdminKeyError if the key of a request is another."""
+    if not keys_match(given_key(request.headers.get("authorization", "")), request.app.state.admin_key):
         raise AdminKeyError("the admin key is wrong or missing", where="authorization")
-    return replacing
 
 
-@router.post(PATH, responses=documented(400, 404, 429, 503), response_model_exclude_unset=True)
-async def new_weights(body: NewWeights, replacing: Annotated[Replacing, Depends(_replacing)]) -> Served:
+@router.post(
+    PATH,
+    dependencies=[Depends(_check_key)],
+    responses=documented(400, 404, 429, 503),
+    response_model_exclude_unset=True,
+)
+async def new_weights(body: NewWeights, request: Request) -> Served:
     """Serve other weights of the same model, once what runs of it has finished. A refusal changes nothing."""
-    folder = await asyncio.to_thread(Folder.find, body.path, replacing.roots)
-    return await replacing.replace(body.model, folder, body.version)
+    state = request.app.state
+    folder = await asyncio.to_thread(Folder.find, body.path, state.roots)
+    served: Served = await state.replace(body.model, folder, body.version)
+    return served
 
 
 async def replace_weights(scheduler: Scheduler, name: str, folder: Folder, version: str) -> Served:

@@ -11,7 +11,7 @@ from tests.serving.openai.asking import answer, ask, stream
 from unmask.config.run import SamplerConfig
 from unmask.serving.limits import Limits
 from unmask.serving.openai.edits import edit_prompt, edited_region
-from unmask.serving.openai.settings import EDIT_MARGIN
+from unmask.serving.openai.plans import EDIT_MARGIN
 
 PREFIX = "def mean(values):\n    total = "
 SUFFIX = "\n    return total / len(values)\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 import time
@@ -12,24 +14,30 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from fastapi.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
 from unmask.data.decoding import UNFINISHED, canvas_texts, num_at_start, token_bytes
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
+from unmask.serving.connections import DisconnectedError, while_connected
 from unmask.serving.errors import error_of
-from unmask.serving.openai.plans import Context, Plan
-from unmask.serving.openai.progress import Progress
-from unmask.serving.openai.requests import SamplingRequest
-from unmask.serving.openai.writers import (
+from unmask.serving.openai.choices import (
     ChatWriter,
     EditWriter,
     Fields,
     FimWriter,
     InfillWriter,
+    Progress,
     TextWriter,
     choice_facts,
 )
+from unmask.serving.openai.plans import Context, Plan
+from unmask.serving.openai.requests import SamplingRequest
 from unmask.serving.submission import Event, Events
 
+HEARTBEAT = 15.0  # seconds
+WAITING = b": waiting\n\n"
 DONE = "data: [DONE]\n\n"
 
 
@@ -207,6 +215,55 @@ class Reply:
 
 def _event(content: Any) -> str:
     return f"data: {to_json(content)}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Their generator is closed as soon as the client disconnects. Whenever none comes
+    for a while, a comment says that the server is still there, which clients and proxies would doubt
+    otherwise."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]):
+        super().__init__(events, headers={"X-Accel-Buffering": "no"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(DisconnectedError, OSError):  # nobody reads the rest
+                await while_connected(receive, self.stream_response(send))
+        finally:
+            await self._events.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        one_by_one, silent = asyncio.Lock(), False
+
+        async def say(message: Message) -> None:
+            nonlocal silent
+            async with one_by_one:
+                silent = False
+                await send(message)
+
+        async def comment() -> None:
+            nonlocal silent
+            while True:
+                silent = True
+                await asyncio.sleep(HEARTBEAT)
+                if silent:
+                    await say({"type": "http.response.body", "body": WAITING, "more_body": True})
+
+        commenting: asyncio.Task[None] | None = None
+        try:
+            await say(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            commenting = asyncio.create_task(comment())
+            async for event in self._events:
+                await say({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        finally:
+            if commenting is not None:
+                commenting.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def to_json(value: Any) -> str:

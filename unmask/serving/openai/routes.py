@@ -11,10 +11,21 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
+from unmask.serving.connections import DisconnectedError, while_connected
 from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.limits import Limits
-from unmask.serving.openai.answers import CHAT, EDIT, FIM, INFILL, TEXT, Kind, Reply, to_json
-from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
+from unmask.serving.openai.answers import (
+    CHAT,
+    EDIT,
+    FIM,
+    HEARTBEAT,
+    INFILL,
+    TEXT,
+    EventStream,
+    Kind,
+    Reply,
+    to_json,
+)
 from unmask.serving.openai.models import ModelCard, ModelList, find_model, model_card
 from unmask.serving.openai.objects import (
     ChatCompletion,

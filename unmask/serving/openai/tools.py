@@ -22,7 +22,6 @@ from unmask.data.special_tokens import encode
 from unmask.errors import DataError, GenerationError
 from unmask.generation.constraints.compiled import escape, regex_of
 from unmask.models.chat_template import ANSWER, render_template
-from unmask.serving.openai.progress import held_back
 from unmask.serving.openai.requests import ChatRequest, NamedTool, Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -267,3 +266,16 @@ def _read_object(text: str, at: int) -> tuple[dict[str, Any], int] | Literal["op
     except (ValueError, RecursionError):  # a number of too many digits
         return "none"
     return (value, stop) if isinstance(value, dict) else "none"
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """The characters at the end of a text that may be the beginning of a mark."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The characters at the end of a text with which a mark begins, but for the whole mark."""
+    tail = text[len(text) - min(len(text), len(mark) - 1) :]
+    return next(
+        (len(tail) - at for at in range(len(tail)) if tail[at] == mark[0] and mark.startswith(tail[at:])), 0
+    )

@@ -12,9 +12,9 @@ import httpx2 as httpx
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from unmask.serving.connections import DisconnectedError, while_connected
 from unmask.serving.errors import error_body, error_response
 from unmask.serving.metrics import COUNTED
-from unmask.serving.openai.disconnect import DisconnectedError, while_connected
 from unmask.serving.submission import ServiceError, cut_off_error, ending_error
 from unmask.serving.workers.pool import LostWorkerError, NoWorkerError, Pool, Worker
 

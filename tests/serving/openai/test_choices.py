@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.serving.openai.progress import CommittedText, find_stop, held_back, tokens_until
+from unmask.serving.openai.choices import CommittedText, find_stop, held_back, tokens_until
 
 
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())

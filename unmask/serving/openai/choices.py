@@ -1,23 +1,181 @@
-"""The choices of an answer, whole or in chunks: each kind of route has a writer, one for every choice."""
+"""The choices of an answer, each a sequence on its way: from the events of its engine to committed text, to
+what is answered, and to what each kind of route writes of it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import asdict
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from unmask.data.decoding import num_at_start, text_after, token_bytes, token_name, token_texts
+from unmask.data.decoding import (
+    GrowingText,
+    num_at_start,
+    text_after,
+    token_bytes,
+    token_name,
+    token_texts,
+    without_end,
+)
+from unmask.generation.frames import Frame
+from unmask.generation.output import Trace, end_of, make_generation
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.openai.edits import edited_region
-from unmask.serving.openai.plans import Plan
-from unmask.serving.openai.progress import Outcome, Progress
+from unmask.serving.openai.plans import Plan, Region
 from unmask.serving.openai.requests import ChatRequest, EditRequest, SamplingRequest
-from unmask.serving.openai.tools import Call, CallReader
+from unmask.serving.openai.tools import Call, CallReader, held_back
+from unmask.serving.submission import Event, Work
 
 LEAST_LOG_PROB = -9999.0
 """What OpenAI writes for a log-probability of minus infinity, which JSON has no number for."""
 Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An answer.
+
+    Attributes: text: cut before the first stop string. tokens, log_probs: up to the end token, or to the
+        token that completes a stop string. Log-probabilities are those when the tokens were revealed, in
+        nats, at temperature 1. written: how many of the tokens were not given. finish: "stop" or "length".
+        trace: None: a stop string ended the sequence before its end, and it is not known. top: of each token
+        the most probable ones at its position, and their log-probabilities; empty unless they are wanted.
+    """
+
+    text: str
+    tokens: list[int]
+    log_probs: list[float]
+    written: int
+    finish: str
+    denoising_steps: int
+    trace: Trace | None
+    top: list[list[tuple[int, float]]]
+
+    @property
+    def forward_passes(self) -> int | None:
+        """None: likewise."""
+        return None if self.trace is None else self.trace.forward_passes
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """None: the passes are not known."""
+        return self.written / self.forward_passes if self.forward_passes else None
+
+
+class Progress:
+    """One sequence: `see` its events, in their order, until `outcome` is there.
+
+    Attributes:
+        region: what is answered of it.
+        ids: of the whole sequence, as far as the events say.
+        outcome: the answer; None: it is not known yet.
+    """
+
+    def __init__(self, lm: DiffusionLM, work: Work, region: Region, stops: Sequence[str]):
+        self.lm, self.work, self.region, self.stops = lm, work, region, stops
+        self.ids = list(work.request.ids)
+        self.outcome: Outcome | None = None
+        self._text = CommittedText(stops)
+        self._log_probs = [0.0] * len(self.ids)
+        self._growing = GrowingText(lm.tokenizer, self.before)
+        self._tokens: list[int] = []  # committed, up to the end token
+        self._step = 0  # that committed them
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens before those that are answered."""
+        return self.work.request.ids[: self.region.start]
+
+    @property
+    def given(self) -> tuple[list[int], list[bool]]:
+        """The tokens that are answered, as they were at first, and which are hidden."""
+        span = slice(self.region.start, self.region.stop)
+        return self.work.request.ids[span], self.work.request.hidden[span]
+
+    @property
+    def _needs_end(self) -> bool:
+        """Whether more is answered than is known where a stop string ends the text."""
+        return self.work.config.trace or self.work.config.top_log_probs > 0
+
+    def see(self, event: Event) -> str:
+        """The text that an event commits."""
+        if event.frame is not None:
+            for position in event.frame.hidden:
+                self.ids[position] = self.lm.mask_token_id
+            for each in event.frame.revealed:
+                self.ids[each.position], self._log_probs[each.position] = each.token, each.log_prob
+        if event.trace is not None:
+            return self._end(event.trace)
+        return "" if event.frame is None else self._commit(event.frame)
+
+    def _commit(self, frame: Frame) -> str:
+        new = self.ids[self.region.start + len(self._tokens) : min(frame.num_final, self.region.stop)]
+        if not new or (
+            self.work.request.stop_at_eos and self._tokens and self._tokens[-1] in self.lm.eos_token_ids
+        ):
+            return ""
+        self._tokens += new[: end_of(new, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else new
+        self._step = frame.step
+        released = self._text.grow(
+            self._growing.settled(without_end(self._tokens, self.lm.eos_token_ids)), done=False
+        )
+        if self._text.stop is not None:
+            self.end_here()
+        return released
+
+    def end_here(self) -> None:
+        """Answer what is committed, unless more is answered than is known before the end."""
+        if self.outcome is None and not self._needs_end:
+            log_probs = self._log_probs[self.region.start : self.region.start + len(self._tokens)]
+            whole = self._decode(self._tokens)
+            self.outcome = self._cut(whole, self._tokens, log_probs, "stop", self._step)
+
+    def _end(self, trace: Trace) -> str:
+        request, region = self.work.request, self.region
+        self.ids = [*request.ids[: request.start], *trace.canvas]
+        generation = make_generation(self.lm, [request], [trace], self.work.config)
+        span = slice(region.start - request.start, region.stop - request.start)
+        tokens, log_probs = generation.tokens[0][span], generation.log_probs[0][span]
+        whole = self._decode(tokens)
+        released = self._text.grow(whole, done=True)
+        ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
+        whole_text = ended or region.fills or self._text.stop is not None or self._is_complete()
+        finish = "stop" if whole_text else "length"
+        steps = max(trace.steps, default=-1) + 1
+        self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace)
+        return released
+
+    def _is_complete(self) -> bool:
+        """Whether there is a constraint, and the text meets it as a whole: no end token has to say that."""
+        gaps = self.work.request.gaps
+        return bool(gaps) and all(gap.automaton.accepts(self.ids[gap.start : gap.stop]) for gap in gaps)
+
+    def _cut(
+        self,
+        whole: str,
+        tokens: list[int],
+        log_probs: list[float],
+        finish: str,
+        steps: int,
+        trace: Trace | None = None,
+    ) -> Outcome:
+        if self._text.stop is not None:
+            count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.stops)
+            tokens, log_probs = tokens[:count], log_probs[:count]
+        top = [] if trace is None else self._top(trace)[: len(tokens)]
+        text = whole if self._text.stop is None else whole[: self._text.stop[0]]
+        written = sum(self.work.request.hidden[self.region.start : self.region.start + len(tokens)])
+        return Outcome(text, tokens, log_probs, written, finish, steps, trace, top)
+
+    def _top(self, trace: Trace) -> list[list[tuple[int, float]]]:
+        first = self.region.start - self.work.request.start
+        pairs = zip(trace.top_ids[first:], trace.top_log_probs[first:], strict=True)
+        return [list(zip(ids, log_probs, strict=True)) for ids, log_probs in pairs]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return text_after(self.lm.tokenizer, self.before, tokens, self.lm.eos_token_ids)
 
 
 class TextWriter:
@@ -278,3 +436,50 @@ def _chat_delta(delta: Fields) -> Fields:
 
 def _finite(log_prob: float) -> float:
     return max(log_prob, LEAST_LOG_PROB)
+
+
+class CommittedText:
+    """A text that grows, and is cut before the first stop string.
+
+    Args:
+        stops: the stop strings, none empty.
+
+    Attributes:
+        text: what has been released.
+        stop: where the stop string begins and ends; None: there is none yet.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = stops
+        self.text = ""
+        self.stop: tuple[int, int] | None = None
+        self._searched = 0  # characters in which no stop string is
+
+    def grow(self, sure: str, *, done: bool) -> str:
+        """What is released of the text, of which nothing changes any more what is there; `done`: nothing
+        follows."""
+        if self.stop is not None:
+            return ""
+        self.stop = find_stop(sure, self.stops, max(0, self._searched - max(map(len, self.stops), default=0)))
+        self._searched = len(sure)
+        if self.stop is not None:
+            sure = sure[: self.stop[0]]
+        elif not done:
+            sure = sure[: len(sure) - held_back(sure, self.stops)]
+        # what was sent stays, also where a decoder has changed its mind about it
+        released = sure[len(self.text) :]
+        self.text += released
+        return released
+
+
+def find_stop(text: str, stops: Sequence[str], since: int = 0) -> tuple[int, int] | None:
+    """Where, from `since` on, the stop string begins and ends that is complete first (of several, the
+    longest); None: the text has none. It is the same however the text arrives."""
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop, since)) >= 0]
+    return min(found)[::-1] if found else None
+
+
+def tokens_until(decode: Callable[[int], str], count: int, stops: Sequence[str]) -> int:
+    """The number of the first of `count` tokens with which a stop string is complete; `decode` gives the text
+    of so many tokens."""
+    return bisect_left(range(count), True, key=lambda number: find_stop(decode(number), stops) is not None)
