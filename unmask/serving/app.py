@@ -95,10 +95,8 @@ async def health(request: Request) -> Response:
     scheduler: Scheduler = request.app.state.scheduler
     if not (failing := scheduler.failing):
         return JSONResponse({"status": "ok"})
-    works = len(failing) < len(scheduler.models)
-    return JSONResponse(
-        {"status": "degraded" if works else "failing", "failing": failing}, 200 if works else 503
-    )
+    status, code = ("degraded", 200) if scheduler.healthy else ("failing", 503)
+    return JSONResponse({"status": status, "failing": failing}, code)
 
 
 @router.get(METRICS, response_class=PlainTextResponse, responses=documented())

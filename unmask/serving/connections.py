@@ -1,4 +1,4 @@
-"""Connections to the server: at most so many at once, none for clients that are slow on purpose, and no work
+"""Connections to the server: a limited number at once, none for clients that are slow on purpose, and no work
 for those that have gone."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ConnectionLimits:
     """Limits of connections, those that are idle included.
 
     Attributes: connections: the most at once. head_seconds: in which the head of a request must arrive, from
-        the connection or its first byte on. write_bytes, write_seconds: a client that reads less than so many
-        bytes of its answer in so many seconds is cut off.
+        the connection or its first byte on. write_bytes, write_seconds: a client that reads fewer bytes of
+        its answer in this time is cut off.
     """
 
     connections: int = 512

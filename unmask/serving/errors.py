@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -252,18 +252,18 @@ def add_error_handlers(app: FastAPI) -> None:
 def check_depth(value: Any, where: str) -> None:
     """Raise GenerationError for arrays and objects nested deeper than `DEEPEST`: what reads them calls itself
     for each."""
-    level, depth = [value], 0
-    while level := list(chain.from_iterable(map(_inside, level))):
-        depth += 1
-        if depth > DEEPEST:
-            raise GenerationError(
-                f"is nested deeper than {DEEPEST} levels", where=where, remedy="Write it flatter"
-            )
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        objects = (each.values() for each in level if isinstance(each, dict))
+        arrays = (each for each in level if isinstance(each, list))
+        if not (level := list(chain.from_iterable(chain(objects, arrays)))):
+            return
+    raise _too_deep(where)
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    """The items of an array or an object."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _too_deep(where: str) -> GenerationError:
+    what = f"is nested deeper than {DEEPEST} levels"
+    return GenerationError(what, where=where, remedy="Write it flatter")
 
 
 async def _checked_body(request: Request) -> Any:
@@ -274,21 +274,15 @@ async def _checked_body(request: Request) -> Any:
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
     except ValueError:  # Python reads no integer of more digits
-        raise GenerationError(
-            "a number has too many digits", where="body", remedy="Write a shorter one"
-        ) from None
+        what = "a number has too many digits"
+        raise GenerationError(what, where="body", remedy="Write a shorter one") from None
     except RecursionError:
-        raise GenerationError(
-            f"is nested deeper than {DEEPEST} levels", where="body", remedy="Write it flatter"
-        ) from None
+        raise _too_deep("body") from None
     for name, value in body.items() if isinstance(body, dict) else ():
-        if len(name) > LONGEST_NAME or (
-            name == "model" and isinstance(value, str) and len(value) > LONGEST_NAME
-        ):
+        if max(len(name), len(value) if name == "model" and isinstance(value, str) else 0) > LONGEST_NAME:
             what = f"has more than {LONGEST_NAME} characters"
-            raise GenerationError(
-                what, where=name if name == "model" else f"{name[:20]}...", remedy="Give a shorter name"
-            )
+            where = name if name == "model" else f"{name[:20]}..."
+            raise GenerationError(what, where=where, remedy="Give a shorter name")
         check_depth(value, name)
     return body
 

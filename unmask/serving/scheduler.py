@@ -144,9 +144,7 @@ class ModelEngine:
         entry = self._leave(ticket, "finished")
         revealed = sum(step >= 0 for step in trace.steps)
         self._metrics.tokens.labels(self.name).inc(revealed)
-        self._metrics.prompt_tokens.labels(self.name).inc(
-            entry.work.request.length - sum(entry.work.request.hidden)
-        )
+        self._metrics.prompt_tokens.labels(self.name).inc(entry.work.request.hidden.count(False))
         frame = entry.watched.last(trace) if entry.watched is not None else None
         self._measure_first_frame(entry)
         return entry.submission, Event(entry.index, frame, trace, self.version)
@@ -172,7 +170,7 @@ class Scheduler:
         their names. batch_size: the most sequences that run at once, of all models. max_batch_tokens: as of
         `Engine`, for each model. queue_size: the most sequences that wait, for all models. deterministic:
         whether every sequence is computed separately, so that company does not change the last bits of its
-        answer. metrics: what it counts in; None: its own.
+        answer.
 
     Attributes: models: all of them, by name, the first one first. on_end: is called in the engines' thread
         when that ends, because it was stopped or because no new engine could be made.
@@ -187,10 +185,9 @@ class Scheduler:
         max_batch_tokens: int | None = None,
         queue_size: int = 256,
         deterministic: bool = False,
-        metrics: Metrics | None = None,
     ):
         self.batch_size, self.queue_size, self.deterministic = batch_size, queue_size, deterministic
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()
         self.on_end: Callable[[], None] = lambda: None
         make_engine = partial(Engine, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
         parents = {**dict.fromkeys(models), **dict.fromkeys(adapters or {}, next(iter(models)))}
@@ -299,7 +296,7 @@ class Scheduler:
         return Events(submission)
 
     def check_room(self, count: int, owner: str) -> None:
-        """Raise what `submit` would raise for so many sequences of an owner, before they are prepared:
+        """Raise what `submit` would raise for `count` sequences of an owner, before they are prepared:
         OverloadedError, GenerationError for more than may wait at all, or StoppedError."""
         with self._changed:
             self._check_stopping()
@@ -372,8 +369,8 @@ class Scheduler:
             self._deliver([(last, self._overloaded())])
 
     def _gives_way(self, count: int, owner: str) -> Submission | None:
-        """What leaves the queue first for so many sequences of an owner; None: they fit. OverloadedError if
-        neither is so."""
+        """The submission to evict so that `count` more sequences of an owner fit; None: they fit already.
+        Raises OverloadedError if none may be evicted."""
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
             raise GenerationError(
@@ -381,9 +378,9 @@ class Scheduler:
             )
         if len(self._queue) + count <= self.queue_size:
             return None
-        theirs = self._queue.of(self._queue.longest())
-        last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
-        if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
+        longest = self._queue.of(self._queue.longest())
+        last = next((entry.submission for entry in reversed(longest) if not entry.submission.begun), None)
+        if last is None or len(longest) - len(last.work) < len(self._queue.of(owner)) + count:
             raise self._overloaded()
         return last
 
@@ -441,7 +438,7 @@ class Scheduler:
 
     @property
     def _steps_left(self) -> int:
-        """Of all sequences that run, at most."""
+        """The most steps that all running sequences still take."""
         return sum(entry.steps_left for model in self.models.values() for entry in model.running.values())
 
     def _measure(self, seconds: float, steps: int, *, full: bool) -> None:
@@ -536,7 +533,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _recovering(self, model: ModelEngine, *, stepping: bool = False) -> Iterator[None]:
-        """Inside, a model that fails goes on with a new engine, in which the sequences that ran start again,
+        """A context in which a model that fails gets a new engine, where the sequences that ran start again,
         each by itself. One whose step failed by itself ends. The sequences of other models go on."""
         try:
             yield
@@ -559,9 +556,9 @@ class Scheduler:
     def _deliver(self, deliveries: Deliveries) -> None:
         """Give events and errors to the event loops of the submissions: one wake-up a loop."""
         for loop in {submission.loop for submission, _ in deliveries}:
-            theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
+            own = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
-                loop.call_soon_threadsafe(hand_over, theirs)
+                loop.call_soon_threadsafe(hand_over, own)
 
 
 def _failure() -> ServiceError:

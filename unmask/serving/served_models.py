@@ -45,7 +45,7 @@ class ServedModels:
         return Scheduler(models, adapters=adapters, **self.scheduling)
 
     def to_json(self) -> str:
-        """As one line."""
+        """These models as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -43,10 +43,10 @@ class ServiceError(UnmaskError):
 
 
 class OverloadedError(ServiceError):
-    """There is no room until about so many seconds are over.
+    """There is no room for a request, probably for `seconds`.
 
     Attributes:
-        retry_after: these seconds, as clients are asked to wait.
+        retry_after: the seconds that the client is asked to wait.
     """
 
     status = 429

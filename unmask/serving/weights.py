@@ -103,7 +103,7 @@ class Folder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, errors of reading it name it as the caller did, and none tells where it lies."""
+        """Errors of reading it within this context name it as the caller did, and never say where it lies."""
         try:
             yield
         except ChangedError:
@@ -175,7 +175,7 @@ def replaceable(scheduler: Scheduler, name: str) -> ModelEngine:
 
 def allowed_folder(given: str, roots: Sequence[Path]) -> Path:
     """The folder of this name within one of the roots. Raises ModelError if it is not one, or if a link in it
-    leads out of them; what lies elsewhere is not told from what does not exist."""
+    leads out of them; the error is the same for what lies elsewhere and what does not exist."""
     refusal = ModelError(
         "no folder from which weights may be read",
         where="path",

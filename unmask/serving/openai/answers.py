@@ -28,9 +28,7 @@ from unmask.serving.openai.choices import (
     Fields,
     FimWriter,
     InfillWriter,
-    Progress,
     TextWriter,
-    choice_facts,
 )
 from unmask.serving.openai.plans import Context, Plan
 from unmask.serving.openai.requests import SamplingRequest
@@ -69,12 +67,8 @@ class Reply:
 
     def __init__(self, context: Context, body: SamplingRequest, plan: Plan, kind: Kind):
         self.body, self.plan, self.kind, self.config = body, plan, kind, plan.work[0].config
-        progresses = [
-            Progress(context.lm, work, region, body.stops)
-            for work, region in zip(plan.work, plan.regions, strict=True)
-        ]
-        self.writers = [kind.writer(progress, body, plan) for progress in progresses]
-        self.version: str | None = None  # of the weights, which the first event tells
+        self.writers = [kind.writer(context.lm, body, plan, index) for index in range(len(plan.work))]
+        self.version: str | None = None  # of the weights, known from the first event on
         self._head = {"id": f"{kind.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
         self._head["model"] = context.model.name
         self._tokenizer = context.lm.tokenizer
@@ -84,11 +78,11 @@ class Reply:
         """The answer as one object."""
         async for event in events:
             self.version = event.version
-            self._write(event)
+            self.writers[event.index].see(event)
             if self._drop_cut(event, events):
                 break
         choices = [
-            {"index": index, **writer.choice(), "diffusion": choice_facts(writer.progress, writer.outcome)}
+            {"index": index, **writer.choice(), "diffusion": writer.facts()}
             for index, writer in enumerate(self.writers)
         ]
         return self._object(self.kind.whole, choices, **self._totals())
@@ -140,44 +134,31 @@ class Reply:
             "diffusion": {"seed": self.config.seed, "keys": keys, "version": self.version},
         }
 
-    def _write(self, event: Event) -> list[Fields]:
-        """The pieces that an event adds to its choice."""
-        writer = self.writers[event.index]
-        progress = writer.progress
-        if progress.outcome is not None:
-            return []
-        text = progress.see(event)
-        pieces = writer.write(text, done=progress.outcome is not None)
-        if writer.complete:
-            progress.end_here()
-        return pieces
-
     def _drop_cut(self, event: Event, events: Events) -> bool:
         """Free the slot of a choice that is known before its sequence ends. Whether all choices are known."""
-        if event.trace is None and self.writers[event.index].progress.outcome is not None:
+        if event.trace is None and self.writers[event.index].known:
             events.drop(event.index)
-        return all(writer.progress.outcome is not None for writer in self.writers)
+        return all(writer.known for writer in self.writers)
 
     def _opening(self, index: int) -> list[Fields]:
         writer = self.writers[index]
         if not self.body.frames:
             return self._chunks(index, writer.opening())
-        canvas = canvas_texts(self._tokenizer, writer.progress.before, *writer.progress.given)
+        canvas = canvas_texts(self._tokenizer, writer.before, *writer.given)
         return self._chunks(index, writer.opening(), {"canvas": {"tokens": canvas}})
 
     def _step(self, event: Event) -> list[Fields]:
         """The chunks of an event: of its frame, of the text that it commits, and of the end of its choice."""
         index, writer, frames = event.index, self.writers[event.index], self.body.frames
-        known = writer.progress.outcome is not None
-        pieces, frame = self._write(event), event.frame
-        facts = {"frame": self._frame(writer.progress, frame)} if frames and frame is not None else None
+        known, pieces, frame = writer.known, writer.see(event), event.frame
+        facts = {"frame": self._frame(writer, frame)} if frames and frame is not None else None
         chunks = self._chunks(index, pieces, facts)
-        if event.trace is not None if frames else not known and writer.progress.outcome is not None:
+        if event.trace is not None if frames else not known and writer.known:
             facts = None
             if frames or self.config.trace:
                 own = {"text": writer.outcome.text, "seed": self.config.seed}
-                own["key"] = writer.progress.work.request.key
-                facts = choice_facts(writer.progress, writer.outcome) | own
+                own["key"] = writer.work.request.key
+                facts = writer.facts() | own
             chunks += self._chunks(index, [writer.closing()], facts)
         return chunks
 
@@ -189,10 +170,10 @@ class Reply:
             chunks[0]["diffusion"] = facts
         return chunks
 
-    def _frame(self, progress: Progress, frame: Frame) -> Fields:
+    def _frame(self, writer: TextWriter, frame: Frame) -> Fields:
         """A frame, whose positions count from the first one that is answered."""
-        region = progress.region
-        number = num_at_start(self._tokenizer, progress.before, *progress.given)  # that no text precedes
+        region = writer.region
+        number = num_at_start(self._tokenizer, writer.before, *writer.given)  # that no text precedes
         revealed = []
         for each in frame.revealed:
             position = each.position - region.start

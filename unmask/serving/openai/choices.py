@@ -23,10 +23,10 @@ from unmask.generation.frames import Frame
 from unmask.generation.output import Trace, end_of, make_generation
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.openai.edits import edited_region
-from unmask.serving.openai.plans import Plan, Region
+from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.requests import ChatRequest, EditRequest, SamplingRequest
 from unmask.serving.openai.tools import Call, CallReader, held_back
-from unmask.serving.submission import Event, Work
+from unmask.serving.submission import Event
 
 LEAST_LOG_PROB = -9999.0
 """What OpenAI writes for a log-probability of minus infinity, which JSON has no number for."""
@@ -64,93 +64,95 @@ class Outcome:
         return self.written / self.forward_passes if self.forward_passes else None
 
 
-class Progress:
-    """One sequence: `see` its events, in their order, until `outcome` is there.
+class TextWriter:
+    """A choice of a completion: the pieces that its events commit, and what is answered in the end."""
 
-    Attributes:
-        region: what is answered of it.
-        ids: of the whole sequence, as far as the events say.
-        outcome: the answer; None: it is not known yet.
-    """
-
-    def __init__(self, lm: DiffusionLM, work: Work, region: Region, stops: Sequence[str]):
-        self.lm, self.work, self.region, self.stops = lm, work, region, stops
-        self.ids = list(work.request.ids)
-        self.outcome: Outcome | None = None
-        self._text = CommittedText(stops)
-        self._log_probs = [0.0] * len(self.ids)
-        self._growing = GrowingText(lm.tokenizer, self.before)
+    def __init__(self, lm: DiffusionLM, body: SamplingRequest, plan: Plan, index: int):
+        self.lm, self.tokenizer, self.body = lm, lm.tokenizer, body
+        self.work, self.region = plan.work[index], plan.regions[index]
+        request, region, prompt = self.work.request, self.region, self.region.prompt
+        self.before = request.ids[: region.start]
+        # what is answered, as it was at first, and which of it is hidden
+        self.given = request.ids[region.start : region.stop], request.hidden[region.start : region.stop]
+        self._outcome: Outcome | None = None
+        self._ids = list(request.ids)  # as far as the events say
+        self._log_probs = [0.0] * len(self._ids)
+        self._text, self._growing = CommittedText(body.stops), GrowingText(self.tokenizer, self.before)
         self._tokens: list[int] = []  # committed, up to the end token
         self._step = 0  # that committed them
+        self._name = functools.cache(functools.partial(token_name, self.tokenizer))
+        self._of_prompt = None
+        if prompt is not None:
+            top = prompt.top if self.work.config.top_log_probs else []
+            self._of_prompt = self._listed([], prompt.tokens, prompt.log_probs, top, 0)
 
     @property
-    def before(self) -> list[int]:
-        """The tokens before those that are answered."""
-        return self.work.request.ids[: self.region.start]
+    def known(self) -> bool:
+        """Whether the answer is known."""
+        return self._outcome is not None
 
     @property
-    def given(self) -> tuple[list[int], list[bool]]:
-        """The tokens that are answered, as they were at first, and which are hidden."""
-        span = slice(self.region.start, self.region.stop)
-        return self.work.request.ids[span], self.work.request.hidden[span]
+    def outcome(self) -> Outcome:
+        """The answer, once it is known."""
+        assert self._outcome is not None
+        return self._outcome
 
-    @property
-    def _needs_end(self) -> bool:
-        """Whether more is answered than is known where a stop string ends the text."""
-        return self.work.config.trace or self.work.config.top_log_probs > 0
-
-    def see(self, event: Event) -> str:
-        """The text that an event commits."""
+    def see(self, event: Event) -> list[Fields]:
+        """The pieces of chunks that the next event of the sequence adds."""
+        if self.known:
+            return []
         if event.frame is not None:
             for position in event.frame.hidden:
-                self.ids[position] = self.lm.mask_token_id
+                self._ids[position] = self.lm.mask_token_id
             for each in event.frame.revealed:
-                self.ids[each.position], self._log_probs[each.position] = each.token, each.log_prob
+                self._ids[each.position], self._log_probs[each.position] = each.token, each.log_prob
         if event.trace is not None:
-            return self._end(event.trace)
-        return "" if event.frame is None else self._commit(event.frame)
+            text = self._end(event.trace)
+        else:
+            text = "" if event.frame is None else self._commit(event.frame)
+        pieces = self.write(text, done=self.known)
+        if self.complete:
+            self._end_here()
+        return pieces
 
     def _commit(self, frame: Frame) -> str:
-        new = self.ids[self.region.start + len(self._tokens) : min(frame.num_final, self.region.stop)]
-        if not new or (
-            self.work.request.stop_at_eos and self._tokens and self._tokens[-1] in self.lm.eos_token_ids
-        ):
+        ends = self.lm.eos_token_ids if self.work.request.stop_at_eos else ()
+        new = self._ids[self.region.start + len(self._tokens) : min(frame.num_final, self.region.stop)]
+        if not new or (self._tokens and self._tokens[-1] in ends):
             return ""
-        self._tokens += new[: end_of(new, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else new
+        self._tokens += new[: end_of(new, ends)]
         self._step = frame.step
-        released = self._text.grow(
-            self._growing.settled(without_end(self._tokens, self.lm.eos_token_ids)), done=False
-        )
+        settled = self._growing.settled(without_end(self._tokens, self.lm.eos_token_ids))
+        released = self._text.grow(settled, done=False)
         if self._text.stop is not None:
-            self.end_here()
+            self._end_here()
         return released
 
-    def end_here(self) -> None:
+    def _end_here(self) -> None:
         """Answer what is committed, unless more is answered than is known before the end."""
-        if self.outcome is None and not self._needs_end:
+        config = self.work.config
+        if not (self.known or config.trace or config.top_log_probs > 0):
             log_probs = self._log_probs[self.region.start : self.region.start + len(self._tokens)]
             whole = self._decode(self._tokens)
-            self.outcome = self._cut(whole, self._tokens, log_probs, "stop", self._step)
+            self._outcome = self._cut(whole, self._tokens, log_probs, "stop", self._step)
 
     def _end(self, trace: Trace) -> str:
         request, region = self.work.request, self.region
-        self.ids = [*request.ids[: request.start], *trace.canvas]
+        ids = [*request.ids[: request.start], *trace.canvas]
         generation = make_generation(self.lm, [request], [trace], self.work.config)
         span = slice(region.start - request.start, region.stop - request.start)
         tokens, log_probs = generation.tokens[0][span], generation.log_probs[0][span]
         whole = self._decode(tokens)
         released = self._text.grow(whole, done=True)
         ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
-        whole_text = ended or region.fills or self._text.stop is not None or self._is_complete()
-        finish = "stop" if whole_text else "length"
+        # a text that meets a constraint as a whole needs no end token
+        met = bool(request.gaps) and all(
+            gap.automaton.accepts(ids[gap.start : gap.stop]) for gap in request.gaps
+        )
+        finish = "stop" if ended or region.fills or self._text.stop is not None or met else "length"
         steps = max(trace.steps, default=-1) + 1
-        self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace)
+        self._outcome = self._cut(whole, tokens, log_probs, finish, steps, trace)
         return released
-
-    def _is_complete(self) -> bool:
-        """Whether there is a constraint, and the text meets it as a whole: no end token has to say that."""
-        gaps = self.work.request.gaps
-        return bool(gaps) and all(gap.automaton.accepts(self.ids[gap.start : gap.stop]) for gap in gaps)
 
     def _cut(
         self,
@@ -161,40 +163,19 @@ class Progress:
         steps: int,
         trace: Trace | None = None,
     ) -> Outcome:
+        text, top = whole, []
         if self._text.stop is not None:
-            count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.stops)
+            text = whole[: self._text.stop[0]]
+            count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.body.stops)
             tokens, log_probs = tokens[:count], log_probs[:count]
-        top = [] if trace is None else self._top(trace)[: len(tokens)]
-        text = whole if self._text.stop is None else whole[: self._text.stop[0]]
-        written = sum(self.work.request.hidden[self.region.start : self.region.start + len(tokens)])
-        return Outcome(text, tokens, log_probs, written, finish, steps, trace, top)
-
-    def _top(self, trace: Trace) -> list[list[tuple[int, float]]]:
-        first = self.region.start - self.work.request.start
-        pairs = zip(trace.top_ids[first:], trace.top_log_probs[first:], strict=True)
-        return [list(zip(ids, log_probs, strict=True)) for ids, log_probs in pairs]
+        if trace is not None:
+            first = self.region.start - self.work.request.start
+            pairs = zip(trace.top_ids[first:], trace.top_log_probs[first:], strict=True)
+            top = [list(zip(*pair, strict=True)) for pair in pairs][: len(tokens)]
+        return Outcome(text, tokens, log_probs, sum(self.given[1][: len(tokens)]), finish, steps, trace, top)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return text_after(self.lm.tokenizer, self.before, tokens, self.lm.eos_token_ids)
-
-
-class TextWriter:
-    """A choice of a completion."""
-
-    def __init__(self, progress: Progress, body: SamplingRequest, plan: Plan):
-        self.progress, self.body = progress, body
-        self.tokenizer = progress.lm.tokenizer
-        self._name = functools.cache(functools.partial(token_name, self.tokenizer))
-        prompt, self._of_prompt = progress.region.prompt, None
-        if prompt is not None:
-            top = prompt.top if progress.work.config.top_log_probs else []
-            self._of_prompt = self._listed([], prompt.tokens, prompt.log_probs, top, 0)
-
-    @property
-    def outcome(self) -> Outcome:
-        """The answer, which is known when a choice is closed."""
-        assert self.progress.outcome is not None
-        return self.progress.outcome
+        return text_after(self.tokenizer, self.before, tokens, self.lm.eos_token_ids)
 
     @property
     def complete(self) -> bool:
@@ -203,7 +184,7 @@ class TextWriter:
 
     def opening(self) -> list[Fields]:
         """What chunks begin with."""
-        return [self.delta(self.progress.region.before)] if self.progress.region.before else []
+        return [self.delta(self.region.before)] if self.region.before else []
 
     def write(self, text: str, *, done: bool) -> list[Fields]:
         """The chunks of newly committed text; `done`: nothing follows."""
@@ -219,16 +200,29 @@ class TextWriter:
 
     def choice(self) -> Fields:
         """The whole."""
-        text = self.progress.region.before + self.outcome.text
+        text = self.region.before + self.outcome.text
         return {"text": text, "logprobs": self._logprobs(), "finish_reason": self.outcome.finish}
+
+    def facts(self) -> Fields:
+        """The numbers of the choice; with a trace also the tokens, and the whole canvas with the step that
+        revealed each position."""
+        outcome, trace = self.outcome, self.outcome.trace
+        facts: Fields = {
+            "denoising_steps": outcome.denoising_steps,
+            "forward_passes": outcome.forward_passes,
+            "tokens_per_pass": outcome.tokens_per_pass,
+        }
+        if self.work.config.trace:
+            facts["prompt"], facts["tokens"] = self.work.request.prompt, outcome.tokens
+            facts["log_probs"] = [*map(_finite, outcome.log_probs)]
+            facts["trace"] = None if trace is None else asdict(trace)
+        return facts
 
     def _logprobs(self) -> Fields | None:
         if not self.body.wants_log_probs:
             return None
-        outcome, region = self.outcome, self.progress.region
-        own = self._listed(
-            self.progress.before, outcome.tokens, outcome.log_probs, outcome.top, len(region.before)
-        )
+        outcome, region = self.outcome, self.region
+        own = self._listed(self.before, outcome.tokens, outcome.log_probs, outcome.top, len(region.before))
         both = (
             own
             if self._of_prompt is None
@@ -258,7 +252,7 @@ class TextWriter:
         }
 
     def _firsts(self, before: list[int], tokens: list[int]) -> list[bool]:
-        """Of each token whether no text precedes it."""
+        """For each token, whether no text precedes it."""
         number = num_at_start(self.tokenizer, before, tokens)
         return [at < number for at in range(len(tokens))]
 
@@ -301,7 +295,7 @@ class InfillWriter(TextWriter):
 
     def _gaps(self) -> list[Fields]:
         ids, start, found = self.outcome.tokens, 0, []
-        for hidden, run in itertools.groupby(self.progress.work.request.hidden):
+        for hidden, run in itertools.groupby(self.work.request.hidden):
             length = len(list(run))
             if hidden:
                 text = text_after(self.tokenizer, ids[:start], ids[start : start + length])
@@ -313,8 +307,8 @@ class InfillWriter(TextWriter):
 class ChatWriter(TextWriter):
     """A choice of a chat."""
 
-    def __init__(self, progress: Progress, body: SamplingRequest, plan: Plan):
-        super().__init__(progress, body, plan)
+    def __init__(self, lm: DiffusionLM, body: SamplingRequest, plan: Plan, index: int):
+        super().__init__(lm, body, plan, index)
         self._calls = plan.calls
         self.reader = self._make_reader()
 
@@ -375,7 +369,7 @@ class ChatWriter(TextWriter):
         if not self.body.wants_log_probs:
             return None
         outcome = self.outcome
-        firsts = self._firsts(self.progress.before, outcome.tokens)
+        firsts = self._firsts(self.before, outcome.tokens)
         tokens = zip(
             outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), firsts, strict=True
         )
@@ -404,25 +398,6 @@ class EditWriter(ChatWriter):
     def _region(self) -> str:
         assert isinstance(self.body, EditRequest)
         return edited_region(self.outcome.text, self.body.content)
-
-
-def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
-    """The numbers of a choice; with a trace also the tokens, and the whole canvas with the step that revealed
-    each position."""
-    work = progress.work
-    facts: Fields = {
-        "denoising_steps": outcome.denoising_steps,
-        "forward_passes": outcome.forward_passes,
-        "tokens_per_pass": outcome.tokens_per_pass,
-    }
-    if work.config.trace:
-        facts |= {
-            "prompt": work.request.prompt,
-            "tokens": outcome.tokens,
-            "log_probs": [*map(_finite, outcome.log_probs)],
-        }
-        facts["trace"] = None if outcome.trace is None else asdict(outcome.trace)
-    return facts
 
 
 def _pieces(reader: CallReader | None, text: str, *, done: bool) -> list[str | Call]:
@@ -481,5 +456,5 @@ def find_stop(text: str, stops: Sequence[str], since: int = 0) -> tuple[int, int
 
 def tokens_until(decode: Callable[[int], str], count: int, stops: Sequence[str]) -> int:
     """The number of the first of `count` tokens with which a stop string is complete; `decode` gives the text
-    of so many tokens."""
+    of the first `number` tokens."""
     return bisect_left(range(count), True, key=lambda number: find_stop(decode(number), stops) is not None)

@@ -95,14 +95,14 @@ class TokenLogprob(Logprob):
 
 
 class ChatLogprobs(TypedDict):
-    """Of all tokens."""
+    """The log-probabilities of all tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class TextLogprobs(TypedDict):
-    """Of all tokens; null for the first token of a prompt, which nothing predicts."""
+    """The log-probabilities of all tokens; null for the first token of a prompt, which nothing predicts."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -23,8 +23,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=256, pattern="^[^\ufffd]*$"
 """U+FFFD is what half a character decodes to, which the next token completes."""
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
-"""A list of which the first wrong item is told: a body may have as many wrong ones as it has bytes, and
-telling all takes seconds."""
+"""A list of which only the first wrong item is reported: a body may have as many wrong ones as it has bytes,
+and reporting all takes seconds."""
 MOST_MESSAGES, MOST_CALLS, MOST_BIASES = 4096, 128, 1024
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
@@ -144,9 +144,9 @@ class SamplingRequest(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw among the most probable tokens that together reach this probability."""
     seed: Key | None = None
-    """Of the random numbers. Default: drawn at random; the answer's `diffusion.seed` says which."""
+    """Seed of the random numbers. Default: drawn at random; the answer's `diffusion.seed` says which."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
-    """Of token ids: -100 forbids a token, and 100 allows only such tokens."""
+    """By token id: -100 forbids a token, and 100 allows only such tokens."""
     stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     """Strings before which the text is cut, wherever their tokens begin."""
     n: Count = 1
@@ -399,9 +399,9 @@ class CompletionRequest(SamplingRequest):
     echo: bool = False
     """Whether the text begins with the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many
-    most probable tokens. With `echo` it also has those of the prompt's tokens, from left to right; that of
-    the first one is null."""
+    """The answer has the log-probability of each token when it was revealed, at temperature 1, and those of
+    this many most probable tokens. With `echo` it also has those of the prompt's tokens, from left to right;
+    that of the first one is null."""
 
     @property
     def wants_log_probs(self) -> bool:
@@ -456,7 +456,7 @@ class EditMessage(Body):
 
     role: Literal["system", "user"]
     content: str
-    """Of the user: text with `<|code_to_edit|>...<|/code_to_edit|>`, usually within
+    """The user's has text with `<|code_to_edit|>...<|/code_to_edit|>`, usually within
     `<|current_file_content|>` and beside `<|edit_diff_history|>`."""
 
 

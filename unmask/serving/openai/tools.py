@@ -26,7 +26,8 @@ from unmask.serving.openai.requests import ChatRequest, NamedTool, Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 LONGEST_WORD = len("-Infinity")
-"""Of JSON, as Python reads it; so near to its end, half a word may be to blame for what cannot be read."""
+"""Length of the longest word of JSON, as Python reads it: this near to the end of a text, half a word may be
+the reason why it cannot be read."""
 MARK = re.compile(r'\\.|["{}]', re.DOTALL)
 """What says where a JSON object ends; an escaped character says nothing."""
 QUESTION = {"role": "user", "content": "a"}
