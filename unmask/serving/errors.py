@@ -173,44 +173,36 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
     first = min(
         errors, key=lambda one: (one["type"] not in ("unknown", "unsupported"), -len(_path(one, body)))
     )
-    path, context = _path(first, body), first.get("ctx", {})
-    cause = context.get("error")
-    if first["type"] == "json_invalid":
+    path, context, kind = _path(first, body), first.get("ctx", {}), first["type"]
+    cause, code, separator = context.get("error"), None, ": "
+    if kind == "json_invalid":
         return error_response(f"The body is not JSON: {cause}", 400)
+    if body in (None, b""):
+        return error_response("The body is empty. Send a JSON object", 400)
     # FastAPI reads no other body as JSON, as a page of another site could send it unasked
-    if body is None or isinstance(body, bytes):
-        what = (
-            "The body is not read, as nothing says that it is JSON. Send it with the header Content-Type: "
-            "application/json"
-        )
-        return error_response("The body is empty. Send a JSON object" if body in (None, b"") else what, 400)
+    if isinstance(body, bytes):
+        what = "The body is not read, as nothing says that it is JSON"
+        return error_response(f"{what}. Send it with the header Content-Type: application/json", 400)
     if not isinstance(body, dict):
-        return error_response(
-            "The body is not a JSON object. Send an object with the fields of the request", 400
-        )
+        what = "The body is not a JSON object. Send an object with the fields of the request"
+        return error_response(what, 400)
     if isinstance(cause, UnmaskError):  # raised by a config
         path += [cause.where] if cause.where else []
         message = f"{cause.what}. {cause.remedy or ''}".strip()
-    elif first["type"] in ("unknown", "extra_forbidden"):  # the latter of a nested config
+    elif kind in ("unknown", "extra_forbidden"):  # the latter of a nested config
         path += [context["param"]] if context else []
-        name = ".".join(path)
-        where = (
-            f', but one of diffusion: "diffusion": {{"{name}": ...}}'
-            if name in SamplerConfig.model_fields
-            else ""
-        )
-        return error_response(f"{name} is not a known field{where}", 400, name, "unknown_parameter")
-    elif first["type"] == "unsupported":
-        field = ".".join([*path, context["param"]])
-        return error_response(
-            f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter"
-        )
-    elif first["type"] == "missing":
+        name, code, separator = ".".join(path), "unknown_parameter", " "
+        inner = name in SamplerConfig.model_fields
+        message = "is not a known field" + f', but one of diffusion: "diffusion": {{"{name}": ...}}' * inner
+    elif kind == "unsupported":
+        path += [context["param"]]
+        code, separator, message = "unsupported_parameter", " ", f"is not supported{context['why']}"
+    elif kind == "missing":
         path, message = [*path, str(first["loc"][-1])], "is required"
     else:
-        message = "should be an object" if first["type"] in OBJECTS else str(first["msg"])
+        message = "should be an object" if kind in OBJECTS else str(first["msg"])
     param = ".".join(path) or None
-    return error_response(f"{param or UNREADABLE}: {message}", 400, param)
+    return error_response(f"{param or UNREADABLE}{separator}{message}", 400, param, code)
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[str]:
