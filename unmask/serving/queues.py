@@ -143,14 +143,12 @@ class SideWork:
                 return
             self._running.append(turn)
             turn.began = monotonic()
-            threading.Thread(
-                target=self._run, args=(turn, turn.answer.get_loop()), name="unmask-side-work", daemon=True
-            ).start()
+            threading.Thread(target=self._run, args=(turn,), name="unmask-side-work", daemon=True).start()
 
     def _may_run(self, turn: Turn) -> bool:
         return not turn.answer.done() and all(turn.owner != other.owner for other in self._running)
 
-    def _run(self, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, turn: Turn) -> None:
         """In a thread."""
         result, error = None, None
         try:
@@ -158,7 +156,7 @@ class SideWork:
         except Exception as raised:  # user code: whatever the function raises is for whoever wanted it
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
-            loop.call_soon_threadsafe(self._end, turn, result, error)
+            turn.answer.get_loop().call_soon_threadsafe(self._end, turn, result, error)
 
     def _end(self, turn: Turn, result: Any, error: Exception | None) -> None:
         self._running.remove(turn)

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from unmask.data.decoding import UNFINISHED, canvas_texts, num_at_start, token_bytes
 from unmask.errors import UnmaskError
@@ -217,13 +217,12 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
     async def stream_response(self, send: Send) -> None:
-        one_by_one, silent = asyncio.Lock(), False
+        silent = False
 
-        async def say(message: Message) -> None:
+        async def say(content: bytes) -> None:
             nonlocal silent
-            async with one_by_one:
-                silent = False
-                await send(message)
+            silent = False
+            await send({"type": "http.response.body", "body": content, "more_body": True})
 
         async def comment() -> None:
             nonlocal silent
@@ -231,19 +230,15 @@ class EventStream(StreamingResponse):
                 silent = True
                 await asyncio.sleep(HEARTBEAT)
                 if silent:
-                    await say({"type": "http.response.body", "body": WAITING, "more_body": True})
+                    await say(WAITING)
 
-        commenting: asyncio.Task[None] | None = None
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        commenting = asyncio.create_task(comment())
         try:
-            await say(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            commenting = asyncio.create_task(comment())
             async for event in self._events:
-                await say({"type": "http.response.body", "body": event.encode(), "more_body": True})
+                await say(event.encode())
         finally:
-            if commenting is not None:
-                commenting.cancel()
+            commenting.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

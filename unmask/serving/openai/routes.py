@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -168,10 +168,12 @@ async def _stream(begin: Begin) -> EventStream:
     """The chunks of an answer. They begin with its first event, so that a refusal has its status, unless that
     takes long."""
     reply, events = await begin()
-    async with AsyncExitStack() as closing:
-        await closing.enter_async_context(aclosing(events))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(HEARTBEAT):
-                await events.ready()
-        closing.pop_all()
+    try:
+        async with asyncio.timeout(HEARTBEAT):
+            await events.ready()
+    except TimeoutError:
+        pass
+    except BaseException:
+        await events.aclose()
+        raise
     return EventStream(reply.chunks(events))
