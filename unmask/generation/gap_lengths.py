@@ -58,6 +58,10 @@ Pass = Callable[[], list[float]]
 """A forward pass, and what it finds."""
 
 
+def run_now(forward_pass: Pass) -> list[float]:
+    return forward_pass()
+
+
 @dataclass(frozen=True)
 class FoundText:
     """A text whose gaps have the lengths that were found."""
@@ -66,17 +70,13 @@ class FoundText:
     gaps: list[FoundGap]
 
 
-def _call(forward_pass: Pass) -> list[float]:
-    return forward_pass()
-
-
 def find_lengths(
     lm: DiffusionLM,
     texts: Sequence[Any],
     config: SamplerConfig,
     max_gap: int,
     gap_mark: str,
-    run: Callable[[Pass], list[float]] = _call,
+    run: Callable[[Pass], list[float]] = run_now,
 ) -> list[FoundText]:
     """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier
     ones have the lengths that were found, and the later ones a short one. All gaps are hidden throughout.
@@ -148,16 +148,15 @@ def _find(
     run: Callable[[Pass], list[float]],
 ) -> FoundText:
     begun = lm.mask_token_id in segments[0] or has_text(lm.tokenizer, segments[0])
-    starts = [index == 0 and not begun for index in range(len(segments) - 1)]
-    possible = [fitting_lengths(lm, config, max_gap, where, at_start=at_start) for at_start in starts]
+    possible = [
+        fitting_lengths(lm, config, max_gap, where, at_start=gap == 0 and not begun)
+        for gap in range(len(segments) - 1)
+    ]
     lengths, found = [choices[(len(choices) - 1) // 8] for choices in possible], list[FoundGap]()
     for gap, choices in enumerate(possible):
         before = _canvas(lm, segments[: gap + 1], lengths[:gap])
-        after, sizes = (
-            _canvas(lm, segments[gap + 1 :], lengths[gap + 1 :]),
-            (len(segments[gap]), len(segments[gap + 1])),
-        )
-        scorer = GapScorer(lm, before, after, sizes, run)
+        after = _canvas(lm, segments[gap + 1 :], lengths[gap + 1 :])
+        scorer = GapScorer(lm, before, after, (len(segments[gap]), len(segments[gap + 1])), run)
         scores = search(choices, scorer.scores)
         lengths[gap] = best(scores)
         found.append(FoundGap(len(before), lengths[gap], scores, scorer.forward_passes))
@@ -179,7 +178,7 @@ class GapScorer:
         before: list[int],
         after: list[int],
         sizes: tuple[int, int],
-        run: Callable[[Pass], list[float]] = _call,
+        run: Callable[[Pass], list[float]] = run_now,
     ):
         self.lm, self.before, self.after, self.run = lm, before, after, run
         # nothing predicts the first token of a shifted model
@@ -198,9 +197,8 @@ class GapScorer:
         chunk = max(1, TOKENS_PER_PASS // (len(self.before) + longest + len(self.after)))
         for start in range(0, len(views), chunk):
             part = views[start : start + chunk]
-            for (length, _, _), log_prob in zip(
-                part, self.run(partial(self._log_probs, part, longest)), strict=True
-            ):
+            found = self.run(partial(self._log_probs, part, longest))
+            for (length, _, _), log_prob in zip(part, found, strict=True):
                 totals[length] += log_prob
         return [totals[length] / max(1, sum(map(bool, self.sides))) for length in lengths]
 
@@ -214,11 +212,8 @@ class GapScorer:
             for n, _, _ in views
         ]
         ids_MT = torch.tensor(rows, device=lm.device)
-        end_M1 = (
-            ids_MT.shape[1]
-            - longest
-            + torch.tensor([length for length, _, _ in views], device=lm.device)[:, None]
-        )
+        length_M1 = torch.tensor([length for length, _, _ in views], device=lm.device)[:, None]
+        end_M1 = ids_MT.shape[1] - longest + length_M1
         real_MT = torch.arange(ids_MT.shape[1], device=lm.device) < end_M1
         hidden_MT, target_MT = (ids_MT == lm.mask_token_id) & real_MT, torch.zeros_like(real_MT)
         for row, (_, hidden, target) in enumerate(views):
@@ -259,17 +254,11 @@ def _segments(lm: DiffusionLM, text: Any, mark: str, where: str) -> list[list[in
     elif isinstance(text, Sequence) and all(is_ids(part) for part in text):
         segments = [list(part) for part in text]
     else:
-        what, remedy = (
-            "neither a string nor lists of token ids",
-            f"Give a string with {mark}, or the lists of ids between the gaps",
-        )
-        raise GenerationError(what, where=where, remedy=remedy)
+        remedy = f"Give a string with {mark}, or the lists of ids between the gaps"
+        raise GenerationError("neither a string nor lists of token ids", where=where, remedy=remedy)
     if len(segments) < 2:
-        what, remedy = (
-            "has no gap",
-            f"Write {mark} where tokens are missing, or give the lists of ids before and after",
-        )
-        raise GenerationError(what, where=where, remedy=remedy)
+        remedy = f"Write {mark} where tokens are missing, or give the lists of ids before and after"
+        raise GenerationError("has no gap", where=where, remedy=remedy)
     return segments
 
 
@@ -301,8 +290,6 @@ def _check(lm: DiffusionLM, segments: list[list[int]], max_gap: int, where: str)
 
 def _canvas(lm: DiffusionLM, segments: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
     """The text, with as many mask tokens in its gaps as these lengths."""
-    parts = [
-        [*segment, *[lm.mask_token_id] * length]
-        for segment, length in zip(segments, [*lengths, 0], strict=True)
-    ]
-    return list(itertools.chain.from_iterable(parts))
+    gaps = [[lm.mask_token_id] * length for length in lengths]
+    parts = itertools.zip_longest(segments, gaps, fillvalue=[])
+    return [token for segment, gap in parts for token in [*segment, *gap]]

@@ -79,14 +79,12 @@ def fill_gaps(
     keys: Sequence[int] | None = None,
     *,
     max_gap: int | None = None,
-    gap_mark: str = "<gap>",
 ) -> Generation:
     """Fill gaps whose length the model finds, one text at a time. Arguments, errors and tokens are those of
     `unmask.infill` with `length="auto"` and a model that was trained for it."""
     max_gap = trained_max_gap(lm, max_gap)
-    opened, config = open_texts(
-        lm, texts, without_ends(lm, config or SamplerConfig()), keys, max_gap, gap_mark
-    )
+    config = without_ends(lm, config or SamplerConfig())
+    opened, config = open_texts(lm, texts, config, keys, max_gap, "<gap>")
     with evaluating(lm):
         return make_filled(lm, [_fill(lm, text, config, max_gap) for text in opened], config)
 
@@ -162,12 +160,8 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
                 cells = cells[:gone] + [cell for cell in cells[gone:] if cell[0] != gap]
             elif tokens[place] not in (expand, delete):
                 values = [getattr(decisions[place], name) for name in RECORDS]
-                cells[place] = (
-                    gap,
-                    tokens[place],
-                    passes,
-                    tuple(0.0 if value is None else float(value) for value in values),
-                )
+                record = tuple(0.0 if value is None else float(value) for value in values)
+                cells[place] = gap, tokens[place], passes, record
         passes += 1
     gaps, ids, steps, records = (list(column) for column in zip(*cells, strict=True))
     return OpenText(text.key, ids, [False] * len(ids), gaps, steps, records, passes)
@@ -228,39 +222,48 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
                 ids[position], hidden[position], steps[position] = lm.mask_token_id, True, -1
                 del revealed[position]
             for position in order[:num_revealed]:
-                ids[position], hidden[position], steps[position] = (
-                    int(decisions[position].token_N),
-                    False,
-                    passes,
-                )
                 revealed[position] = decisions[position]
+                ids[position], hidden[position] = int(decisions[position].token_N), False
+                steps[position] = passes
             step, passes = step + 1, passes + 1
         if request.stop_at_eos and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
             break
-    shown = range(request.start, request.length)
+    return _trace(request, config, ids, steps, revealed, passes)
+
+
+def _trace(
+    request: Request,
+    config: SamplerConfig,
+    ids: list[int],
+    steps: list[int],
+    revealed: dict[int, Decision],
+    passes: int,
+) -> Trace:
+    """What was sampled, by the decision at each revealed position."""
+    start, decisions = request.start, [revealed.get(at) for at in range(request.start, request.length)]
 
     def record(field: str) -> list[float]:
-        return [
-            float(getattr(revealed[position], field)) if position in revealed else 0.0 for position in shown
-        ]
+        return [0.0 if each is None else float(getattr(each, field)) for each in decisions]
 
-    trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
+    def most_probable(which: str, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        fields = f"{which}_id_NK", f"{which}_log_prob_NK"
+        parts = [[getattr(each, field) for field in fields] if each else [None, None] for each in decisions]
+        ids, log_probs = (
+            [[] if values_NK is None else values_NK[0, :count].tolist() for values_NK in column]
+            for column in zip(*parts, strict=True)
+        )
+        if which == "forbidden":  # the constraint may forbid fewer
+            log_probs = [[each for each in row if each > -math.inf] for row in log_probs]
+        return [row[: len(known)] for row, known in zip(ids, log_probs, strict=True)], log_probs
+
+    trace = Trace(ids[start:], steps[start:], record("log_prob_N"), forward_passes=passes)
     if config.trace:
         trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
     if config.top_log_probs:
-        trace.top_ids, trace.top_log_probs = (
-            [
-                getattr(revealed[place], field)[0, : config.top_log_probs].tolist()
-                if place in revealed
-                else []
-                for place in shown
-            ]
-            for field in ("top_id_NK", "top_log_prob_NK")
-        )
+        trace.top_ids, trace.top_log_probs = most_probable("top", config.top_log_probs)
     if config.top_forbidden:
-        forbidden = [_forbidden(revealed.get(place), config.top_forbidden) for place in shown]
-        trace.forbidden_ids = [[token for token, _ in each] for each in forbidden]
-        trace.forbidden_log_probs = [[log_prob for _, log_prob in each] for each in forbidden]
+        forbidden = most_probable("forbidden", config.top_forbidden)
+        trace.forbidden_ids, trace.forbidden_log_probs = forbidden
     return trace
 
 
@@ -270,8 +273,8 @@ def _speculate(
     """Tokens of the verifier, or of the model's causal reading, one after the other. A round ends with the
     first that is not its draft."""
     ids = list(request.prompt)
-    steps: list[int] = []
-    decisions: list[Decision] = []
+    steps: list[int] = [-1] * request.start
+    decisions: dict[int, Decision] = {}
     key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
     tree = draft_tree(num_drafts(lm, config), config.candidates)
     # of each position the candidates, and the distributions that they were drawn from
@@ -283,17 +286,16 @@ def _speculate(
         node = 0
         for candidates in [*drafts, []]:
             logits_1V = causal.logits(torch.tensor([[*ids, lm.mask_token_id]], device=lm.device))[:, -1]
-            position_1, present_1V = (
-                torch.tensor([len(ids)], device=lm.device),
-                torch.zeros_like(logits_1V, dtype=torch.bool),
-            )
+            position_1 = torch.tensor([len(ids)], device=lm.device)
+            present_1V = torch.zeros_like(logits_1V, dtype=torch.bool)
             present_1V[:, ids] = True
             offered = [
                 (torch.zeros_like(key_1), *candidate)
                 for candidate, _ in zip(candidates, tree.children[node], strict=False)
             ]
             decision, rank_1 = verify(logits_1V, offered, config, key_1, position_1, present_1V)
-            ids, steps, decisions = [*ids, int(decision.token_N)], [*steps, passes], [*decisions, decision]
+            decisions[len(ids)] = decision
+            ids, steps = [*ids, int(decision.token_N)], [*steps, passes]
             num_accepted += int(rank_1 >= 0)
             ended = len(ids) == request.length or (request.stop_at_eos and ids[-1] in lm.eos_token_ids)
             if ended or rank_1 < 0:
@@ -302,15 +304,9 @@ def _speculate(
         passes += 1
         drafts = [] if ended else _drafts(lm, request, ids, tree, config, seen=len(ids) - (verifier is None))
     rest = request.length - len(ids)
-
-    def record(field: str) -> list[float]:
-        return [float(getattr(decision, field)) for decision in decisions] + [0.0] * rest
-
-    canvas = [*ids, *[lm.mask_token_id] * rest][request.start :]
-    trace = Trace(canvas, [*steps, *[-1] * rest], record("log_prob_N"), forward_passes=passes)
+    canvas, steps = [*ids, *[lm.mask_token_id] * rest], [*steps, *[-1] * rest]
+    trace = _trace(request, config, canvas, steps, decisions, passes)
     trace.num_drafted, trace.num_accepted = num_drafted, num_accepted
-    if config.trace:
-        trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
     return trace
 
 
@@ -325,10 +321,8 @@ def _drafts(
     logits_TV = lm.forward(draft_inputs(lm, ids[:seen], num_masks))[0]
     drafts = []
     for position in range(len(ids), len(ids) + count):
-        logits_1V, present_1V = (
-            logits_TV[position - int(lm.logit_shift)][None],
-            torch.zeros_like(logits_TV[:1], dtype=torch.bool),
-        )
+        logits_1V = logits_TV[position - int(lm.logit_shift)][None]
+        present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
         present_1V[:, ids] = True
         key_1, position_1 = (torch.tensor([number], device=lm.device) for number in (request.key, position))
         draft_1K, drafted_1KV = draw_drafts(logits_1V, tree.width, config, key_1, position_1, present_1V)
@@ -384,18 +378,6 @@ def _decide(
         position: Decision(**{name: each[n] for name, each in parts.items()})
         for n, position in enumerate(positions)
     }
-
-
-def _forbidden(decision: Decision | None, count: int) -> list[tuple[int, float]]:
-    """The most probable tokens that the constraint forbids, and their log-probabilities."""
-    if decision is None or decision.forbidden_id_NK is None or decision.forbidden_log_prob_NK is None:
-        return []
-    pairs = zip(
-        decision.forbidden_id_NK[0, :count].tolist(),
-        decision.forbidden_log_prob_NK[0, :count].tolist(),
-        strict=True,
-    )
-    return [(token, log_prob) for token, log_prob in pairs if log_prob > -math.inf]
 
 
 def _unlikely(

@@ -60,6 +60,28 @@ class Request:
         return sum(self.hidden) if self.counts is None else sum(map(len, self.counts))
 
 
+def _request(
+    lm: DiffusionLM,
+    prompt: list[int] | None,
+    ids: list[int],
+    hidden: list[bool],
+    key: int,
+    blocks: list[tuple[int, int]],
+    config: SamplerConfig,
+    where: str,
+) -> Request:
+    """The request to complete a prompt, or if there is none to fill in the whole text."""
+    completion, revisions = prompt is not None, ()
+    counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config, key if completion else 0)
+    if config.revise is not None and counts is not None:
+        planned = [plan_revisions(block, config.revise) for block in counts]
+        counts, revisions = [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)
+    gaps = constrained_gaps(lm, ids, hidden, config, where, completion=completion)
+    known, start = (ids, 0) if prompt is None else (prompt, len(prompt))
+    stops = completion and config.stop_at_eos
+    return Request(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions)
+
+
 def make_requests(
     lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
 ) -> list[Request]:
@@ -93,15 +115,9 @@ def make_requests(
                 "the prompt is empty", where=where, remedy="Give at least one token (such as BOS)"
             )
         blocks = _blocks(lm, start, stop, attention_block, config)
-        ids, hidden = (
-            [*prompt, *[lm.mask_token_id] * (stop - start)],
-            [False] * start + [True] * (stop - start),
-        )
-        counts, revisions = _steps([last - first for first, last in blocks], config, key)
-        gaps = constrained_gaps(lm, ids, hidden, config, where, completion=True)
-        requests.append(
-            Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps, revisions)
-        )
+        ids = [*prompt, *[lm.mask_token_id] * (stop - start)]
+        hidden = [False] * start + [True] * (stop - start)
+        requests.append(_request(lm, prompt, ids, hidden, key, blocks, config, where))
     return requests
 
 
@@ -144,13 +160,7 @@ def make_infill_requests(
             if any(hidden[a:b])
         ]
         _check_blocks(len(blocks), config, f"steps and {where}")
-        counts, revisions = _steps([sum(hidden[a:b]) for a, b in blocks], config)
-        gaps = constrained_gaps(lm, ids, hidden, config, where, completion=False)
-        requests.append(
-            Request(
-                ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps, revisions=revisions
-            )
-        )
+        requests.append(_request(lm, None, ids, hidden, key, blocks, config, where))
     return requests
 
 
@@ -158,11 +168,7 @@ def without_ends(lm: DiffusionLM, config: SamplerConfig) -> SamplerConfig:
     """The settings with which texts are filled in: end tokens are forbidden unless `allowed_tokens` names
     them."""
     ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
-    return (
-        config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]})
-        if ends
-        else config
-    )
+    return config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends] or None})
 
 
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
@@ -296,17 +302,6 @@ def _check_blocks(number: int, config: SamplerConfig, where: str) -> None:
     if config.steps is not None and config.steps < number:
         remedy = f"Every block takes a step: use at least {number}, or larger blocks"
         raise GenerationError(f"{config.steps} for {number} blocks", where=where, remedy=remedy)
-
-
-def _steps(
-    sizes: Sequence[int], config: SamplerConfig, key: int = 0
-) -> tuple[list[list[int]] | None, tuple[list[int], ...]]:
-    """The counts and the revisions of a request. Arguments as for `step_counts`."""
-    counts = step_counts(sizes, config, key)
-    if config.revise is None or counts is None:
-        return counts, ()
-    planned = [plan_revisions(block, config.revise) for block in counts]
-    return [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)
 
 
 def _in_loop(config: SamplerConfig) -> bool:

@@ -55,19 +55,21 @@ FIRST_POSITIONS = 16
 position."""
 SETTLED = 0.9
 UNSUPPORTED = (
-    *(
-        "steps",
-        "schedule",
-        "block_size",
-        "remask",
-        "revise",
-        "guidance",
-        "constraint",
-        "cache",
-        "refresh_interval",
-        "early_commit",
-    ),
-    *("drafts", "mode", "sub_block_size", "top_log_probs", "top_forbidden"),
+    "steps",
+    "schedule",
+    "block_size",
+    "remask",
+    "revise",
+    "guidance",
+    "constraint",
+    "cache",
+    "refresh_interval",
+    "early_commit",
+    "drafts",
+    "mode",
+    "sub_block_size",
+    "top_log_probs",
+    "top_forbidden",
 )
 """Settings that plan for a number of tokens, or for positions that stay where they are."""
 RECORDS = ("log_prob_N", "sampled_log_prob_N", "entropy_N")
@@ -201,25 +203,14 @@ def open_texts(
         for number, segment in enumerate(segments[1:]):
             ids += [lm.mask_token_id] * first + segment
             gap += [number] * first + [-1] * len(segment)
-        opened.append(
-            OpenText(
-                0,
-                ids,
-                [token == lm.mask_token_id for token in ids],
-                gap,
-                [-1] * len(ids),
-                [(0.0,) * 3] * len(ids),
-            )
-        )
+        hidden, nothing = [token == lm.mask_token_id for token in ids], (0.0,) * len(RECORDS)
+        opened.append(OpenText(0, ids, hidden, gap, [-1] * len(ids), [nothing] * len(ids)))
         longest = len(ids) + (len(segments) - 1) * (max_gap - first)
         if config.max_batch_tokens is not None and longest > config.max_batch_tokens:
             what = f"text {index} may have {longest} tokens, which exceed {config.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or lower max_gap")
-    for text, key in zip(
-        opened,
-        checked_keys(texts, keys) if keys is not None else sequence_keys([text.ids for text in opened]),
-        strict=True,
-    ):
+    keys = sequence_keys([text.ids for text in opened]) if keys is None else checked_keys(texts, keys)
+    for text, key in zip(opened, keys, strict=True):
         text.key = key
     allowed = [*config.allowed_tokens, *both] if config.allowed_tokens else None
     return opened, config.model_copy(update={"allowed_tokens": allowed})
@@ -257,14 +248,12 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     may_N2 = torch.tensor(
         [texts[member].may(position, max_gap) for member, position in places], device=lm.device
     )
-    key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[
-        member_N
-    ].unbind(1)
+    of_text_B2 = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)
+    key_N, passes_N = of_text_B2[member_N].unbind(1)
     present_NV = None
     if config.repetition_penalty != 1:
-        present_NV = slots.present(torch.arange(len(texts), device=lm.device), seen.logits_NV.shape[1])[
-            member_N
-        ]
+        every_B = torch.arange(len(texts), device=lm.device)
+        present_NV = slots.present(every_B, seen.logits_NV.shape[1])[member_N]
     decision, event_N2 = decide_open(
         lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV
     )
@@ -354,21 +343,14 @@ def _reveal(
         elif token == lm.delete_token_id:
             if deletes:
                 first = text.span(position)[0] + 1  # a gap keeps a position
-                while (
-                    config.temperature == 0
-                    and position > first
-                    and decided.get(position - 1, (None,))[0] == token
-                ):
+                before = decided if config.temperature == 0 else {}
+                while position > first and before.get(position - 1, (None,))[0] == token:
                     position -= 1
                 gone = max(position, first)
                 text.delete(gone)
         else:
-            text.ids[position], text.hidden[position], text.steps[position], text.records[position] = (
-                token,
-                False,
-                text.passes,
-                record,
-            )
+            text.ids[position], text.hidden[position] = token, False
+            text.steps[position], text.records[position] = text.passes, record
 
 
 def _column(decision: Decision, name: str) -> list[float]:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.output import Generation
-from unmask.generation.remote.ahead import AheadBackend
-from unmask.generation.remote.backends import Backend, make_backend
+from unmask.generation.remote.backends import AheadBackend, Backend, make_backend
 from unmask.models.adapters import has_adapters, merged
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig

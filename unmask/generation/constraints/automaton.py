@@ -133,9 +133,9 @@ class TokenAutomaton:
         tables = self.next_SC.nbytes + self.class_V.nbytes + self.accepts_S.nbytes
         return tables + sum(reach.nbytes for reach in list(self._reach.values()))
 
-    def after(self, tokens: Iterable[int], state: int | None = None) -> int:
-        """The state after tokens, from the start or a given state."""
-        state = self.start if state is None else state
+    def after(self, tokens: Iterable[int]) -> int:
+        """The state after tokens, from the start."""
+        state = self.start
         for token in tokens:
             state = int(self.next_SC[state, self.class_V[token]])
         return state

@@ -23,7 +23,6 @@ def compile_constraint(
     *,
     end: End = "stops",
     at_start: bool = True,
-    where: str = "constraint",
 ) -> TokenAutomaton:
     """The automaton of a constraint over the tokens of a vocabulary; `end` and `at_start` as for
     `token_automaton`.
@@ -32,19 +31,16 @@ def compile_constraint(
         enforced, is too large, or nothing in the vocabulary meets it.
     """
     key = (constraint.model_dump_json(), vocabulary.digest, end, at_start and vocabulary.strips_space)
-    where = f"{where}.{constraint.kind}"
+    where = f"constraint.{constraint.kind}"
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
-    if constraint.json or constraint.grammar is not None:
-        automaton = grammar_automaton(
-            JSON if constraint.json else constraint.grammar or "", constraint.depth, where
-        )
+    if (grammar := JSON if constraint.json else constraint.grammar) is not None:
+        automaton = grammar_automaton(grammar, constraint.depth, where)
     else:
-        (automaton,) = byte_automata(
-            [regex_of(constraint, where)], where, plain=constraint.json_schema is not None
-        )
+        plain = constraint.json_schema is not None
+        (automaton,) = byte_automata([regex_of(constraint, where)], where, plain=plain)
     compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)
     with _lock:
         _cache[key] = compiled

@@ -57,6 +57,7 @@ MOST_COMPARED = 20_000
 """Pairs of schemas of which it is asked whether a value may fit both."""
 MOST_DIGITS = 40
 """Of numbers with a limit: the pattern of a longer one is nested too deep."""
+POINT = r"\."
 NOT_ENFORCED = "Leave it out, and check the text afterwards"
 CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F\x{100000}-\x{10FFFF}]|\\["\\/bfnrt])'
 STRING = f'"{CHARACTER}*"'
@@ -156,7 +157,8 @@ class Reader:
                     target, f"{self.where}{value[1:].replace('/', '.')}", (*within, value)
                 )
             return self.known[value]
-        if name != "const" and not (isinstance(value, list) and value):
+        values = [value] if name == "const" else value
+        if not (isinstance(values, list) and values):
             refuse("is not a list with entries", f"{where}.{name}", "Give at least one")
         if name in ("anyOf", "oneOf", "allOf"):
             if name == "allOf" and len(value) > 1:
@@ -167,18 +169,13 @@ class Reader:
             if name == "oneOf":
                 self._check_apart(value, f"{where}.oneOf")
             return found
-        for one in value if name == "enum" else [value]:
+        for one in values:
             if isinstance(one, (dict, list)):
                 refuse(f"{json.dumps(one)} cannot be enforced", f"{where}.{name}", "Describe it by its type")
             if "type" in schema and not is_of_type(one, schema["type"]):
-                refuse(
-                    f"{json.dumps(one)} is not of type {json.dumps(schema['type'])}",
-                    f"{where}.{name}",
-                    "Change one of them",
-                )
-        return union(
-            escape(json.dumps(one, ensure_ascii=False)) for one in (value if name == "enum" else [value])
-        )
+                what = f"{json.dumps(one)} is not of type {json.dumps(schema['type'])}"
+                refuse(what, f"{where}.{name}", "Change one of them")
+        return union(escape(json.dumps(one, ensure_ascii=False)) for one in values)
 
     def _resolve(self, reference: Any, where: str) -> Any:
         found = self.root
@@ -377,7 +374,8 @@ def may_be(value: Any, schema: dict[str, Any]) -> bool:
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
-    return limits(schema, "").hold(value)
+    mine, point = limits(schema, ""), Limits(value, value)
+    return not (mine.below(point) or point.below(mine))
 
 
 def is_of_type(value: Any, types: Any) -> bool:
@@ -450,8 +448,8 @@ def _some(pairs: Sequence[str]) -> str:
 class Limits(NamedTuple):
     """Of numbers. None: there is none; `above`, `under`: whether the number itself is outside."""
 
-    low: Decimal | int | None
-    high: Decimal | int | None
+    low: Decimal | float | None
+    high: Decimal | float | None
     above: bool = False
     under: bool = False
 
@@ -462,11 +460,6 @@ class Limits(NamedTuple):
             None if self.high is None else math.ceil(self.high) - 1 if self.under else math.floor(self.high)
         )
         return Limits(low, high)
-
-    def hold(self, value: float) -> bool:
-        """Whether a number is within."""
-        over = self.low is None or value > self.low or (value == self.low and not self.above)
-        return over and (self.high is None or value < self.high or (value == self.high and not self.under))
 
     def below(self, other: Limits) -> bool:
         """Whether all numbers within are smaller than those of the other."""
@@ -546,18 +539,16 @@ def _as_float(limit: Decimal | int | None, outside: bool, towards: float) -> Dec
 
 
 def _whole(low: int, high: int | None) -> list[str]:
-    """Patterns of whole numbers that are not negative."""
+    """Patterns of whole numbers that are not negative, by their number of digits."""
     if high is not None and low > high:
         return []
     if low == 0:
         return ["0", *_whole(1, high)]
-    first, last = str(low), "" if high is None else str(high)
-    if len(first) == len(last):
-        return _digits(first, last)
-    found = _digits(first, None)
-    if not last or len(last) > len(first) + 1:
-        found.append(f"[1-9][0-9]{times(len(first), len(last) - 2 if last else None)}")
-    return found + (_digits("1" + "0" * (len(last) - 1), last) if last else [])
+    count = len(str(low))
+    if high is None:
+        return [_as_many(str(low), None), f"[1-9][0-9]{times(count, None)}"]
+    counts = range(count, len(str(high)) + 1)
+    return [_as_many(str(max(low, 10 ** (n - 1))), str(min(high, 10**n - 1))) for n in counts]
 
 
 def _decimals(low: int, high: int | None) -> list[str]:
@@ -568,61 +559,41 @@ def _decimals(low: int, high: int | None) -> list[str]:
     (first, low_places), (last, high_places) = (divmod(each, 10**MOST_DIGITS) for each in (low, high or 0))
     low_digits, high_digits = (f"{each:0{MOST_DIGITS}}".rstrip("0") for each in (low_places, high_places))
     if first == last and high is not None:
-        return [f"{first}{_places(low_digits, high_digits)}"]
-    found = [f"{first}{_places(low_digits, None)}"]
-    found += [f"{each}{_places('', None)}" for each in _whole(first + 1, None if high is None else last - 1)]
-    return found + ([] if high is None else [f"{last}{_places('', high_digits)}"])
+        return [f"{first}{_places(low_digits, high_digits, POINT)}"]
+    found = [f"{first}{_places(low_digits, None, POINT)}"]
+    between = _whole(first + 1, None if high is None else last - 1)
+    found += [f"{each}{_places('', None, POINT)}" for each in between]
+    return found + ([] if high is None else [f"{last}{_places('', high_digits, POINT)}"])
 
 
-def _places(low: str, high: str | None) -> str:
-    """The pattern of a fraction from `low` to `high`, of which it has the digits without zeros at the end."""
-    if high == "":
-        return r"(?:\.0+)?"
-    if not low and high is None:
-        return r"(?:\.[0-9]+)?"
-    found = rf"\.{union(each for each in _digits(low, high, places=True) if each)}"
-    return found if low else f"(?:{found})?"
+def _as_many(low: str, high: str | None) -> str:
+    """Digits from `low` to `high`, as many as these have."""
+    if high is not None and not high.strip("9"):
+        high = None
+    if high is None and not low.strip("0"):
+        return f"[0-9]{times(len(low), len(low))}"
+    return _first_digit(low, high, _as_many)
 
 
-def _digits(low: str, high: str | None, *, places: bool = False) -> list[str]:
-    """Patterns of digits from `low` to `high`, which are as many, or of places: more may follow these, and
-    zeros at their end be absent."""
+def _places(low: str, high: str | None, point: str = "") -> str:
+    """Digits of a fraction from `low` to `high`, of which zeros at the end may be absent."""
+    low = low.rstrip("0")
+    found = "0+" if high == "" else "[0-9]+"
+    if low or high:
+        found = _first_digit(low, high, _places)
+    return f"{point}{found}" if low else f"(?:{point}{found})?"
 
-    def free(count: int) -> str:
-        return "[0-9]*" if places else f"[0-9]{{{count}}}"
 
-    def at_least(digits: str) -> list[str]:
-        more = [
-            f"{digits[:at]}[{int(digit) + 1}-9]{free(len(digits) - at - 1)}"
-            for at, digit in enumerate(digits)
-            if digit != "9"
-        ]
-        return [*more, digits + free(0)]
-
-    def at_most(digits: str) -> list[str]:
-        less = [
-            f"{digits[:at]}[0-{int(digit) - 1}]{free(len(digits) - at - 1)}"
-            for at, digit in enumerate(digits)
-            if digit != "0"
-        ]
-        return (
-            [*less, f"{digits}0*", *(digits[:at] for at in range(len(digits)))] if places else [*less, digits]
-        )
-
-    if high is None:
-        return at_least(low)
-    same = low[
-        : next(
-            (at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]),
-            min(len(low), len(high)),
-        )
-    ]
-    low, high = low[len(same) :], high[len(same) :]
-    if not low:
-        return [same + each for each in at_most(high)]
-    found = [f"{same}{low[0]}{each}" for each in at_least(low[1:])] + [
-        f"{same}{high[0]}{each}" for each in at_most(high[1:])
-    ]
-    if int(low[0]) + 1 < int(high[0]):
-        found.append(f"{same}[{int(low[0]) + 1}-{int(high[0]) - 1}]{free(len(low) - 1)}")
-    return found
+def _first_digit(low: str, high: str | None, rest: Callable[[str, str | None], str]) -> str:
+    """Digits from `low` to `high`: a first one, and the `rest` for what that leaves of the limits."""
+    first, last = int(low[:1] or 0), 9 if high is None else int(high[0])
+    after, zeros = None if high is None else high[1:], "0" * len(low[1:])
+    if first == last:
+        return f"{first}{rest(low[1:], after)}"
+    found = [f"{first}{rest(low[1:], None)}"]
+    if high is not None:
+        found.append(f"{last}{rest(zeros, after)}")
+        last -= 1
+    if first < last:
+        found.append(f"[{first + 1}-{last}]{rest(zeros, None)}")
+    return union(found)

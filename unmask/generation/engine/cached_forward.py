@@ -9,6 +9,7 @@ drafts, W positions of a block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from torch import Tensor
 from unmask.generation.engine.host import moved, moved_together
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.recorded_passes import forward, num_columns
+from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -145,6 +147,15 @@ def cache_clean_tokens(
     queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
     _fill_in(lm, slots, queries)
     run_pass(lm, slots, entries, queries, int(base_B1.max()), queries.position_BQ.new_zeros(1), cache=cache)
+
+
+def stale_positions(sequence: SequenceState) -> tuple[int, int]:
+    """The positions that the next step computes with a lossy cache: all after each refresh interval, else the
+    block, and in a cache of the prefix alone what comes after it."""
+    (start, stop), config, length = sequence.span, sequence.config, sequence.request.length
+    if sequence.step % (config.refresh_interval or sys.maxsize) == 0:
+        return 0, length
+    return start, stop if config.cache == "dual" else length
 
 
 def partial_pass(

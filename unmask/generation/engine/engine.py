@@ -8,7 +8,6 @@ blocks, V vocabulary.
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -20,17 +19,19 @@ import torch
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.engine.cached_forward import cache_clean_tokens
+from unmask.generation.engine.cached_forward import cache_clean_tokens, stale_positions
+from unmask.generation.engine.drafts import follow_drafts
 from unmask.generation.engine.forward import Predictions, buckets, predict
-from unmask.generation.engine.host import moved, starts
+from unmask.generation.engine.guidance import guided_predictions
+from unmask.generation.engine.host import moved
 from unmask.generation.engine.noise import num_numbers
 from unmask.generation.engine.recorded_passes import check_graphs, passes_of
 from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.engine.speculate import Verifier, begin, speculate
-from unmask.generation.engine.steps import draft_ahead, reveal
+from unmask.generation.engine.steps import reveal
 from unmask.generation.output import Trace
-from unmask.generation.policies import MOST_TOP, guide, nan_error
+from unmask.generation.policies import MOST_TOP, nan_error
 from unmask.generation.remote.verify import check_served, check_server
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
@@ -82,12 +83,8 @@ class Engine:
         max_batch_tokens: int | None = None,
         verifier: Verifier | None = None,
     ):
-        self.lm, self.batch_size, self.max_batch_tokens, self.verifier = (
-            lm,
-            batch_size,
-            max_batch_tokens,
-            verifier,
-        )
+        self.lm, self.verifier = lm, verifier
+        self.batch_size, self.max_batch_tokens = batch_size, max_batch_tokens
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
@@ -132,11 +129,14 @@ class Engine:
                 "the request was made with other settings", where="config", remedy="Make it with these"
             )
         config = self._settings.setdefault(config.model_dump_json(), config)
-        columns = request.length + config.drafts * (self.lm.block_size or 1)
+        sequence = SequenceState(self._tickets, request, config, request.length)
         if config.self_speculative:
-            columns = request.length + num_columns(self.lm, config)
-        sequence = SequenceState(self._tickets, request, config, columns)
-        sequence.speculation = begin(self.lm, request, config) if config.self_speculative else None
+            sequence.num_columns += num_columns(self.lm, config)
+            sequence.speculation = begin(self.lm, request, config)
+        else:
+            sequence.num_columns += config.drafts * (self.lm.block_size or 1)
+            self.slots.create_noise(num_numbers(request, config))
+        columns = sequence.num_columns
         if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
             what = (
                 f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed "
@@ -145,12 +145,9 @@ class Engine:
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
             self.slots.create_cache()
-        if not config.self_speculative:
-            self.slots.create_noise(num_numbers(request, config))
-        if config.top_log_probs:
-            self.slots.create_top("top", min(MOST_TOP, self.lm.config.vocab_size))
-        if config.top_forbidden:
-            self.slots.create_top("forbidden", min(MOST_TOP, self.lm.config.vocab_size))
+        for which, count in (("top", config.top_log_probs), ("forbidden", config.top_forbidden)):
+            if count:
+                self.slots.create_top(which, min(MOST_TOP, self.lm.config.vocab_size))
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -171,18 +168,17 @@ class Engine:
             return None
         at = (sequence.slots[0], slice(0, sequence.request.length))
         ids = self.slots.ids_SC[at].tolist()
-        num_final = sequence.span[0] if sequence.speculation is None else sequence.speculation.position
-        if sequence.speculation is None and sequence.config.remask == 0 and sequence.config.revise is None:
-            hidden = self.slots.hidden_SC[at].tolist()
-            num_final = hidden.index(True) if True in hidden else len(ids)
-        forbidden = (
-            self.slots.most_probable("forbidden", at, sequence.config.top_forbidden)
-            if sequence.config.top_forbidden
-            else None
-        )
-        return SequenceView(
-            ids, self.slots.log_prob_SC[at].tolist(), sequence.steps_done, num_final, forbidden
-        )
+        config, forbidden = sequence.config, None
+        if sequence.speculation is not None:
+            num_final = sequence.speculation.position
+        elif config.remask > 0 or config.revise is not None:
+            num_final = sequence.span[0]
+        else:
+            num_final = [*self.slots.hidden_SC[at].tolist(), True].index(True)
+        if config.top_forbidden:
+            forbidden = self.slots.most_probable("forbidden", at, config.top_forbidden)
+        log_probs = self.slots.log_prob_SC[at].tolist()
+        return SequenceView(ids, log_probs, sequence.steps_done, num_final, forbidden)
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""
@@ -209,116 +205,39 @@ class Engine:
 
     @torch.no_grad()
     def _denoise(self) -> None:
-        """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one
-        denoising step (with drafts, of several), and `_draft` the next states. Sequences of mode
-        self-speculative have a round of their own."""
+        """The body of `step` and `run`: admit waiting sequences, predict, decide and reveal, advance. Those
+        of mode self-speculative have a round of their own."""
         # NaN, or interrupted
-        self._finish(
-            [sequence for sequence in self.running if sequence.block == len(sequence.request.blocks)]
-        )
+        self._finish([each for each in self.running if each.block == len(each.request.blocks)])
         self._admit()
-        sequences = [sequence for sequence in self.running if sequence.speculation is None]
-        if sequences:
+        if sequences := [each for each in self.running if each.speculation is None]:
             predictions = self._predict(sequences)
-            self._draft(sequences, predictions, self._reveal(sequences, predictions))
-        self._speculate()
-
-    def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> dict[int, int]:
-        """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals
-        the state reached. Returns the number of drafts that each sequence used, by its index, without
-        sequences that left their block."""
-        active = list(range(len(sequences)))
-        used, blocks = dict.fromkeys(active, 0), [sequence.block for sequence in sequences]
-        for ahead in range(1 + max(sequence.config.drafts for sequence in sequences)):
-            if ahead:
-                active = self._confirmed(
-                    [i for i in active if sequences[i].block == blocks[i]], sequences, ahead
-                )
-                used |= dict.fromkeys(active, ahead)
-            if not active:
-                break
-            stepping = [sequences[i] for i in active]
-            drafted, ahead_N = predictions.ahead_N.any(), predictions.ahead_N
-            own = (
-                self._predictions_of(predictions, active, sequences, ahead_N == ahead)
-                if drafted
-                else predictions
-            )
-            reveal(self.slots, stepping, own)
-            self._advance(stepping)
-        return {i: number for i, number in used.items() if sequences[i].block == blocks[i]}
-
-    def _draft(self, sequences: list[SequenceState], predictions: Predictions, used: dict[int, int]) -> None:
-        """Draft the next states of the sequences in `used`, from the predictions for the last draft that each
-        used (0: for no draft)."""
-        for sequence in sequences:
-            sequence.draft = None
-        drafting = [i for i in used if sequences[i].config.drafts]
-        if drafting:
-            used_B = np.array([used.get(i, 0) for i in range(len(sequences))])
-            latest = self._predictions_of(
-                predictions, drafting, sequences, predictions.ahead_N == used_B[predictions.member_N]
-            )
-            draft_ahead(self.slots, [sequences[i] for i in drafting], latest)
-
-    @staticmethod
-    def _predictions_of(
-        predictions: Predictions, active: list[int], sequences: list[SequenceState], keep_N: np.ndarray
-    ) -> Predictions:
-        """The predictions of some members, renumbered, with their present slots: these move when others
-        leave."""
-        number_B, slot_B = np.full(len(sequences), -1), np.array([sequences[i].slots[0] for i in active])
-        number_B[active] = np.arange(len(active))
-        member_N = number_B[predictions.member_N]
-        index_J = np.flatnonzero(keep_N & (member_N >= 0))
-        # those of drafts came last
-        part = predictions.at(index_J[np.argsort(member_N[index_J], kind="stable")], number_B)
-        return part._replace(slot_N=moved(slot_B[part.member_N], part.position_N.device))
-
-    def _confirmed(self, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
-        """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that
-        was reached."""
-        drafts = {
-            i: draft
-            for i in candidates
-            if (draft := sequences[i].draft) is not None and len(draft.ids_GW) >= ahead
-        }
-        equal = []
-        for i, draft in drafts.items():
-            at = (sequences[i].slots[0], slice(*sequences[i].span))
-            same_W = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (
-                self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1]
-            )
-            equal.append(same_W.all())
-        return (
-            [i for i, same in zip(drafts, torch.stack(equal).tolist(), strict=True) if same] if equal else []
-        )
+            reveal(self.slots, sequences, predictions.at(np.flatnonzero(predictions.ahead_N == 0)))
+            self._advance(sequences)
+            follow_drafts(self.slots, sequences, predictions, self._advance)
+        if speculative := [each for each in self.running if each.speculation is not None]:
+            self.num_forward_passes += 1
+            self._finish(speculate(self.lm, self.verifier, self.slots, speculative, alone=self._alone))
 
     def _admit(self) -> None:
         """Start waiting requests in their order, as long as there is room."""
         entering: list[SequenceState] = []
-        num_slots, num_columns = (
-            self.slots.count,
-            max((sequence.num_columns for sequence in self.running), default=0),
-        )
+        limit, reserved = self.max_batch_tokens or math.inf, tuple(self.slots.ids_SC.shape)
+        needed = self.slots.count, max((sequence.num_columns for sequence in self.running), default=0)
         while self.waiting and len(self.running) + len(entering) < self.batch_size:
-            needed = num_slots + self.waiting[0].num_slots, max(num_columns, self.waiting[0].num_columns)
-            if self.max_batch_tokens is not None and needed[0] * needed[1] > self.max_batch_tokens:
+            first = self.waiting[0]
+            grown = needed[0] + first.num_slots, max(needed[1], first.num_columns)
+            if grown[0] * grown[1] > limit:
                 break
             entering.append(self.waiting.popleft())
-            num_slots, num_columns = needed
+            needed = grown
         if not entering:
             return
-        reserved_slots, reserved_columns = self.slots.ids_SC.shape
-        if num_slots > reserved_slots or num_columns > reserved_columns:
-            grown = max(num_slots, reserved_slots), max(num_columns, reserved_columns)
-            fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
-            self.slots.reserve(*(grown if fits else (num_slots, num_columns)))
-        added = iter(
-            self.slots.add_all(
-                [(ids, sequence.request.hidden) for sequence in entering for ids in self._texts(sequence)]
-            )
-        )
+        grown = max(needed[0], reserved[0]), max(needed[1], reserved[1])
+        if grown != reserved:
+            self.slots.reserve(*(grown if grown[0] * grown[1] <= limit else needed))
+        texts = [(ids, each.request.hidden) for each in entering for ids in self._texts(each)]
+        added = iter(self.slots.add_all(texts))
         for sequence in entering:
             sequence.slots = list(islice(added, sequence.num_slots))
             self.running.append(sequence)
@@ -347,9 +266,11 @@ class Engine:
                 continue
             for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
                 source = known.setdefault((sequence.config.deterministic, causal, tuple(ids[:base])), slot)
-                if sequence in entering and source == slot:
+                if sequence not in entering:
+                    continue
+                if source == slot:
                     uncached[causal].append(BatchEntry(slot, base, base, base))
-                elif sequence in entering:
+                else:
                     copies.setdefault((source, base), []).append(slot)
         for causal, entries in uncached.items():
             for bucket in buckets([entry.start for entry in entries], self._alone):
@@ -371,13 +292,6 @@ class Engine:
         first = sequence.request.blocks[0][0]
         return first if sequence.config.self_speculative else block_start(first, self.lm.block_size)
 
-    def _speculate(self) -> None:
-        """One round of the sequences of mode self-speculative; finished ones leave."""
-        sequences = [sequence for sequence in self.running if sequence.speculation is not None]
-        if sequences:
-            self.num_forward_passes += 1
-            self._finish(speculate(self.lm, self.verifier, self.slots, sequences, alone=self._alone))
-
     @property
     def _alone(self) -> bool:
         """Whether every sequence has passes of its own."""
@@ -385,33 +299,13 @@ class Engine:
 
     def _predict(self, sequences: list[SequenceState]) -> Predictions:
         """Logits at every hidden position of the current blocks, after guidance."""
-        guided = [sequence for sequence in sequences if sequence.num_slots == 2]
         entries = [self._entry(sequence, sequence.slots[0]) for sequence in sequences]
-        entries += [self._entry(sequence, sequence.slots[1]) for sequence in guided]
+        entries += [self._entry(each, slot) for each in sequences for slot in each.slots[1:]]
         predictions = predict(self.lm, self.slots, entries, alone=self._alone)
         self.num_forward_passes += 1
         for sequence in sequences:
             sequence.num_forward_passes += 1
-        if not guided:
-            return predictions
-        count, device, member_N = len(sequences), predictions.position_N.device, predictions.member_N
-        unconditional_B = np.arange(count)
-        unconditional_B[[sequences.index(sequence) for sequence in guided]] = count + np.arange(len(guided))
-        index_J = np.flatnonzero(member_N < count)
-        member_J, row_B = member_N[index_J], starts([entry.num_predicted for entry in entries])
-        row_J = np.where(
-            unconditional_B[member_J] < count,
-            index_J,
-            row_B[unconditional_B[member_J]] + index_J - row_B[member_J],
-        )
-        conditional = predictions.at(index_J)
-        weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in sequences])
-        guided_NV = guide(
-            conditional.logits_NV,
-            predictions.logits_NV[moved(row_J, device)],
-            weight_B[moved(member_J, device)][:, None],
-        )
-        return conditional._replace(logits_NV=guided_NV)
+        return guided_predictions(sequences, entries, predictions)
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
@@ -419,20 +313,12 @@ class Engine:
         num_predicted = sequence.num_hidden + (sequence.num_visible if revise else 0)
         entry = BatchEntry(slot, length, start, stop, num_predicted, revise=revise)
         if config.cache != "exact":
-            refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
-            stale = (start, stop if config.cache == "dual" else length)
-            return entry._replace(recompute=(0, length) if refresh else stale)
-        own = (
-            tuple(sequence.request.prompt),
-            slot == sequence.slots[0],
-            start,
-            stop,
-            sequence.steps_done,
-            revise,
-        )
-        return entry._replace(
-            num_cached=sequence.num_cached, state=None if self.exact_cache else own, draft=sequence.draft
-        )
+            return entry._replace(recompute=stale_positions(sequence))
+        if self.exact_cache:
+            return entry._replace(num_cached=sequence.num_cached, draft=sequence.draft)
+        is_copy = slot != sequence.slots[0]
+        state = tuple(sequence.request.prompt), is_copy, start, stop, sequence.steps_done, revise
+        return entry._replace(state=state)
 
     def _advance(self, sequences: list[SequenceState]) -> None:
         """Advance to the next step or block; finished sequences leave."""
@@ -442,20 +328,12 @@ class Engine:
             sequence.step, sequence.steps_done = sequence.step + 1, sequence.steps_done + 1
         for sequence in ended:
             sequence.begin_block(sequence.block + 1)
-        stopped = self._stopped(ended)
-        self._finish(
-            [
-                sequence
-                for sequence in sequences
-                if sequence in stopped or sequence.block == len(sequence.request.blocks)
-            ]
-        )
+        gone = self._stopped(ended) | {each for each in ended if each.block == len(each.request.blocks)}
+        self._finish([sequence for sequence in sequences if sequence in gone])
 
     def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
         """The sequences that have produced an end token, in the block that ended now, and stop at it."""
-        stopping = [
-            sequence for sequence in sequences if sequence.request.stop_at_eos and self.lm.eos_token_ids
-        ]
+        stopping = [each for each in sequences if each.request.stop_at_eos and self.lm.eos_token_ids]
         if not stopping:
             return set()
         at = self.slots.blocks(
@@ -465,11 +343,7 @@ class Engine:
         ended, nan = torch.stack(
             (torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan())
         ).tolist()
-        return {
-            sequence
-            for sequence, is_ended, is_nan in zip(stopping, ended, nan, strict=True)
-            if is_ended or is_nan
-        }
+        return {each for each, *reasons in zip(stopping, ended, nan, strict=True) if any(reasons)}
 
     def _finish(self, sequences: list[SequenceState]) -> None:
         """Sequences leave with their traces. Raises GenerationError if predictions of some were NaN; these
@@ -482,10 +356,8 @@ class Engine:
         for sequence, trace in zip(finished, traces, strict=True):
             trace.forward_passes = sequence.num_forward_passes
             if sequence.speculation is not None:
-                trace.num_drafted, trace.num_accepted = (
-                    sequence.speculation.num_drafted,
-                    sequence.speculation.num_accepted,
-                )
+                trace.num_drafted = sequence.speculation.num_drafted
+                trace.num_accepted = sequence.speculation.num_accepted
             self.finished.append((sequence.ticket, trace))
         # the last ones first: then none has to move
         for sequence in sorted(finished, key=lambda sequence: -sequence.slots[-1]):

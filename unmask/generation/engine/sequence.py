@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
@@ -87,7 +88,7 @@ class SequenceState:
         """Tokens to reveal at each step of the block; empty where the predictions decide."""
         return self.request.counts[self.block] if self.request.counts else []
 
-    def tokens_to_reveal(self, ahead: int) -> int:
+    def tokens_to_reveal(self, ahead: int = 0) -> int:
         """The count of the step that comes `ahead` steps after the current one; 0 after the last step."""
         step = self.step + ahead
         return self.counts[step] if step < len(self.counts) else 0
@@ -118,3 +119,10 @@ class SequenceState:
     def num_slots(self) -> int:
         """2 with guidance, else 1."""
         return 1 + (self.config.guidance > 0)
+
+
+def by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:
+    """Each distinct config, and a mask [B] of the sequences that use it. The engine keeps equal configs as
+    one object."""
+    for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
+        yield config, np.array([sequence.config is config for sequence in sequences])

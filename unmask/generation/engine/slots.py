@@ -31,10 +31,30 @@ from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.mask_cache import MaskCache
 
-TABLES = (
-    *("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC", "noise_SU", "sum_S"),
-    *("top_id_SCK", "top_log_prob_SCK", "forbidden_id_SCK", "forbidden_log_prob_SCK"),
-)
+TABLES = {
+    "ids_SC": torch.long,
+    "hidden_SC": torch.bool,
+    "step_SC": torch.int32,
+    "log_prob_SC": torch.float64,
+    "sampled_SC": torch.float64,
+    "entropy_SC": torch.float64,
+    "top_id_SCK": torch.long,
+    "top_log_prob_SCK": torch.float64,
+    "forbidden_id_SCK": torch.long,
+    "forbidden_log_prob_SCK": torch.float64,
+    "noise_SU": torch.float64,
+    "sum_S": torch.float64,
+}
+RECORDS = {
+    "log_prob_SC": "log_prob_N",
+    "sampled_SC": "sampled_log_prob_N",
+    "entropy_SC": "entropy_N",
+    "top_id_SCK": "top_id_NK",
+    "top_log_prob_SCK": "top_log_prob_NK",
+    "forbidden_id_SCK": "forbidden_id_NK",
+    "forbidden_log_prob_SCK": "forbidden_log_prob_NK",
+}
+"""Fields of a `Decision` that are kept of revealed tokens."""
 PLANS_KEPT = 16
 CELLS_KEPT = 2**24
 """Elements of the masks of all kept plans: 16 MB as booleans, and four times that where they are added in
@@ -119,6 +139,15 @@ class Slots:
         were.
     """
 
+    ids_SC: Tensor
+    hidden_SC: Tensor
+    step_SC: Tensor
+    log_prob_SC: Tensor
+    sampled_SC: Tensor
+    entropy_SC: Tensor
+    noise_SU: Tensor
+    sum_S: Tensor
+
     def __init__(self, device: torch.device, mask_token_id: int):
         self.mask_token_id = mask_token_id
         self.count = 0
@@ -127,21 +156,10 @@ class Slots:
         self.cache: SlotCache | None = None
         # of another model, which verifies the drafts of this one
         self.verifier_cache: SlotCache | None = None
-        self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
-        self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self.log_prob_SC, self.sampled_SC, self.entropy_SC = (
-            torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3)
-        )
-        self.noise_SU = torch.zeros(0, 0, dtype=torch.float64, device=device)
-        self.sum_S = torch.zeros(0, dtype=torch.float64, device=device)
+        for name, dtype in TABLES.items():
+            axes = name.rsplit("_", 1)[1]
+            setattr(self, name, torch.zeros([0] * len(axes), dtype=dtype, device=device))
         self.shown = torch.zeros((), dtype=torch.bool, device=device)
-        self.top_id_SCK, self.forbidden_id_SCK = (
-            torch.zeros(0, 0, 0, dtype=torch.long, device=device) for _ in range(2)
-        )
-        self.top_log_prob_SCK, self.forbidden_log_prob_SCK = (
-            torch.zeros(0, 0, 0, dtype=torch.float64, device=device) for _ in range(2)
-        )
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; those in use keep their values."""
@@ -224,23 +242,17 @@ class Slots:
             hidden_BW = hidden_BW | (revise_B1 & (self.step_SC[at] >= 0))
         order_BW = first_true(hidden_BW)  # what is not in the block comes after what is
         member_N = members(count_B)
-        slot_N, position_N, ahead_N = (
-            moved(slot_B[member_N], device),
-            first_by_order(order_BW, start_B, count_B),
-            np.zeros_like(member_N),
-        )
+        slot_N, position_N = moved(slot_B[member_N], device), first_by_order(order_BW, start_B, count_B)
+        ahead_N = np.zeros_like(member_N)
         for member, entry in enumerate(entries):
             if entry.draft is not None:
                 number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden
                 draft_J, rank_J = moved_together(device, number_J, ranks(counts))
-                position_N = torch.cat(
-                    [position_N, first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start]
-                )
+                drafted_J = first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start
+                position_N = torch.cat([position_N, drafted_J])
                 slot_N = torch.cat([slot_N, torch.full_like(draft_J, entry.slot)])
-                member_N, ahead_N = (
-                    np.append(member_N, np.full_like(number_J, member)),
-                    np.append(ahead_N, 1 + number_J),
-                )
+                member_N = np.append(member_N, np.full_like(number_J, member))
+                ahead_N = np.append(ahead_N, 1 + number_J)
         return member_N, slot_N, position_N, ahead_N
 
     def unshifted(
@@ -266,10 +278,8 @@ class Slots:
             ids_RC[row, : len(ids)], hidden_RC[row, : len(ids)] = ids, hidden
         added = slice(self.count, self.count + len(texts))
         self.count += len(texts)
-        self.ids_SC[added], self.hidden_SC[added] = (
-            moved(ids_RC, self.ids_SC.device),
-            moved(hidden_RC, self.ids_SC.device),
-        )
+        self.ids_SC[added] = moved(ids_RC, self.ids_SC.device)
+        self.hidden_SC[added] = moved(hidden_RC, self.ids_SC.device)
         self.step_SC[added].fill_(-1)
         for table in (self.log_prob_SC, self.sampled_SC, self.entropy_SC, self.sum_S):
             table[added].zero_()
@@ -277,23 +287,11 @@ class Slots:
 
     def write(self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor, step_J: Tensor) -> None:
         """Reveal tokens of a decision, of its index `index_J`, at these slots and positions."""
-        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = (
-            decision.token_N[index_J],
-            self.shown,
-            step_J.to(self.step_SC.dtype),
-        )
-        records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
-        for table, values_N in zip(
-            (self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True
-        ):
-            if values_N is not None:
-                table[at] = values_N[index_J].double()
-        if decision.top_id_NK is not None and decision.top_log_prob_NK is not None:
-            self.top_id_SCK[at] = decision.top_id_NK[index_J]
-            self.top_log_prob_SCK[at] = decision.top_log_prob_NK[index_J].double()
-        if decision.forbidden_id_NK is not None and decision.forbidden_log_prob_NK is not None:
-            self.forbidden_id_SCK[at] = decision.forbidden_id_NK[index_J]
-            self.forbidden_log_prob_SCK[at] = decision.forbidden_log_prob_NK[index_J].double()
+        self.ids_SC[at], self.hidden_SC[at] = decision.token_N[index_J], self.shown
+        self.step_SC[at] = step_J.to(self.step_SC.dtype)
+        for name, field in RECORDS.items():
+            if (values_N := getattr(decision, field)) is not None:
+                getattr(self, name)[at] = values_N[index_J].to(TABLES[name])
 
     def remove(self, slot: int) -> int:
         """Free a slot: the last one in use moves there. Returns its old index."""
@@ -317,10 +315,8 @@ class Slots:
             at = (slot, slice(request.start, request.length))
             trace = Trace(*(column_C[at[1]] for column_C in columns))
             if config.trace:
-                trace.sampled_log_probs, trace.entropies = (
-                    self.sampled_SC[at].tolist(),
-                    self.entropy_SC[at].tolist(),
-                )
+                trace.sampled_log_probs = self.sampled_SC[at].tolist()
+                trace.entropies = self.entropy_SC[at].tolist()
             if config.top_log_probs:
                 trace.top_ids, trace.top_log_probs = self.most_probable("top", at, config.top_log_probs)
             if config.top_forbidden:
@@ -335,10 +331,7 @@ class Slots:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """At each of a slot's positions, the most probable tokens when it was revealed, at most `count`, and
         their log-probabilities; none where no token was revealed."""
-        id_CK, log_prob_CK = (
-            getattr(self, f"{which}_id_SCK")[at][:, :count],
-            getattr(self, f"{which}_log_prob_SCK")[at][:, :count],
-        )
+        id_CK, log_prob_CK = (getattr(self, f"{which}_{of}_SCK")[at][:, :count] for of in ("id", "log_prob"))
         recorded_CK = self.step_SC[at].ge(0)[:, None].expand_as(id_CK)
         if which == "forbidden":
             recorded_CK = recorded_CK & (log_prob_CK > -torch.inf)

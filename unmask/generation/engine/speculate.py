@@ -64,20 +64,19 @@ def _state(sequence: SequenceState) -> Speculation:
     return sequence.speculation
 
 
+def _entries(sequences: Sequence[SequenceState], num_masks: int) -> list[SpeculativeEntry]:
+    """The sequences, with their drafts to verify."""
+    entries = []
+    for sequence in sequences:
+        state, slot, length = _state(sequence), sequence.slots[0], sequence.request.length
+        first = min(sequence.num_cached, state.position - 1)
+        entries.append(SpeculativeEntry(slot, length, first, state.position, state.draft_G, num_masks))
+    return entries
+
+
 def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
-    states = [_state(sequence) for sequence in sequences]
     tree, width = _tree(lm, sequences[0].config), num_drafts(lm, sequences[0].config) + 1
-    entries = [
-        SpeculativeEntry(
-            each.slots[0],
-            each.request.length,
-            min(each.num_cached, state.position - 1),
-            state.position,
-            state.draft_G,
-            width,
-        )
-        for each, state in zip(sequences, states, strict=True)
-    ]
+    entries = _entries(sequences, width)
     causal_BJV, masked_BJDV = speculative_pass(lm, slots, entries, tree)
     last, finished = _reveal(lm, slots, sequences, causal_BJV, slots.cache)
     going_on = [member for member, sequence in enumerate(sequences) if sequence not in finished]
@@ -91,18 +90,8 @@ def _round_of_two(
     lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: list[SequenceState]
 ) -> list[SequenceState]:
     """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
-    states, count = [_state(sequence) for sequence in sequences], num_drafts(lm, sequences[0].config)
-    entries = [
-        SpeculativeEntry(
-            each.slots[0],
-            each.request.length,
-            min(each.num_cached, state.position - 1),
-            state.position,
-            state.draft_G,
-            0,
-        )
-        for each, state in zip(sequences, states, strict=True)
-    ]
+    count = num_drafts(lm, sequences[0].config)
+    entries = _entries(sequences, 0)
     tree = _tree(lm, sequences[0].config)
     if isinstance(verifier, DiffusionLM):
         causal_BJV, _ = speculative_pass(verifier, slots, entries, tree, cache=slots.verifier_cache)
@@ -114,13 +103,9 @@ def _round_of_two(
     if going_on:
         entries = []
         for sequence in going_on:
-            state = _state(sequence)
+            state, slot, length = _state(sequence), sequence.slots[0], sequence.request.length
             first, none = min(state.num_drafter_cached, state.position - 1), state.draft_G[:0]
-            entries.append(
-                SpeculativeEntry(
-                    sequence.slots[0], sequence.request.length, first, state.position, none, count + 1
-                )
-            )
+            entries.append(SpeculativeEntry(slot, length, first, state.position, none, count + 1))
             state.num_drafter_cached = state.position
         _draft(lm, slots, going_on, draft_pass(lm, slots, entries)[:, :count])
     return finished
@@ -161,18 +146,14 @@ def _reveal(
             for depth, node in enumerate(path[1:count])
             if node - 1 != depth
         ]
-        state.num_drafted, state.num_accepted = (
-            state.num_drafted + len(state.draft_G),
-            state.num_accepted + min(len(path) - 1, count),
-        )
+        state.num_drafted += len(state.draft_G)
+        state.num_accepted += min(len(path) - 1, count)
         state.position += count
         if state.position == request.length or tokens[count - 1] in ends:
             finished.append(sequence)
         sequence.num_cached = state.position - 1
-        sequence.steps_done, sequence.num_forward_passes = (
-            sequence.steps_done + 1,
-            sequence.num_forward_passes + 1,
-        )
+        sequence.steps_done += 1
+        sequence.num_forward_passes += 1
     member_N, node_N, slot_N, position_N, step_N = torch.tensor(revealed, device=rank_N.device).unbind(1)
     slots.write((slot_N, position_N), decision, member_N * shape[1] + node_N, step_N)
     if moved and cache is not None:  # a server keeps its own

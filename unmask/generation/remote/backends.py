@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from multiprocessing.pool import ThreadPool
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
@@ -28,9 +28,8 @@ from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.remote.http import HttpClient, RemoteError
-from unmask.generation.remote.nccl import check_nccl
 from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES, OTHER_WEIGHTS, differences, model_facts
-from unmask.generation.remote.vllm_client import RemoteLM
+from unmask.generation.remote.vllm_client import RemoteLM, check_nccl
 from unmask.generation.requests import Request, make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -39,10 +38,11 @@ from unmask.variables import ADMIN_KEY, API_KEY
 BAD_REQUEST, UNKNOWN_MODEL = 400, 404
 TRIES = 3
 REQUESTS_AT_ONCE = 2  # requests to `unmask serve`, so that one waits when another ends
+FOREIGN_ADAPTERS = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 MOST_TOKENS = 50_000  # of the prompts of such a request, whose body may have 1 MiB
 
 
-class Backend(Protocol):
+class Backend:
     """Samples for a trainer. In a distributed run every process has one, and all call `sync` at the same
     time."""
 
@@ -50,10 +50,12 @@ class Backend(Protocol):
         self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
     ) -> Generation:
         """Complete prompts, as `unmask.generate`."""
+        raise NotImplementedError
 
     def due(self, step: int | None) -> bool:
         """Whether weights must be sent before the rollout of this step. None: an evaluation, which always
         needs the current weights."""
+        return False
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
         """Sample from these weights from now on; `step` names them. Adapters are merged, unless only adapters
@@ -73,7 +75,7 @@ def make_backend(config: RolloutConfig, lm: DiffusionLM, output_dir: str | Path)
     return (ServerBackend if config.backend == "server" else VLLMBackend)(config, lm, folder)
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """The trained model, in this process."""
 
     def __init__(self, lm: DiffusionLM):
@@ -84,16 +86,41 @@ class LocalBackend:
     ) -> Generation:
         return generate(self.lm, prompts, config, keys)
 
-    def due(self, step: int | None) -> bool:
-        return False
 
-    def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Nothing to do: it samples from the current weights."""
+class AheadBackend(Backend):
+    """A backend that can be asked in advance, for one list of prompts at a time, while the caller does other
+    work."""
 
-    def close(self) -> None: ...
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.due, self.sync, self.close = backend.due, backend.sync, backend.close  # type: ignore[method-assign]
+        self.asked: tuple[Sequence[int], AsyncResult[Generation]] | None = None  # with the keys
+
+    def ask(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int]) -> None:
+        """Begin to sample from the weights sent last, in a thread. `generate` with the same keys returns the
+        completions."""
+        thread = ThreadPool(1)  # a process that exits does not wait for it
+        self.asked = keys, thread.apply_async(self.backend.generate, (prompts, config, keys))
+        thread.close()
+
+    def generate(
+        self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
+    ) -> Generation:
+        """Complete prompts, or wait for the completions that were asked for with these keys, or raise the
+        error that they met."""
+        if self.asked is None or self.asked[0] != keys:
+            return self.backend.generate(prompts, config, keys)
+        (_, generation), self.asked = self.asked, None
+        return generation.get()
+
+    def wait(self) -> None:
+        """Wait until the server has sampled what it was asked for, from the weights that it has. All
+        processes do before any sends new ones."""
+        if self.asked is not None:
+            self.asked[1].wait()
 
 
-class RemoteBackend:
+class RemoteBackend(Backend):
     """The base of backends with a server: the weights that it should hold, and the folders from which it
     reads them."""
 
@@ -166,26 +193,13 @@ def check_adapters(lm: DiffusionLM) -> None:
         raise GenerationError(what, where="sync", remedy="Train with lora, or set sync to disk")
     for config in adapters.values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        foreign = [] if kind == "LORA" else [f"peft_type {kind}"]
-        foreign += [
-            name
-            for name in (
-                "use_dora",
-                "modules_to_save",
-                "rank_pattern",
-                "alpha_pattern",
-                "trainable_token_indices",
-            )
-            if getattr(config, name, None)
-        ]
+        foreign = [name for name in FOREIGN_ADAPTERS if getattr(config, name, None)]
+        foreign += [f"peft_type {kind}"] if kind != "LORA" else []
         foreign += ["bias"] if getattr(config, "bias", "none") != "none" else []
         if foreign:
             what = f"vLLM does not compute adapters with {', '.join(foreign)} as they are trained"
-            raise GenerationError(
-                what,
-                where="sync",
-                remedy="Train plain LoRA adapters, or set sync to disk, which sends them merged",
-            )
+            remedy = "Train plain LoRA adapters, or set sync to disk, which sends them merged"
+            raise GenerationError(what, where="sync", remedy=remedy)
 
 
 class ServerBackend(RemoteBackend):
@@ -194,11 +208,15 @@ class ServerBackend(RemoteBackend):
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         super().__init__(config, lm, folder)
-        url, limits = (
-            str(config.url),
-            {"timeout": config.timeout, "patience": config.patience, "queue_patience": config.timeout},
+        url = str(config.url)
+        self.http = HttpClient(
+            url,
+            "`unmask serve`",
+            timeout=config.timeout,
+            patience=config.patience,
+            queue_patience=config.timeout,
+            api_key=self.api_key,
         )
-        self.http = HttpClient(url, "`unmask serve`", **limits, api_key=self.api_key)
         self._sending = Lock()
         try:
             card = self._served()
@@ -255,17 +273,10 @@ class ServerBackend(RemoteBackend):
             raise GenerationError(
                 f"has no model {self.config.model!r}", where=str(self.config.url), remedy=remedy
             )
-
-        def pick(answer: Any) -> dict[str, Any]:
-            card = answer["data"][0 if self.config.model is None else names.index(self.config.model)]
-            return {
-                "id": card["id"],
-                "version": card["version"],
-                "facts": dict(card["facts"]),
-                "limits": dict(card["limits"]),
-            }
-
-        return self.http.read(answer, pick)
+        card = answer["data"][0 if self.config.model is None else names.index(self.config.model)]
+        return self.http.read(
+            card, lambda card: {name: card[name] for name in ("id", "version", "facts", "limits")}
+        )
 
     def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
         settings = config.model_dump(
@@ -356,13 +367,14 @@ class VLLMBackend(RemoteBackend):
         super().__init__(config, lm, folder)
         # runs with adapters may share a server
         self.adapter = f"unmask-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
-        options: dict[str, Any] = {
-            "timeout": config.timeout,
-            "patience": config.patience,
-            "api_key": self.api_key,
-        }
         self.remote = RemoteLM(
-            str(config.url), lm.tokenizer, config.model, eos_token_ids=lm.eos_token_ids, **options
+            str(config.url),
+            lm.tokenizer,
+            config.model,
+            eos_token_ids=lm.eos_token_ids,
+            timeout=config.timeout,
+            patience=config.patience,
+            api_key=self.api_key,
         )
         try:
             self.processed = self._probe()

@@ -3,11 +3,14 @@ command that starts the server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import socket
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +21,6 @@ from unmask.diffusion.rng import sequence_key
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import HttpClient, RemoteError
-from unmask.generation.remote.nccl import nccl_sender
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.models.chat_template import turn_end
 from unmask.models.model_files import read_tokenizer
@@ -256,3 +258,53 @@ def base_models(answer: Any) -> dict[str, int | None]:
     """The models that a server lists, without adapters, each with its context length if the server says
     so."""
     return {card["id"]: card.get("max_model_len") for card in answer["data"] if not card.get("parent")}
+
+
+class ControlPlane:
+    """The steps of an update, as vLLM's sender calls them."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("POST", "/init_weight_transfer_engine", json={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("POST", "/update_weights", json={"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("POST", "/finish_weight_update")
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("POST", "/shutdown_weight_transfer_engine")
+
+
+def check_nccl() -> None:
+    """Raise GenerationError without a GPU, or if vLLM is not installed here."""
+    where, remedy = "update_weights", "Give a folder that the server can read instead (sync disk)"
+    if not torch.cuda.is_available():
+        raise GenerationError("NCCL needs a GPU on both sides", where=where, remedy=remedy)
+    if importlib.util.find_spec("vllm") is None:
+        raise GenerationError(
+            "NCCL needs vLLM, which is not installed here", where=where, remedy=f"Install vllm, or {remedy}"
+        )
+
+
+def nccl_sender(model: nn.Module, call: Callable[..., Any], address: str) -> Any:
+    """A sender whose `send_weights()` sends the model's current weights, whose names are those of the
+    server's checkpoint. Errors as in `check_nccl`. `address`: of this machine, as the server's workers reach
+    it."""
+    check_nccl()
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    workers = call("GET", "/get_world_size")["world_size"]
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    facts = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + workers)
+    return WeightTransferTrainerFactory.trainer_init(
+        facts, client=ControlPlane(call), source=ModuleSource(model)
+    )
