@@ -145,7 +145,7 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int =
 
 
 def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
-    """Two views, each hiding what the other shows, so that every token is learnt in each step.
+    """Two views, each hiding what the other shows, so that every token is trained on in each step.
 
     The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the
     schedule has this rate, times the change of variables: -alpha'(t) / alpha(t) for the ELBO.

@@ -82,7 +82,7 @@ def fim_prompt(
     """The prompt with which `unmask.generate` fills the gap between two texts, as token ids. The completion
     is the middle.
 
-    The texts are tokenised apart: special tokens that they spell stay text, and a tokenizer that writes a
+    The texts are tokenized apart: special tokens that they spell stay text, and a tokenizer that writes a
     space before a text writes none before the suffix.
 
     Args:

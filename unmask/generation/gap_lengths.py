@@ -24,7 +24,6 @@ Shapes: L lengths, M views, T tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,10 +51,12 @@ WINDOW = 8
 ROUNDS = (2, 4, WINDOW)
 """Tokens on either side that are predicted by the end of each round of a search."""
 TOKENS_PER_PASS = 8192
-"""Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other
-texts; and no more than a step of a server takes, which makes such passes between its steps."""
+"""The most tokens of a forward pass: the same for every text, so that a length does not depend on others, and
+no more than a step of a server takes, which makes such passes between its steps."""
 Pass = Callable[[], list[float]]
 """A forward pass, and what it finds."""
+Run = Callable[[Pass], list[float]]
+"""Makes a forward pass, when and where the model is free."""
 
 
 def run_now(forward_pass: Pass) -> list[float]:
@@ -76,7 +77,7 @@ def find_lengths(
     config: SamplerConfig,
     max_gap: int,
     gap_mark: str,
-    run: Callable[[Pass], list[float]] = run_now,
+    run: Run = run_now,
 ) -> list[FoundText]:
     """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier
     ones have the lengths that were found, and the later ones a short one. All gaps are hidden throughout.
@@ -106,7 +107,12 @@ def checked_segments(
     if max_gap < 1:
         raise GenerationError(f"{max_gap} tokens", where="max_gap", remedy="Use 1 or more")
     check_settings(lm, config)
-    parted = _all_segments(lm, texts, gap_mark)
+    if isinstance(texts, (str, bytes)):
+        raise GenerationError("texts is one string", where="texts", remedy="Give a list of texts")
+    if gap_mark in lm.tokenizer.mask_token:
+        what = "it is in the mask token, which stands for one token" if gap_mark else "it is empty"
+        raise GenerationError(what, where="gap_mark", remedy="Use a text that occurs only where a gap is")
+    parted = [_segments(lm, text, gap_mark, f"text {index}") for index, text in enumerate(texts)]
     for index, segments in enumerate(parted):
         _check(lm, segments, max_gap, f"text {index}")
     return parted
@@ -145,7 +151,7 @@ def _find(
     config: SamplerConfig,
     max_gap: int,
     where: str,
-    run: Callable[[Pass], list[float]],
+    run: Run,
 ) -> FoundText:
     begun = lm.mask_token_id in segments[0] or has_text(lm.tokenizer, segments[0])
     possible = [
@@ -178,7 +184,7 @@ class GapScorer:
         before: list[int],
         after: list[int],
         sizes: tuple[int, int],
-        run: Callable[[Pass], list[float]] = run_now,
+        run: Run = run_now,
     ):
         self.lm, self.before, self.after, self.run = lm, before, after, run
         # nothing predicts the first token of a shifted model
@@ -232,18 +238,8 @@ class GapScorer:
                 yield places[number:], place
 
 
-def _all_segments(lm: DiffusionLM, texts: Sequence[Any], mark: str) -> list[list[list[int]]]:
-    """The ids between the gaps of each text."""
-    if isinstance(texts, (str, bytes)):
-        raise GenerationError("texts is one string", where="texts", remedy="Give a list of texts")
-    if mark in lm.tokenizer.mask_token:
-        what = "it is in the mask token, which stands for one token" if mark else "it is empty"
-        raise GenerationError(what, where="gap_mark", remedy="Use a text that occurs only where a gap is")
-    return [_segments(lm, text, mark, f"text {index}") for index, text in enumerate(texts)]
-
-
 def _segments(lm: DiffusionLM, text: Any, mark: str, where: str) -> list[list[int]]:
-    """The ids between the gaps, each part tokenised by itself: no token reaches over a mark."""
+    """The ids between the gaps, each part tokenized apart: no token reaches over a mark."""
     if isinstance(text, str):
         first, *others = text.split(mark)
         keep = [lm.tokenizer.mask_token]
@@ -290,6 +286,5 @@ def _check(lm: DiffusionLM, segments: list[list[int]], max_gap: int, where: str)
 
 def _canvas(lm: DiffusionLM, segments: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
     """The text, with as many mask tokens in its gaps as these lengths."""
-    gaps = [[lm.mask_token_id] * length for length in lengths]
-    parts = itertools.zip_longest(segments, gaps, fillvalue=[])
-    return [token for segment, gap in parts for token in [*segment, *gap]]
+    pairs = zip(segments, [*lengths, 0], strict=True)
+    return [token for segment, length in pairs for token in [*segment, *[lm.mask_token_id] * length]]

@@ -390,7 +390,7 @@ def _unlikely(
     step: int,
     config: SamplerConfig,
 ) -> list[int]:
-    """Those of the visible positions that may be hidden again, the first to be hidden first."""
+    """The visible positions that may be hidden again, the first to be hidden first."""
     assert config.revise is not None
     ids_1T, position_N = torch.tensor([ids], device=lm.device), position_N.to(lm.device)
     if config.revise.by == "quality":  # in a pass of its own

@@ -19,8 +19,7 @@ from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 
 MOST_TOP = 20
-"""Of a position's tokens the number whose log-probabilities are recorded, if any are: so many in every
-sequence, as these share tables."""
+"""Number of top log-probabilities recorded per position (the same for all sequences, which share tables)."""
 GROUP = 256  # vocabulary entries per group: a draw first picks a group by its sum, then an entry of it
 GPU_LOGITS_AT_ONCE = 2**28  # 1 GB in float32
 CPU_LOGITS_AT_ONCE = 2**19  # these stay in the processor's cache between the passes over them
@@ -106,7 +105,7 @@ def decide_by(
     present_NV: Tensor | None = None,
     given: Given | None = None,
 ) -> Decision:
-    """As `decide`, by the numbers [N] of `streams`. For NaN the log-probabilities are NaN."""
+    """Decide like `decide`, by the numbers [N] of `streams`. For NaN the log-probabilities are NaN."""
     rows, vocabulary = logits_NV.shape
     rows_at_once = max(
         1, (CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE) // vocabulary
@@ -270,10 +269,8 @@ def _draw_tokens(
     if adjusted or config.temperature not in (0, 1):
         weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    token_N1 = (
-        best(logits_NV)[:, None] if config.temperature == 0 else _draw(weight_NV, uniforms[Stream.TOKEN])
-    )
-    return token_N1, weight_NV
+    token_N = best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[Stream.TOKEN])
+    return token_N[:, None], weight_NV
 
 
 def weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
@@ -356,16 +353,12 @@ def draw(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Inverse-CDF sampling: one uniform number per row picks a token in proportion to its weight. First a
     group of the vocabulary, then a token of it, so that only the sums of groups are accumulated (in float64).
     Of NaN weights, some token."""
-    return _draw(weight_NV, uniform_N).squeeze(1)
-
-
-def _draw(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
     uniform_N1, last = uniform_N[:, None], weight_NV.shape[1] - 1
     group_N1, before_N1, goal_N1 = _search(_by_group(weight_NV, torch.sum), uniform_N1, None)
     column_NK = _columns(group_N1)
     inside_NK = weight_NV.gather(1, column_NK.clamp_max(last)).masked_fill(column_NK > last, 0.0)
     index_N1, _, _ = _search(inside_NK, uniform_N1, goal_N1 - before_N1)
-    return torch.add(index_N1, group_N1, alpha=GROUP).clamp_max(last)
+    return torch.add(index_N1, group_N1, alpha=GROUP).clamp_max(last).squeeze(1)
 
 
 def _by_group(value_NV: Tensor, reduce: Callable[..., Tensor]) -> Tensor:

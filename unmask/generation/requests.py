@@ -71,7 +71,8 @@ def _request(
     where: str,
 ) -> Request:
     """The request to complete a prompt, or if there is none to fill in the whole text."""
-    completion, revisions = prompt is not None, ()
+    completion = prompt is not None
+    revisions: tuple[list[int], ...] = ()
     counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config, key if completion else 0)
     if config.revise is not None and counts is not None:
         planned = [plan_revisions(block, config.revise) for block in counts]
@@ -253,24 +254,21 @@ def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
         raise GenerationError(
             f"is a model of {verifier.attention} attention", where="verifier", remedy=remedy
         )
-    words, others = lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
+    check_vocabulary(lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab())
     sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, verifier))
-    if words != others or sizes != other_sizes:
-        what = (
-            f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's "
-            "tokenizer"
-        )
-        if words == others:
-            what = (
-                f"has {other_sizes[0]} token ids and mask token {other_sizes[1]}, the drafting model "
-                f"{sizes[0]} and {sizes[1]}"
-            )
-        raise GenerationError(
-            what, where="verifier", remedy="Give a model with the same tokenizer and mask token"
-        )
+    if sizes != other_sizes:
+        what = f"has the vocabulary size and mask token {other_sizes}, the drafting model {sizes}"
+        raise GenerationError(what, where="verifier", remedy="Give a model with the same of both")
     if verifier.device != lm.device:
         what = f"is on {verifier.device}, and the drafting model on {lm.device}"
         raise GenerationError(what, where="verifier", remedy="Load both on one device")
+
+
+def check_vocabulary(words: dict[str, int], others: dict[str, int]) -> None:
+    """Raise GenerationError for a verifying model with other tokens than the drafting one."""
+    if count := len(words.items() ^ others.items()):
+        what = f"{count} entries differ from those of the drafting model's tokenizer"
+        raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer")
 
 
 def check_verified(context_length: int | None, length: int, config: SamplerConfig) -> None:

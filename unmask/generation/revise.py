@@ -89,5 +89,5 @@ def _expected(visible: int, left: int, revise: ReviseConfig) -> float:
 
 
 def even_counts(size: int, steps: int) -> list[int]:
-    """As even shares as possible, the larger ones first."""
+    """Shares that are as even as possible, the larger ones first."""
     return [size // steps + (i < size % steps) for i in range(steps)]

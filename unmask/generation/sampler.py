@@ -71,7 +71,7 @@ def infill(
         it is searched in any case. Mask tokens still stand for one token each. None: there are only mask
         tokens. max_gap: the longest gap, in tokens; the shortest has one. None: that of the model's training,
         and 64 where lengths are searched. gap_mark: the mark. A text is cut at its marks before it is
-        tokenised. In place of token ids with marks, give the lists of ids between the gaps.
+        tokenized. In place of token ids with marks, give the lists of ids between the gaps.
 
     Returns: The whole texts. End tokens are filled in only if `allowed_tokens` names them. With lengths that
         were searched the tokens are those for the same text with as many mask tokens as were found.

@@ -2,7 +2,7 @@
 its causal reading.
 
 A verified token has the distribution p of the causal reading, whatever the drafts are. A draft x, drawn from
-q, is kept with probability min(1, p(x) / q(x)); else p becomes (p - q)+, normalised (Leviathan et al. 2023),
+q, is kept with probability min(1, p(x) / q(x)); else p becomes (p - q)+, normalized (Leviathan et al. 2023),
 and the position's next candidate is tried, which is drawn without those before it (Jeon et al. 2024). If none
 is kept, the token is drawn from what p has become. At temperature 0 all are one-hot, so the tokens are those
 of greedy decoding. The noise is keyed by (seed, key, position, candidate) alone: of a position's drafts only

@@ -6,7 +6,7 @@ deleted, which ends the gap before it, and the last one may become two. As the m
 and p(expand) that it has more tokens than positions.
 
 A gap that has expanded is not deleted from, and one that was deleted from does not expand: it was decided
-that it has at least, or at most, so many tokens. From left to right, drawn gaps of up to `FIRST_POSITIONS`
+that it has at least, or at most, that many tokens. From left to right, drawn gaps of up to `FIRST_POSITIONS`
 tokens then have exactly the model's distribution; in other cases the tokens before are drawn without this
 knowledge.
 
@@ -51,8 +51,8 @@ from unmask.models.length_tokens import predicting_lengths
 from unmask.models.model_state import evaluating
 
 FIRST_POSITIONS = 16
-"""Of a gap, if it may be so long. More cost wider passes; a longer gap costs a pass for each further
-position."""
+"""Positions that a gap has at first, if it may have that many. More cost wider passes; a longer gap costs a
+pass for each further position."""
 SETTLED = 0.9
 UNSUPPORTED = (
     "steps",
@@ -72,6 +72,8 @@ UNSUPPORTED = (
     "top_forbidden",
 )
 """Settings that plan for a number of tokens, or for positions that stay where they are."""
+Decided = dict[int, tuple[int, tuple[float, ...], bool]]
+"""The token at each hidden position, its records, and whether it is chosen."""
 RECORDS = ("log_prob_N", "sampled_log_prob_N", "entropy_N")
 
 
@@ -168,7 +170,7 @@ def fill_gaps(
 
 def trained_max_gap(lm: DiffusionLM, max_gap: int | None) -> int:
     """The longest gap to fill: that of the model's training if none is given. Raises GenerationError for a
-    longer one, for which the model would say nothing that it has learnt."""
+    longer one, on which the model was not trained."""
     if max_gap is None:
         return lm.max_gap or DEFAULT_MAX_GAP
     if lm.max_gap is not None and max_gap > lm.max_gap:
@@ -265,14 +267,12 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     chosen_BT = first_by_priority(priority_BT, count_B)
     chosen, tokens = chosen_BT[member_N, seen.position_N].tolist(), decision.token_N.tolist()
     records = zip(*(_column(decision, name) for name in RECORDS), strict=True)
-    decided: list[dict[int, tuple[int, tuple[float, ...]]]] = [{} for _ in texts]
-    revealed: list[list[int]] = [[] for _ in texts]
+    decided: list[Decided] = [{} for _ in texts]
     for (member, position), token, record, is_chosen in zip(places, tokens, records, chosen, strict=True):
-        decided[member][position] = (token, record)
-        revealed[member] += [position] * is_chosen
-    for member, (text, all_decided, positions) in enumerate(zip(texts, decided, revealed, strict=True)):
+        decided[member][position] = token, record, is_chosen
+    for member, text in enumerate(texts):
         if member not in settled:
-            _reveal(lm, text, all_decided, positions, config, max_gap)
+            _reveal(lm, text, decided[member], config, max_gap)
         text.passes += 1
 
 
@@ -324,8 +324,7 @@ def decide_open(
 def _reveal(
     lm: DiffusionLM,
     text: OpenText,
-    decided: dict[int, tuple[int, tuple[float, ...]]],
-    chosen: Sequence[int],
+    decided: Decided,
     config: SamplerConfig,
     max_gap: int,
 ) -> None:
@@ -333,10 +332,11 @@ def _reveal(
     excludes stays hidden, such as a deletion before a token. At temperature 0 a deletion also makes those
     right before it that were decided: the gap ends at the first."""
     gone = len(text.ids)  # chosen positions from here on were removed, or are done
-    for position in sorted(chosen, reverse=True):
-        if position >= gone:
+    for position in sorted(decided, reverse=True):
+        token, record, is_chosen = decided[position]
+        if position >= gone or not is_chosen:
             continue
-        (token, record), (expands, deletes) = decided[position], text.may(position, max_gap)
+        expands, deletes = text.may(position, max_gap)
         if token == lm.expand_token_id:
             if expands:
                 text.expand(position)

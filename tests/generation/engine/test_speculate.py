@@ -140,7 +140,7 @@ def test_the_cache_holds_the_kept_drafts_at_their_positions():
                 plain = Slots(lm.device, lm.mask_token_id)
                 plain.reserve(1, count + 1)
                 plain.create_cache()
-                plain.add(engine.slots.ids_SC[slot, :count].tolist(), [False] * count)
+                plain.add_all([(engine.slots.ids_SC[slot, :count].tolist(), [False] * count)])
                 with torch.no_grad():
                     cache_clean_tokens(lm.as_causal(), plain, [BatchEntry(0, count, count, count)])
                 for pair, others in zip(engine.slots.cache.stored, plain.cache.stored, strict=True):

@@ -58,8 +58,8 @@ class EdgeTable:
 
 
 class Reach:
-    """The states from which so many tokens lead to an accepting one, for each number of tokens up to the
-    first at which they repeat themselves. Threads may share it."""
+    """The states from which a number of tokens lead to an accepting one, for each number up to the first at
+    which they repeat themselves. Threads may share it."""
 
     def __init__(self, accepts_S: np.ndarray, edges: Callable[[], tuple[np.ndarray, np.ndarray]]):
         self._edges, self._lock = edges, Lock()

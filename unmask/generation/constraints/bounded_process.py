@@ -31,7 +31,7 @@ given = json.load(sys.stdin){}json.dump(result, sys.stdout)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of what is built, in seconds and bytes; `until`: when the seconds are over."""
+    """Bounds of what is built, in seconds and bytes; `until`: when the seconds are over."""
 
     seconds: float
     num_bytes: int
@@ -42,10 +42,11 @@ _bounds: ContextVar[Bounds | None] = ContextVar("bounds", default=None)
 
 
 @contextmanager
-def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Inside, in this thread, all that is built may take so many seconds together, and each process so much
-    memory."""
-    token = _bounds.set(Bounds(seconds, num_bytes, monotonic() + seconds))
+def bounded(seconds: float | None = None, num_bytes: int = BYTES) -> Iterator[None]:
+    """Bound what is built within the context, in this thread: its seconds together, and the memory of each
+    process. Without seconds, by the bounds of now."""
+    most = bounds() if seconds is None else Bounds(seconds, num_bytes, monotonic() + seconds)
+    token = _bounds.set(most)
     try:
         yield
     finally:
@@ -57,23 +58,26 @@ def bounds() -> Bounds:
     return _bounds.get() or Bounds(SECONDS, BYTES, monotonic() + SECONDS)
 
 
-def check_time(where: str) -> None:
+def too_slow(where: str, remedy: str) -> GenerationError:
+    """The error once the seconds for what is built are over."""
+    what = f"its automaton takes more than {bounds().seconds:g} seconds to build"
+    return GenerationError(what, where=where, remedy=remedy)
+
+
+def check_time(where: str, remedy: str = "Bound its repetitions, or split it") -> None:
     """Raise GenerationError once the seconds for what is built are over."""
-    most = bounds()
-    if monotonic() > most.until:
-        what = f"its automaton takes more than {most.seconds:g} seconds to build"
-        raise GenerationError(what, where=where, remedy="Bound its repetitions, or split it")
+    if monotonic() > bounds().until:
+        raise too_slow(where, remedy)
 
 
-def run_bounded(script: str, given: Any, where: str, *, remedy: str, until: float = math.inf) -> Any:
-    """The `result` that a script makes of what is `given`; both are sent as JSON. `until`: when it has to be
-    there, by `time.monotonic`.
+def run_bounded(script: str, given: Any, where: str, *, remedy: str) -> Any:
+    """The `result` that a script makes of what is `given`; both are sent as JSON.
 
     Raises:
         GenerationError: it takes too long, or too much memory.
     """
     most = bounds()
-    seconds = max(min(until, most.until) - monotonic(), 0)
+    seconds = max(most.until - monotonic(), 0)
     cpu_seconds = 2 * math.ceil(seconds) + 10  # should this process end before
     command = [
         sys.executable,
@@ -86,9 +90,7 @@ def run_bounded(script: str, given: Any, where: str, *, remedy: str, until: floa
     try:
         done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise GenerationError(
-            f"its automaton takes more than {most.seconds:g} seconds to build", where=where, remedy=remedy
-        ) from None
+        raise too_slow(where, remedy) from None
     if done.returncode != 0:
         raise GenerationError(
             f"its automaton takes more than {most.num_bytes / 2**30:g} GiB to build",

@@ -9,7 +9,6 @@ Shapes: S states, of which the last is dead.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from unmask.generation.constraints.bounded_process import run_bounded
 
 MAX_STATES = 20_000
 MAX_ROUNDS = 300
-"""Of splitting states; an automaton that needs more is long, and is not made smaller."""
+"""Rounds of splitting states; an automaton that needs more is long, and is not made smaller."""
 EOS = 256
 FIRST, LAST = chr(0x10FFFE), chr(0x10FFFF)
 """The characters that are put before a pattern and after it."""
@@ -72,14 +71,12 @@ def byte_automata(
     *,
     names: Sequence[str] = (),
     plain: bool = False,
-    until: float = math.inf,
 ) -> list[ByteAutomaton]:
     """The automata of regular expressions in Rust's syntax.
 
     Args: plain: whether they match no `FIRST`. The library also builds an automaton of all texts that end
         with a match, which then is as small: else `[1-9][0-9]{20,}` has millions of states, since any digit
-        but 0 may be where it begins. names: what each adds to `where` in errors. until: when they have to be
-        there, by `time.monotonic`.
+        but 0 may be where it begins. names: what each adds to `where` in errors.
 
     Raises:
         ConfigError: outlines-core is not installed.
@@ -93,7 +90,7 @@ def byte_automata(
         _refuse_unopened(pattern, place)
     too_large = "Bound its repetitions, or split it"
     first = FIRST if plain else ""
-    built = run_bounded(BUILD, [first, list(patterns)], where, remedy=too_large, until=until)
+    built = run_bounded(BUILD, [first, list(patterns)], where, remedy=too_large)
     automata = []
     for pattern, place, result in zip(patterns, places, built, strict=True):
         if isinstance(result[0], str):

@@ -82,8 +82,8 @@ def decide_given(
     present_NV: Tensor | None,
     windows: Sequence[Window],
 ) -> Decision:
-    """As `decide`, for all hidden positions of one sequence's block: tokens that fit together, and
-    confidences given the constraint.
+    """Decide like `decide`, for all hidden positions of one sequence's block: tokens that fit together,
+    and confidences given the constraint.
 
     Temperature 0: the most probable text of each window (Suresh et al. 2025, "DINGO"). Else one drawn from
     the model's distribution given that it is accepted. The log-probabilities are the model's own; those of a
@@ -209,8 +209,8 @@ def _draw_tokens(
 def _draw_filtered(
     window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, uniform_N: Tensor, config: SamplerConfig
 ) -> Tensor:
-    """As `_draw_tokens`, when top_k and top_p have cut each position's distribution given the constraint.
-    Tokens that they leave out are drawn only where no text fits without them."""
+    """Draw like `_draw_tokens`, when top_k and top_p have cut each position's distribution given the
+    constraint. Tokens that they leave out are drawn only where no text fits without them."""
     row_N, class_V = window.row_N, window.class_V
     weight_NV = weights(drawn_from_NV[row_N], drawn_from_NV[row_N].amax(-1, keepdim=True), config.temperature)
     keep_NV = keep_likely(weight_NV, config.top_k, config.top_p) > 0

@@ -10,7 +10,6 @@ Shapes: C groups of bytes that act alike.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +18,7 @@ import networkx
 import numpy as np
 
 from unmask.errors import GenerationError, require
-from unmask.generation.constraints.bounded_process import bounds, run_bounded
+from unmask.generation.constraints.bounded_process import bounded, check_time, run_bounded
 from unmask.generation.constraints.byte_automaton import (
     MAX_STATES,
     ByteAutomaton,
@@ -87,6 +86,7 @@ class Symbol(NamedTuple):
 Productions = dict[str, list[list[Symbol]]]
 
 
+@bounded()
 def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
     """The automaton of a grammar whose rules stand within themselves `depth` times at most.
 
@@ -94,12 +94,11 @@ def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
         ConfigError: lark or outlines-core is not installed.
         GenerationError: the grammar is invalid, a terminal is not regular, or the automaton is too large.
     """
-    until = bounds().until
     productions, patterns, ignored = _read(text, where)
     if not patterns:
         raise GenerationError("no text but the empty one can be of it", where=where, remedy="Add a terminal")
     rust = [_rust(pattern, f"{where}.{name}") for name, pattern in patterns.items()]
-    built = byte_automata(rust, where, names=[*patterns], until=until)
+    built = byte_automata(rust, where, names=[*patterns])
     automata = dict(zip(patterns, built, strict=True))
     for name in (
         name for name, automaton in automata.items() if automaton.start == len(automaton.next_S256) - 1
@@ -109,7 +108,7 @@ def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
             where=f"{where}.{name}",
             remedy="Leave out private-use characters of the last plane",
         )
-    builder = _Builder(_with_depth(productions), automata, ignored, depth, where, until)
+    builder = _Builder(_with_depth(productions), automata, ignored, depth, where)
     try:
         enter, leave = builder.whole()
     except RecursionError:
@@ -193,7 +192,7 @@ def _with_depth(productions: Productions) -> Productions:
 
 
 def _components(productions: Productions) -> dict[str, frozenset[str]]:
-    """Of each rule the rules that it stands in and that stand in it, with itself."""
+    """For each rule, the rules that it stands in and that stand in it, with itself."""
     graph = networkx.DiGraph()
     graph.add_nodes_from(productions)
     for rule, rules in productions.items():
@@ -256,8 +255,6 @@ class _Builder:
     ignored: Sequence[str]
     depth: int
     where: str
-    until: float
-    """When building has to be over, in seconds of `time.monotonic`."""
     empty: list[list[int]] = field(default_factory=list)
     """The states that each state reaches without a byte."""
     read: list[tuple[str, int, int]] = field(default_factory=list)
@@ -274,11 +271,9 @@ class _Builder:
         return len(self.empty) - 1
 
     def _refuse_large(self, states: int, most: int) -> None:
-        if states > most or time.monotonic() > self.until:
-            what = (
-                f"its automaton has more than {most:,} states, or takes more than {bounds().seconds:g} "
-                "seconds to build"
-            )
+        check_time(self.where, TOO_LARGE)
+        if states > most:
+            what = f"its automaton has more than {most:,} states"
             raise GenerationError(what, where=self.where, remedy=TOO_LARGE)
 
     def whole(self) -> tuple[int, int]:

@@ -49,14 +49,14 @@ ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 BESIDE = {"const": {"type"}, "enum": {"type"}, "anyOf": {"discriminator"}, "oneOf": {"discriminator"}}
 """Keywords that may stand beside these: a discriminator only says which entry to look at."""
 MOST = 10**6
-"""Of what is counted: far more than automata can hold."""
+"""The largest count: far more than automata can hold."""
 MOST_WRITTEN = 2**22
 """Characters of the patterns of all parts, each with those in it: what references that double one another may
 come to."""
 MOST_COMPARED = 20_000
 """Pairs of schemas of which it is asked whether a value may fit both."""
 MOST_DIGITS = 40
-"""Of numbers with a limit: the pattern of a longer one is nested too deep."""
+"""Digits of a number with a limit: the pattern of a longer one is nested too deep."""
 POINT = r"\."
 NOT_ENFORCED = "Leave it out, and check the text afterwards"
 CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F\x{100000}-\x{10FFFF}]|\\["\\/bfnrt])'
@@ -93,17 +93,18 @@ class Reader:
     def __init__(self, schema: Any, where: str):
         self.root, self.where = schema, where
         self.known: dict[str, str] = {}  # the patterns of references
+        self.within: list[str] = []  # the references that lead to what is read
         self.written = self.compared = 0
 
-    def read(self, schema: Any, where: str, within: tuple[str, ...] = ()) -> str:
-        """The pattern of one schema, which stands beside others; `within`: the references that led to it."""
-        pattern = self._read(schema, where, within)
+    def read(self, schema: Any, where: str) -> str:
+        """The pattern of one schema, which stands beside others."""
+        pattern = self._read(schema, where)
         self.written += len(pattern)
         if self.written > MOST_WRITTEN:
             refuse("is too large with all references written out", where, "Refer to less, or less often")
         return pattern
 
-    def _read(self, schema: Any, where: str, within: tuple[str, ...]) -> str:
+    def _read(self, schema: Any, where: str) -> str:
         if not isinstance(schema, dict):
             refuse(f"{json.dumps(schema)} is not a schema that can be enforced", where, "Give an object")
         if "$id" in schema and schema is not self.root:
@@ -111,7 +112,7 @@ class Reader:
         used = schema.keys() - NOTES - DEFINITIONS
         for name in (name for name in ALONE if name in used):
             only(used, {name} | BESIDE.get(name, set()), where)
-            return self._read_alone(schema, name, where, within)
+            return self._read_alone(schema, name, where)
         types = schema.get("type", implied(used))
         if types is None:
             what = f"{sorted(used)[0]} without a type cannot be enforced" if used else "allows everything"
@@ -121,18 +122,18 @@ class Reader:
                 refuse(f"{json.dumps(name)} is not a type", f"{where}.type", did_you_mean(str(name), BY_TYPE))
         types = [types] if isinstance(types, str) else types
         only(used, {"type"}.union(*(BY_TYPE[name] for name in types)), where)
-        return union(self._read_type(schema, name, where, within) for name in dict.fromkeys(types))
+        return union(self._read_type(schema, name, where) for name in dict.fromkeys(types))
 
-    def _read_type(self, schema: dict[str, Any], name: str, where: str, within: tuple[str, ...]) -> str:
+    def _read_type(self, schema: dict[str, Any], name: str, where: str) -> str:
         """The values of one type that fit; keywords of others restrict none of them."""
         schema = {keyword: value for keyword, value in schema.items() if keyword in BY_TYPE[name]}
         match name:
             case "string":
                 return self._read_string(schema, where)
             case "array":
-                return self._read_array(schema, where, within)
+                return self._read_array(schema, where)
             case "object":
-                return self._read_object(schema, where, within)
+                return self._read_object(schema, where)
         if not schema:
             return SIMPLE[name]
         found = (integer_patterns if name == "integer" else decimal_patterns)(limits(schema, where))
@@ -142,20 +143,17 @@ class Reader:
             else refuse(f"no {name} is within {' and '.join(sorted(schema))}", where, "Change one of them")
         )
 
-    def _read_alone(self, schema: dict[str, Any], name: str, where: str, within: tuple[str, ...]) -> str:
+    def _read_alone(self, schema: dict[str, Any], name: str, where: str) -> str:
         value = schema[name]
         if name == "$ref":
-            if value in within:
-                refuse(
-                    f"{value!r} contains itself, which no regular expression can enforce",
-                    f"{where}.$ref",
-                    "Write out some levels",
-                )
+            if value in self.within:
+                what = f"{value!r} contains itself, which no regular expression can enforce"
+                refuse(what, f"{where}.$ref", "Write out some levels")
             target = self._resolve(value, f"{where}.$ref")
             if value not in self.known:
-                self.known[value] = self.read(
-                    target, f"{self.where}{value[1:].replace('/', '.')}", (*within, value)
-                )
+                self.within.append(value)
+                self.known[value] = self.read(target, f"{self.where}{value[1:].replace('/', '.')}")
+                self.within.pop()
             return self.known[value]
         values = [value] if name == "const" else value
         if not (isinstance(values, list) and values):
@@ -163,9 +161,7 @@ class Reader:
         if name in ("anyOf", "oneOf", "allOf"):
             if name == "allOf" and len(value) > 1:
                 refuse("of several schemas cannot be enforced", f"{where}.allOf", "Write them as one")
-            found = union(
-                [self.read(one, f"{where}.{name}.{index}", within) for index, one in enumerate(value)]
-            )
+            found = union([self.read(one, f"{where}.{name}.{index}") for index, one in enumerate(value)])
             if name == "oneOf":
                 self._check_apart(value, f"{where}.oneOf")
             return found
@@ -214,7 +210,7 @@ class Reader:
             )
         return f'"{FORMATS[schema["format"]]}"'
 
-    def _read_array(self, schema: dict[str, Any], where: str, within: tuple[str, ...]) -> str:
+    def _read_array(self, schema: dict[str, Any], where: str) -> str:
         low, high = bounds(schema, "minItems", "maxItems", where)
         first, more, place = schema.get("prefixItems", []), schema.get("items"), f"{where}.prefixItems"
         if isinstance(more, list) and "prefixItems" not in schema:  # as before the draft of 2020
@@ -223,7 +219,7 @@ class Reader:
             refuse("is not a list with entries", place, "Give at least one")
         if not first and "items" not in schema:
             refuse("does not say what its items are", where, "Set items")
-        parts = [self.read(one, f"{place}.{index}", within) for index, one in enumerate(first)]
+        parts = [self.read(one, f"{place}.{index}") for index, one in enumerate(first)]
         if first and (more is None or isinstance(more, bool)):
             parts = parts[:high]
             if len(parts) < low:
@@ -233,7 +229,7 @@ class Reader:
                     "Describe them, or set items to a schema",
                 )
             return rf"\[ ?{' ?, ?'.join(parts)} ?\]"
-        more = self.read(more, f"{where}.items", within)
+        more = self.read(more, f"{where}.items")
         if not first:
             if high == 0:
                 return r"\[ ?\]"
@@ -248,7 +244,7 @@ class Reader:
         count = times(max(low - len(first), 0), None if high is None else high - len(first))
         return rf"\[ ?{' ?, ?'.join(parts)}(?: ?, ?{more}){count} ?\]"
 
-    def _read_object(self, schema: dict[str, Any], where: str, within: tuple[str, ...]) -> str:
+    def _read_object(self, schema: dict[str, Any], where: str) -> str:
         others = schema.get("additionalProperties")
         if "properties" in schema:
             free = {"additionalProperties"} if isinstance(others, bool) else set()
@@ -262,9 +258,7 @@ class Reader:
                     f"{where}.required",
                     "Describe them there",
                 )
-            inside = {
-                name: self.read(one, f"{where}.properties.{name}", within) for name, one in properties.items()
-            }
+            inside = {name: self.read(one, f"{where}.properties.{name}") for name, one in properties.items()}
             written = [
                 f" ?{escape(json.dumps(name, ensure_ascii=False))} ?: ?{pattern}"
                 for name, pattern in inside.items()
@@ -282,7 +276,7 @@ class Reader:
             refuse(
                 f"{low} cannot be enforced", f"{where}.minProperties", "Use 0 or 1, or name the properties"
             )
-        pair = f"{STRING} ?: ?{self.read(others, f'{where}.additionalProperties', within)}"
+        pair = f"{STRING} ?: ?{self.read(others, f'{where}.additionalProperties')}"
         pairs = f"{pair}(?: ?, ?{pair})*"
         return rf"\{{ ?{pairs if low else f'(?:{pairs})?'} ?\}}"
 
@@ -446,7 +440,7 @@ def _some(pairs: Sequence[str]) -> str:
 
 
 class Limits(NamedTuple):
-    """Of numbers. None: there is none; `above`, `under`: whether the number itself is outside."""
+    """Limits of numbers. None: there is none; `above`, `under`: whether the number itself is outside."""
 
     low: Decimal | float | None
     high: Decimal | float | None
@@ -469,7 +463,7 @@ class Limits(NamedTuple):
 
 
 def limits(schema: dict[str, Any], where: str) -> Limits:
-    """Those of a schema of numbers, the strictest where there are two of a side."""
+    """The limits in a schema of numbers, the strictest where there are two on a side."""
     given = {}
     for name in sorted(LIMITS & schema.keys()):
         value = schema[name]
@@ -526,7 +520,7 @@ def _signed(
     return found
 
 
-def _as_float(limit: Decimal | int | None, outside: bool, towards: float) -> Decimal | None:
+def _as_float(limit: Decimal | float | None, outside: bool, towards: float) -> Decimal | None:
     """The first number of double precision within a limit, as readers of JSON round to these."""
     if limit is None:
         return None

@@ -54,7 +54,7 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
     """The vocabulary of a model's tokenizer.
 
     Raises:
-        GenerationError: what its tokens write cannot be told one by one.
+        GenerationError: what its tokens write cannot be found one by one.
     """
     tokenizer = lm.tokenizer
     key = (
@@ -100,25 +100,17 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], bytes]
         return lambda name: name.replace(mark, " ").encode(), steps[0].get(
             "prepend_scheme", "always"
         ) != "never"
-    allowed = {"Replace", "ByteFallback", "Fuse", "Strip"}
-    strips = [index for index, kind in enumerate(kinds) if kind == "Strip"]
-    one_by_one = "Fuse" in kinds and all("Fuse" in kinds[:index] for index in strips)
-    plain = all(
-        step["content"] == " " and (step["start"], step["stop"]) == (1, 0)
+    plain = {"content": " ", "start": 1, "stop": 0}  # removes one space
+    fused = "Fuse" in kinds and "Strip" not in kinds[: kinds.index("Fuse")]
+    if not fused or not all(
+        step["type"] in ("ByteFallback", "Fuse")
+        or (step["type"] == "Strip" and plain.items() <= step.items())
+        or (step["type"] == "Replace" and "String" in step["pattern"])
         for step in steps
-        if step["type"] == "Strip"
-    )
-    replaced = [step for step in steps if step["type"] == "Replace"]
-    if (
-        not {*kinds} <= allowed
-        or not one_by_one
-        or not plain
-        or not all("String" in step["pattern"] for step in replaced)
     ):
-        raise GenerationError(
-            f"writes tokens by {' + '.join(kinds) or 'joining them'}", where="tokenizer", remedy=remedy
-        )
-    pairs = [(step["pattern"]["String"], step["content"]) for step in replaced]
+        what = f"writes tokens by {' + '.join(kinds) or 'joining them'}"
+        raise GenerationError(what, where="tokenizer", remedy=remedy)
+    pairs = [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
 
     def write(name: str) -> bytes:
         if "ByteFallback" in kinds and (byte := BYTE_TOKEN.fullmatch(name)):
@@ -127,7 +119,7 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], bytes]
             name = name.replace(old, new)
         return name.encode()
 
-    return write, bool(strips)
+    return write, "Strip" in kinds
 
 
 def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def cached_pass(
     also computes the clean tokens before the block that are not cached, and with a logit shift the last clean
     token again, because it predicts the first token of the block."""
     assert slots.cache is not None
-    device, shift = position_N.device, int(lm.logit_shift)
+    device = position_N.device
     extents = tuple(_extent(lm, entry) for entry in entries)
     cells = (
         len(extents)
@@ -109,12 +109,11 @@ def cached_pass(
                         : len(draft_GW), block
                     ] = draft_GW
     row_N = member_N * queries.ids_BQ.shape[1] + num_clean
-    index_N = moved(row_N + ahead_N * width - base_B[member_N] - shift, device) + position_N
-    if shift and ahead_N.any():  # the last clean token predicts the first one of a draft, too
+    index_N = moved(row_N + ahead_N * width - base_B[member_N], device)
+    index_N = index_N + slots.read_at(lm, entries, member_N, position_N)
+    if lm.logit_shift and ahead_N.any():  # the last clean token predicts the first one of a draft, too
         last_N, base_N = moved_together(device, row_N - 1, np.where(ahead_N > 0, base_B[member_N], -1))
         index_N = torch.where(position_N == base_N, last_N, index_N)
-    unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
-    index_N = index_N if unshifted_N is None else index_N + unshifted_N
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
     return run_pass(lm, slots, entries, queries, columns, index_N)
 
@@ -168,9 +167,8 @@ def partial_pass(
 ) -> Tensor:
     """A lossy pass of a bidirectional model: some positions, over stale keys of the others (Wu et al. 2025,
     "Fast-dLLM")."""
-    shift = int(lm.logit_shift)
     spans = [
-        (entry.slot, max(entry.recompute[0] - shift, 0), entry.recompute[1], entry.length)
+        (entry.slot, max(entry.recompute[0] - int(lm.logit_shift), 0), entry.recompute[1], entry.length)
         for entry in entries
         if entry.recompute
     ]
@@ -178,11 +176,8 @@ def partial_pass(
     position_BQ = start_B1 + np.arange((stop_B1 - start_B1).max())
     queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
     _fill_in(lm, slots, queries)
-    index_N = (
-        moved(member_N * position_BQ.shape[1] - start_B1[member_N, 0] - shift, position_N.device) + position_N
-    )
-    unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
-    index_N = index_N if unshifted_N is None else index_N + unshifted_N
+    row_N = moved(member_N * position_BQ.shape[1] - start_B1[member_N, 0], position_N.device)
+    index_N = row_N + slots.read_at(lm, entries, member_N, position_N)
     return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
 
 

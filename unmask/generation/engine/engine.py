@@ -24,6 +24,7 @@ from unmask.generation.engine.drafts import follow_drafts
 from unmask.generation.engine.forward import Predictions, buckets, predict
 from unmask.generation.engine.guidance import guided_predictions
 from unmask.generation.engine.host import moved
+from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.noise import num_numbers
 from unmask.generation.engine.recorded_passes import check_graphs, passes_of
 from unmask.generation.engine.sequence import SequenceState
@@ -96,7 +97,7 @@ class Engine:
             check_server(lm, verifier) if isinstance(verifier, RemoteLM) else check_verifier(lm, verifier)
         self._verifier = verifier if isinstance(verifier, DiffusionLM) else None  # which has its keys here
         if self._verifier is not None:
-            self.slots.create_verifier_cache()
+            self.slots.verifier_cache = SlotCache()
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
@@ -145,9 +146,10 @@ class Engine:
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
             self.slots.create_cache()
-        for which, count in (("top", config.top_log_probs), ("forbidden", config.top_forbidden)):
-            if count:
-                self.slots.create_top(which, min(MOST_TOP, self.lm.config.vocab_size))
+        if config.top_log_probs:
+            self.slots.create_top("top", min(MOST_TOP, self.lm.config.vocab_size))
+        if config.top_forbidden:
+            self.slots.create_top("forbidden", min(MOST_TOP, self.lm.config.vocab_size))
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -241,8 +243,8 @@ class Engine:
         for sequence in entering:
             sequence.slots = list(islice(added, sequence.num_slots))
             self.running.append(sequence)
-        if self.slots.cache is not None:
-            self.slots.clear_caches([slot for sequence in entering for slot in sequence.slots])
+        for cache in self.slots.caches:
+            cache.clear([slot for sequence in entering for slot in sequence.slots])
         if self.exact_cache:
             self._prefill(set(entering))
 
@@ -280,7 +282,8 @@ class Engine:
                     cache_clean_tokens(self._verifier, self.slots, members, self.slots.verifier_cache)
                 self.num_forward_passes += 1
         for (source, base), targets in copies.items():
-            self.slots.copy_keys(source, moved(np.array(targets), self.lm.device), base)
+            for cache in self.slots.caches:
+                cache.copy(source, moved(np.array(targets), self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # only now does the cache hold them
             sequence.num_cached = self._prefix(sequence)
@@ -310,7 +313,7 @@ class Engine:
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
         revise = config.revise.by if config.revise is not None and sequence.num_revised else None
-        num_predicted = sequence.num_hidden + (sequence.num_visible if revise else 0)
+        num_predicted = sequence.block_size if revise else sequence.num_hidden
         entry = BatchEntry(slot, length, start, stop, num_predicted, revise=revise)
         if config.cache != "exact":
             return entry._replace(recompute=stale_positions(sequence))

@@ -37,11 +37,11 @@ class Predictions(NamedTuple):
     quality_N: Tensor | None = None  # the logs of the quality head's probabilities; None: not computed
 
     def counts(self, size: int) -> np.ndarray:
-        """The number [B] of predictions of each of so many sequences."""
+        """The number [B] of predictions of each of `size` sequences."""
         return np.bincount(self.member_N, minlength=size)
 
     def take(self, index_J: Tensor, member_J: np.ndarray) -> Predictions:
-        """Those at these rows, whose members are these."""
+        """The predictions at some rows, whose members are `member_J`."""
         quality_J = None if self.quality_N is None else self.quality_N[index_J]
         ahead_J = np.zeros_like(member_J)
         return Predictions(
@@ -54,7 +54,7 @@ class Predictions(NamedTuple):
         )
 
     def at(self, index_J: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
-        """Those at these rows; `number_B` renumbers their members."""
+        """The predictions at some rows; `number_B` renumbers their members."""
         member_N = self.member_N if number_B is None else number_B[self.member_N]
         if np.array_equal(index_J, np.arange(len(member_N))):
             return self._replace(member_N=member_N)
@@ -69,40 +69,32 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
     member_N, slot_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
     judged = any(entry.revise == "quality" for entry in entries)
-    passes = list(_passes(lm, entries, computed, alone))
-    if len(passes) == 1 and len(computed) == len(entries) and not judged:
-        logits_NV = passes[0][1](lm, slots, entries, member_N, position_N, ahead_N)
-        return Predictions(logits_NV, member_N, slot_N, position_N, ahead_N)
-    parts: list[Tensor] = []
-    source_N = np.empty_like(member_N)  # index of each position among the computed ones
-    count = 0
-    states: list[Tensor] = []
-    for group, run in passes:
-        number_B = np.full(len(entries), -1)
-        number_B[group] = np.arange(len(group))
-        index_J = np.flatnonzero(number_B[member_N] >= 0)
-        position_J = (
-            position_N if len(index_J) == len(member_N) else position_N[moved(index_J, position_N.device)]
-        )
-        with lm.capturing() if judged else nullcontext(states) as seen:
+    parts, taken = list[Tensor](), list[np.ndarray]()
+    with lm.capturing() if judged else nullcontext(list[Tensor]()) as states:
+        for group, run in _passes(lm, entries, computed, alone):
+            number_B = np.full(len(entries), -1)
+            number_B[group] = np.arange(len(group))
+            index_J = np.flatnonzero(number_B[member_N] >= 0)
+            position_J = position_N
+            if len(index_J) < len(member_N):
+                position_J = position_N[moved(index_J, position_N.device)]
             own = [entries[member] for member in group]
             parts.append(run(lm, slots, own, number_B[member_N[index_J]], position_J, ahead_N[index_J]))
-        states = states + seen if judged else states
-        source_N[index_J] = np.arange(count, count + len(index_J))
-        count += len(index_J)
+            taken.append(index_J)
+    index_N = np.concatenate(taken)
+    source_N = np.empty_like(member_N)  # index of each position among the computed ones
+    source_N[index_N] = np.arange(len(index_N))
     if len(computed) < len(entries):  # such sequences have no drafts
         first_B = starts([entry.num_predicted for entry in entries])
         source_N = source_N[first_B[np.array(twin)[member_N]] + np.arange(len(member_N)) - first_B[member_N]]
-    logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
-    source = None if np.array_equal(source_N, np.arange(count)) else moved(source_N, position_N.device)
-    quality_N = None
+    logits_NV, quality_N = parts[0] if len(parts) == 1 else torch.cat(parts), None
     if judged:
         assert lm.quality_head is not None
         quality_N = logsigmoid(lm.quality_head(torch.cat(states)))
-        quality_N = quality_N if source is None else quality_N[source]
-    return Predictions(
-        logits_NV if source is None else logits_NV[source], member_N, slot_N, position_N, ahead_N, quality_N
-    )
+    if not np.array_equal(source_N, np.arange(len(index_N))):
+        source = moved(source_N, position_N.device)
+        logits_NV, quality_N = logits_NV[source], None if quality_N is None else quality_N[source]
+    return Predictions(logits_NV, member_N, slot_N, position_N, ahead_N, quality_N)
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
@@ -136,9 +128,7 @@ def full_pass(
     fraction_BT = None
     if lm.has_time_embedding:
         fraction_BT = hidden_fraction(slots.hidden_SC[:, :width][rows], layout, lm.attention, lm.block_size)
-    index_N = moved(member_N * width - int(lm.logit_shift), position_N.device) + position_N
-    unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
-    index_N = index_N if unshifted_N is None else index_N + unshifted_N
+    index_N = moved(member_N * width, position_N.device) + slots.read_at(lm, entries, member_N, position_N)
     return forward(lm, ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT, pruned=True))
 
 

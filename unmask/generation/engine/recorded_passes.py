@@ -47,12 +47,12 @@ class Graph:
 
 
 def num_columns(lm: DiffusionLM, columns: int, cache: SlotCache) -> int:
-    """How many columns of the cache a pass reads that needs so many."""
+    """The columns of the cache that a pass reads, rounded up so that few shapes occur."""
     return min(-columns // COLUMNS * -COLUMNS, cache.shape[1]) if lm.cuda_graphs else columns
 
 
 def num_rows(count: int) -> int:
-    """How many rows of logits are computed where so many are asked for: up to 8 these, and up to a quarter
+    """The rows of logits that are computed where `count` are needed: up to 8 exactly, else up to a quarter
     more."""
     step = 1 << max(count.bit_length() - 3, 0)
     return -count // step * -step
@@ -107,7 +107,7 @@ class RecordedPasses:
     def __init__(self, made_for: object):
         self.made_for, self.memory = made_for, CacheMemory()
         self._passes: OrderedDict[Hashable, RecordedPass | None] = OrderedDict()  # None: it occurred once
-        # [N, V] that all passes with so many rows write to
+        # [N, V] that all passes with this number of rows write to
         self._logits: dict[tuple[int, torch.dtype], Tensor] = {}
         self._pool: Any = None
         self._cache: SlotCache | None = None  # of the present pass: no graph keeps a cache
@@ -193,7 +193,7 @@ class RecordedPass:
 
     @contextmanager
     def writing(self, cache: SlotCache | None) -> Iterator[None]:
-        """Inside, the cache is written where this memory says."""
+        """Within the context, the cache is written where this memory says."""
         if cache is None:
             yield
             return

@@ -61,23 +61,18 @@ class SequenceState:
     num_hidden: int = field(init=False)  # hidden tokens of the current block
 
     def __post_init__(self) -> None:
-        self.num_hidden = self._size
+        self.num_hidden = self.block_size
 
     def begin_block(self, block: int) -> None:
         """Go on to the first step of a block, unless it was the last one."""
         self.block, self.step, self.draft = block, 0, None
         if block < len(self.request.blocks):
-            self.num_hidden = self._size
+            self.num_hidden = self.block_size
 
     @property
-    def _size(self) -> int:
+    def block_size(self) -> int:
         """The tokens of the block to decode."""
         return sum(self.request.hidden[slice(*self.span)])
-
-    @property
-    def num_visible(self) -> int:
-        """The tokens of the block that were decoded."""
-        return self._size - self.num_hidden
 
     @property
     def span(self) -> tuple[int, int]:

@@ -60,7 +60,7 @@ CELLS_KEPT = 2**24
 """Elements of the masks of all kept plans: 16 MB as booleans, and four times that where they are added in
 float32."""
 Which = Literal["top", "forbidden"]
-"""Of what tokens the most probable ones are recorded: of all, or of those that the constraint forbids."""
+"""The most probable tokens are recorded of all tokens, or of those that the constraint forbids."""
 
 
 class Draft(NamedTuple):
@@ -173,7 +173,7 @@ class Slots:
                 )
                 new[kept] = old[kept]
             setattr(self, name, new)
-        for cache in self._caches:
+        for cache in self.caches:
             cache.reserve(slots, columns)
 
     def create_top(self, which: Which, count: int) -> None:
@@ -183,7 +183,7 @@ class Slots:
                 setattr(self, name, getattr(self, name).new_zeros(*self.ids_SC.shape, count))
 
     def create_noise(self, width: int) -> None:
-        """Have room for so many random numbers per slot."""
+        """Make room for `width` random numbers per slot."""
         if self.noise_SU.shape[1] < width:
             self.noise_SU = F.pad(self.noise_SU, (0, width - self.noise_SU.shape[1]))
 
@@ -193,24 +193,10 @@ class Slots:
             self.cache = SlotCache(memory)
             self.cache.reserve(*self.ids_SC.shape)
 
-    def create_verifier_cache(self) -> None:
-        """Create the key-value cache of the model that verifies drafts."""
-        self.verifier_cache = SlotCache()
-        self.verifier_cache.reserve(*self.ids_SC.shape)
-
     @property
-    def _caches(self) -> list[SlotCache]:
+    def caches(self) -> list[SlotCache]:
+        """The key-value caches that there are."""
         return [cache for cache in (self.cache, self.verifier_cache) if cache is not None]
-
-    def clear_caches(self, slots: Sequence[int]) -> None:
-        """Zero the keys and values of slots."""
-        for cache in self._caches:
-            cache.clear(slots)
-
-    def copy_keys(self, source: int, targets: Tensor, columns: int) -> None:
-        """Copy the keys and values of the first columns of a slot to others."""
-        for cache in self._caches:
-            cache.copy(source, targets, columns)
 
     def blocks(self, spans: tuple[tuple[int, int, int], ...]) -> tuple[Tensor, Tensor]:
         """The slots and positions [B, W] of blocks, given the slot, start and stop of each; a shorter block
@@ -255,20 +241,19 @@ class Slots:
                 ahead_N = np.append(ahead_N, 1 + number_J)
         return member_N, slot_N, position_N, ahead_N
 
-    def unshifted(
+    def read_at(
         self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor
-    ) -> Tensor | None:
-        """The positions that are read at their own row despite a logit shift: visible ones whose quality is
-        read. None: there are none."""
-        if not lm.logit_shift or all(entry.revise != "quality" for entry in entries):
-            return None
-        slot_B, quality_B = np.array([(entry.slot, entry.revise == "quality") for entry in entries]).T
-        slot_N, quality_N = moved_together(position_N.device, slot_B[member_N], quality_B[member_N])
-        return ~self.hidden_SC[slot_N, position_N] & (quality_N > 0)
-
-    def add(self, ids: list[int], hidden: list[bool]) -> int:
-        """Put a sequence into the next slot."""
-        return self.add_all([(ids, hidden)])[0]
+    ) -> Tensor:
+        """The positions whose rows of logits are read: with a logit shift those before, but visible positions
+        whose quality is read are read at their own."""
+        if not lm.logit_shift:
+            return position_N
+        read_N = position_N - 1
+        if any(entry.revise == "quality" for entry in entries):
+            slot_B, quality_B = np.array([(entry.slot, entry.revise == "quality") for entry in entries]).T
+            slot_N, quality_N = moved_together(position_N.device, slot_B[member_N], quality_B[member_N])
+            read_N = read_N + (~self.hidden_SC[slot_N, position_N] & (quality_N > 0))
+        return read_N
 
     def add_all(self, texts: Sequence[tuple[list[int], list[bool]]]) -> list[int]:
         """Put sequences, of ids and which of these are hidden, into the next slots."""
@@ -300,7 +285,7 @@ class Slots:
             for table in (getattr(self, name) for name in TABLES):
                 if table.numel():
                     table[slot] = table[self.count]
-            for cache in self._caches:
+            for cache in self.caches:
                 cache.copy(self.count, slot, cache.shape[1] + 1)
         return self.count
 

@@ -17,7 +17,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.slots import SpeculativeEntry
 from unmask.generation.remote.vllm_client import RemoteLM
-from unmask.generation.requests import Request, check_verified
+from unmask.generation.requests import Request, check_verified, check_vocabulary
 from unmask.generation.speculation import Tree
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -85,7 +85,7 @@ def leaves_of(tree: Tree, count: int) -> list[list[int]]:
 def distribution(known: Mapping[int, float], vocabulary: int, never: Collection[int]) -> Tensor:
     """Log-probabilities [V] of all tokens, of which some are known: what is left is spread evenly over the
     others, and some are never written. A server's model may have more rows than tokens: they are left out.
-    Not normalised if those have a probability."""
+    Not normalized if those have a probability."""
     inside = {
         token: log_prob for token, log_prob in known.items() if token < vocabulary and token not in never
     }
@@ -104,14 +104,7 @@ def check_server(lm: DiffusionLM, server: RemoteLM) -> None:
     words, others = (dict(tokenizer.get_vocab()) for tokenizer in (lm.tokenizer, server.tokenizer))
     for vocabulary in (words, others):
         vocabulary.pop(lm.tokenizer.mask_token, None)
-    if words != others:
-        what = (
-            f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's "
-            "tokenizer"
-        )
-        raise GenerationError(
-            what, where="verifier", remedy="Give a server of a model with the same tokenizer"
-        )
+    check_vocabulary(words, others)
 
 
 def check_served(server: RemoteLM, request: Request, config: SamplerConfig) -> None:
