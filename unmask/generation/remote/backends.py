@@ -273,10 +273,14 @@ class ServerBackend(RemoteBackend):
             raise GenerationError(
                 f"has no model {self.config.model!r}", where=str(self.config.url), remedy=remedy
             )
-        card = answer["data"][0 if self.config.model is None else names.index(self.config.model)]
-        return self.http.read(
-            card, lambda card: {name: card[name] for name in ("id", "version", "facts", "limits")}
-        )
+
+        def pick(answer: Any) -> dict[str, Any]:
+            card = answer["data"][0 if self.config.model is None else names.index(self.config.model)]
+            return {name: card[name] for name in ("id", "version")} | {
+                name: dict(card[name]) for name in ("facts", "limits")
+            }
+
+        return self.http.read(answer, pick)
 
     def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
         settings = config.model_dump(

@@ -1,4 +1,4 @@
-"""The objects of whole answers, for the schema of the API. `writers.py` and `answers.py` make them."""
+"""The objects of whole answers, for the schema of the API. `choices.py` and `answers.py` make them."""
 
 from __future__ import annotations
 
