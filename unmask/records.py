@@ -90,8 +90,10 @@ def read_examples(
 ) -> Generator[dict[str, Any] | DataError, None, None]:
     """Like `read_records`, without the locations of the rows.
 
-    Args: path: the file. keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield
-        the error in place of the row. In other files such an error is raised.
+    Args:
+        path: the file.
+        keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield the error in place
+            of the row. In other files such an error is raised.
     """
     rows = _rows(str(path)) if keep_malformed else read_records(path)
     yield from (row for _, row in rows)

@@ -64,8 +64,9 @@ def _yaml() -> YAML:
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text.
 
-    Raises: ConfigError: it is not YAML, or a key occurs twice; the error names `where` (a file, a variable)
-        and the line. It quotes nothing of the value of a secret key.
+    Raises:
+        ConfigError: it is not YAML, or a key occurs twice; the error names `where` (a file, a variable) and
+            the line. It quotes nothing of the value of a secret key.
     """
     remedy, is_secret = "Fix the YAML there", SECRET_KEY.search(where) is not None
     try:

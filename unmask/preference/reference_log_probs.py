@@ -44,8 +44,10 @@ digests [B] of the rows."""
 class ReferenceTable:
     """Log-probabilities of responses by view plan and sample id.
 
-    Attributes: log_prob_EIS: the log-probabilities, in nats. digest_EI: the `digests` of the rows and masks;
-        0: not computed, because the run does not visit the row.
+    Attributes:
+        log_prob_EIS: the log-probabilities, in nats.
+        digest_EI: the `digests` of the rows and masks; 0: not computed, because the run does not visit the
+            row.
     """
 
     log_prob_EIS: Tensor

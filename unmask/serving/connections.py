@@ -28,9 +28,10 @@ clients expect."""
 class ConnectionLimits:
     """Limits of connections, those that are idle included.
 
-    Attributes: connections: the most at once. head_seconds: in which the head of a request must arrive, from
-        the connection or its first byte on. write_bytes, write_seconds: a client that reads fewer bytes of
-        its answer in this time is cut off.
+    Attributes:
+        connections: the most at once.
+        head_seconds: in which the head of a request must arrive, from the connection or its first byte on.
+        write_bytes, write_seconds: a client that reads fewer bytes of its answer in this time is cut off.
     """
 
     connections: int = 512

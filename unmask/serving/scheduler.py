@@ -166,14 +166,19 @@ class Scheduler:
     A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new
     engine.
 
-    Args: models: by the names that clients give. adapters: models that share the weights of the first one, by
-        their names. batch_size: the most sequences that run at once, of all models. max_batch_tokens: as of
-        `Engine`, for each model. queue_size: the most sequences that wait, for all models. deterministic:
-        whether every sequence is computed separately, so that company does not change the last bits of its
-        answer.
+    Args:
+        models: by the names that clients give.
+        adapters: models that share the weights of the first one, by their names.
+        batch_size: the most sequences that run at once, of all models.
+        max_batch_tokens: as of `Engine`, for each model.
+        queue_size: the most sequences that wait, for all models.
+        deterministic: whether every sequence is computed separately, so that company does not change the last
+            bits of its answer.
 
-    Attributes: models: all of them, by name, the first one first. on_end: is called in the engines' thread
-        when that ends, because it was stopped or because no new engine could be made.
+    Attributes:
+        models: all of them, by name, the first one first.
+        on_end: is called in the engines' thread when that ends, because it was stopped or because no new
+            engine could be made.
     """
 
     def __init__(
@@ -258,11 +263,15 @@ class Scheduler:
         """Generate sequences. Refusals are raised here, before the first event, and later errors by the
         iterator.
 
-        Args: model: the name of the model. owner: whose queue they wait in; owners take turns. priority:
-            higher ones of an owner go first. timeout: seconds, waiting included. since: when they began, by
-            the clock of the event loop; None: now. version: the weights to sample from; None: any. weights:
-            those with which the work was prepared, by the number of replacements before them. They are kept
-            until it is finished. None: any.
+        Args:
+            model: the name of the model.
+            owner: whose queue they wait in; owners take turns.
+            priority: higher ones of an owner go first.
+            timeout: seconds, waiting included.
+            since: when they began, by the clock of the event loop; None: now.
+            version: the weights to sample from; None: any.
+            weights: those with which the work was prepared, by the number of replacements before them. They
+                are kept until it is finished. None: any.
 
         Raises:
             OverloadedError: the queue is full (429).
@@ -313,8 +322,9 @@ class Scheduler:
         """Run a function that uses a model again and again, such as the search for the length of a gap, as
         `aside` runs one.
 
-        Args: function: hands what needs the model, a short part at a time, to its argument. That raises
-            CancelledError once nobody waits for the result.
+        Args:
+            function: hands what needs the model, a short part at a time, to its argument. That raises
+                CancelledError once nobody waits for the result.
         """
         self._check_stopping()
         loop, left = asyncio.get_running_loop(), threading.Event()

@@ -27,8 +27,9 @@ MODEL_FOLDER = "model"
 def report_of(paths: Sequence[Path], title: str = "Unmask: runs and evaluations") -> Report:
     """The report of folders of runs (or folders that hold some) and of result files.
 
-    Raises: DataError: a path that does not exist, a folder without runs, a log or result file that cannot be
-        read.
+    Raises:
+        DataError: a path that does not exist, a folder without runs, a log or result file that cannot be
+            read.
     """
     folders, results = read_sources(paths)
     runs = [_key(str(folder)) for folder in folders]

@@ -133,10 +133,13 @@ class Region:
 class Plan:
     """What answers a request.
 
-    Attributes: work: one sequence per answer; those of one prompt side by side. regions: of each sequence,
-        what is answered. prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not
-        missing. weights: with which lengths were searched, which have to fill them, as of `Scheduler.submit`;
-        None: any. calls: how the model writes calls; None: it may not call.
+    Attributes:
+        work: one sequence per answer; those of one prompt side by side.
+        regions: of each sequence, what is answered.
+        prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
+        weights: with which lengths were searched, which have to fill them, as of `Scheduler.submit`; None:
+            any.
+        calls: how the model writes calls; None: it may not call.
     """
 
     work: list[Work]
@@ -249,9 +252,10 @@ async def plan_infill(context: Context, body: InfillRequest) -> Plan:
 async def plan_chat(context: Context, body: ChatRequest) -> Plan:
     """The answers to messages.
 
-    Raises: DataError: the model has no chat template, or it refuses the messages. GenerationError:
-        `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a limit is
-        exceeded.
+    Raises:
+        DataError: the model has no chat template, or it refuses the messages.
+        GenerationError: `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a
+            limit is exceeded.
     """
     if body.top_logprobs and not body.logprobs:
         raise GenerationError(
@@ -426,11 +430,14 @@ def sampler_config(
 ) -> SamplerConfig:
     """The settings of a request. With neither seed nor keys the seed is drawn.
 
-    Args: default_tokens: of the answer, where the request does not say how many; None: the sampler's default,
-        or the limit if that is lower.
+    Args:
+        default_tokens: of the answer, where the request does not say how many; None: the sampler's default,
+            or the limit if that is lower.
 
-    Raises: ConfigError: settings that contradict one another. GenerationError: a limit is exceeded, a
-        constraint is given twice, or two names of one field have different values.
+    Raises:
+        ConfigError: settings that contradict one another.
+        GenerationError: a limit is exceeded, a constraint is given twice, or two names of one field have
+            different values.
     """
     default_tokens = default_tokens or min(
         SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens
