@@ -21,8 +21,10 @@ INDEXING = {"aten::index", "aten::index_put", "aten::index_put_"}
 class Counts(TorchDispatchMode):
     """Counts inside it.
 
-    Attributes: reads: operations whose result the host must wait for: a value, or a size that depends on
-        values, as that of a boolean index. operations: all operations, those of backward passes too.
+    Attributes:
+        reads: operations whose result the host must wait for: a value, or a size that depends on values, as
+            that of a boolean index.
+        operations: all operations, those of backward passes too.
     """
 
     def __init__(self) -> None:

@@ -61,8 +61,10 @@ def read_file(path: str | Path) -> str:
     """The text of a UTF-8 file in a folder that others may write to, or of a pipe that the shell passes
     (`/dev/stdin`, `<(...)`).
 
-    Raises: OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE`
-        bytes, or cannot be read. UnicodeDecodeError: it is not UTF-8.
+    Raises:
+        OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE`
+            bytes, or cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
     """
     if PASSED.fullmatch(str(path)) and Path(path).is_fifo():
         with open(path, encoding="utf-8") as file:

@@ -91,9 +91,12 @@ class Progress:
     On a terminal two bars stay at the bottom; elsewhere, and where NO_COLOR is set, a plain line is printed
     about every ten seconds and at the end of each phase.
 
-    Args: phases: name and expected seconds of each phase, in the order in which they run. A name may occur
-        more than once. Skipped phases count as not needed. The expected seconds of a single phase have no
-        effect. stream: where to print (None: standard error). clock: a monotonic clock, in seconds.
+    Args:
+        phases: name and expected seconds of each phase, in the order in which they run. A name may occur more
+            than once. Skipped phases count as not needed. The expected seconds of a single phase have no
+            effect.
+        stream: where to print (None: standard error).
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(

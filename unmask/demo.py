@@ -67,14 +67,19 @@ Rows = Sequence[Mapping[str, Any]]
 class DemoSettings:
     """The sizes of data, model and training.
 
-    Attributes: rows: number of training problems. test_rows: number of held-out problems; none shares its
-        solution with a training problem. text_mistakes: fraction of the answers in the text that contain a
-        mistake. mistakes: the same fraction in the demonstrations for SFT. empty: fewest and most empty cells
-        of a puzzle of grids; None: the task's own. hidden, layers: width and depth of the model. batch: rows
-        per step. supervised_rate, policy_rate: factors of the learning rates of pretraining, conversion and
-        SFT, and of DPO and GRPO. pretrain, convert, sft, dpo, grpo: optimizer steps of each verb. seconds:
-        duration of each verb on two cores, for the first estimate of the time left. remark: what the report
-        and the summary say of the sizes.
+    Attributes:
+        rows: number of training problems.
+        test_rows: number of held-out problems; none shares its solution with a training problem.
+        text_mistakes: fraction of the answers in the text that contain a mistake.
+        mistakes: the same fraction in the demonstrations for SFT.
+        empty: fewest and most empty cells of a puzzle of grids; None: the task's own.
+        hidden, layers: width and depth of the model.
+        batch: rows per step.
+        supervised_rate, policy_rate: factors of the learning rates of pretraining, conversion and SFT, and of
+            DPO and GRPO.
+        pretrain, convert, sft, dpo, grpo: optimizer steps of each verb.
+        seconds: duration of each verb on two cores, for the first estimate of the time left.
+        remark: what the report and the summary say of the sizes.
     """
 
     rows: int = 20_000
@@ -171,8 +176,9 @@ class Demo:
         seed: of the data, the weights and the training.
         settings: the sizes.
 
-    Raises: ConfigError: the task is unknown, generates too few problems or none, or lacks what a model is
-        made from.
+    Raises:
+        ConfigError: the task is unknown, generates too few problems or none, or lacks what a model is made
+            from.
     """
 
     def __init__(self, target: str, output: Path, seed: int, settings: DemoSettings):
@@ -331,9 +337,11 @@ def run_demo(
 
     A demo that was stopped continues with the stage that it was in.
 
-    Raises: ConfigError: the task cannot be demonstrated, or `output` cannot be written to. TrainingError: the
-        folder is not empty and `overwrite` is not given, or holds files that are not a demo's. RunStopped:
-        Ctrl-C has ended the demo.
+    Raises:
+        ConfigError: the task cannot be demonstrated, or `output` cannot be written to.
+        TrainingError: the folder is not empty and `overwrite` is not given, or holds files that are not a
+            demo's.
+        RunStopped: Ctrl-C has ended the demo.
     """
     output = Path(output)
     settings = settings or DemoSettings()

@@ -41,8 +41,10 @@ class ConfigError(UnmaskError):
 class DataError(UnmaskError):
     """A missing or malformed file, row or column.
 
-    Args: what, where, remedy: see `UnmaskError`. reason: the category under which a report counts the row, if
-        the error concerns a single row that may be skipped.
+    Args:
+        what, where, remedy: see `UnmaskError`.
+        reason: the category under which a report counts the row, if the error concerns a single row that may
+            be skipped.
     """
 
     def __init__(

@@ -36,8 +36,9 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the lines of a UTF-8 file (gzipped or not), each with its newline; a byte-order mark is dropped.
 
-    Raises: DataError: a missing or empty file, one that is not UTF-8, a line that is too long, or a
-        compressed file that is damaged, cut off, or unpacks to many times its size.
+    Raises:
+        DataError: a missing or empty file, one that is not UTF-8, a line that is too long, or a compressed
+            file that is damaged, cut off, or unpacks to many times its size.
     """
     with closing(_byte_lines(Path(path))) as lines:  # closes the file after an error, too
         for number, line in enumerate(lines, start=1):
@@ -127,8 +128,10 @@ def read_examples(
 ) -> Generator[dict[str, Any] | DataError, None, None]:
     """Like `read_records`, without the locations of the rows.
 
-    Args: path: the file. keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield
-        the error in place of the row. In other files such an error is raised.
+    Args:
+        path: the file.
+        keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield the error in place
+            of the row. In other files such an error is raised.
     """
     rows = _rows(str(path)) if keep_malformed else read_records(path)
     yield from (row for _, row in rows)

@@ -36,8 +36,9 @@ def check_tensors(**tensors: Any) -> None:
     A tensor whose name has no letters must have the dimensions of the first tensor, each of its size or 1, or
     none. Names also say what is boolean or integer (MASKS, INTEGERS). None is not checked.
 
-    Raises: ConfigError: names the first argument that does not fit, its shape, the expected one, and the
-        argument that the latter is from.
+    Raises:
+        ConfigError: names the first argument that does not fit, its shape, the expected one, and the argument
+            that the latter is from.
     """
     given = {name: value for name, value in tensors.items() if value is not None}
     sizes: dict[str, tuple[int, str]] = {"1": (1, "")}  # of each letter, and the argument that it is from

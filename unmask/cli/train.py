@@ -98,8 +98,9 @@ def split_words(
         args: the command line after it.
         is_flag: whether an option takes no value, by its name.
 
-    Returns: The options with their values; the settings as `NAME=VALUE`; the dotted keys of those that were
-        named without their section, by the names as they were typed.
+    Returns:
+        The options with their values; the settings as `NAME=VALUE`; the dotted keys of those that were named
+        without their section, by the names as they were typed.
 
     Raises:
         ConfigError: an option is none of the verb and no setting, or a setting has no value.

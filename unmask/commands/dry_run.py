@@ -54,8 +54,9 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
     """Make two steps of every stage, in a temporary folder; of a run that is sharded over processes, where no
     launcher started them, none.
 
-    Returns: A table row per stage: what it trains, its number of steps, and the predicted and measured time
-        of a step; "-": unknown.
+    Returns:
+        A table row per stage: what it trains, its number of steps, and the predicted and measured time of a
+        step; "-": unknown.
 
     Raises:
         UnmaskError: the errors that the run itself would raise before its third step.

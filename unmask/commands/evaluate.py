@@ -104,9 +104,12 @@ def evaluate(
         replace: whether any other existing output is replaced.
         expected: a result that is to be of the same model.
 
-    Raises: ConfigError: an unknown task, settings that do not fit one another, or an output that may not be
-        replaced. DataError: a file is missing or malformed, items beside the output are of another
-        evaluation, or `expected` is of another model. TrainingError: another evaluation writes the output.
+    Raises:
+        ConfigError: an unknown task, settings that do not fit one another, or an output that may not be
+            replaced.
+        DataError: a file is missing or malformed, items beside the output are of another evaluation, or
+            `expected` is of another model.
+        TrainingError: another evaluation writes the output.
     """
     if processes.count > 1 and output is None:
         raise ConfigError(

@@ -124,8 +124,9 @@ def measure_run(config: RunConfig) -> dict[str, Any]:
     """The variances on the first pairs of a run's data, with its model as the policy and
     `training.reference_model` as the reference.
 
-    Returns: pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes
-        per response; that of exact likelihoods is 0, with the number of passes that they need.
+    Returns:
+        pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes per
+        response; that of exact likelihoods is 0, with the number of passes that they need.
 
     Raises:
         ConfigError: the loss or the reference leaves no margin to measure.

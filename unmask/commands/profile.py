@@ -26,8 +26,10 @@ Table = list[dict[str, str]]
 def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[str, Table]:
     """Run a few steps of every stage, with the settings of a short run, and record all but the first.
 
-    Args: trace: where the trace goes, as JSON that Perfetto and chrome://tracing open; gzipped if its name
-        ends in .gz. steps: to record, after one warm-up (grpo: rollouts, each with all its updates).
+    Args:
+        trace: where the trace goes, as JSON that Perfetto and chrome://tracing open; gzipped if its name ends
+            in .gz.
+        steps: to record, after one warm-up (grpo: rollouts, each with all its updates).
 
     Returns:
         Tables by title: of the phases, and of the operators that take the most time.

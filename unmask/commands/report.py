@@ -37,8 +37,9 @@ class Sources:
 def report_of(paths: Sequence[Path], title: str = "Unmask: runs and evaluations") -> Report:
     """The report of folders of runs (or folders that hold some) and of result files.
 
-    Raises: DataError: a path that does not exist, a folder without runs, a log or result file that cannot be
-        read.
+    Raises:
+        DataError: a path that does not exist, a folder without runs, a log or result file that cannot be
+            read.
     """
     sources = read_sources(paths)
     of_runs = [_key(str(folder)) for folder in sources.runs]

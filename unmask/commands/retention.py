@@ -71,9 +71,11 @@ def measure_retention(
     A causal model is sampled token by token, and its likelihoods are exact: it gets only the settings that it
     has.
 
-    Args: output: the file of the result of `model`; that of the other one is `result_before(output)`. A
-        killed evaluation goes on. reuse: whether an existing result of the earlier model is used, and the
-        model not measured again. replace: whether any other file in its place is replaced.
+    Args:
+        output: the file of the result of `model`; that of the other one is `result_before(output)`. A killed
+            evaluation goes on.
+        reuse: whether an existing result of the earlier model is used, and the model not measured again.
+        replace: whether any other file in its place is replaced.
 
     Returns:
         None in a process other than the first.

@@ -67,9 +67,10 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """As `locked`, for a run that begins or is resumed.
 
-        Raises: TrainingError: another run is here, or was here since the folder was checked, or this is a
-            part of another; or there is no run to resume. ConfigError: the settings would make another run
-            than the one to resume.
+        Raises:
+            TrainingError: another run is here, or was here since the folder was checked, or this is a part of
+                another; or there is no run to resume.
+            ConfigError: the settings would make another run than the one to resume.
         """
         if self.resume is True:
             refuse_nothing(self.path)

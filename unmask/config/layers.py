@@ -94,8 +94,9 @@ def read_layers(
         overrides: `dotted.key=value`, with a value in YAML.
         keys: the dotted keys of overrides that name a setting in another way, by that name.
 
-    Raises: ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a
-        value for a key that is a section of settings in another source.
+    Raises:
+        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value
+            for a key that is a section of settings in another source.
     """
     layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
     layers += [Layer(str(path), read_settings(Path(path))) for path in config_files]
@@ -181,8 +182,9 @@ def read_recipe(name: str) -> dict[str, Any]:
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a YAML file.
 
-    Raises: ConfigError: it is missing or malformed, or lets a model run code. Files are copied unread, so
-        that only the command line, or a variable of the user's shell, may do so.
+    Raises:
+        ConfigError: it is missing or malformed, or lets a model run code. Files are copied unread, so that
+            only the command line, or a variable of the user's shell, may do so.
     """
     values = parse_yaml(read_text(path), str(path))
     if values is None:

@@ -376,11 +376,15 @@ def check_output_folder(
     """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Only the first
     process looks for files.
 
-    Args: overwrite, resume: whether the user gives these options; None: the verb has none, and the error does
-        not advise it. inputs: what the verb reads; a name that is no path is passed over.
+    Args:
+        overwrite, resume: whether the user gives these options; None: the verb has none, and the error does
+            not advise it.
+        inputs: what the verb reads; a name that is no path is passed over.
 
-    Raises: TrainingError: the folder is in use. ConfigError: `path` is or holds an input, or it or what
-        should hold it is a file or may not be written to.
+    Raises:
+        TrainingError: the folder is in use.
+        ConfigError: `path` is or holds an input, or it or what should hold it is a file or may not be written
+            to.
     """
     _refuse_unwritable(path := Path(path))
     if not resume:

@@ -103,8 +103,9 @@ def load_named(target: str, fits: Callable[[Any], bool], wanted: str) -> Any:
         fits: whether an object is of the kind that is wanted.
         wanted: this kind in words, for errors.
 
-    Raises: ConfigError: there is no such file or module, it raises, it defines no such name, or that is of
-        another kind.
+    Raises:
+        ConfigError: there is no such file or module, it raises, it defines no such name, or that is of
+            another kind.
     """
     source, _, name = target.rpartition(":")
     module = load_module(source, target)

@@ -128,8 +128,9 @@ for _name, (_pattern, _first) in CORE_SCHEMA.items():
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text.
 
-    Raises: ConfigError: it is not YAML, too large, nested too deeply, or a key occurs twice; the error names
-        `where` (a file, a variable) and the line. It quotes nothing of the value of a secret key.
+    Raises:
+        ConfigError: it is not YAML, too large, nested too deeply, or a key occurs twice; the error names
+            `where` (a file, a variable) and the line. It quotes nothing of the value of a secret key.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(

@@ -50,10 +50,13 @@ def compare(
     hidden tokens before a token, the teacher's prediction is its distribution given the visible tokens. The
     teacher sees no later tokens; where one is visible, the student learns from the real token.
 
-    Args: lm, teacher: the student, and a frozen causal model with the same vocabulary. ids_BT: the clean
-        tokens. document_BT: packed documents are numbered, padding is 0; None: every row is one document.
-        views: the hidden tokens and the targets. top_k: the number of the teacher's most probable tokens that
-        are compared one by one; the others count as one token.
+    Args:
+        lm, teacher: the student, and a frozen causal model with the same vocabulary.
+        ids_BT: the clean tokens.
+        document_BT: packed documents are numbered, padding is 0; None: every row is one document.
+        views: the hidden tokens and the targets.
+        top_k: the number of the teacher's most probable tokens that are compared one by one; the others count
+            as one token.
     """
     check_tensors(ids_BT=ids_BT, document_BT=document_BT, **views.tensors)
     target_BMT = views.target_BMT
@@ -78,9 +81,11 @@ def distillation_loss(
     """The weighted loss of the targets, summed, in nats, to be divided by the maskable tokens of the whole
     batch.
 
-    Args: found: the comparison on these views. distillation: the weight of the forward KL against the
-        cross-entropy, from 0 to 1, where the teacher's prediction is the target; elsewhere the cross-entropy
-        has weight 1. alignment: the weight of the distance between hidden states.
+    Args:
+        found: the comparison on these views.
+        distillation: the weight of the forward KL against the cross-entropy, from 0 to 1, where the teacher's
+            prediction is the target; elsewhere the cross-entropy has weight 1.
+        alignment: the weight of the distance between hidden states.
     """
     check_tensors(**views.tensors)
     weight_N, kl_weight_N = views.weight_BMT[views.target_BMT], distillation * found.taught_N.float()

@@ -215,16 +215,20 @@ class ConvertTrainer:
     Each stage writes its checkpoints to `output_dir/stage-N`. `train(resume_from_checkpoint=True)` resumes in
     the middle of any stage.
 
-    Args: model: a DiffusionLM, or a path or id to load. Its weights are changed in place. args: pattern,
-        steps, rates and stages. `max_steps` (or the epochs) are divided among the stages. train_dataset: rows
-        with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and `completion`, of which only
-        the completion is noised. eval_dataset: held-out rows in the same format; each stage ends with an
-        evaluation. peft_config: trains adapters and the mask token's embedding row; a stage then trains the
-        adapters of the weights that it names. Adapters are merged when the model is saved. progress, rest: as
-        in DiffusionTrainer.
+    Args:
+        model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
+        args: pattern, steps, rates and stages. `max_steps` (or the epochs) are divided among the stages.
+        train_dataset: rows with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and
+            `completion`, of which only the completion is noised.
+        eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
+        peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of
+            the weights that it names. Adapters are merged when the model is saved.
+        progress, rest: as in DiffusionTrainer.
 
-    Raises: ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that
-        trains nothing or has no steps. DataError: a row lacks a column, or there is no text.
+    Raises:
+        ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that
+            trains nothing or has no steps.
+        DataError: a row lacks a column, or there is no text.
     """
 
     def __init__(
@@ -288,12 +292,14 @@ class ConvertTrainer:
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
         """Run the stages, or those that are not finished when resuming.
 
-        Args: resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A
-            path: the checkpoint of a stage, also of another run, or the folder of a conversion, for its last
-            checkpoint.
+        Args:
+            resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A
+                path: the checkpoint of a stage, also of another run, or the folder of a conversion, for its
+                last checkpoint.
 
-        Raises: TrainingError: there is no such checkpoint, or a later stage was trained in the output folder
-            already.
+        Raises:
+            TrainingError: there is no such checkpoint, or a later stage was trained in the output folder
+                already.
         """
         checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
         self.found.clear()

@@ -192,9 +192,10 @@ def encode_pair(
 ) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
-    Raises: DataError: one is a string and the other messages; the completion is not a single answer of the
-        assistant; the tokenizer lacks a chat template or an EOS; or the template renders the prompt
-        differently if a completion follows, or does not write tools or the calls of them.
+    Raises:
+        DataError: one is a string and the other messages; the completion is not a single answer of the
+            assistant; the tokenizer lacks a chat template or an EOS; or the template renders the prompt
+            differently if a completion follows, or does not write tools or the calls of them.
     """
     if isinstance(completion, str) and not is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
@@ -282,9 +283,10 @@ def encode_turns(
     `"weight": 0` are not learnt; messages after the last answer that is are left out. An earlier answer is
     learnt with the end that the template writes, without white space after it.
 
-    Raises: DataError: the assistant has no turn that is learnt, or one that follows no other role's; the
-        template renders a turn differently if others follow, or does not end it; the tokenizer has no
-        character offsets.
+    Raises:
+        DataError: the assistant has no turn that is learnt, or one that follows no other role's; the template
+            renders a turn differently if others follow, or does not end it; the tokenizer has no character
+            offsets.
     """
     _require_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

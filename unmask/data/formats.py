@@ -334,8 +334,9 @@ class Reader:
     def read(self, row: Mapping[str, Any] | DataError) -> Example:
         """A row in TRL's columns.
 
-        Raises: DataError: the row itself, if it is one (a line that could not be read); a row that lacks
-            columns, has another format or type than the first, or is empty.
+        Raises:
+            DataError: the row itself, if it is one (a line that could not be read); a row that lacks columns,
+                has another format or type than the first, or is empty.
         """
         self.count += 1
         if isinstance(row, DataError):

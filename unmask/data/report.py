@@ -110,8 +110,10 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: 
 class DataReport:
     """Counts the rows of a dataset (`where` in errors) while they are tokenised.
 
-    Args: skip: whether bad rows are only counted, or else raise their errors; None: they raise them, and no
-        setting changes it. max_unknown: the fraction of the tokens that may be unknown to the tokenizer.
+    Args:
+        skip: whether bad rows are only counted, or else raise their errors; None: they raise them, and no
+            setting changes it.
+        max_unknown: the fraction of the tokens that may be unknown to the tokenizer.
     """
 
     def __init__(self, where: str, *, skip: bool | None = None, max_unknown: float = 1.0):

@@ -88,8 +88,9 @@ def iter_text_rows(
     never learnt, because a model with a logit shift predicts a token from the one before. A row with no token
     to learn is left out.
 
-    Raises: DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too
-        many `unknown` tokens.
+    Raises:
+        DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too
+            many `unknown` tokens.
     """
     unknown = unknown or UnknownTokens()
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

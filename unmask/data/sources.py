@@ -54,14 +54,17 @@ def load_rows(
 ) -> Dataset | IterableDataset:
     """The rows of a dataset.
 
-    Args: path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that
-        leading zeros survive; .json: an array of objects; .jsonl; .parquet; all but the last may be gzipped,
-        as .jsonl.gz), a directory written by `save_to_disk`, another directory with files (each is read as it
-        is alone; splits are found as by `datasets.load_dataset`), or a hub id ("owner/name", or
-        "owner/name:config"). split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no
-        splits. text_column: the name of the column of a .txt file. max_rows: keep only the first rows.
+    Args:
+        path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that
+            leading zeros survive; .json: an array of objects; .jsonl; .parquet; all but the last may be
+            gzipped, as .jsonl.gz), a directory written by `save_to_disk`, another directory with files (each
+            is read as it is alone; splits are found as by `datasets.load_dataset`), or a hub id
+            ("owner/name", or "owner/name:config").
+        split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no splits.
+        text_column: the name of the column of a .txt file.
+        max_rows: keep only the first rows.
         streaming: read rows lazily, again on every pass. A malformed row is then reported only when it is
-        reached.
+            reached.
 
     Raises:
         DataError: the source is missing, empty, malformed or wrongly encoded.
@@ -234,8 +237,11 @@ def load_mixture(
     Only columns that all sources have are kept. A source with its own `text_column` has only that one,
     renamed to the common name.
 
-    Args: sources: paths or ids, weights (relative numbers of rows, i.e. documents), and exceptions to the
-        settings below. seed: of the order. split, text_column, max_rows, streaming: as in `load_rows`.
+    Args:
+        sources: paths or ids, weights (relative numbers of rows, i.e. documents), and exceptions to the
+            settings below.
+        seed: of the order.
+        split, text_column, max_rows, streaming: as in `load_rows`.
 
     Raises:
         DataError: as `load_rows`; the sources have no common column, or a common column has different types.

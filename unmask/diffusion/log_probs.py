@@ -36,12 +36,15 @@ def view_log_probs(
 ) -> Tensor:
     """Log-probabilities [B, M, T] in nats, float32, of the targets; 0 elsewhere.
 
-    Args: lm: a causal model reads one clean row (its conditionals do not depend on what is hidden), a
-        block-causal one the layout `[x_t ; ... ; x_0]`, a bidirectional one the noised row. ids_BT: the clean
-        tokens. attention_mask_BT: 1 is real, 0 padding; packed documents are numbered. views: the hidden
-        tokens and the targets. A causal view needs a separate pass, unless the model's clean half is causal.
-        temperature: the logits are divided by it. chunk: noised rows per forward pass; None: all at once. It
-        changes the result only by rounding.
+    Args:
+        lm: a causal model reads one clean row (its conditionals do not depend on what is hidden), a
+            block-causal one the layout `[x_t ; ... ; x_0]`, a bidirectional one the noised row.
+        ids_BT: the clean tokens.
+        attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
+        views: the hidden tokens and the targets. A causal view needs a separate pass, unless the model's
+            clean half is causal.
+        temperature: the logits are divided by it.
+        chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
     """
     check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, **views.tensors)
     if views.causal and not (lm.causal_context and views.count > 1):
@@ -216,9 +219,12 @@ def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterat
 def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
     """The segment [B, T] of each maskable token, -1 elsewhere: the tokens that are noised together.
 
-    Args: lm: its attention decides: a bidirectional model has one segment for each document, a block-causal
-        one for each block. maskable_BT: boolean; the tokens that may be hidden. attention_mask_BT: 1 is real,
-        0 padding; packed documents are numbered. None: every row is one document.
+    Args:
+        lm: its attention decides: a bidirectional model has one segment for each document, a block-causal one
+            for each block.
+        maskable_BT: boolean; the tokens that may be hidden.
+        attention_mask_BT: 1 is real, 0 padding; packed documents are numbered. None: every row is one
+            document.
     """
     check_tensors(maskable_BT=maskable_BT, attention_mask_BT=attention_mask_BT)
     document_BT = (

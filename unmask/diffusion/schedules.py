@@ -59,11 +59,13 @@ SCHEDULES = {
 class Noise:
     """A schedule, the distribution of times, and the weight of a hidden token.
 
-    Attributes: schedule: alpha(t). low, high: times are drawn from this band; `low` keeps the weights
-        bounded. timesteps: times are the multiples of 1 / timesteps in the band; None: any. weighting:
-        "elbo": -alpha'(t) / (1 - alpha(t)), or its difference quotient for discrete times (Austin et al.
-        2021); "1/t"; "uniform": 1; "cart": by the visible text nearby
-        (`unmask.diffusion.views.cart_weights`).
+    Attributes:
+        schedule: alpha(t).
+        low, high: times are drawn from this band; `low` keeps the weights bounded.
+        timesteps: times are the multiples of 1 / timesteps in the band; None: any.
+        weighting: "elbo": -alpha'(t) / (1 - alpha(t)), or its difference quotient for discrete times (Austin
+            et al. 2021); "1/t"; "uniform": 1; "cart": by the visible text nearby
+            (`unmask.diffusion.views.cart_weights`).
     """
 
     schedule: Schedule = SCHEDULES["linear"]

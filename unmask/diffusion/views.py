@@ -98,10 +98,13 @@ class Views:
 class Draw:
     """The source of a plan's randomness, independent of the global generator and of the place in the batch.
 
-    Attributes: seed: of the run. key_B: int64, one per sequence: a sample id or a hash of its tokens.
-        iteration: distinguishes plans for the same sequence (epochs, inner updates). rows_before_B: the
-        number of rows that training visits before each of these. With it times are spread evenly over
-        successive rows and their groups, however these are batched; else they are independent.
+    Attributes:
+        seed: of the run.
+        key_B: int64, one per sequence: a sample id or a hash of its tokens.
+        iteration: distinguishes plans for the same sequence (epochs, inner updates).
+        rows_before_B: the number of rows that training visits before each of these. With it times are spread
+            evenly over successive rows and their groups, however these are batched; else they are
+            independent.
     """
 
     seed: int

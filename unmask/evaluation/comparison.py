@@ -74,8 +74,9 @@ def compare(results: Sequence[Named]) -> Comparison:
     Items are the same if task and id are. A metric of a whole corpus (BLEU) has no scores of items and is
     left out, as are parts that have no items (groups of tasks, areas under curves).
 
-    Raises: DataError: fewer than two results, a task or an item that occurs twice in a result, or two results
-        that share no scored item.
+    Raises:
+        DataError: fewer than two results, a task or an item that occurs twice in a result, or two results
+            that share no scored item.
     """
     if len(results) < 2:
         raise DataError(

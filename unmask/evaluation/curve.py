@@ -38,8 +38,9 @@ AUP = "AUP"
 def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
     """The sampler at each point of a curve such as "steps=8,16,32".
 
-    Raises: ConfigError: the text is no such curve, its setting is not among SETTINGS or is set besides, or a
-        value does not fit the rest of the sampler.
+    Raises:
+        ConfigError: the text is no such curve, its setting is not among SETTINGS or is set besides, or a
+            value does not fit the rest of the sampler.
     """
     name, _, text = curve.partition("=")
     values = [value.strip() for value in text.split(",")]

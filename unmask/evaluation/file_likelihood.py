@@ -60,9 +60,11 @@ class Documents:
     ) -> Documents:
         """The first documents of a file.
 
-        Args: estimator: None: that of `default_estimator`. samples, seed: as of `log_likelihoods`.
+        Args:
+            estimator: None: that of `default_estimator`.
+            samples, seed: as of `log_likelihoods`.
             text_column: the column with the text; None: `text`, or rows in any other format that `unmask sft`
-            reads.
+                reads.
 
         Raises:
             DataError: the file is missing or malformed, or no document has two tokens.

@@ -111,23 +111,29 @@ def log_likelihoods(
 ) -> LogLikelihoods:
     """log p(completion | prompt) of each pair, with the standard error of each estimate.
 
-    Args: prompts: strings, chat messages or lists of token ids. completions: strings or lists of token ids;
-        no EOS is added. estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in
-        complementary pairs); "exact": one pass for a causal model, otherwise any-order dynamic programming
-        for at most 12 tokens (or blocks of at most 12); None: of `default_estimator`. samples: noised views
-        per pair at most (elbo). seed: of the masks. keys: of the masks, one per pair; None: a hash of each
-        prompt. Masks depend only on the seed, the key, and the position in the completion. So completions of
-        one prompt have common masks, and their difference is known better than each. shared: the number of
-        first tokens that a completion has in common with those that it is compared with: their positions
-        count from the beginning, those of the others from the end. None: the positions of its first half
-        count from the beginning.
+    Args:
+        prompts: strings, chat messages or lists of token ids.
+        completions: strings or lists of token ids; no EOS is added.
+        estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in complementary pairs);
+            "exact": one pass for a causal model, otherwise any-order dynamic programming for at most 12
+            tokens (or blocks of at most 12); None: of `default_estimator`.
+        samples: noised views per pair at most (elbo).
+        seed: of the masks.
+        keys: of the masks, one per pair; None: a hash of each prompt. Masks depend only on the seed, the key,
+            and the position in the completion. So completions of one prompt have common masks, and their
+            difference is known better than each.
+        shared: the number of first tokens that a completion has in common with those that it is compared
+            with: their positions count from the beginning, those of the others from the end. None: the
+            positions of its first half count from the beginning.
 
     Returns:
         0 for an empty completion.
 
-    Raises: ConfigError: an unknown estimator, or fewer than one sample. GenerationError: the lists have
-        different lengths, a pair exceeds the context, a model with a logit shift has an empty prompt, a token
-        id is outside the vocabulary, or an exact likelihood would need groups of more than 12 tokens.
+    Raises:
+        ConfigError: an unknown estimator, or fewer than one sample.
+        GenerationError: the lists have different lengths, a pair exceeds the context, a model with a logit
+            shift has an empty prompt, a token id is outside the vocabulary, or an exact likelihood would need
+            groups of more than 12 tokens.
         DataError: a prompt or completion cannot be encoded.
     """
     estimator = estimator or default_estimator(lm)

@@ -221,12 +221,17 @@ def evaluate_task(
     A completion depends on the model, its row and the sampler alone: not on other rows, their order, batches
     or processes. Rows that cannot be verified are counted by status and left out of the metrics.
 
-    Args: metrics: of the texts, by their names in `text_metrics.METRICS`. judge: a causal model, for the
-        metric "perplexity". attempts: completions per row; "solved" and "value" are means over them. pass_at:
-        values of k for pass@k: the probability that at least one of k attempts is right, without bias. until:
-        strings before which completions are cut. log: keeps items as they finish. Those that it has are not
-        computed again, and of several processes each computes a part. part: the name under which the log
-        keeps them; None: that of the task. progress: a phase of a progress display to update.
+    Args:
+        metrics: of the texts, by their names in `text_metrics.METRICS`.
+        judge: a causal model, for the metric "perplexity".
+        attempts: completions per row; "solved" and "value" are means over them.
+        pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without
+            bias.
+        until: strings before which completions are cut.
+        log: keeps items as they finish. Those that it has are not computed again, and of several processes
+            each computes a part.
+        part: the name under which the log keeps them; None: that of the task.
+        progress: a phase of a progress display to update.
 
     Raises:
         ConfigError: as `check_text_metrics` and `check_attempts`.

@@ -92,8 +92,10 @@ def fim_prompt(
         prefix_budget: its last tokens that the model reads; None: all.
         suffix_budget: its first tokens that the model reads; None: all.
 
-    Raises: GenerationError: the model is not causal, has no such tokens, or does not stop at the token that
-        ends the middle; or a budget is negative. DataError: a text cannot be encoded.
+    Raises:
+        GenerationError: the model is not causal, has no such tokens, or does not stop at the token that ends
+            the middle; or a budget is negative.
+        DataError: a text cannot be encoded.
     """
     tokenizer = lm.tokenizer
     for name, budget in (("prefix_budget", prefix_budget), ("suffix_budget", suffix_budget)):

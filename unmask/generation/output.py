@@ -15,18 +15,22 @@ from unmask.models.diffusion_lm import DiffusionLM
 class Trace:
     """The whole canvas of a completion, with what follows its end token.
 
-    Attributes: canvas: token ids; the mask token at positions that decoding did not reach. steps: the step
-        that revealed each position (the last one, with remasking); -1: it is hidden, or was never hidden.
+    Attributes:
+        canvas: token ids; the mask token at positions that decoding did not reach.
+        steps: the step that revealed each position (the last one, with remasking); -1: it is hidden, or was
+            never hidden.
         log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where none
-        was revealed. sampled_log_probs: the same under the distribution that it was drawn from; only with
-        `config.trace`. entropies: of the model's distribution there, in nats; only with `config.trace`.
+            was revealed.
+        sampled_log_probs: the same under the distribution that it was drawn from; only with `config.trace`.
+        entropies: of the model's distribution there, in nats; only with `config.trace`.
         top_ids, top_log_probs: of each position the `config.top_log_probs` most probable tokens when it was
-        revealed, under the model at temperature 1; [] where none was revealed. Only with that setting.
+            revealed, under the model at temperature 1; [] where none was revealed. Only with that setting.
         forbidden_ids, forbidden_log_probs: likewise the `config.top_forbidden` most probable tokens that the
-        constraint forbids there: no text that meets it has them there, given what had been revealed before
-        the step. forward_passes: passes over the sequence; with a verifier, its passes. num_drafted,
-        num_accepted: with mode self-speculative, the tokens that were drafted and verified, and those that
-        were kept.
+            constraint forbids there: no text that meets it has them there, given what had been revealed
+            before the step.
+        forward_passes: passes over the sequence; with a verifier, its passes.
+        num_drafted, num_accepted: with mode self-speculative, the tokens that were drafted and verified, and
+            those that were kept.
     """
 
     canvas: list[int]
@@ -47,10 +51,12 @@ class Trace:
 class FoundGap:
     """A gap of unknown length, and what the search for its length found.
 
-    Attributes: start: the position of its first token in the whole sequence. length: the best length, in
-        tokens. scores: of the best lengths, in nats: the log-probability of the text next to the gap for each
-        (`gap_lengths.py`); empty if the model found the length while it filled the gap. forward_passes:
-        passes over the sequence that the search needed; 0 without one.
+    Attributes:
+        start: the position of its first token in the whole sequence.
+        length: the best length, in tokens.
+        scores: of the best lengths, in nats: the log-probability of the text next to the gap for each
+            (`gap_lengths.py`); empty if the model found the length while it filled the gap.
+        forward_passes: passes over the sequence that the search needed; 0 without one.
     """
 
     start: int
@@ -63,18 +69,25 @@ class FoundGap:
 class Generation:
     """Completions, one entry per prompt.
 
-    Attributes: prompts: token ids. texts: what the completions add to their prompts, without special tokens
-        and without the end token (`text_after`). tokens: completion ids, up to and including the first end
-        token; for infilling the whole sequence. log_probs: of these tokens when they were revealed, in nats,
-        at temperature 1. steps: the denoising step that revealed each of them. forward_passes: passes over
-        each sequence. trace: the whole canvases, with `config.trace`. agreement: with lossy settings, the
-        fraction of tokens equal to the exact sampler's, measured on some of the prompts. prompt_reuse: the
-        fraction of prompt tokens whose keys and values came from another sequence with the same prompt; None
-        without an exact cache, and from vLLM. denoising_steps: of each sequence, with those that revealed
-        only what follows its end token; drafts save passes, not steps. None from vLLM. accepted_drafts: with
-        mode self-speculative, the fraction of drafted tokens that were kept, over all sequences; else None.
+    Attributes:
+        prompts: token ids.
+        texts: what the completions add to their prompts, without special tokens and without the end token
+            (`text_after`).
+        tokens: completion ids, up to and including the first end token; for infilling the whole sequence.
+        log_probs: of these tokens when they were revealed, in nats, at temperature 1.
+        steps: the denoising step that revealed each of them.
+        forward_passes: passes over each sequence.
+        trace: the whole canvases, with `config.trace`.
+        agreement: with lossy settings, the fraction of tokens equal to the exact sampler's, measured on some
+            of the prompts.
+        prompt_reuse: the fraction of prompt tokens whose keys and values came from another sequence with the
+            same prompt; None without an exact cache, and from vLLM.
+        denoising_steps: of each sequence, with those that revealed only what follows its end token; drafts
+            save passes, not steps. None from vLLM.
+        accepted_drafts: with mode self-speculative, the fraction of drafted tokens that were kept, over all
+            sequences; else None.
         gaps: of each text, its gaps of unknown length; None unless `infill` looked for lengths.
-        `forward_passes` does not count this.
+            `forward_passes` does not count this.
     """
 
     prompts: list[list[int]] = field(repr=False)

@@ -26,9 +26,10 @@ Run = Callable[[Callable[[], Found]], Found]
 class PromptLogProbs:
     """The tokens of a prompt, in nats.
 
-    Attributes: log_probs: of each token given those before it; None: the first token, which nothing predicts.
+    Attributes:
+        log_probs: of each token given those before it; None: the first token, which nothing predicts.
         top: the most probable tokens in its place with their log-probabilities, the most probable first; None
-        likewise.
+            likewise.
     """
 
     tokens: list[int]

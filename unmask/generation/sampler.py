@@ -34,11 +34,13 @@ def generate(
 ) -> Generation:
     """Complete prompts by denoising.
 
-    Args: lm: any attention pattern; a causal model decodes token by token. prompts: strings, chat messages or
-        lists of token ids, of any lengths. config: policy, steps, temperature, ... keys: of the random
-        numbers, one per prompt; None: a hash of each prompt and its repeat number. verifier: in mode
-        self-speculative, a causal model with the same tokenizer, whose text it shall be, here or on a server
-        (`RemoteLM`); None: `lm.as_causal()`.
+    Args:
+        lm: any attention pattern; a causal model decodes token by token.
+        prompts: strings, chat messages or lists of token ids, of any lengths.
+        config: policy, steps, temperature, ...
+        keys: of the random numbers, one per prompt; None: a hash of each prompt and its repeat number.
+        verifier: in mode self-speculative, a causal model with the same tokenizer, whose text it shall be,
+            here or on a server (`RemoteLM`); None: `lm.as_causal()`.
 
     Returns:
         One completion per prompt, in order. It does not depend on the other prompts.
@@ -63,22 +65,29 @@ def infill(
     """Fill in the mask tokens of texts. A bidirectional model sees the text before and after them, a
     block-causal model the text up to the end of their block, a causal model the text before them.
 
-    Args: lm: any attention pattern. texts: strings, chat messages or lists of token ids, with the tokenizer's
-        mask token for every token to fill in. config: policy, steps (over all hidden tokens), temperature,
-        ...; max_new_tokens is not read. keys: as for `generate`. length: "auto": a mark in a text stands for
-        a gap of unknown length; bidirectional models only. A model that was trained for it finds the length
-        while it fills the gap (`variable_length.py`); for others it is searched (`gap_lengths.py`). "search":
-        it is searched in any case. Mask tokens still stand for one token each. None: there are only mask
-        tokens. max_gap: the longest gap, in tokens; the shortest has one. None: that of the model's training,
-        and 64 where lengths are searched. gap_mark: the mark. A text is cut at its marks before it is
-        tokenised. In place of token ids with marks, give the lists of ids between the gaps.
+    Args:
+        lm: any attention pattern.
+        texts: strings, chat messages or lists of token ids, with the tokenizer's mask token for every token
+            to fill in.
+        config: policy, steps (over all hidden tokens), temperature, ...; max_new_tokens is not read.
+        keys: as for `generate`.
+        length: "auto": a mark in a text stands for a gap of unknown length; bidirectional models only. A
+            model that was trained for it finds the length while it fills the gap (`variable_length.py`); for
+            others it is searched (`gap_lengths.py`). "search": it is searched in any case. Mask tokens still
+            stand for one token each. None: there are only mask tokens.
+        max_gap: the longest gap, in tokens; the shortest has one. None: that of the model's training, and 64
+            where lengths are searched.
+        gap_mark: the mark. A text is cut at its marks before it is tokenised. In place of token ids with
+            marks, give the lists of ids between the gaps.
 
-    Returns: The whole texts. End tokens are filled in only if `allowed_tokens` names them. With lengths that
-        were searched the tokens are those for the same text with as many mask tokens as were found.
+    Returns:
+        The whole texts. End tokens are filled in only if `allowed_tokens` names them. With lengths that were
+        searched the tokens are those for the same text with as many mask tokens as were found.
         `Generation.gaps` says what was found.
 
-    Raises: GenerationError: a text without mask tokens (or marks), or too long, or a mark without text after
-        it, or settings that do not fit the model, such as a longer gap than it was trained on.
+    Raises:
+        GenerationError: a text without mask tokens (or marks), or too long, or a mark without text after it,
+            or settings that do not fit the model, such as a longer gap than it was trained on.
     """
     config = without_ends(lm, config or SamplerConfig())
     if length is None:

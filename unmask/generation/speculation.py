@@ -156,8 +156,10 @@ def verify(
     """The token of the causal reading at each position, if those before it are the drafts, and the rank of
     the candidate that it is; -1: of none.
 
-    Args: logits_NV: of the causal reading. candidates: by rank, the positions [M] that have one, the tokens
-        [M], and the distribution [M, V] of each; zero where there is none.
+    Args:
+        logits_NV: of the causal reading.
+        candidates: by rank, the positions [M] that have one, the tokens [M], and the distribution [M, V] of
+            each; zero where there is none.
     """
     rest_NV = probabilities(logits_NV, config, present_NV)
     token_N, rank_N = torch.zeros_like(position_N), torch.full_like(position_N, -1)

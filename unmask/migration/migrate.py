@@ -65,8 +65,10 @@ class Migration(NamedTuple):
 def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     """Read the old configurations of one run, and convert them into one of Unmask's.
 
-    Args: paths: files; later ones override earlier ones. form: the name of their format; None: it is
-        recognised by its keys. A file of accelerate may accompany any format.
+    Args:
+        paths: files; later ones override earlier ones.
+        form: the name of their format; None: it is recognised by its keys. A file of accelerate may accompany
+            any format.
 
     Raises:
         ConfigError: a file cannot be read, its format is unknown or ambiguous, or a value is invalid.

@@ -37,8 +37,9 @@ def quantised(lm: DiffusionLM) -> bool:
 def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with PEFT adapters; only these are trained.
 
-    Raises: ConfigError: PEFT finds no module for them, they train nothing, the model fails with them, they
-        cannot be merged into the weights, or PEFT does not tie what `ensure_weight_tying` asks it to tie.
+    Raises:
+        ConfigError: PEFT finds no module for them, they train nothing, the model fails with them, they cannot
+            be merged into the weights, or PEFT does not tie what `ensure_weight_tying` asks it to tie.
     """
     from peft import prepare_model_for_kbit_training
 
@@ -168,8 +169,9 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
 def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
     """The config of adapters, with the full embedding row of the mask token.
 
-    Raises: ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding
-        table.
+    Raises:
+        ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding
+            table.
     """
     if not hasattr(peft_config, "trainable_token_indices"):
         what = f"{type(peft_config).__name__} cannot train the embedding row of the mask token"

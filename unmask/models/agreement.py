@@ -39,8 +39,9 @@ def first_position(model: PreTrainedModel) -> int:
     """The number that this model gives to the first position of a text: 0, or that after the padding token's
     (RoBERTa).
 
-    Raises: ModelError: with either it would compute something else than transformers. What was found is kept
-        for its configuration.
+    Raises:
+        ModelError: with either it would compute something else than transformers. What was found is kept for
+            its configuration.
     """
     key = (type(model), description(model.config))
     if key not in _found:

@@ -48,8 +48,9 @@ def render_template(
 ) -> str:
     """Render messages with the tokenizer's chat template; `options` as of `apply_chat_template`.
 
-    Raises: DataError: there is no template, it is malformed, it exceeds the limits of `limited_templates.py`,
-        or it refuses the messages.
+    Raises:
+        DataError: there is no template, it is malformed, it exceeds the limits of `limited_templates.py`, or
+            it refuses the messages.
     """
     if not tokenizer.chat_template:
         gives = f"{SIMPLE}, in Python lm.set_chat_template('simple'), which gives it one"

@@ -63,21 +63,28 @@ class ForwardInputs:
 class DiffusionLM:
     """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift.
 
-    Attributes: model: the model (`bind` replaces it by a PEFT or distributed wrapper). tokenizer: its
-        tokenizer, which has the mask token. attention: "causal", "block_causal" or "bidirectional".
-        block_size: the attention block of a block-causal model, else None. mask_token_id: the input id at
-        hidden positions. expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown
-        length, of up to max_gap tokens; else None. The two and the mask token are `never_predicted`: their
-        logits are -inf. eos_token_ids: all tokens that end a text: a completion is cut at the first. The
-        tokenizer's EOS is first; it fills canvases. logit_shift: whether the output at row i predicts token i
-        + 1 (as in causal models) rather than token i. causal_context: whether a block-causal model reads
-        finished blocks from left to right, as a causal model does, and only the current block in both
-        directions (NBDiff, Tian et al. 2025). first_position: the model's number of the first token of a
-        text: 0, except for RoBERTa's kind. config: of the unwrapped model. quality_head: estimates whether
-        visible tokens are right; None: the model has none. padding_idx: the token whose embedding is never
-        trained, in released models that have one (docs/models.md); else None. flash_attention: whether rows
-        without blocks use FlashAttention 2, on a GPU in 16 bits. cuda_graphs: whether the sampler records its
-        passes as CUDA graphs (docs/generation.md).
+    Attributes:
+        model: the model (`bind` replaces it by a PEFT or distributed wrapper).
+        tokenizer: its tokenizer, which has the mask token.
+        attention: "causal", "block_causal" or "bidirectional".
+        block_size: the attention block of a block-causal model, else None.
+        mask_token_id: the input id at hidden positions.
+        expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown length, of up to
+            max_gap tokens; else None. The two and the mask token are `never_predicted`: their logits are
+            -inf.
+        eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS is
+            first; it fills canvases.
+        logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token
+            i.
+        causal_context: whether a block-causal model reads finished blocks from left to right, as a causal
+            model does, and only the current block in both directions (NBDiff, Tian et al. 2025).
+        first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
+        config: of the unwrapped model.
+        quality_head: estimates whether visible tokens are right; None: the model has none.
+        padding_idx: the token whose embedding is never trained, in released models that have one
+            (docs/models.md); else None.
+        flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
+        cuda_graphs: whether the sampler records its passes as CUDA graphs (docs/generation.md).
     """
 
     flash_attention = cuda_graphs = False
@@ -281,16 +288,19 @@ class DiffusionLM:
     ) -> Tensor:
         """Logits aligned so that row i predicts token i.
 
-        Args: input_ids_BT: token ids, with `mask_token_id` at the hidden positions. attention_mask_BT: 1 is
-            real, 0 padding; packed rows number their documents 1, 2, ... rows_BT: boolean; the rows to
-            compute, in row-major order. None: all. hidden_BT: boolean; the hidden positions, for a model with
-            a causal context or a time embedding. None: nowhere.
+        Args:
+            input_ids_BT: token ids, with `mask_token_id` at the hidden positions.
+            attention_mask_BT: 1 is real, 0 padding; packed rows number their documents 1, 2, ...
+            rows_BT: boolean; the rows to compute, in row-major order. None: all.
+            hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding.
+                None: nowhere.
 
         Raises:
             ModelError: a row is too long, or hidden_BT is missing for a model that needs it.
 
-        Returns: [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask
-            token has -inf. Row 0 of a shifted model has no predecessor and is undefined.
+        Returns:
+            [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has
+            -inf. Row 0 of a shifted model has no predecessor and is undefined.
         """
         if (
             hidden_BT is None
@@ -350,11 +360,14 @@ class DiffusionLM:
         Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation.
         With a logit shift the last CLEAN row before a block predicts its first token.
 
-        Args: clean_BT: the clean tokens; `attention_mask_BT` as for `logits`. hidden_BMT: True at the hidden
-            positions of each copy. target_BMT: the tokens of the copies to predict, in row-major order;
-            boolean, or their flat indices. causal_target_BT: with a causal context, tokens that the causal
-            model predicts from earlier clean ones; their rows come last. known: the `layout_and_mask` of
-            these copies, if they are.
+        Args:
+            clean_BT: the clean tokens; `attention_mask_BT` as for `logits`.
+            hidden_BMT: True at the hidden positions of each copy.
+            target_BMT: the tokens of the copies to predict, in row-major order; boolean, or their flat
+                indices.
+            causal_target_BT: with a causal context, tokens that the causal model predicts from earlier clean
+                ones; their rows come last.
+            known: the `layout_and_mask` of these copies, if they are.
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])

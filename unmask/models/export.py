@@ -28,11 +28,13 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     """Write a model in the format of a released family, or a causal model as transformers saves it:
     config.json, weights, tokenizer, card.
 
-    Args: lm: the model, with adapters merged. path: the folder; it is created. layout: the format: "llada"
-        (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
-        "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE),
-        "llada2" (block-causal GLM-4-MoE) or "hf" (a causal model of any architecture, as transformers saves
-        it).
+    Args:
+        lm: the model, with adapters merged.
+        path: the folder; it is created.
+        layout: the format: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift),
+            "sdar" (block-causal Qwen3), "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe"
+            (bidirectional Qwen3-MoE), "llada2" (block-causal GLM-4-MoE) or "hf" (a causal model of any
+            architecture, as transformers saves it).
 
     Raises:
         ConfigError: an unknown format.

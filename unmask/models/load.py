@@ -84,26 +84,32 @@ def load(
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
 
-    Args: path_or_id: a local folder, of a model or of a training run, or a hub id. attention: the pattern;
-        None: as saved or released, and causal for a stock model. block_size: the attention block of a
-        block-causal model; None: as saved. logit_shift: whether row i predicts token i + 1; None: as saved,
-        or True for causal and False otherwise. dtype: float32, bfloat16, float16 or float64. device: a torch
-        device, or "auto": the GPU if there is one. revision: branch, tag or commit of a hub id.
-        trust_remote_code: run modelling code of the model's repository. quantization: "4bit" (NF4, with
-        quantised scales) or "8bit" weights of the linear layers, by bitsandbytes; embeddings and head stay in
-        `dtype`. Such a model is trained with adapters only. device_map: "balanced" spreads the layers over
-        all GPUs of this process, by their memory. eos_token_ids: the tokens that end a text, besides the
-        tokenizer's EOS; None: as saved, and for other models those of generation_config.json, config.json and
-        the chat template's end of turn. parse_special_tokens: read special tokens that texts spell, such as
-        `</s>`, as tokens; otherwise they stay text.
+    Args:
+        path_or_id: a local folder, of a model or of a training run, or a hub id.
+        attention: the pattern; None: as saved or released, and causal for a stock model.
+        block_size: the attention block of a block-causal model; None: as saved.
+        logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False
+            otherwise.
+        dtype: float32, bfloat16, float16 or float64.
+        device: a torch device, or "auto": the GPU if there is one.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run modelling code of the model's repository.
+        quantization: "4bit" (NF4, with quantised scales) or "8bit" weights of the linear layers, by
+            bitsandbytes; embeddings and head stay in `dtype`. Such a model is trained with adapters only.
+        device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
+        eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and for other
+            models those of generation_config.json, config.json and the chat template's end of turn.
+        parse_special_tokens: read special tokens that texts spell, such as `</s>`, as tokens; otherwise they
+            stay text.
 
     Returns:
         The model in eval mode. Its mask token is the tokenizer's, or a new one.
 
-    Raises: ModelError: no model, tokenizer or safetensors weights there, or not all weights, an architecture
-        without attention masks, a tokenizer with tokens that the embeddings lack, an end token outside the
-        vocabulary, an unknown dtype, a missing device, or quantization without bitsandbytes. ConfigError: an
-        unknown pattern, or a block size that does not fit it.
+    Raises:
+        ModelError: no model, tokenizer or safetensors weights there, or not all weights, an architecture
+            without attention masks, a tokenizer with tokens that the embeddings lack, an end token outside
+            the vocabulary, an unknown dtype, a missing device, or quantization without bitsandbytes.
+        ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     check_model(path_or_id)
     where = model_folder(path_or_id)
@@ -248,9 +254,10 @@ def make_diffusion(
     `padding_idx` is the token whose embedding gets no gradient; None: all do, also where the architecture has
     one by default. Padding is never read, but its token is often the EOS, which is.
 
-    Raises: ModelError: the architecture mixes tokens other than by the attention interface of transformers,
-        or computes something else under Unmask's attention (`unmask.models.agreement`), or an end token is
-        outside the vocabulary.
+    Raises:
+        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or
+            computes something else under Unmask's attention (`unmask.models.agreement`), or an end token is
+            outside the vocabulary.
     """
     name = type(model).__name__
     model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns

@@ -65,8 +65,9 @@ def load_adapters(lm: DiffusionLM, path: str | Path) -> DiffusionLM:
     """A model with the adapters of a folder, unmerged, and the weights of `lm` in the same memory. `lm`
     computes as before, and may get any number of such models beside it; its weights are no longer trained.
 
-    Raises: ModelError: the folder holds no LoRA adapters for this model in safetensors, or their settings
-        would change the model's own weights.
+    Raises:
+        ModelError: the folder holds no LoRA adapters for this model in safetensors, or their settings would
+            change the model's own weights.
     """
     where = str(path)
     if getattr(lm.model, "is_loaded_in_8bit", False):

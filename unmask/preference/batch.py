@@ -18,9 +18,12 @@ from unmask.training.trainer import Batch
 class PreferenceBatch:
     """Collated rows with the views of their responses.
 
-    Attributes: rows: the output of the collator, on the device. views: the same for policy and reference.
+    Attributes:
+        rows: the output of the collator, on the device.
+        views: the same for policy and reference.
         reference_N: log-probabilities of the responses under the reference, in nats; None before they are
-        computed. baseline: for KTO, a scalar (`DPOTrainer.baseline`).
+            computed.
+        baseline: for KTO, a scalar (`DPOTrainer.baseline`).
     """
 
     rows: Batch

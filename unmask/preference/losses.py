@@ -89,9 +89,11 @@ def kto(
     """1 - sigmoid(beta * (log-ratio - baseline)) for desirable responses, 1 - sigmoid(beta * (baseline -
     log-ratio)) for undesirable ones (Ethayarajh et al. 2024, eq. 7 and 8), each with its weight.
 
-    Args: log_ratio_N: the log-ratio of each response. desirable_N: whether each response is desirable.
+    Args:
+        log_ratio_N: the log-ratio of each response.
+        desirable_N: whether each response is desirable.
         baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the
-        reference, the mean log-ratio of mismatched responses.
+            reference, the mean log-ratio of mismatched responses.
     """
     check_tensors(log_ratio_N=log_ratio_N, desirable_N=desirable_N, baseline=baseline)
     ahead_N = torch.where(desirable_N, log_ratio_N - baseline, baseline - log_ratio_N)

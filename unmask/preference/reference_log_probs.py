@@ -48,8 +48,10 @@ digests [B] of the rows."""
 class ReferenceTable:
     """Log-probabilities of responses by view plan and sample id.
 
-    Attributes: log_prob_EIS: the log-probabilities, in nats. digest_EI: the `digests` of the rows and masks;
-        0: not computed, because the run does not visit the row.
+    Attributes:
+        log_prob_EIS: the log-probabilities, in nats.
+        digest_EI: the `digests` of the rows and masks; 0: not computed, because the run does not visit the
+            row.
     """
 
     log_prob_EIS: Tensor
@@ -127,8 +129,10 @@ class ReferenceTable:
         """The table with the log-probabilities of these rows of each view plan, as far as it lacks them. The
         processes divide the rows; a batch has rows of similar length.
 
-        Args: report: called with the finished fraction. save: called with the table every `SAVE_SECONDS` and
-            at the end, so that little is lost if the run is killed.
+        Args:
+            report: called with the finished fraction.
+            save: called with the table every `SAVE_SECONDS` and at the end, so that little is lost if the run
+                is killed.
         """
         table, all_rows, finished = self.extended(len(rows_by_plan)), sum(map(len, rows_by_plan)), 0
         saved, unsaved = time.monotonic(), False

@@ -33,8 +33,9 @@ class ArithmeticSyntaxError(UnmaskError):
 def evaluate(expression: str) -> Fraction:
     """The exact value of an expression of non-negative integers, `+ - * /`, parentheses and spaces.
 
-    Raises: ArithmeticSyntaxError: any other text, more than `MAX_LENGTH` characters or `MAX_DEPTH` nested
-        parentheses, or a division by zero.
+    Raises:
+        ArithmeticSyntaxError: any other text, more than `MAX_LENGTH` characters or `MAX_DEPTH` nested
+            parentheses, or a division by zero.
     """
     try:
         return _fold(_parse(expression))

@@ -111,10 +111,13 @@ def reward_values(
 ) -> list[Any]:
     """The value of a reward function for each completion, or the exception in its place.
 
-    Args: call: calls the function with copies of `arguments`, and returns its `answers_in` what the function
-        returned. seconds: time limit of all calls together. name: name of the function in errors. alone: if
-        the function raises, call it again for each completion alone, in the remaining time, so that one bad
-        completion does not cost the others their rewards.
+    Args:
+        call: calls the function with copies of `arguments`, and returns its `answers_in` what the function
+            returned.
+        seconds: time limit of all calls together.
+        name: name of the function in errors.
+        alone: if the function raises, call it again for each completion alone, in the remaining time, so that
+            one bad completion does not cost the others their rewards.
 
     Raises:
         TrainingError: the function raised it, or did not return one value per completion.

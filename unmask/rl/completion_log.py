@@ -46,9 +46,12 @@ class CompletionLog:
     ) -> None:
         """Show and store a sample of the first process.
 
-        Args: step: the optimizer step that the completions are for, from 1. columns: by name, a value per
-            completion: texts, messages, numbers (NaN: none). Rows are taken at even distances. callbacks: the
-            trainer's callbacks; TensorBoard, W&B and trackio get the sample as a table `completions`.
+        Args:
+            step: the optimizer step that the completions are for, from 1.
+            columns: by name, a value per completion: texts, messages, numbers (NaN: none). Rows are taken at
+                even distances.
+            callbacks: the trainer's callbacks; TensorBoard, W&B and trackio get the sample as a table
+                `completions`.
         """
         self._last = step
         count = len(next(iter(columns.values())))

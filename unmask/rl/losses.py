@@ -189,9 +189,11 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
     views of all completions of the mean over the view's tokens (TraceRL on LLaDA); view-constant: of their
     sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the sum over tokens (wd1).
 
-    Args: learnt_BT: the tokens that are learnt from. unit_BT: for `step` the step that revealed a token, for
-        `view` the view that has it as a target, below T; any where not learnt. limit: tokens of the longest
-        possible completion.
+    Args:
+        learnt_BT: the tokens that are learnt from.
+        unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below
+            T; any where not learnt.
+        limit: tokens of the longest possible completion.
 
     Raises:
         ConfigError: an unknown kind.

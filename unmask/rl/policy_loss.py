@@ -24,9 +24,12 @@ def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: Draw) 
     """The views whose log-probabilities the method's loss reads. A causal model has one view: its predictions
     do not depend on what is hidden, and its likelihood is exact.
 
-    Args: lm: the policy. method: of `unmask.rl.methods.get_method`, for the model's attention. rollout: the
-        completions. draw: the source of randomness, with a key for each completion; `iteration` is the number
-        of the update on this rollout.
+    Args:
+        lm: the policy.
+        method: of `unmask.rl.methods.get_method`, for the model's attention.
+        rollout: the completions.
+        draw: the source of randomness, with a key for each completion; `iteration` is the number of the
+            update on this rollout.
 
     Raises:
         ConfigError: `method` is a name or a class.
@@ -52,15 +55,19 @@ def policy_loss(
 ) -> Loss:
     """The loss of a method for a batch of completions (a paper for each in docs/rl.md).
 
-    Args: method, rollout, views: as for `policy_views`. log_prob_BMT: log-probabilities of the views under
-        the policy, with gradients (`view_log_probs`). advantage_B: of each completion (`advantages`), on any
-        device. max_completion_length: the tokens of the longest possible completion: the divisor of the
-        constant aggregations. old_BMT: as log_prob_BMT, under the policy that sampled; None: the weights have
-        not changed since. reference_BMT: likewise under the reference of the KL term; None: there is none.
+    Args:
+        method, rollout, views: as for `policy_views`.
+        log_prob_BMT: log-probabilities of the views under the policy, with gradients (`view_log_probs`).
+        advantage_B: of each completion (`advantages`), on any device.
+        max_completion_length: the tokens of the longest possible completion: the divisor of the constant
+            aggregations.
+        old_BMT: as log_prob_BMT, under the policy that sampled; None: the weights have not changed since.
+        reference_BMT: likewise under the reference of the KL term; None: there is none.
         kept_B: boolean; the completions to learn from (`kept_groups`), on any device. None: all.
 
-    Returns: `total` is the loss, divided by the tokens, completions or views that the method's aggregation
-        counts; the rest is for logs.
+    Returns:
+        `total` is the loss, divided by the tokens, completions or views that the method's aggregation counts;
+        the rest is for logs.
 
     Raises:
         ConfigError: `method` is a name or a class, or has no aggregation; or a missing reference.

@@ -203,10 +203,11 @@ def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list
 class PromptHistory:
     """The mean reward of every prompt so far, and draws of prompts without replacement.
 
-    Args: count: prompts in the dataset. target: prompts whose mean reward is near this are preferred: their
-        weight is exp(-distance / spread); spread is the standard deviation of all means, but at least 1e-6 *
-        max(1, largest distance). New prompts have the weight of those at the target. None: all weights are
-        equal.
+    Args:
+        count: prompts in the dataset.
+        target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread);
+            spread is the standard deviation of all means, but at least 1e-6 * max(1, largest distance). New
+            prompts have the weight of those at the target. None: all weights are equal.
     """
 
     def __init__(self, count: int, target: float | None = None):

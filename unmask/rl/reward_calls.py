@@ -47,9 +47,11 @@ class WorkerReward:
     """A reward function that runs in worker processes. Each rewards a part of the completions, and is killed
     if it is late.
 
-    Args: target: `package.module:function` or `path/to/file.py:function`; it must reward each completion
-        independently. workers: processes. They are new interpreters and start at once, so that an import that
-        fails does so before training.
+    Args:
+        target: `package.module:function` or `path/to/file.py:function`; it must reward each completion
+            independently.
+        workers: processes. They are new interpreters and start at once, so that an import that fails does so
+            before training.
     """
 
     def __init__(self, target: str, workers: int):
@@ -120,8 +122,9 @@ class LocalReward:
         """The value for each completion, or the exception in its place (`reward_values` in
         rewards/timeouts.py).
 
-        Raises: TrainingError: the function does not accept these arguments, or its task cannot verify any
-            completion.
+        Raises:
+            TrainingError: the function does not accept these arguments, or its task cannot verify any
+                completion.
         """
         check_signature(self.function, arguments, self.name)
         return reward_values(self._call, arguments, seconds, name=self.name, alone=alone)

@@ -27,8 +27,10 @@ BATCH = 32
 class RewardModel:
     """A reward function: the logit that a sequence classifier gives to a prompt with its completion.
 
-    Args: path: a folder, or the name of a model on the Hugging Face hub; it must have one output, and
-        safetensors weights. device: as torch names it.
+    Args:
+        path: a folder, or the name of a model on the Hugging Face hub; it must have one output, and
+            safetensors weights.
+        device: as torch names it.
     """
 
     def __init__(self, path: str, *, device: str = "cpu"):

@@ -27,14 +27,19 @@ from unmask.tensor_checks import check_tensors
 class Rollout:
     """Completions as they were sampled.
 
-    Attributes: ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
-        document_BT: 1 on the canvas, 0 on padding. prompt_BT: True on the prompt. completion_BT: True on the
-        completion, up to and including its first EOS. step_BT: the denoising step that revealed a position;
-        -1 for the prompt, padding and what stayed hidden. group_BT: the tokens that are noised together: one
-        canvas, or an attention block of it; -1 on the prompt and padding. block_BT: the decoding block, from
-        0; -1 on the prompt and padding. sampled_BT: the completion's log-probabilities under the server that
-        sampled it; None: this process sampled it. one_document: whether it is known that there is no padding,
-        so that attention can reuse a cached mask.
+    Attributes:
+        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
+        document_BT: 1 on the canvas, 0 on padding.
+        prompt_BT: True on the prompt.
+        completion_BT: True on the completion, up to and including its first EOS.
+        step_BT: the denoising step that revealed a position; -1 for the prompt, padding and what stayed
+            hidden.
+        group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the
+            prompt and padding.
+        block_BT: the decoding block, from 0; -1 on the prompt and padding.
+        sampled_BT: the completion's log-probabilities under the server that sampled it; None: this process
+            sampled it.
+        one_document: whether it is known that there is no padding, so that attention can reuse a cached mask.
     """
 
     ids_BT: Tensor

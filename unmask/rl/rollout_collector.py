@@ -214,8 +214,9 @@ class RolloutCollector:
         Args:
             step: the number of the rollout; None: an evaluation, whose noise is the same at all steps.
 
-        Raises: GenerationError: a process cannot sample: its server does not answer (RemoteError), or its
-            model returns NaN.
+        Raises:
+            GenerationError: a process cannot sample: its server does not answer (RemoteError), or its model
+                returns NaN.
         """
         generation = Generation([], [], [], [], [], [], trace=[])
         with failing_together("rollout"), self.trainer.phases("generation"), self.trainer.lockstep():

@@ -57,13 +57,17 @@ from unmask.training.trainer import DiffusionTrainer
 class GRPOTrainer(DiffusionTrainer):
     """Group-relative policy optimisation of any DiffusionLM.
 
-    Args: model: the policy; a DiffusionLM, or a path or id to load. reward_funcs: functions as TRL calls them
-        (sync or async), or names (of tasks and others, see `reward_functions_named`). args: the config.
+    Args:
+        model: the policy; a DiffusionLM, or a path or id to load.
+        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see
+            `reward_functions_named`).
+        args: the config.
         train_dataset: rows with `prompt`; all other columns go to the reward functions. Of a stream (a
-        `datasets.IterableDataset`) as many as `max_steps` needs are read, before training. eval_dataset: the
-        same; `evaluate` reports the mean reward of greedy completions. masking: a strategy that plans the
-        views instead of the method; None: the one that the config names, if any. rest: as in
-        DiffusionTrainer.
+            `datasets.IterableDataset`) as many as `max_steps` needs are read, before training.
+        eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
+        masking: a strategy that plans the views instead of the method; None: the one that the config names,
+            if any.
+        rest: as in DiffusionTrainer.
 
     Views are planned once per rollout and inner iteration, and the policy, the old policy and the reference
     share them. Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of

@@ -55,10 +55,11 @@ def reward_functions_named(
 ) -> list[RewardFunction | WorkerReward]:
     """The reward functions of a name.
 
-    Args: named: a function, which is returned as it is; `task` or `task/shaping` (see `Task.rewards`);
-        `package.module:function` or `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence classifier; or
-        the http(s) address of a reward server. workers: processes for a function given by its path; 0: this
-        process runs it.
+    Args:
+        named: a function, which is returned as it is; `task` or `task/shaping` (see `Task.rewards`);
+            `package.module:function` or `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence
+            classifier; or the http(s) address of a reward server.
+        workers: processes for a function given by its path; 0: this process runs it.
 
     Raises:
         ConfigError: it is not a function, or no function has this name.
@@ -114,13 +115,16 @@ def is_async(function: RewardFunction) -> bool:
 class RewardResult:
     """What the reward functions returned for the completions of one call.
 
-    Attributes: reward_BF: their values, without weights; NaN where a function does not apply, or failed.
-        failed_BF: where a function failed; boolean. total_B: the weighted sums; NaN: unscored. statuses: by
-        function, how often each status occurred, for functions that return verdicts. failures: by function,
-        the completions on which it `raised` (or returned a verdict without a value), was late (`timeout`) or
-        returned no number (`invalid`). logged: by name, the numbers that functions passed to `log_metric`.
+    Attributes:
+        reward_BF: their values, without weights; NaN where a function does not apply, or failed.
+        failed_BF: where a function failed; boolean.
+        total_B: the weighted sums; NaN: unscored.
+        statuses: by function, how often each status occurred, for functions that return verdicts.
+        failures: by function, the completions on which it `raised` (or returned a verdict without a value),
+            was late (`timeout`) or returned no number (`invalid`).
+        logged: by name, the numbers that functions passed to `log_metric`.
         extras: by name, the columns that they passed to `log_extra`, a value for each completion; the last
-        one of each name.
+            one of each name.
     """
 
     reward_BF: Tensor

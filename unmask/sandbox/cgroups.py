@@ -20,8 +20,9 @@ class Group:
         memory: bytes that its processes and their files in memory may use.
         processes: maximum number of processes and threads.
 
-    Attributes: shares_processors: whether it has the cpu controller: then each group gets the same share,
-        however many processes it has.
+    Attributes:
+        shares_processors: whether it has the cpu controller: then each group gets the same share, however
+            many processes it has.
     """
 
     def __init__(self, name: str, memory: int, processes: int):

@@ -278,8 +278,9 @@ class Cell:
         without results. Python's candidate is source text; a native program, and native tests, are
         `{"native": base64}`.
 
-        Raises: SandboxError: one of the two did not start (then nothing of the program has run), or there are
-            no results at the deadline (of `time.monotonic`).
+        Raises:
+            SandboxError: one of the two did not start (then nothing of the program has run), or there are no
+                results at the deadline (of `time.monotonic`).
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()

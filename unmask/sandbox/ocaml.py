@@ -52,8 +52,11 @@ UNSAFE |= {"Out_channel", "Domain", "Effect", "Mutex", "Condition", "Semaphore"}
 class OCamlTests:
     """A dataset's tests of an OCaml module.
 
-    Attributes: module: the file of the candidate, such as `acronym.ml`. interface: its .mli. tests: a program
-        that uses it, and runs OUnit2 suites or calls `Gate.check` with a function to a boolean for each test.
+    Attributes:
+        module: the file of the candidate, such as `acronym.ml`.
+        interface: its .mli.
+        tests: a program that uses it, and runs OUnit2 suites or calls `Gate.check` with a function to a
+            boolean for each test.
     """
 
     module: str

@@ -12,9 +12,12 @@ Status = Literal["ok", "wrong", "malformed", "timeout", "infrastructure"]
 class Outcome:
     """The outcome of testing a program.
 
-    Attributes: status: ok: all tests passed. wrong: a test failed, or the program raised or ended. malformed:
-        not a program. timeout: the time limit was exceeded. infrastructure: the sandbox failed before the
-        program ran, or the tests are broken. passed, total: numbers of tests. detail: the first failure.
+    Attributes:
+        status: ok: all tests passed. wrong: a test failed, or the program raised or ended. malformed: not a
+            program. timeout: the time limit was exceeded. infrastructure: the sandbox failed before the
+            program ran, or the tests are broken.
+        passed, total: numbers of tests.
+        detail: the first failure.
     """
 
     status: Status

@@ -132,10 +132,11 @@ class Pool:
     """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is
     set.
 
-    Args: slots: number of programs at a time. None: two per processor (starting one is mostly waiting), or
-        one where no control group shares the processors between them; divided by the local ranks. limits:
-        limits of each program. accept_unsandboxed: on a host without isolation, run programs as this user,
-        with all its permissions.
+    Args:
+        slots: number of programs at a time. None: two per processor (starting one is mostly waiting), or one
+            where no control group shares the processors between them; divided by the local ranks.
+        limits: limits of each program.
+        accept_unsandboxed: on a host without isolation, run programs as this user, with all its permissions.
     """
 
     def __init__(

@@ -248,9 +248,10 @@ def count_asserts(node):
 class Tester:
     """Runs the tests of a dataset on the functions of a candidate.
 
-    Args: pipe: pipe to the candidate. payload: `setup`: a program that defines what the tests need beside the
-        candidate; `tests`: a program of assertions; `names`: names in the candidate, by the names that the
-        tests use for them.
+    Args:
+        pipe: pipe to the candidate.
+        payload: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program
+            of assertions; `names`: names in the candidate, by the names that the tests use for them.
     """
 
     def __init__(self, pipe, payload):

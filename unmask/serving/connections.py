@@ -25,9 +25,11 @@ clients expect."""
 class ConnectionLimits:
     """Limits of connections, those that are idle included.
 
-    Attributes: connections: the most at once. head_seconds: in which the head of a request must arrive, from
-        the connection or its first byte on. write_bytes, write_seconds: a client that reads less than so many
-        bytes of its answer in so many seconds is cut off.
+    Attributes:
+        connections: the most at once.
+        head_seconds: in which the head of a request must arrive, from the connection or its first byte on.
+        write_bytes, write_seconds: a client that reads less than so many bytes of its answer in so many
+            seconds is cut off.
     """
 
     connections: int = 512

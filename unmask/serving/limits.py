@@ -9,11 +9,17 @@ from dataclasses import dataclass
 class Limits:
     """The most that one request may ask for.
 
-    Attributes: max_tokens: new tokens of a sequence. n: answers to one prompt. sequences: answers to all
-        prompts. length: tokens of a prompt and its answer, where the model has no longest context. steps:
-        denoising steps of a sequence. schema_bytes: of a JSON schema, a grammar or a regex, as text.
+    Attributes:
+        max_tokens: new tokens of a sequence.
+        n: answers to one prompt.
+        sequences: answers to all prompts.
+        length: tokens of a prompt and its answer, where the model has no longest context.
+        steps: denoising steps of a sequence.
+        schema_bytes: of a JSON schema, a grammar or a regex, as text.
         compile_seconds, compile_bytes: that compiling the constraints of a request may take, of time and of
-        memory. body_bytes: of the body of a request. body_seconds: that a client may take to send it.
+            memory.
+        body_bytes: of the body of a request.
+        body_seconds: that a client may take to send it.
         timeout: seconds that a request may take, waiting included.
     """
 

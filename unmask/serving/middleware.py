@@ -60,8 +60,10 @@ class SecurityHeaders:
 class SameOrigin:
     """Refuses what the pages of other sites send by a browser, which can reach addresses that others cannot.
 
-    Args: allowed: origins of other sites that may. loopback: whether the server is for this machine only: a
-        name that resolves to it is then refused (DNS rebinding).
+    Args:
+        allowed: origins of other sites that may.
+        loopback: whether the server is for this machine only: a name that resolves to it is then refused (DNS
+            rebinding).
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str] = (), *, loopback: bool = False):

@@ -62,11 +62,14 @@ class ModelService:
         """Generate sequences. Refusals are raised here, before the first event, and later errors by the
         iterator.
 
-        Args: owner: whose queue they wait in; owners take turns. priority: higher ones of an owner go first.
-            timeout: seconds, waiting included. since: when they began, by the clock of the event loop; None:
-            now. version: the weights to sample from; None: any. weights: those with which the work was
-            prepared, by the number of replacements before them. They are kept until it is finished. None:
-            any.
+        Args:
+            owner: whose queue they wait in; owners take turns.
+            priority: higher ones of an owner go first.
+            timeout: seconds, waiting included.
+            since: when they began, by the clock of the event loop; None: now.
+            version: the weights to sample from; None: any.
+            weights: those with which the work was prepared, by the number of replacements before them. They
+                are kept until it is finished. None: any.
 
         Raises:
             OverloadedError: the queue is full (429).
@@ -97,7 +100,8 @@ class ModelService:
         """Run a function that uses the model again and again, such as the search for the length of a gap, as
         `aside` runs one.
 
-        Args: function: hands what needs the model, a short part at a time, to its argument. That raises
-            CancelledError once nobody waits for the result.
+        Args:
+            function: hands what needs the model, a short part at a time, to its argument. That raises
+                CancelledError once nobody waits for the result.
         """
         return await self.scheduler.search(self.name, function, owner=owner)

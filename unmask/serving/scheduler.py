@@ -61,14 +61,20 @@ class Scheduler:
     A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new
     engine.
 
-    Args: models: by the names that clients give. adapters: models that share the weights of the first one, by
-        their names. batch_size: the most sequences that run at once, of all models. max_batch_tokens: as of
-        `Engine`, for each model. queue_size: the most sequences that wait, for all models. deterministic:
-        whether every sequence is computed separately, so that company does not change the last bits of its
-        answer. metrics: what it counts in; None: its own.
+    Args:
+        models: by the names that clients give.
+        adapters: models that share the weights of the first one, by their names.
+        batch_size: the most sequences that run at once, of all models.
+        max_batch_tokens: as of `Engine`, for each model.
+        queue_size: the most sequences that wait, for all models.
+        deterministic: whether every sequence is computed separately, so that company does not change the last
+            bits of its answer.
+        metrics: what it counts in; None: its own.
 
-    Attributes: models: all of them, by name, the first one first. on_end: is called in the engines' thread
-        when that ends, because it was stopped or because no new engine could be made.
+    Attributes:
+        models: all of them, by name, the first one first.
+        on_end: is called in the engines' thread when that ends, because it was stopped or because no new
+            engine could be made.
     """
 
     def __init__(

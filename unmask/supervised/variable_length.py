@@ -84,9 +84,11 @@ def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap
     """A canvas of each row, with a gap for every 2 * max_gap learnt tokens, at least one. The first token of
     the row and end tokens are in no gap.
 
-    Args: batch: `input_ids` and `documents` (0 is padding), integers, and `maskable`, boolean: the learnt
-        tokens; [B, T] each. draw: the source of randomness. max_gap: the longest gap, in tokens, with which
-        the model was made (`with_length_tokens`).
+    Args:
+        batch: `input_ids` and `documents` (0 is padding), integers, and `maskable`, boolean: the learnt
+            tokens; [B, T] each.
+        draw: the source of randomness.
+        max_gap: the longest gap, in tokens, with which the model was made (`with_length_tokens`).
 
     Raises:
         ModelError: the model has no expand and delete token.

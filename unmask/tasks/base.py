@@ -179,9 +179,10 @@ class Task(abc.ABC):
     def rewards(self, shaping: str = "strict") -> list[Reward]:
         """The reward functions of a shaping. ConfigError if the task does not have it.
 
-        Args: shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one
-            function for each component of the published reward. A shaping with a single function gives it the
-            shaping's name: `sudoku`, `sudoku/partial`.
+        Args:
+            shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one
+                function for each component of the published reward. A shaping with a single function gives it
+                the shaping's name: `sudoku`, `sudoku/partial`.
         """
         known = self.shapings()
         if shaping not in known:
@@ -284,8 +285,9 @@ def get_task(name: str) -> Task:
     """The task of this name with default settings, or of the class that `path/to/file.py:NAME` or
     `package.module:NAME` names.
 
-    Raises: ConfigError: it is unknown, with the most similar name; or the class cannot be loaded or made,
-        lacks a part of a task, or has the name of a built-in one.
+    Raises:
+        ConfigError: it is unknown, with the most similar name; or the class cannot be loaded or made, lacks a
+            part of a task, or has the name of a built-in one.
     """
     if ":" in name:
         return _load_task(name)

@@ -106,8 +106,9 @@ def _digits_of(answer: str, side: int) -> str:
 class GridPuzzle(Puzzle):
     """A Sudoku: each row, column and box holds each of `digits` once.
 
-    Args: min_empty, max_empty: range of the number of empty cells in generated puzzles, from which it is
-        drawn uniformly.
+    Args:
+        min_empty, max_empty: range of the number of empty cells in generated puzzles, from which it is drawn
+            uniformly.
     """
 
     digits: ClassVar[str]

@@ -93,8 +93,10 @@ def last_checkpoint(folder: Path) -> Path | None:
 def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
-    Args: named: a path, as in `named_checkpoint`; True: the last whole checkpoint in the output folder, if
-        there is one. in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format.
+    Args:
+        named: a path, as in `named_checkpoint`; True: the last whole checkpoint in the output folder, if
+            there is one.
+        in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format.
 
     Raises:
         TrainingError: it is missing, incomplete or damaged.

@@ -27,11 +27,15 @@ def setting(
 ) -> Any:
     """A config field with its valid values.
 
-    Args: help: its description. low, high: inclusive bounds of a number; NaN is refused. choices: the valid
-        words. needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that
-        has this value, "loss_type=sigmoid|simpo" one that has either. otherwise: the default if neither a
-        config nor a method sets it. on_resume: what changing it does to a run that is resumed; None: as for
-        the field of TrainingArguments, and else another run.
+    Args:
+        help: its description.
+        low, high: inclusive bounds of a number; NaN is refused.
+        choices: the valid words.
+        needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that has
+            this value, "loss_type=sigmoid|simpo" one that has either.
+        otherwise: the default if neither a config nor a method sets it.
+        on_resume: what changing it does to a run that is resumed; None: as for the field of
+            TrainingArguments, and else another run.
     """
     described = f"{help}; needs {' and '.join(map(_described, needs))}." if needs else f"{help}."
     checks = {"low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}

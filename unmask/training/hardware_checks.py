@@ -102,8 +102,9 @@ def refuse_unsupported(
         adapters: whether adapters are trained, including those that are still to be added.
         trainer_arguments: arguments of transformers.Trainer.
 
-    Raises: ConfigError: a setting that the model does not support, or a function that would read the logits
-        of whole rows.
+    Raises:
+        ConfigError: a setting that the model does not support, or a function that would read the logits of
+            whole rows.
     """
     for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
         if trainer_arguments.get(name) is not None:

@@ -28,14 +28,17 @@ WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"
 class Reference:
     """The reference model of DPO and of RL's KL divergence: the untrained policy, or another model.
 
-    Args: lm: the policy before training. If it trains only adapters that start at zero, the reference is its
-        base with the adapters switched off, and no second model is held. device: the device that holds the
-        whole second model, if there is one: the training device. copy: whether to copy the policy even where
-        its base without adapters would do: for a reference that moves or is placed elsewhere. path: another
-        reference model with the same vocabulary and settings; None: the policy before training.
+    Args:
+        lm: the policy before training. If it trains only adapters that start at zero, the reference is its
+            base with the adapters switched off, and no second model is held.
+        device: the device that holds the whole second model, if there is one: the training device.
+        copy: whether to copy the policy even where its base without adapters would do: for a reference that
+            moves or is placed elsewhere.
+        path: another reference model with the same vocabulary and settings; None: the policy before training.
 
-    Raises: ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already
-        sharded the weights.
+    Raises:
+        ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already sharded
+            the weights.
     """
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):

@@ -47,11 +47,14 @@ class Phases:
     that of the steps. Outside of a step (in an evaluation) nothing counts. Every phase is a range of that
     name in a trace of torch.profiler. Not thread-safe.
 
-    Args: device: of the model. synchronize: wait for the GPU where a phase begins and ends. Else its time is
-        that of the Python code, which may run ahead. memory: measure the peak memory of each phase: allocated
-        memory on a GPU, the resident memory of the process on a CPU (Linux; nothing elsewhere). Every phase
-        resets both counters, for other readers too (`take_peak_memory`, `take_allocated_peak`). clock:
-        monotonic seconds.
+    Args:
+        device: of the model.
+        synchronize: wait for the GPU where a phase begins and ends. Else its time is that of the Python code,
+            which may run ahead.
+        memory: measure the peak memory of each phase: allocated memory on a GPU, the resident memory of the
+            process on a CPU (Linux; nothing elsewhere). Every phase resets both counters, for other readers
+            too (`take_peak_memory`, `take_allocated_peak`).
+        clock: monotonic seconds.
     """
 
     def __init__(

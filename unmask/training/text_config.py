@@ -40,11 +40,15 @@ def corpus_rows(
     """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream
     made during training.
 
-    Args: dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a
-        `datasets.IterableDataset`. where: the name of the dataset in errors.
+    Args:
+        dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a
+            `datasets.IterableDataset`.
+        where: the name of the dataset in errors.
 
-    Raises: DataError: no text, a row without it, too many unknown tokens, a corrupted cache, or held-out rows
-        that are a stream. ConfigError: settings that do not work with a stream.
+    Raises:
+        DataError: no text, a row without it, too many unknown tokens, a corrupted cache, or held-out rows
+            that are a stream.
+        ConfigError: settings that do not work with a stream.
     """
     texts, length = text_column(dataset, args, where), row_length(lm, args)
     ends = lm.eos_token_ids

@@ -72,11 +72,15 @@ class DiffusionTrainer(Trainer):
     Losses are sums divided by the items (maskable tokens) of the whole accumulated batch over all ranks, so
     that gradient accumulation changes nothing.
 
-    Args: model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as
-        `processing_class`. train_dataset, eval_dataset: rows in the format that the trainer documents.
-        peft_config: trains adapters instead of the weights. progress: a progress display to update. log: of
-        the metrics; None: `training_logs.json` in the output directory. phases: measures time and memory by
-        phase of a step; None: a new one. data_collator, callbacks, optimizers: as in transformers.Trainer.
+    Args:
+        model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as
+            `processing_class`.
+        train_dataset, eval_dataset: rows in the format that the trainer documents.
+        peft_config: trains adapters instead of the weights.
+        progress: a progress display to update.
+        log: of the metrics; None: `training_logs.json` in the output directory.
+        phases: measures time and memory by phase of a step; None: a new one.
+        data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
     streams = False  # whether the dataset may be a stream, an iterable without a length

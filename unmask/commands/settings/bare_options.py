@@ -68,8 +68,9 @@ class BareNames:
         Args:
             following: the words after it. The value is removed, if it is one of them.
 
-        Raises: ConfigError: the name is that of no setting or of several ones; the value is missing, or not
-            wanted.
+        Raises:
+            ConfigError: the name is that of no setting or of several ones; the value is missing, or not
+                wanted.
         """
         typed, has_value, _ = word.partition("=")
         name = typed.removeprefix("--")

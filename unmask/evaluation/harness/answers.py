@@ -14,8 +14,9 @@ from collections.abc import Iterable
 class LogLikelihood(float):
     """A log-likelihood, or an estimate of a lower bound, in nats.
 
-    Attributes: differences: of `Bound.difference_BP`: their squares add up to the variance of the estimate;
-        empty where it is exact.
+    Attributes:
+        differences: of `Bound.difference_BP`: their squares add up to the variance of the estimate; empty
+            where it is exact.
     """
 
     differences: tuple[float, ...]

@@ -59,16 +59,21 @@ class HarnessLM(TemplateLM):
     Scores are functions of model, request and settings: they do not depend on the batch size, the order of
     the requests, or the processes.
 
-    Args: pretrained: a DiffusionLM, or the path or name of one to load. samples: noised views per likelihood
-        at most (elbo); None: 128, or those of the protocol. estimator: elbo or exact; None: exact for causal
-        models and blocks of at most 4 tokens, else elbo. seed: of masks and samples. batch_size: sequences
-        generated at once, or "auto"; likelihoods are computed one by one. max_batch_size: of "auto". device:
-        where to load the model; None: the GPU if there is one. protocol: evaluate as its authors did
-        (`unmask.evaluation.protocols`): a sampler and a number of samples for each task. Of a request's own
-        options only the stop strings are then read. Examples and chat template are lm-eval's to set.
+    Args:
+        pretrained: a DiffusionLM, or the path or name of one to load.
+        samples: noised views per likelihood at most (elbo); None: 128, or those of the protocol.
+        estimator: elbo or exact; None: exact for causal models and blocks of at most 4 tokens, else elbo.
+        seed: of masks and samples.
+        batch_size: sequences generated at once, or "auto"; likelihoods are computed one by one.
+        max_batch_size: of "auto".
+        device: where to load the model; None: the GPU if there is one.
+        protocol: evaluate as its authors did (`unmask.evaluation.protocols`): a sampler and a number of
+            samples for each task. Of a request's own options only the stop strings are then read. Examples
+            and chat template are lm-eval's to set.
         max_length: the longest row, prompt and completion; None: the model's context. Longer prompts lose
-        their beginning. settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for
-        requests that do not have their own; they replace those of the protocol.
+            their beginning.
+        settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for requests that do not
+            have their own; they replace those of the protocol.
 
     Raises:
         ConfigError: an unknown setting, or a wrong value.

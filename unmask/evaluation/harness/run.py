@@ -111,19 +111,26 @@ def evaluate_with_harness(
 ) -> list[TaskScores]:
     """Evaluate on tasks of lm-eval.
 
-    Args: tasks: names of tasks, groups and tags, or task files. include_path: a folder with more task files.
-        samples, estimator: as of `HarnessLM`. sampler: what is set in it is used for generated texts, where a
-        task does not say otherwise; its seed is also that of the masks. protocol: as of `HarnessLM`; also
-        sets each task's number of examples and the chat template, where `options` do not. strict: whether a
-        setting that none of these tasks reads is an error; other measurements may share them. progress: as of
-        `HarnessLM`. options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
+    Args:
+        tasks: names of tasks, groups and tags, or task files.
+        include_path: a folder with more task files.
+        samples, estimator: as of `HarnessLM`.
+        sampler: what is set in it is used for generated texts, where a task does not say otherwise; its seed
+            is also that of the masks.
+        protocol: as of `HarnessLM`; also sets each task's number of examples and the chat template, where
+            `options` do not.
+        strict: whether a setting that none of these tasks reads is an error; other measurements may share
+            them.
+        progress: as of `HarnessLM`.
+        options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
 
     Returns:
         Each task in turn, then the groups; in a process other than the first, nothing.
 
-    Raises: ConfigError: an unknown task or option, or an option that none of the tasks obeys. DataError:
-        missing data, a task's template that does not fit them, or a chat template is asked for where there is
-        none.
+    Raises:
+        ConfigError: an unknown task or option, or an option that none of the tasks obeys.
+        DataError: missing data, a task's template that does not fit them, or a chat template is asked for
+            where there is none.
     """
     for name in options:
         if name not in OPTIONS:

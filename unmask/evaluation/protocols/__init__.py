@@ -73,8 +73,9 @@ class Protocol(Config):
             lm: its end tokens are those of the rules about them.
             given: settings of the user, by the names of `SamplerConfig`. They win.
 
-        Raises: ConfigError: the task is scored by likelihood, the model has no end token, or settings
-            contradict one another.
+        Raises:
+            ConfigError: the task is scored by likelihood, the model has no end token, or settings contradict
+                one another.
         """
         return SamplerConfig(**_over(self._settings(lm), given or {}))
 

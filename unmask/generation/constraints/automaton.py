@@ -31,12 +31,15 @@ another one."""
 class EdgeTable:
     """The edges of an automaton, by source and class, and how to group them.
 
-    Attributes: source_E, class_E, target_E: of every edge that is not dead. first_S: the first edge of every
-        state, and the number of edges. by_pair_E, pair_start_P: the edges by (source, target), and the first
-        of each pair. pair_source_P, pair_target_P: of every pair, by source. source_with_pairs, source_start:
-        the states that have any, and the first pair of each. by_target_P, target_with_pairs, target_start:
-        the pairs by target, the targets, and the first pair of each in this order. by_class_E,
-        class_with_edges, class_start: the same for edges by class.
+    Attributes:
+        source_E, class_E, target_E: of every edge that is not dead.
+        first_S: the first edge of every state, and the number of edges.
+        by_pair_E, pair_start_P: the edges by (source, target), and the first of each pair.
+        pair_source_P, pair_target_P: of every pair, by source.
+        source_with_pairs, source_start: the states that have any, and the first pair of each.
+        by_target_P, target_with_pairs, target_start: the pairs by target, the targets, and the first pair of
+            each in this order.
+        by_class_E, class_with_edges, class_start: the same for edges by class.
     """
 
     def __init__(self, next_SC: np.ndarray):

@@ -76,10 +76,12 @@ def byte_automata(
 ) -> list[ByteAutomaton]:
     """The automata of regular expressions in Rust's syntax.
 
-    Args: plain: whether they match no `FIRST`. The library also builds an automaton of all texts that end
-        with a match, which then is as small: else `[1-9][0-9]{20,}` has millions of states, since any digit
-        but 0 may be where it begins. names: what each adds to `where` in errors. until: when they have to be
-        there, by `time.monotonic`.
+    Args:
+        plain: whether they match no `FIRST`. The library also builds an automaton of all texts that end with
+            a match, which then is as small: else `[1-9][0-9]{20,}` has millions of states, since any digit
+            but 0 may be where it begins.
+        names: what each adds to `where` in errors.
+        until: when they have to be there, by `time.monotonic`.
 
     Raises:
         ConfigError: outlines-core is not installed.

@@ -28,8 +28,10 @@ def compile_constraint(
     """The automaton of a constraint over the tokens of a vocabulary; `end` and `at_start` as for
     `token_automaton`.
 
-    Raises: ConfigError: outlines-core is not installed. GenerationError: the constraint is invalid, cannot be
-        enforced, is too large, or nothing in the vocabulary meets it.
+    Raises:
+        ConfigError: outlines-core is not installed.
+        GenerationError: the constraint is invalid, cannot be enforced, is too large, or nothing in the
+            vocabulary meets it.
     """
     key = (constraint.model_dump_json(), vocabulary.digest, end, at_start and vocabulary.strips_space)
     where = f"{where}.{constraint.kind}"

@@ -72,9 +72,12 @@ def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeight
 class Paths:
     """All paths of an automaton over some positions, weighted by what a model predicts there.
 
-    Args: log_WC: the weight of each class at each position; -inf: it cannot stand there. start: the state
-        before the first position. end_S: the states that are allowed after the last position. runs: of given
-        tokens after each position but the last: the state [S] that follows each state; None: there are none.
+    Args:
+        log_WC: the weight of each class at each position; -inf: it cannot stand there.
+        start: the state before the first position.
+        end_S: the states that are allowed after the last position.
+        runs: of given tokens after each position but the last: the state [S] that follows each state; None:
+            there are none.
     """
 
     def __init__(
@@ -156,8 +159,9 @@ class Paths:
     def draw(self, pick: Callable[[int, np.ndarray], int]) -> np.ndarray:
         """The class [W] at each position of a path that is drawn by its weight, from left to right.
 
-        Args: pick: draws the class at a position, from its weights there times what their logarithms [C] are
-            given for: how likely the rest is accepted after each, relative to the likeliest.
+        Args:
+            pick: draws the class at a position, from its weights there times what their logarithms [C] are
+                given for: how likely the rest is accepted after each, relative to the likeliest.
         """
         state, classes = self.start, np.zeros(len(self.log_WC), dtype=np.int64)
         for at, log_C in enumerate(self.log_WC):

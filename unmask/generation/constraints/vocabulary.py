@@ -26,10 +26,13 @@ KNOWN = "ByteLevel, Fuse, Metaspace, and Replace with ByteFallback"
 class Vocabulary:
     """What the tokens of a model write.
 
-    Attributes: bytes_V: of each token; None: it matches no text (special tokens, the mask token, ids without
-        a token). end_token_ids: tokens that end a text. fill_token_ids: end tokens and padding.
-        never_token_ids: tokens that are never produced: the mask token. strips_space: whether decoding
-        removes a space at the start of a text.
+    Attributes:
+        bytes_V: of each token; None: it matches no text (special tokens, the mask token, ids without a
+            token).
+        end_token_ids: tokens that end a text.
+        fill_token_ids: end tokens and padding.
+        never_token_ids: tokens that are never produced: the mask token.
+        strips_space: whether decoding removes a space at the start of a text.
     """
 
     bytes_V: tuple[bytes | None, ...]

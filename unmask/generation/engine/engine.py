@@ -42,10 +42,13 @@ from unmask.models.model_state import evaluating
 class SequenceView(NamedTuple):
     """What can be seen of a sequence between two steps.
 
-    Attributes: ids: with the mask token at hidden positions. log_probs: of revealed tokens, when they were
-        revealed. steps: denoising steps so far. num_final: positions from the first one on that no later step
-        changes. forbidden: the ids and log-probabilities of the tokens that the constraint forbids, of each
-        position; None: they are not recorded.
+    Attributes:
+        ids: with the mask token at hidden positions.
+        log_probs: of revealed tokens, when they were revealed.
+        steps: denoising steps so far.
+        num_final: positions from the first one on that no later step changes.
+        forbidden: the ids and log-probabilities of the tokens that the constraint forbids, of each position;
+            None: they are not recorded.
     """
 
     ids: list[int]
@@ -61,13 +64,17 @@ class Engine:
 
     Call `submit`, then `step` until it returns the ticket; or `run`, for all requests. Not thread-safe.
 
-    Args: batch_size: the most sequences that run at once, at least 1. verifier: in mode self-speculative, the
-        causal model that verifies drafts, here or on a server; None: the model itself. max_batch_tokens:
-        bound of the running sequences (with guidance twice) times the longest of them, drafts included; None:
-        no bound.
+    Args:
+        batch_size: the most sequences that run at once, at least 1.
+        verifier: in mode self-speculative, the causal model that verifies drafts, here or on a server; None:
+            the model itself.
+        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them,
+            drafts included; None: no bound.
 
-    Attributes: num_forward_passes: passes so far, of any number of sequences. prompt_tokens: tokens before
-        the first hidden one, of all sequences so far (with guidance twice); only with an exact cache.
+    Attributes:
+        num_forward_passes: passes so far, of any number of sequences.
+        prompt_tokens: tokens before the first hidden one, of all sequences so far (with guidance twice); only
+            with an exact cache.
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
@@ -118,8 +125,9 @@ class Engine:
     def submit(self, request: Request, config: SamplerConfig) -> int:
         """Accept a request, and return its ticket.
 
-        Raises: GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another
-            model.
+        Raises:
+            GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another
+                model.
         """
         check_settings(self.lm, config)
         if isinstance(self.verifier, RemoteLM):
@@ -197,8 +205,9 @@ class Engine:
         """Run `_denoise` once. Returns the tickets and traces of the finished requests that neither `run` nor
         `step` has returned yet.
 
-        Raises: GenerationError: predictions are NaN. `run` raises it where a sequence finishes, or a block at
-            which it may stop.
+        Raises:
+            GenerationError: predictions are NaN. `run` raises it where a sequence finishes, or a block at
+                which it may stop.
         """
         with evaluating(self.lm), evaluating(self._verifier or self.lm):
             self._denoise()

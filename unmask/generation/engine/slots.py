@@ -111,12 +111,15 @@ class Slots:
     """Tables with a slot (a row) per sequence. The first `count` are in use: when a sequence leaves, the last
     one moves to its slot.
 
-    Attributes: ids_SC: token ids, with the mask token at hidden positions. step_SC: the step that revealed
-        each token; -1: none. log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
+    Attributes:
+        ids_SC: token ids, with the mask token at hidden positions.
+        step_SC: the step that revealed each token; -1: none.
+        log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
         top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until
-        `create_top`. noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
+            `create_top`.
+        noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
         sum_S: of the log-probabilities of all tokens that were considered so far; NaN if some predictions
-        were.
+            were.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):

@@ -136,8 +136,9 @@ def _reveal(
     """Reveal the tokens that are decided. Returns the last node of each sequence that was kept, and the
     finished sequences.
 
-    Args: cache: holds the keys of all drafts. Those that were kept move to the columns of their positions.
-        None: a server has them.
+    Args:
+        cache: holds the keys of all drafts. Those that were kept move to the columns of their positions.
+            None: a server has them.
     """
     tree, shape = _tree(lm, sequences[0].config), logits_BJV.shape[:2]
     decision, rank_N = _verify(slots, sequences, logits_BJV, tree)

@@ -63,9 +63,10 @@ def speculative_pass(
         skipped: the masks of each group whose tokens are not predicted.
         cache: another cache than that of the slots.
 
-    Returns: [B, J, V]: the causal reading's logits of the token after each node. [B, J, W - skipped, V]: for
-        the masks after each node, the logits of their tokens without the first ones; with a logit shift,
-        never that of the first one, which the token before it predicts.
+    Returns:
+        [B, J, V]: the causal reading's logits of the token after each node. [B, J, W - skipped, V]: for the
+        masks after each node, the logits of their tokens without the first ones; with a logit shift, never
+        that of the first one, which the token before it predicts.
     """
     plan = _plan(entries, tree, slots.ids_SC.device)
     columns = max(entry.num_columns for entry in entries)

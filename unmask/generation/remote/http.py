@@ -19,8 +19,9 @@ BUSY = {FULL, 500, 502, 503, 504}  # 500: a dead engine answers this until it re
 class RemoteError(GenerationError):
     """The server stayed unavailable, refused a request (with this status), or cannot get its weights.
 
-    Attributes: completed: completions before the failure, by the index of the prompt: token ids and their
-        log-probabilities.
+    Attributes:
+        completed: completions before the failure, by the index of the prompt: token ids and their
+            log-probabilities.
     """
 
     def __init__(

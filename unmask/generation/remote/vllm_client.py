@@ -29,12 +29,15 @@ BANNED = -100.0  # the lowest bias that a server accepts
 class RemoteLM:
     """A causal model on a vLLM server.
 
-    Args: url: such as http://localhost:8000. tokenizer: the model's, or its path. model: its name on the
-        server; None: the only one. timeout: seconds to wait for an answer. patience: seconds to wait for a
-        server that does not accept requests, at the start or after it died. api_key: the one that the server
-        was started with, if any. eos_token_ids: the tokens that end a text, besides those that the server
-        finds in the model's generation_config.json; None: the tokenizer's EOS and its chat template's end of
-        turn.
+    Args:
+        url: such as http://localhost:8000.
+        tokenizer: the model's, or its path.
+        model: its name on the server; None: the only one.
+        timeout: seconds to wait for an answer.
+        patience: seconds to wait for a server that does not accept requests, at the start or after it died.
+        api_key: the one that the server was started with, if any.
+        eos_token_ids: the tokens that end a text, besides those that the server finds in the model's
+            generation_config.json; None: the tokenizer's EOS and its chat template's end of turn.
 
     Raises:
         GenerationError: the server is absent, or holds several models and none is named.
@@ -75,9 +78,10 @@ class RemoteLM:
         numbers, seeded for every prompt by `config.seed` and its key; log-probabilities are at temperature 1
         (the server's default mode).
 
-        Raises: GenerationError: settings of diffusion only, or a request that the server refuses.
+        Raises:
+            GenerationError: settings of diffusion only, or a request that the server refuses.
             RemoteError: the server accepts no requests or does not answer. Its `completed` holds the
-            completions so far.
+                completions so far.
         """
         config = config or SamplerConfig()
         if (name := unread_by_vllm(config)) is not None:
@@ -154,10 +158,11 @@ class RemoteLM:
     def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
         """Send new weights to the server, and clear its prefix cache.
 
-        Args: source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to
-            the server's GPUs. That needs vLLM installed here, and a server started with
-            `--weight-transfer-config '{"backend": "nccl"}'`. address: of this machine, as the server's
-            workers reach it (NCCL).
+        Args:
+            source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to the
+                server's GPUs. That needs vLLM installed here, and a server started with
+                `--weight-transfer-config '{"backend": "nccl"}'`.
+            address: of this machine, as the server's workers reach it (NCCL).
 
         Raises:
             GenerationError: NCCL cannot be used here, or the server refuses.

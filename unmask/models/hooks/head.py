@@ -66,10 +66,14 @@ class RowSelector:
     They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head
     share one selector: PEFT trains a deep copy of a head in `modules_to_save`.
 
-    Attributes: index_N: the rows, flat indices into [B * T]; None: all. first_only: the head returns the
-        first row's logits only. reduction: with `first_only`, what is computed from the logits of all rows,
-        chunk by chunk; None: nothing. reduced: the result. hidden_ND: the head's input at the rows. captured:
-        a list that collects the hidden states at the rows of every pass; None: not collected.
+    Attributes:
+        index_N: the rows, flat indices into [B * T]; None: all.
+        first_only: the head returns the first row's logits only.
+        reduction: with `first_only`, what is computed from the logits of all rows, chunk by chunk; None:
+            nothing.
+        reduced: the result.
+        hidden_ND: the head's input at the rows.
+        captured: a list that collects the hidden states at the rows of every pass; None: not collected.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:

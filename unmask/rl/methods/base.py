@@ -28,13 +28,15 @@ Estimator = Literal["token", "mean", "bound"]
 class LossInputs:
     """All that a loss reads. Log-probabilities [B, M, T] are of the same views, and 0 outside their targets.
 
-    Attributes: policy_BMT: log-probabilities under the trained model, with gradients. old_BMT:
-        log-probabilities under the model that sampled. reference_BMT: log-probabilities under the other model
-        of the KL divergence (`kl_to`: the reference or the old policy); None: no divergence. rollout, views:
-        the completions; what the views hide, their targets, and the weight of each. advantage_BT: the
-        advantage of each token [B, T] or of each completion [B, 1]. token_weight_BT: the weight of each token
-        in the loss; 0 for tokens that are not learnt from. importance_BT: the weight that corrects for a
-        server's own log-probabilities; None: 1.
+    Attributes:
+        policy_BMT: log-probabilities under the trained model, with gradients.
+        old_BMT: log-probabilities under the model that sampled.
+        reference_BMT: log-probabilities under the other model of the KL divergence (`kl_to`: the reference or
+            the old policy); None: no divergence.
+        rollout, views: the completions; what the views hide, their targets, and the weight of each.
+        advantage_BT: the advantage of each token [B, T] or of each completion [B, 1].
+        token_weight_BT: the weight of each token in the loss; 0 for tokens that are not learnt from.
+        importance_BT: the weight that corrects for a server's own log-probabilities; None: 1.
     """
 
     policy_BMT: Tensor
@@ -135,16 +137,20 @@ class Method:
     `GRPOConfig(method_settings=...)`. To add a method, subclass this class or one below it, and decorate it
     with `register`.
 
-    Attributes: name: as in `GRPOConfig(method=...)`. separable: whether the loss is a sum over views of
-        losses of one view each; otherwise the gradient by the log-probabilities of all views is computed
-        first, and then backpropagated one view at a time. biased_by: settings of rollouts and losses that the
-        method refuses, because it promises a gradient without bias. estimator: what the weights of a masking
-        strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each token's
-        log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's
-        likelihood. has_ratio: whether the loss compares the policy with the one that sampled
-        (`LossInputs.old_BMT`), which corrects for completions of older weights (`max_staleness`). partial:
-        whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay
-        its sampling. aggregation: None: `for_attention` sets it.
+    Attributes:
+        name: as in `GRPOConfig(method=...)`.
+        separable: whether the loss is a sum over views of losses of one view each; otherwise the gradient by
+            the log-probabilities of all views is computed first, and then backpropagated one view at a time.
+        biased_by: settings of rollouts and losses that the method refuses, because it promises a gradient
+            without bias.
+        estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate
+            for the loss: "token" each token's log-probability, "mean" the mean over each view's targets,
+            "bound" a bound on the sequence's likelihood.
+        has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`),
+            which corrects for completions of older weights (`max_staleness`).
+        partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather
+            than replay its sampling.
+        aggregation: None: `for_attention` sets it.
     """
 
     name: ClassVar[str]
@@ -223,11 +229,14 @@ class ClippedMethod(DivergenceMethod):
     ) -> Loss:
         """The clipped surrogate and the divergence of elements of any shape, summed by weight.
 
-        Args: log_ratio: log-probability under the policy minus that under the old policy.
+        Args:
+            log_ratio: log-probability under the policy minus that under the old policy.
             reference_log_ratio: log-probability under the reference minus that under the policy; None: no
-            divergence. importance: a factor of the surrogate. kl_weight: a factor of the divergence, in
-            addition to `beta`. kl_unbiased: multiply the divergence by the ratio, as the samples are the old
-            policy's (DeepSeek-AI 2025, DeepSeek-V3.2).
+                divergence.
+            importance: a factor of the surrogate.
+            kl_weight: a factor of the divergence, in addition to `beta`.
+            kl_unbiased: multiply the divergence by the ratio, as the samples are the old policy's
+                (DeepSeek-AI 2025, DeepSeek-V3.2).
         """
         log_ratio = self.clamped(log_ratio)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -248,9 +257,9 @@ class ClippedMethod(DivergenceMethod):
 class TokenMethod(ClippedMethod):
     """The clipped surrogate of every token, and the divergence from the reference.
 
-    Attributes: ratio: "token": each token has its own. "sequence": all tokens of a completion have the
-        geometric mean of theirs (GSPO, Zheng et al. 2025). "product": all have the ratio of the whole
-        completion.
+    Attributes:
+        ratio: "token": each token has its own. "sequence": all tokens of a completion have the geometric mean
+            of theirs (GSPO, Zheng et al. 2025). "product": all have the ratio of the whole completion.
     """
 
     ratio: str = "token"
@@ -313,8 +322,9 @@ def register(method: type[M]) -> type[M]:
     """Decorate a subclass of `Method`: makes it a frozen dataclass and lets `GRPOConfig(method=...)` name it.
     A method of the same name is replaced.
 
-    Raises: ConfigError: it has no name, or a default was changed without an annotation, so that it would be
-        no field.
+    Raises:
+        ConfigError: it has no name, or a default was changed without an annotation, so that it would be no
+            field.
     """
     if not hasattr(method, "name"):
         raise ConfigError(

@@ -109,10 +109,11 @@ class Adaptive(MaskingStrategy):
     """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the
     progress of training.
 
-    Args: start, end: r at the first step, and at the last one; linear in the steps. adaptive_loss: whether
-        hidden tokens weigh L / (k M), about 1 / (r M): the weights of a view then add up to those of a
-        completion hidden whole, at any rate. They are in the exponent of the ratio, which a low rate
-        inflates.
+    Args:
+        start, end: r at the first step, and at the last one; linear in the steps.
+        adaptive_loss: whether hidden tokens weigh L / (k M), about 1 / (r M): the weights of a view then add
+            up to those of a completion hidden whole, at any rate. They are in the exponent of the ratio,
+            which a low rate inflates.
     """
 
     estimators = ("token",)
@@ -176,11 +177,14 @@ class Optimized(MaskingStrategy):
     for each inner iteration instead of new ones in each step. The numbers follow from the seed and the
     pattern, so that no checkpoint needs to hold them.
 
-    Args: inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at
-        positions below T. patterns: N. adaptive_loss: whether hidden tokens weigh L / (k M), as with
-        `Adaptive`, in place of the plan's weights. If k is uniform from 1 to L, and all sets of k tokens are
-        equally likely, the weighted sum is an unbiased estimate of the ELBO. A plan that hides the completion
-        whole keeps its weights: the rate is 1.
+    Args:
+        inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at
+            positions below T.
+        patterns: N.
+        adaptive_loss: whether hidden tokens weigh L / (k M), as with `Adaptive`, in place of the plan's
+            weights. If k is uniform from 1 to L, and all sets of k tokens are equally likely, the weighted
+            sum is an unbiased estimate of the ELBO. A plan that hides the completion whole keeps its weights:
+            the rate is 1.
     """
 
     def __init__(

@@ -85,9 +85,10 @@ class ESPO(ClippedMethod):
 class GDPO(ClippedMethod):
     """GDPO (Rojas et al. 2025): the ratio of bounds that are computed by quadrature.
 
-    Attributes: ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the
-        authors' page and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence": normalised by
-        length in the exponent, as in ports of their code. At the first update both have the same gradient.
+    Attributes:
+        ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the authors' page
+            and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence": normalised by length in
+            the exponent, as in ports of their code. At the first update both have the same gradient.
         exact_counts: False: views as in published code (`plan`).
     """
 
@@ -145,8 +146,9 @@ class GDPO(ClippedMethod):
 class BGPO(Method):
     """BGPO (Lin et al. 2025): a lower bound of the objective that is a mean over views.
 
-    Attributes: epsilon, epsilon_high: PPO's clip range of each view's value, as in published code; None: it
-        is not clipped.
+    Attributes:
+        epsilon, epsilon_high: PPO's clip range of each view's value, as in published code; None: it is not
+            clipped.
     """
 
     name = "bgpo"

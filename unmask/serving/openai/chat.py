@@ -55,9 +55,10 @@ class Prompt:
 async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallFormat | None]:
     """The answers to messages, and how the model writes calls, if it may.
 
-    Raises: DataError: the model has no chat template, or it refuses the messages. GenerationError:
-        `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a limit is
-        exceeded.
+    Raises:
+        DataError: the model has no chat template, or it refuses the messages.
+        GenerationError: `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a
+            limit is exceeded.
     """
     if body.top_logprobs and not body.logprobs:
         raise GenerationError(

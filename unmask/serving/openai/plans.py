@@ -69,10 +69,13 @@ class Context:
 class Plan:
     """What answers a request.
 
-    Attributes: work: one sequence per answer; those of one prompt side by side. regions: of each sequence,
-        what is answered. stops: strings before which answers are cut. prompt_tokens: of all prompts, each
-        counted once; of a text with gaps, what is not missing. weights: with which lengths were searched,
-        which have to fill them, as of `ModelService.submit`; None: any.
+    Attributes:
+        work: one sequence per answer; those of one prompt side by side.
+        regions: of each sequence, what is answered.
+        stops: strings before which answers are cut.
+        prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
+        weights: with which lengths were searched, which have to fill them, as of `ModelService.submit`; None:
+            any.
     """
 
     work: list[Work]

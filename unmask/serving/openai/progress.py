@@ -36,12 +36,16 @@ class Region:
 class Outcome:
     """An answer.
 
-    Attributes: text: cut before the first stop string. tokens, log_probs: up to the end token, or to the
-        token that completes a stop string. Log-probabilities are those when the tokens were revealed, in
-        nats, at temperature 1. written: how many of the tokens were not given. finish: "stop" or "length".
-        forward_passes: None: a stop string ended the sequence before its end, and they are not known. trace:
-        None: likewise. top: of each token the most probable ones at its position, and their
-        log-probabilities; empty unless they are wanted.
+    Attributes:
+        text: cut before the first stop string.
+        tokens, log_probs: up to the end token, or to the token that completes a stop string.
+            Log-probabilities are those when the tokens were revealed, in nats, at temperature 1.
+        written: how many of the tokens were not given.
+        finish: "stop" or "length".
+        forward_passes: None: a stop string ended the sequence before its end, and they are not known.
+        trace: None: likewise.
+        top: of each token the most probable ones at its position, and their log-probabilities; empty unless
+            they are wanted.
     """
 
     text: str

@@ -42,11 +42,14 @@ def sampler_config(
 ) -> SamplerConfig:
     """The settings of a request. With neither seed nor keys the seed is drawn.
 
-    Args: default_tokens: of the answer, where the request does not say how many; None: the sampler's default,
-        or the limit if that is lower.
+    Args:
+        default_tokens: of the answer, where the request does not say how many; None: the sampler's default,
+            or the limit if that is lower.
 
-    Raises: ConfigError: settings that contradict one another. GenerationError: a limit is exceeded, a
-        constraint is given twice, or two names of one field have different values.
+    Raises:
+        ConfigError: settings that contradict one another.
+        GenerationError: a limit is exceeded, a constraint is given twice, or two names of one field have
+            different values.
     """
     default_tokens = default_tokens or min(
         SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens

@@ -57,8 +57,10 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
     """The facts of a model that a checkpoint does not bring back: its pattern, its shapes, its adapters, and
     a hash of weights.
 
-    Args: lm: the model before training. weights_matter: whether training reads its first weights, as of a
-        reference. Weights under adapters are always compared.
+    Args:
+        lm: the model before training.
+        weights_matter: whether training reads its first weights, as of a reference. Weights under adapters
+            are always compared.
     """
     adapters, digest = has_adapters(lm), hashlib.sha256()
     named = [

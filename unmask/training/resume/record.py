@@ -33,8 +33,10 @@ PARTS_OF_A_STEP = {
 class RunRecord:
     """What makes a run the run that it is.
 
-    Attributes: values: the settings by dotted name, and the inputs (fingerprints of data, rewards and model),
-        of JSON types only. kinds: the kinds of the settings. All others, and inputs, make another run.
+    Attributes:
+        values: the settings by dotted name, and the inputs (fingerprints of data, rewards and model), of JSON
+            types only.
+        kinds: the kinds of the settings. All others, and inputs, make another run.
         changes: what was changed when the run was resumed: step, setting, old and new value; oldest first.
     """
 

@@ -28,10 +28,11 @@ class Resumption:
     """Compares the run of a trainer with the one that it continues; the trainer's overrides of
     transformers.Trainer call it.
 
-    Attributes: changed: the earlier values of the settings that were changed when the run was resumed, by
-        dotted name. first_groups: the hyperparameters of the optimizer as the trainer made it; None: it is
-        the user's. found: the checkpoint to resume, by what names it, until training begins: it is hashed
-        once.
+    Attributes:
+        changed: the earlier values of the settings that were changed when the run was resumed, by dotted
+            name.
+        first_groups: the hyperparameters of the optimizer as the trainer made it; None: it is the user's.
+        found: the checkpoint to resume, by what names it, until training begins: it is hashed once.
     """
 
     def __init__(self, trainer: Any):
