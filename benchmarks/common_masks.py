@@ -24,7 +24,7 @@ from benchmarks.harness import heading
 from benchmarks.stories import HELD_OUT, train
 from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import elbo
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.evaluation.likelihood import common_length
 
 CONTEXT, CONTINUATION = 20, 16  # words
@@ -77,7 +77,14 @@ def estimates(
     ids_BT = torch.tensor([*context, *choice]).expand(seeds, -1)
     maskable_BT = (torch.arange(ids_BT.shape[1]) >= len(context)).expand(seeds, -1)
     return elbo(
-        lm, ids_BT, None, maskable_BT, Draw(0, torch.arange(seeds)), samples=samples, chunk=256, shared=shared
+        lm,
+        ids_BT,
+        None,
+        maskable_BT,
+        MaskRNG(0, torch.arange(seeds)),
+        samples=samples,
+        chunk=256,
+        shared=shared,
     ).value_B.double()
 
 

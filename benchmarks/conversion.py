@@ -23,7 +23,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
+from unmask.diffusion.views import MaskRNG, Views, all_masked_views, complementary_pair, random_views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, with_pattern
 
@@ -77,7 +77,7 @@ class Diffusion:
         if self.lm.autoregressive:
             return all_masked_views(self.batch["maskable"])
         groups = noise_groups(self.lm, self.batch["maskable"], self.batch["documents"])
-        draw = Draw(0, self.batch["sample_id"], self.steps)
+        draw = MaskRNG(0, self.batch["sample_id"], self.steps)
         plan = complementary_pair(groups, draw, NOISE) if self.pair else random_views(groups, draw, NOISE)
         return plan.with_causal(self.batch["maskable"], self.lm_loss) if self.lm_loss else plan
 

@@ -59,7 +59,7 @@ def trainer_of(lm: DiffusionLM, folder: str, steps: int, **more: Any) -> GRPOTra
         block_size=BLOCK if lm.attention == "bidirectional" else None,
         steps=steps,
         temperature=TEMPERATURE,
-        score_temperature=1.0,
+        logprob_temperature=1.0,
         stop_at_eos=False,
         learning_rate=1e-6,
         logging_strategy="no",

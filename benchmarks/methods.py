@@ -77,17 +77,17 @@ SCORED = {
         "method": method,
         **METHODS[method],
         "temperature": 0.3,
-        "score_temperature": scored,
+        "logprob_temperature": scored,
     }
     for method in ("diffu-grpo", "cj-grpo")
     for scored in (0.3, 1.0)
 }
 BEYOND = {
-    f"{method}, {end}": {"method": method, **METHODS.get(method, {}), "beyond_eos": end, "stop_at_eos": False}
+    f"{method}, {end}": {"method": method, **METHODS.get(method, {}), "after_eos": end, "stop_at_eos": False}
     for method, ends in {
-        "coupled-grpo": ("hidden", "shown", "learnt"),
-        "cj-grpo": ("hidden", "learnt"),
-        "espo": ("hidden", "learnt"),
+        "coupled-grpo": ("mask", "noise", "train"),
+        "cj-grpo": ("mask", "train"),
+        "espo": ("mask", "train"),
     }.items()
     for end in ends
 }

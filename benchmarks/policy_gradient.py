@@ -30,8 +30,8 @@ from benchmarks.harness import heading
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.diffusion.log_probs import noise_groups, view_log_probs
-from unmask.diffusion.views import Draw
-from unmask.generation.policies import Given, decide_by, first_by_priority
+from unmask.diffusion.views import MaskRNG
+from unmask.generation.policies import GivenTokens, decide_by, first_by_priority
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.rl.methods import Rollout, get_method
@@ -43,10 +43,10 @@ from unmask.rl.rollout import decoding_blocks, plan_views
 PROMPT = [4, 5]
 LENGTH = 3
 SAMPLERS: dict[str, dict[str, Any]] = {
-    "confidence": {"policy": "confidence"},
-    "margin, entropy": {"policy": "entropy"},
-    "random": {"policy": "random"},
-    "left to right": {"policy": "left_to_right"},
+    "confidence": {"remasking": "low_confidence"},
+    "margin, entropy": {"remasking": "entropy"},
+    "random": {"remasking": "random"},
+    "left to right": {"remasking": "left_to_right"},
 }
 METHODS: dict[str, dict[str, Any]] = {
     "exact-gradient": {},
@@ -54,7 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "just-grpo": {},
     "cj-grpo": {},
     "dipo": {},
-    "trace-rl": {"aggregation": "view"},
+    "trace-rl": {"loss_type": "view"},
     "step-merge": {"segments": 2},
     "diffu-grpo": {"prompt_mask_rate": 0.0},
     "wd1": {"prompt_mask_rate": 0.0},
@@ -169,13 +169,13 @@ def _step(
     log_prob_SDH = torch.stack([log_prob_SHV[:, place, draw_DH[:, place]] for place in range(hidden)], 2)
     reached_SD = probability_S[:, None] * log_prob_SDH.sum(2).exp()
     shape_SDH = log_prob_SDH.shape
-    if config.policy == "random":  # every set of positions is as likely
+    if config.remasking == "random":  # every set of positions is as likely
         sets = itertools.combinations(range(hidden), min(count, hidden))
         choices = [torch.isin(torch.arange(hidden), torch.tensor(chosen)) for chosen in sets]
         kept = [(choice_H.expand(shape_SDH), 1 / len(choices)) for choice_H in choices]
     else:
         rows_NV = logits_SHV.detach()[:, None].expand(*shape_SDH, -1).reshape(-1, logits_SHV.shape[2])
-        given = Given(draw_DH.expand(shape_SDH).reshape(-1), None, None, None)
+        given = GivenTokens(draw_DH.expand(shape_SDH).reshape(-1), None, None, None)
         priority_ND = decide_by(rows_NV, config, {}, given=given).priority_N.view(-1, hidden)
         kept = [(first_by_priority(priority_ND, torch.full((len(priority_ND),), count)).view(shape_SDH), 1.0)]
     follow, reached = [], []
@@ -210,7 +210,7 @@ def expected_gradient(lm: DiffusionLM, method: Method, paths: Paths, reward_B: T
     for each text."""
     rollout, weight_B = (
         paths.rollout,
-        paths.probability_B.detach() * paths.advantage(reward_B, method.advantage),
+        paths.probability_B.detach() * paths.advantage(reward_B, method.scale_rewards),
     )
     if not isinstance(method, ReplayMethod | OnPolicyReplayMethod):  # the views depend on the text alone
         _, first_B = rollout.ids_BT.unique(dim=0, return_inverse=True)
@@ -225,9 +225,9 @@ def expected_gradient(lm: DiffusionLM, method: Method, paths: Paths, reward_B: T
             .repeat(DRAWS)
         )
         rollout = rollout.select(index_B)  # type: ignore[arg-type]
-    rollout = rollout.whole() if method.beyond_eos == "learnt" else rollout
-    draw = Draw(0, torch.arange(len(weight_B)), 0)
-    views = plan_views(lambda rollout: policy_views(lm, method, rollout, draw), rollout, method.beyond_eos)
+    rollout = rollout.whole() if method.after_eos == "train" else rollout
+    draw = MaskRNG(0, torch.arange(len(weight_B)), 0)
+    views = plan_views(lambda rollout: policy_views(lm, method, rollout, draw), rollout, method.after_eos)
     log_prob_BMT = view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views).double()
     settings = {} if not getattr(method, "beta", 0) else {"reference_BMT": log_prob_BMT.detach()}
     loss = policy_loss(
@@ -270,8 +270,8 @@ def methods() -> dict[str, Method]:
     made: dict[str, Method] = {}
     for name, settings in METHODS.items():
         made[name] = get_method(name)(**settings)
-        if isinstance(made[name], ReplayMethod | OnPolicyReplayMethod) and made[name].beyond_eos == "hidden":
-            made[f"{name}`, `beyond_eos: learnt"] = get_method(name)(**settings, beyond_eos="learnt")
+        if isinstance(made[name], ReplayMethod | OnPolicyReplayMethod) and made[name].after_eos == "mask":
+            made[f"{name}`, `after_eos: train"] = get_method(name)(**settings, after_eos="train")
     return made
 
 

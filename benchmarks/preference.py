@@ -1,4 +1,4 @@
-"""Preference optimisation: variance of the margin, memory of a step, and accuracy after training.
+"""Preference optimization: variance of the margin, memory of a step, and accuracy after training.
 
     python -m benchmarks.preference runs/preference --stories260k MODEL --stories STORIES.txt --pairs
         llamafactory_dpo_en_demo.json [--only variance|memory|sudoku|file] [--threads 1]
@@ -94,7 +94,7 @@ def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
     )
     trainer.train()
     log = [line for line in trainer.state.log_history if "margin" in line]
-    along = {"reference": "frozen", "reference_model": str(folder / "converted")}
+    along = {"reference": "frozen", "ref_model": str(folder / "converted")}
     args = unmask.DPOConfig(**arguments(folder / "measured", 1, 16, 0.0, **along))
     measured = unmask.DPOTrainer(policy, args, story_pairs(held_out)[:32])
     found, margin = variances(measured, budgets=(1, 8), redraws=16)

@@ -36,7 +36,7 @@ TOKENS = 4
 BY_QUALITY = {"by": "quality", "schedule": "cap", "eta": 1.0, "below": 0.9}
 SAMPLERS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "remask": {"remask": 0.5},
+    "remask": {"remask_fraction": 0.5},
     "revise by probability": {"revise": BY_QUALITY | {"by": "probability", "below": 0.5}},
     "revise by quality": {"revise": BY_QUALITY},
 }

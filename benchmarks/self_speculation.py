@@ -77,7 +77,7 @@ def main() -> None:
     texts = load_rows(options.stories)["text"][-options.prompts :]
     prompts = [lm.tokenizer(text).input_ids[: options.prompt] for text in texts]
     trees = [
-        {"drafts": drafts, "candidates": candidates}
+        {"num_speculative_tokens": drafts, "num_branches": candidates}
         for drafts in options.drafts
         for candidates in options.candidates
     ]

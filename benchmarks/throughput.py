@@ -150,7 +150,7 @@ def blocks(
     lm = random_model(options, device, "block_causal", options.block)
     settings = {"max_new_tokens": options.length, "steps": options.steps, "stop_at_eos": False}
     contenders = {
-        drafts: Ours(lm, prompt_BP, unmask.SamplerConfig(drafts=drafts, **settings))
+        drafts: Ours(lm, prompt_BP, unmask.SamplerConfig(num_speculative_tokens=drafts, **settings))
         for drafts in options.drafts
     }
     first = contenders[options.drafts[0]]()

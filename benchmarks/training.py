@@ -1,4 +1,4 @@
-"""Speed-up by each training optimisation (cached masks, mixed precision, loading), and by all of them beside
+"""Speed-up by each training optimization (cached masks, mixed precision, loading), and by all of them beside
 a plain loop.
 
     python -m benchmarks.training [--rounds 5] [--only masks steps packed loading]
@@ -30,7 +30,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, make_row, separate_documents
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.views import Draw, Views, all_masked_views, random_views
+from unmask.diffusion.views import MaskRNG, Views, all_masked_views, random_views
 from unmask.models.attention import Layout, clear_mask_cache, make_mask, mask_cache_stats
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, with_pattern
@@ -96,7 +96,7 @@ class Step:
         if self.lm.autoregressive:
             return all_masked_views(batch["maskable"])
         groups = noise_groups(self.lm, batch["maskable"], batch["documents"])
-        return random_views(groups, Draw(0, batch["sample_id"], self.steps), NOISE)
+        return random_views(groups, MaskRNG(0, batch["sample_id"], self.steps), NOISE)
 
     def summed(self, batch: dict[str, Any], views: Views) -> Tensor:
         documents_BT = separate_documents(batch) if self.kept else batch["documents"]

@@ -46,7 +46,7 @@ def test_a_loop_of_twenty_lines_learns_a_task():
     before, found = right(), []
     for step in range(60):
         views = losses.random_views(
-            groups_BT, losses.Draw(0, key_B, iteration=step), losses.Noise(), num_views=2
+            groups_BT, losses.MaskRNG(0, key_B, iteration=step), losses.Noise(), num_views=2
         )
         log_prob_BMT = losses.view_log_probs(lm, ids_BT, None, views)
         loss = losses.weighted_cross_entropy(log_prob_BMT, views) / completion_BT.sum()
@@ -70,9 +70,9 @@ def test_a_loop_of_twenty_lines_learns_from_rewards():
         )
         reward_B = torch.tensor([text.count("a") / 4 for text in out.texts])
         rollout = losses.make_rollout(lm, out)
-        views = losses.policy_views(lm, method, rollout, losses.Draw(step, torch.arange(len(prompts))))
+        views = losses.policy_views(lm, method, rollout, losses.MaskRNG(step, torch.arange(len(prompts))))
         log_prob_BMT = losses.view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views)
-        advantage_B = losses.advantages(reward_B, group_B, method.advantage)
+        advantage_B = losses.advantages(reward_B, group_B, method.scale_rewards)
         losses.policy_loss(
             method, rollout, views, log_prob_BMT, advantage_B, max_completion_length=4
         ).total.backward()
@@ -126,7 +126,7 @@ def test_supervised_gradients_are_the_trainers_bit_for_bit(attention, block_size
         else:
             group_BT = losses.noise_groups(lm, rows["maskable"], rows["documents"])
             views = losses.random_views(
-                group_BT, losses.Draw(trainer.args.seed, rows["sample_id"]), losses.Noise(), num_views=2
+                group_BT, losses.MaskRNG(trainer.args.seed, rows["sample_id"]), losses.Noise(), num_views=2
             )
         log_prob_BMT = losses.view_log_probs(lm, rows["input_ids"], rows["documents"], views)
         (losses.weighted_cross_entropy(log_prob_BMT, views) / rows["maskable"].sum()).backward()
@@ -142,7 +142,7 @@ def test_gradients_of_gaps_of_unknown_length_are_the_trainers(tmp_path):
     lm.model.load_state_dict(trainer.lm.model.state_dict())
 
     def backward() -> None:
-        canvases = losses.make_canvases(lm, rows, losses.Draw(trainer.args.seed, rows["sample_id"]), 3)
+        canvases = losses.make_canvases(lm, rows, losses.MaskRNG(trainer.args.seed, rows["sample_id"]), 3)
         loss = losses.canvas_loss(losses.canvas_log_probs(lm, canvases), canvases, rows["maskable"].sum(1))
         (loss / rows["maskable"].sum()).backward()
 
@@ -155,7 +155,7 @@ def test_gradients_of_a_quality_head_are_the_trainers(tmp_path):
     rows = batch(trainer, 4, 0, 6)
     lm, draw = (
         losses.with_quality_head(tiny(dtype=torch.float64)),
-        losses.Draw(trainer.args.seed, rows["sample_id"]),
+        losses.MaskRNG(trainer.args.seed, rows["sample_id"]),
     )
     lm.model.load_state_dict(trainer.lm.model.state_dict())
 
@@ -175,7 +175,7 @@ def test_gradients_of_a_quality_head_are_the_trainers(tmp_path):
         check(mine, of_trainer(trainer, rows))
 
 
-def responses(lm: DiffusionLM, rows: dict[str, Tensor], draw: losses.Draw, count: int) -> Tensor:
+def responses(lm: DiffusionLM, rows: dict[str, Tensor], draw: losses.MaskRNG, count: int) -> Tensor:
     """Estimates [N] of the log-likelihoods of `count` responses per row, which are documents of it, from two
     views."""
     group_BT = losses.noise_groups(lm, rows["maskable"], rows["documents"])
@@ -189,7 +189,7 @@ def responses(lm: DiffusionLM, rows: dict[str, Tensor], draw: losses.Draw, count
 def test_gradients_of_preferences_are_the_trainers(tmp_path):
     trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), reference="frozen")
     lm, rows = trainer.lm, batch(trainer, 4, 0, 6)
-    draw, reference = losses.Draw(trainer.args.seed, rows["sample_id"]), lm.frozen_copy()
+    draw, reference = losses.MaskRNG(trainer.args.seed, rows["sample_id"]), lm.frozen_copy()
     moved(trainer)
 
     def backward() -> None:
@@ -201,14 +201,14 @@ def test_gradients_of_preferences_are_the_trainers(tmp_path):
 
 
 @pytest.mark.slow
-def test_gradients_of_labelled_responses_are_the_trainers(tmp_path):
+def test_gradients_of_labeled_responses_are_the_trainers(tmp_path):
     trainer = make("kto", tmp_path, tiny(dtype=torch.float64), reference="frozen")
     lm, rows = trainer.lm, batch(trainer, 4, 0, 6, 9)
     reference = lm.frozen_copy()
     moved(trainer)
 
     def log_ratios(some: dict[str, Tensor]) -> Tensor:
-        draw = losses.Draw(trainer.args.seed, some["sample_id"])
+        draw = losses.MaskRNG(trainer.args.seed, some["sample_id"])
         return losses.log_ratios(responses(lm, some, draw, 1), responses(reference, some, draw, 1))
 
     def backward() -> None:
@@ -251,7 +251,7 @@ def test_gradients_of_policies_are_the_trainers(method, tmp_path):
     own = losses.get_method(method)(**more | beta).for_attention(lm.attention)
     views, rollout = update.views, update.rollout
     key_B = torch.tensor([completion_key(row, 0) for row in rows])
-    assert losses.policy_views(lm, own, rollout, losses.Draw(trainer.args.seed, key_B)).equals(views)
+    assert losses.policy_views(lm, own, rollout, losses.MaskRNG(trainer.args.seed, key_B)).equals(views)
 
     def backward() -> None:
         log_prob_BMT = losses.view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views)

@@ -20,7 +20,7 @@ import unmask
 from tests.toy import toy
 from unmask import losses
 from unmask.errors import ConfigError, UnmaskError
-from unmask.supervised.quality import Rollout as FilledRows
+from unmask.supervised.quality import FilledRows
 from unmask.supervised.variable_length import Canvases
 from unmask.tensor_checks import INTEGERS, MASKS
 
@@ -48,8 +48,8 @@ def views(t: Tensors) -> losses.Views:
     return losses.Views(t.hidden_BMT, t.target_BMT, t.weight_BMT)
 
 
-def draw(t: Tensors) -> losses.Draw:
-    return losses.Draw(0, t.key_B)
+def draw(t: Tensors) -> losses.MaskRNG:
+    return losses.MaskRNG(0, t.key_B)
 
 
 def rollout(t: Tensors) -> losses.Rollout:
@@ -83,7 +83,7 @@ NOISE = losses.Noise()
 CALLS: dict[str, Callable[[Tensors], object]] = {
     "noise_groups": lambda t: losses.noise_groups(LM, t.maskable_BT, t.attention_mask_BT),
     "random_views": lambda t: losses.random_views(
-        t.group_BT, losses.Draw(0, t.key_B, rows_before_B=t.rows_before_B), NOISE, num_views=3
+        t.group_BT, losses.MaskRNG(0, t.key_B, rows_before_B=t.rows_before_B), NOISE, num_views=3
     ),
     "complementary_pair": lambda t: losses.complementary_pair(t.group_BT, draw(t), NOISE),
     "exact_count_views": lambda t: losses.exact_count_views(
@@ -114,13 +114,15 @@ CALLS: dict[str, Callable[[Tensors], object]] = {
     "advantages": lambda t: losses.advantages(t.reward_B, t.group_B),
     "kept_groups": lambda t: losses.kept_groups(t.reward_B, t.group_B, 0.0, 1.0, spread=False),
     "overlong_penalty": lambda t: losses.overlong_penalty(t.length_B, 8, 2),
-    "token_weights": lambda t: losses.token_weights(t.learnt_BT, "step", t.unit_BT, 8),
-    "count_items": lambda t: losses.count_items(t.learnt_BT, "view", t.unit_BT),
+    "token_weights": lambda t: losses.token_weights(t.loss_mask_BT, "step", t.unit_BT, 8),
+    "count_items": lambda t: losses.count_items(t.loss_mask_BT, "view", t.unit_BT),
     "policy_views": lambda t: losses.policy_views(LM, losses.get_method("spg")(), rollout(t), draw(t)),
     "policy_loss": policy_loss,
     "compare": lambda t: losses.compare(LM, LM.as_causal(), t.ids_BT, t.document_BT, views(t), top_k=2),
     "distillation_loss": lambda t: losses.distillation_loss(
-        losses.Comparison(t.log_prob_N, t.taught_N, t.divergence_N, t.distance_N), views(t), distillation=0.5
+        losses.TeacherComparison(t.log_prob_N, t.taught_N, t.divergence_N, t.distance_N),
+        views(t),
+        distillation=0.5,
     ),
     "forward_kl": lambda t: losses.forward_kl(t.log_p_NK, t.log_q_NK),
     "make_canvases": lambda t: losses.make_canvases(
@@ -188,11 +190,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: losses.advantages(torch.zeros(2), torch.zeros(2).long(), "mean"),  # type: ignore[arg-type]
         "kind: unknown kind 'mean'",
     ),
-    "an unknown aggregation": (
+    "an unknown loss_type": (
         lambda: losses.token_weights(LEARNT_BT, "mean", UNIT_BT, 8),  # type: ignore[arg-type]
         "kind: unknown kind 'mean'",
     ),
-    "an unknown aggregation of a divisor": (
+    "an unknown loss_type of a divisor": (
         lambda: losses.count_items(LEARNT_BT, "tokens", UNIT_BT),  # type: ignore[arg-type]
         "kind: unknown kind 'tokens'",
     ),
@@ -235,7 +237,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "reference_BMT: espo has a KL term (beta=0.001)",
     ),
-    "an aggregation that depends on the model": (
+    "an loss_type that depends on the model": (
         lambda: losses.policy_loss(
             losses.get_method("trace-rl")(),
             ROLLOUT,
@@ -244,7 +246,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             torch.zeros(2),
             max_completion_length=8,
         ),
-        "aggregation: that of trace-rl follows from the model's attention",
+        "loss_type: that of trace-rl follows from the model's attention",
     ),
     "a prompt to hide that is not given": (
         lambda: losses.all_masked_views(torch.ones(2, 5).bool(), prompt_rate=0.5),

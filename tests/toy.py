@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from unmask.data.characters import SPECIAL, character_tokenizer
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.rng import Stream
+from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
@@ -161,12 +161,14 @@ class Listed:
         self.time_N, self.noise_NT, self.rows_before_B = time_N, noise_NT, None
         self.key_B = torch.arange(len(noise_NT))
 
-    def per_sequence(self, views: int, stream: Stream) -> Tensor:
+    def per_sequence(self, views: int, stream: RngStream) -> Tensor:
         return self.time_N[:, None].expand(-1, views)
 
-    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+    def uniform(self, position_BT: Tensor, views: int, stream: RngStream) -> Tensor:
         shape = (len(position_BT), views, position_BT.shape[1])
-        return (self.noise_NT[:, None] if stream == Stream.MASK else self.time_N[:, None, None]).expand(shape)
+        return (self.noise_NT[:, None] if stream == RngStream.MASK else self.time_N[:, None, None]).expand(
+            shape
+        )
 
 
 def listed_counts(width: int) -> Listed:

@@ -30,7 +30,6 @@ from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import (
     Answer,
     Block,
-    Cell,
     Commands,
     Denoising,
     Notes,
@@ -39,6 +38,7 @@ from unmask.evaluation.report.content import (
     Report,
     Section,
     Table,
+    TableCell,
 )
 from unmask.evaluation.report.page import write_page
 from unmask.evaluation.report.scores import Result, entries_by_task, in_words
@@ -445,7 +445,13 @@ def what_happened(settings: DemoSettings, results: Sequence[Result]) -> Section:
     for entry, figures in zip(entries, in_words(entries), strict=True):
         stage = STAGES[entry.model]
         sentence = f"{stage.sentence.format(**vars(settings))}: {figures}."
-        rows.append([Cell(text=entry.model, color=entry.color), Cell(text=sentence), Cell(text=stage.page)])
+        rows.append(
+            [
+                TableCell(text=entry.model, color=entry.color),
+                TableCell(text=sentence),
+                TableCell(text=stage.page),
+            ]
+        )
     intro = "The pages are in the folder docs of Unmask's source; docs/demo.md explains the whole."
     table = Table(
         caption="What each stage did", header=["Stage", "What it did", "Explained in"], groups=[("", rows)]

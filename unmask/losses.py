@@ -10,12 +10,12 @@ tokens, P pairs. Log-probabilities are in nats. Masks are boolean. Every functio
 tensor whose shape or kind does not fit the others, and names it.
 """
 
-from unmask.convert.distillation import Comparison, compare, distillation_loss, forward_kl
+from unmask.convert.distillation import TeacherComparison, compare, distillation_loss, forward_kl
 from unmask.diffusion.likelihood import Bound, any_order, elbo, exact_log_likelihood
 from unmask.diffusion.log_probs import noise_groups, sum_over_views, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import (
-    Draw,
+    MaskRNG,
     Views,
     all_masked_views,
     cart_weights,
@@ -44,13 +44,13 @@ from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, mak
 
 __all__ = [
     "Bound",
-    "Comparison",
-    "Draw",
     "Loss",
     "LossInputs",
+    "MaskRNG",
     "Method",
     "Noise",
     "Rollout",
+    "TeacherComparison",
     "Views",
     "advantages",
     "all_masked_views",

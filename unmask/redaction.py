@@ -142,5 +142,28 @@ def shown_line(text: str) -> str:
 
 
 def shell_line(words: Iterable[str]) -> str:
-    """Words as a command line for a shell."""
-    return shlex.join(words)
+    """Words as a command line for bash, which also holds control characters without showing them: as bytes in
+    `$'...'`."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if not CONTROL.search(word) and "\n" not in word:
+        return shlex.quote(word)
+    escaped = re.sub(r"[\\']", r"\\\g<0>", word)
+    return (
+        "$'"
+        + re.sub(
+            rf"{CONTROL.pattern}|\n",
+            lambda found: "".join(f"\\x{byte:02x}" for byte in _bytes(found[0])),
+            escaped,
+        )
+        + "'"
+    )
+
+
+def _bytes(character: str) -> bytes:
+    """Of a character as in a file's name, where half of one stands for a byte that is not UTF-8."""
+    return character.encode(
+        "utf-8", "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
+    )

@@ -19,7 +19,7 @@ MASKS = {
     "target",
     "completion",
     "prompt",
-    "learnt",
+    "loss_mask",
     "kept",
     "desirable",
     "taught",

@@ -225,5 +225,5 @@ function Conversation({ turns, question }: { turns: Message[]; question: string 
 
 function outcome(status: string, tokens: number, passes: number): string {
   if (status === "done") return `Done: ${tokens} tokens in ${passes} passes.`;
-  return status === "cancelled" ? "Cancelled." : "Failed.";
+  return status === "canceled" ? "Canceled." : "Failed.";
 }

@@ -46,18 +46,18 @@ describe("requests", () => {
     });
   });
 
-  it("sends one rule, and no policy with a threshold", () => {
+  it("sends one rule, and no order with a threshold", () => {
     const fields = (decoding: object) => diffusionFields({ ...A, ...decoding }, SETUP.shared);
-    expect(fields({})).toEqual({ stream: "frames", policy: "confidence" });
-    expect(fields({ rule: "steps", policy: "margin" })).toEqual({ stream: "frames", policy: "margin", steps: 32 });
-    expect(fields({ rule: "tokens_per_step" })).toEqual({ stream: "frames", policy: "confidence", tokens_per_step: 4 });
-    expect(fields({ rule: "threshold", policy: "random" })).toEqual({ stream: "frames", threshold: 0.9 });
+    expect(fields({})).toEqual({ stream: "frames", remasking: "low_confidence" });
+    expect(fields({ rule: "steps", remasking: "margin" })).toEqual({ stream: "frames", remasking: "margin", steps: 32 });
+    expect(fields({ rule: "tokens_per_step" })).toEqual({ stream: "frames", remasking: "low_confidence", tokens_per_step: 4 });
+    expect(fields({ rule: "threshold", remasking: "random" })).toEqual({ stream: "frames", threshold: 0.9 });
   });
 
   it("sends how revealed tokens are hidden again, but not with a threshold", () => {
     const fields = (decoding: object) => diffusionFields({ ...A, fraction: 0.3, ...decoding }, SETUP.shared);
-    const plain = { stream: "frames", policy: "confidence" };
-    expect(fields({ again: "remask" })).toEqual({ ...plain, remask: 0.3 });
+    const plain = { stream: "frames", remasking: "low_confidence" };
+    expect(fields({ again: "remask" })).toEqual({ ...plain, remask_fraction: 0.3 });
     expect(fields({ again: "revise" })).toEqual({ ...plain, revise: { eta: 0.3 } });
     expect(fields({ again: "remask", rule: "threshold" })).toEqual({ stream: "frames", threshold: 0.9 });
     const decodings = [A, { ...A, again: "remask" }, { ...B, again: "remask" }] as const;
@@ -109,7 +109,7 @@ describe("share links", () => {
       shared: { maxTokens: 7, seed: 3, constraint: "regex", regex: "[&=#]+", schema: "{}" },
       decodings: [
         { ...A, rule: "steps", steps: 5, temperature: 0.7, again: "revise", fraction: 0.35 },
-        { ...B, threshold: 0.55, policy: "entropy" },
+        { ...B, threshold: 0.55, remasking: "entropy" },
       ],
     };
     expect(fromFragment(`#${toFragment(setup)}`)).toEqual(setup);
@@ -134,7 +134,7 @@ describe("share links", () => {
 
   it("of anything are a setup", () => {
     const fragment =
-      "#mode=evil&seed=1e99&maxTokens=-3&a.steps=2.5&b.threshold=7&a.policy=__proto__&compare=1&x=%F0%9F";
+      "#mode=evil&seed=1e99&maxTokens=-3&a.steps=2.5&b.threshold=7&a.remasking=__proto__&compare=1&x=%F0%9F";
     expect(fromFragment(fragment)).toEqual(SETUP);
     expect(fromFragment("#mode=toString&a.again=constructor&a.fraction=1&maxTokens=&seed=-1")).toEqual(SETUP);
     expect(fromFragment("")).toEqual(SETUP);
@@ -143,9 +143,9 @@ describe("share links", () => {
 
 it("describes a decoding in a few words", () => {
   expect(describeDecoding(A)).toBe("one token a step");
-  expect(describeDecoding({ ...A, rule: "steps", policy: "left_to_right", temperature: 0.5 })).toBe(
+  expect(describeDecoding({ ...A, rule: "steps", remasking: "left_to_right", temperature: 0.5 })).toBe(
     "32 steps, left to right, temperature 0.5",
   );
-  expect(describeDecoding({ ...B, policy: "random", again: "remask" })).toBe("threshold 0.9");
+  expect(describeDecoding({ ...B, remasking: "random", again: "remask" })).toBe("threshold 0.9");
   expect(describeDecoding({ ...A, again: "revise" })).toBe("one token a step, revise 0.2");
 });

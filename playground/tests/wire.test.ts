@@ -91,9 +91,9 @@ describe("stream", () => {
   it("says that nobody answers, and passes a cancellation on", async () => {
     vi.stubGlobal("fetch", () => Promise.reject(new TypeError("Failed to fetch")));
     await expect(listModels("")).rejects.toEqual(new ApiError(0, "The server does not answer."));
-    const cancelled = new DOMException("aborted", "AbortError");
-    vi.stubGlobal("fetch", () => Promise.reject(cancelled));
-    await expect(listModels("")).rejects.toBe(cancelled);
+    const canceled = new DOMException("aborted", "AbortError");
+    vi.stubGlobal("fetch", () => Promise.reject(canceled));
+    await expect(listModels("")).rejects.toBe(canceled);
     const broken = new ReadableStream({ pull: (controller) => controller.error(new TypeError("network error")) });
     answer(broken);
     const reading = all(stream("p", {}, "", new AbortController().signal));
@@ -144,12 +144,12 @@ describe("Run", () => {
     expect([run.tokens, run.end]).toEqual([2, 2]);
   });
 
-  it("keeps what was revealed when it is cancelled, and says why it failed", async () => {
+  it("keeps what was revealed when it is canceled, and says why it failed", async () => {
     const controller = new AbortController();
-    const cancelled = new Run("m", DECODING, {});
+    const canceled = new Run("m", DECODING, {});
     controller.abort();
-    await cancelled.follow(of(canvas, reveal(0, "a"), new Error("aborted")), controller.signal, () => undefined);
-    expect([cancelled.status, cancelled.text, cancelled.error]).toEqual(["cancelled", "a", ""]);
+    await canceled.follow(of(canvas, reveal(0, "a"), new Error("aborted")), controller.signal, () => undefined);
+    expect([canceled.status, canceled.text, canceled.error]).toEqual(["canceled", "a", ""]);
     const failed = new Run("m", DECODING, {});
     await failed.follow(of(new ApiError(400, "no")), new AbortController().signal, () => undefined);
     expect([failed.status, failed.error, failed.text]).toEqual(["failed", "no", ""]);

@@ -66,7 +66,7 @@ def mistakes() -> list[list[str]]:
             [*start, "--data", "rows.jsonl", "--lerning-rate", "1"],
             [*start, "--data", "rows.jsonl", "training.lerning_rate=1"],
             [*start, "--data", "rows.jsonl", "learning_rate=abc"],
-            [*start, "--data", "rows.jsonl", "sampler.policy=confidense"],
+            [*start, "--data", "rows.jsonl", "sampler.remasking=confidense"],
             [*start, "--data", "rows.jsonl", "--recipe", "tinny"],
             [*start, "--data", "rows.jsonl", "--config", "nowhere.yaml"],
             [*start, "--data", "rows.jsonl", "--output", "rows.jsonl"],
@@ -94,7 +94,7 @@ def mistakes() -> list[list[str]]:
         ["grpo", *start[1:], "--task", "sudoku", *more]
         for more in (["training.method=grop"], ["rewards=[nope.py:f]"], ["rewards=[sudoku/partal]"])
     ]
-    wrong += [["dpo", *start[1:], "--data", "rows.jsonl", "training.reference_model=nowhere/at/all"]]
+    wrong += [["dpo", *start[1:], "--data", "rows.jsonl", "training.ref_model=nowhere/at/all"]]
     wrong += [
         ["serve", "model", "--adapters", "a=nope"],
         ["inspect", "model", "--hardware", "h200x"],

@@ -139,7 +139,7 @@ def test_settings_are_changed_one_by_one_and_checked(lm, chat):
         "temperature": "is not KEY=VALUE",
         "temperature=[": "temperature",
         "steps=3": "tokens_per_step: steps and tokens_per_step contradict",
-        "drafts=2": "drafts: a pass over a whole canvas",
+        "num_speculative_tokens=2": "num_speculative_tokens: a pass over a whole canvas",
         "constraint.regx=a": "constraint.regx: is not a known key",
     }.items():
         before = chat.config
@@ -153,7 +153,7 @@ def test_settings_are_changed_one_by_one_and_checked(lm, chat):
     assert (
         listed.startswith("max_new_tokens: 7\n")
         and "by default:\nmode: denoise\n" in listed
-        and "policy: confidence" in listed
+        and "remasking: low_confidence" in listed
     )
 
 
@@ -214,7 +214,10 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
             "messages (FILE): the turns are not in order",
         ),
         ('{"model": "m", "messages": [], "settings": {"top_p": 2}}', "settings.top_p (FILE)"),
-        ('{"model": "m", "messages": [], "settings": {"drafts": 2}}', "drafts"),
+        (
+            '{"model": "m", "messages": [], "settings": {"num_speculative_tokens": 2}}',
+            "num_speculative_tokens",
+        ),
         ('{"model": "m", "messages": [], "raw": true}', "FILE: was saved with --raw. Start with --raw"),
         ("\udcff", "is not JSON"),
     ],

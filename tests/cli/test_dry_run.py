@@ -24,7 +24,7 @@ from unmask.config.run import DataConfig, HardwareConfig, LoraSettings, ModelCon
 from unmask.errors import ConfigError, UnmaskError
 from unmask.models.load import load
 from unmask.planning import calibration
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import matmul_flops
 from unmask.preference.trainer import DPOTrainer
 
@@ -118,7 +118,7 @@ def test_a_teacher_is_planned_for(model, text, tmp_path):
         run_config(model, text, tmp_path, max_steps=10, **more) for more in ({}, {"distillation": 1.0})
     )
     plans = [estimate_run(config, training_arguments("convert", config)) for config in (plain, taught)]
-    weights = Blueprint.read(plain.model).network(plans[0].workload).parameters * 4
+    weights = ModelSpec.read(plain.model).network(plans[0].workload).parameters * 4
     assert plans[1].peak - plans[0].peak == weights
 
 
@@ -149,7 +149,7 @@ LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] 
         ("bidirectional", {"samples": 1, "reference": "frozen"}),
         (
             "bidirectional",
-            {"samples": 4, "score_chunk": 16, "loss_type": "simpo", "activation_checkpointing": True},
+            {"samples": 4, "logprob_batch_size": 16, "loss_type": "simpo", "activation_checkpointing": True},
         ),
         ("causal", {}),
     ],
@@ -173,7 +173,7 @@ def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predi
     trainer = make("dpo", tmp_path, lm, LONG_PAIRS, callbacks=[made], **more)
     trainer.train()
     planned = estimate.workload.rounds * matmul_flops(
-        Blueprint.read(config.model).network(estimate.workload), estimate.workload
+        ModelSpec.read(config.model).network(estimate.workload), estimate.workload
     )
     # checkpointing does not make the last product again
     assert planned == pytest.approx(made.flops[-1], rel=0.07)

@@ -365,14 +365,16 @@ COMMON = {
     **{
         "trace": True,
         "repetition_penalty": 1.2,
-        "guidance": 0.5,
+        "cfg_scale": 0.5,
         "allowed_tokens": [3, 4, 5],
         "forbidden_tokens": [4, 6],
     },
     **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "top_log_probs": 2},
 }
 SAMPLERS = [
-    SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
+    SamplerConfig(
+        **COMMON, steps=3, remasking="margin", schedule="dream", order_temperature=0.5, remask_fraction=0.3
+    ),
     SamplerConfig(
         **COMMON,
         tokens_per_step=3,
@@ -384,15 +386,15 @@ SAMPLERS = [
     SamplerConfig(
         **COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}, top_forbidden=2
     ),
-    SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
-    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5, entropy_rule="sum-minus-max"),
+    SamplerConfig(**(COMMON | {"cfg_scale": 0.0}), factor=1.5, num_speculative_tokens=2, sub_block_size=2),
+    SamplerConfig(**COMMON, remasking="entropy", entropy_bound=0.5, entropy_rule="sum-minus-max"),
     SamplerConfig(
         **COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}
     ),
     SamplerConfig(
         **{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2
     ),
-    SamplerConfig(mode="self-speculative", drafts=3, candidates=2, temperature=1.0),
+    SamplerConfig(mode="self-speculative", num_speculative_tokens=3, num_branches=2, temperature=1.0),
 ]
 
 
@@ -630,7 +632,7 @@ def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str)
     assert half["memory"]["parameters"] == mixed["memory"]["parameters"] / 2
 
 
-def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
+def test_inspect_plans_quantized_weights_under_adapters(folder: str) -> None:
     command = [
         "inspect",
         folder,
@@ -678,13 +680,13 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
                 "a6000-48gb",
             ],
             (
-                "--device-map and --quantization: quantised weights are not spread over devices. Leave one "
+                "--device-map and --quantization: quantized weights are not spread over devices. Leave one "
                 "of the two out"
             ),
         ),
         (
             ["--quantization", "4bit"],
-            "quantization: quantised weights take no gradients. Train adapters (LoRA), or leave it out",
+            "quantization: quantized weights take no gradients. Train adapters (LoRA), or leave it out",
         ),
         (
             [
@@ -698,7 +700,7 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
                 "8bit",
                 "--measure",
             ],
-            "steps on quantised weights are not measured. Leave one of the two out",
+            "steps on quantized weights are not measured. Leave one of the two out",
         ),
     ],
 )

@@ -179,8 +179,8 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
             "--steps: a likelihood generates no text",
         ),
         (
-            ["--likelihood", "docs/samples/stories.txt", "--guidance", "1"],
-            "--guidance: a likelihood generates no text",
+            ["--likelihood", "docs/samples/stories.txt", "--cfg-scale", "1"],
+            "--cfg-scale: a likelihood generates no text",
         ),
         (["--likelihood", "missing.txt"], "missing.txt"),
         (["--likelihood", "a.txt", "--attempts", "2"], "attempts: is read by --task only"),
@@ -451,7 +451,7 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
         "max_new_tokens": {"protocol": 24, "used": 17},
         "steps": {"protocol": 24, "used": 17},
     }
-    assert (used["policy"], used["schedule"], used["max_new_tokens"]) == ("entropy", "dream", 17)
+    assert (used["remasking"], used["schedule"], used["max_new_tokens"]) == ("entropy", "dream", 17)
     assert "the same scores and items" in unmask("evaluate", "--rerun", output)
 
 

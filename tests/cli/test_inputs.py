@@ -12,9 +12,9 @@ from tests.cli.test_run import GRPO, assert_refused
 from tests.training.tiny_runs import QUICK, unmask
 from unmask.config.run import ModelConfig
 from unmask.errors import UnmaskWarning
-from unmask.models.load import initialise, load
+from unmask.models.load import initialize, load
 from unmask.models.model_files import read_tokenizer
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 
 STORY = "Once upon a time there was a cat. The cat sat on a mat, and the mat was red.\n"
 
@@ -150,8 +150,8 @@ def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
     assert_refused(
         refused, "unfinished: is the folder of a run that has not saved its model. Finish it with --resume"
     )
-    assert load(run).settings == load(model).settings and initialise(run, seed=0).tokenizer.get_vocab()
-    assert Blueprint.read(ModelConfig(path=str(run))).config.hidden_size == load(model).config.hidden_size
+    assert load(run).settings == load(model).settings and initialize(run, seed=0).tokenizer.get_vocab()
+    assert ModelSpec.read(ModelConfig(path=str(run))).config.hidden_size == load(model).config.hidden_size
     for verb in (
         ["inspect", run, "--hardware", "h100-80gb"],
         ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"],

@@ -20,7 +20,7 @@ from unmask.cli.margin_variance import (
     variances,
 )
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.preference.trainer import DPOTrainer, PreferenceBatch
 
 SHARED = "independent times, shared masks"
@@ -31,7 +31,7 @@ def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DP
     tiny(*pattern).save(folder / "reference")
     shape = {
         "reference": "frozen",
-        "reference_model": str(folder / "reference"),
+        "ref_model": str(folder / "reference"),
         "rows": rows or PREFERENCES[4:6],
     }
     return make("dpo", folder / "run", moved(tiny(*pattern)), **shape | more)
@@ -57,7 +57,7 @@ def test_every_plan_averages_to_the_same_bound(name, tmp_path):
     bounds = {}
     for plan, views in ((COMPLEMENTARY, 9), (name, 4)):
         group_BT = noise_groups(trainer.lm, rows["maskable"], rows["documents"])
-        planned = ESTIMATORS[plan].draw_views(group_BT, Draw(0, rows["sample_id"], 7), num_views=views)
+        planned = ESTIMATORS[plan].draw_views(group_BT, MaskRNG(0, rows["sample_id"], 7), num_views=views)
         assert planned.count == views
         bounds[views] = trainer.response_log_probs(trainer.lm, PreferenceBatch(rows, planned))[:count]
     error = ((bounds[4].var() + bounds[9].var()) / count).sqrt()
@@ -113,7 +113,7 @@ def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, 
     tiny(*pattern).save(tmp_path / "reference")
     moved(tiny(*pattern)).save(tmp_path / "policy")
     settings = [
-        f"training.reference_model={tmp_path / 'reference'}",
+        f"training.ref_model={tmp_path / 'reference'}",
         "data.max_rows=3",
         "training.use_cpu=true",
         "lora.r=2",
@@ -143,7 +143,7 @@ def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, 
 @pytest.mark.parametrize(
     ("verb", "more", "words"),
     [
-        ("dpo", [], ["training.reference_model", "every margin is 0"]),
+        ("dpo", [], ["training.ref_model", "every margin is 0"]),
         ("dpo", ["training.loss_type=kto"], ["training.loss_type", "kto has no pairs"]),
         ("dpo", ["training.loss_type=simpo"], ["training.loss_type", "simpo has no pairs"]),
         ("sft", [], ["--measure-variance", "sft has no preference margin"]),

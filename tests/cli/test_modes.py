@@ -23,14 +23,14 @@ GPU = {"gpu", "ampere"}
 ON_CPU = {"bf16": False, "fp16": False, "dataloader_num_workers": 0, "dataloader_pin_memory": False}
 EXPECTED: dict[tuple[str, str], dict[str, Any]] = {
     ("speed", "cpu"): ON_CPU
-    | {"activation_checkpointing": False, "score_chunk": 4096, "rollout_batch_size": 1024},
+    | {"activation_checkpointing": False, "logprob_batch_size": 4096, "rollout_batch_size": 1024},
     ("memory", "cpu"): ON_CPU
-    | {"activation_checkpointing": True, "score_chunk": 1, "rollout_batch_size": 16},
-    ("balanced", "cpu"): ON_CPU | {"score_chunk": None, "rollout_batch_size": 256},
+    | {"activation_checkpointing": True, "logprob_batch_size": 1, "rollout_batch_size": 16},
+    ("balanced", "cpu"): ON_CPU | {"logprob_batch_size": None, "rollout_batch_size": 256},
     ("speed", "gpu"): {
         **{
             "activation_checkpointing": False,
-            "score_chunk": 4096,
+            "logprob_batch_size": 4096,
             "rollout_batch_size": 1024,
             "optim": "adamw_torch_fused",
         },
@@ -39,14 +39,14 @@ EXPECTED: dict[tuple[str, str], dict[str, Any]] = {
     ("memory", "gpu"): {
         **{
             "activation_checkpointing": True,
-            "score_chunk": 1,
+            "logprob_batch_size": 1,
             "rollout_batch_size": 16,
             "optim": "adamw_bnb_8bit",
         },
         **{"dataloader_num_workers": 0, "bf16": True, "fp16": False},
     },
     ("balanced", "gpu"): {
-        "score_chunk": None,
+        "logprob_batch_size": None,
         "rollout_batch_size": 256,
         "dataloader_num_workers": 1,
         "bf16": True,
@@ -143,11 +143,11 @@ def test_a_mode_wins_over_recipes_and_gives_way_to_all_else(tmp_path):
         "config_files": [tmp_path / "run.yaml"],
         "environ": {"UNMASK_TRAINING__TF32": "false"},
     }
-    found = layers("speed", "grpo", "training.score_chunk=2", **sources)
+    found = layers("speed", "grpo", "training.logprob_batch_size=2", **sources)
     training = resolve(found).training
     # the recipe: 8 bits, recomputed
     assert (training["optim"], training["activation_checkpointing"]) == ("adamw_torch_fused", False)
-    assert (training["torch_compile"], training["tf32"], training["score_chunk"]) == (False, False, 2)
+    assert (training["torch_compile"], training["tf32"], training["logprob_batch_size"]) == (False, False, 2)
     assert found.source_of("training.optim") == "--mode speed"
 
 
@@ -155,7 +155,7 @@ def test_a_mode_wins_over_recipes_and_gives_way_to_all_else(tmp_path):
 def test_shards_recompute_in_their_own_way_and_take_no_8_bit_optimizer():
     made = training_arguments("sft", config("memory", "sft", recipes=["a40-48gb-x3"]))
     assert not made.activation_checkpointing and made.fsdp_config["activation_checkpointing"]
-    assert (made.optim, made.score_chunk) == ("adamw_torch_fused", 1)
+    assert (made.optim, made.logprob_batch_size) == ("adamw_torch_fused", 1)
 
 
 def test_the_word_on_the_command_line():
@@ -165,7 +165,7 @@ def test_the_word_on_the_command_line():
     training = parse_yaml(result.stdout, "stdout")["training"]
     assert (
         training["activation_checkpointing"],
-        training["score_chunk"],
+        training["logprob_batch_size"],
         training["rollout_batch_size"],
     ) == (True, 1, 16)
     refused = unmask(*run, "--mode", "fast")

@@ -198,7 +198,7 @@ def documented() -> list[tuple[str, str]]:
         REPOSITORY / "README.md",
         *(REPOSITORY / "docs").glob("*.md"),
         *RECIPES.glob("*/*.yaml"),
-        *(REPOSITORY / "scripts").iterdir(),
+        *(REPOSITORY / "scripts").glob("*.*"),
     ]
     shown = {found.groups() for page in pages for found in COMMAND.finditer(page.read_text(encoding="utf-8"))}
     # which stands for every one
@@ -240,7 +240,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was loaded")
 
-    for name in ("load_or_initialise", "read_data", "load"):
+    for name in ("load_or_initialize", "read_data", "load"):
         monkeypatch.setattr(run, name, loaded)
 
 
@@ -323,7 +323,7 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         (
             *("grpo", ["grpo-sudoku", "a40-48gb-x3"], BIDIRECTIONAL, ("lora=null",)),
             (
-                "training.reference_sync_steps (recipe grpo-sudoku) and training.fsdp (recipe "
+                "training.sync_ref_model (recipe grpo-sudoku) and training.fsdp (recipe "
                 "a40-48gb-x3): a reference cannot follow"
             ),
         ),
@@ -365,12 +365,12 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("sft", ["tiny"], CAUSAL, ("model.quantization=4bit",)),
-            "model.quantization (command line) and lora: quantised weights take no gradients",
+            "model.quantization (command line) and lora: quantized weights take no gradients",
         ),
         (
             *("sft", ["lora"], CAUSAL, ("model.quantization=4bit", "model.device_map=balanced")),
             (
-                "model.quantization (command line) and model.device_map (command line): quantised weights "
+                "model.quantization (command line) and model.device_map (command line): quantized weights "
                 "are not spread"
             ),
         ),

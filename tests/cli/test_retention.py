@@ -23,7 +23,7 @@ from unmask.tasks import get_task
 from unmask.training.runs import find_runs
 
 CHOICES = [{"q": "12" * (number % 3), "choices": ["34", "4321"], "gold": number % 2} for number in range(6)]
-DIFFUSION = ["--steps", "3", "--policy", "entropy", "--samples", "8"]
+DIFFUSION = ["--steps", "3", "--remasking", "entropy", "--samples", "8"]
 """Settings that a causal model does not have."""
 
 

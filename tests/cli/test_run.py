@@ -296,7 +296,7 @@ def test_the_model_of_a_reward_and_the_code_of_a_task_are_inputs_too(model, tmp_
     )
     for inputs in (
         ["rewards=[run/mine.py:short]"],
-        ["rewards=[sudoku]", "training.beta=0.1", "training.reference_model=run/model"],
+        ["rewards=[sudoku]", "training.beta=0.1", "training.ref_model=run/model"],
     ):
         result = unmask(
             "grpo", "--model", model, "--task", "sudoku", "--output", "run", "--overwrite", *GRPO, *inputs

@@ -51,7 +51,7 @@ from unmask.rl.methods import TokenMethod, register
 @register
 class Parts(TokenMethod):
     name = "parts"
-    advantage: str = "leave-one-out"
+    scale_rewards: str = "leave-one-out"
     parts: int = 2
 
     def plan(self, rollout, draw):
@@ -103,7 +103,7 @@ def test_the_config_keeps_how_they_are_named_and_loads_again(model):
     assert config["training"]["method"] == "parts.py:Parts" and config["training"]["method_settings"] == {
         "parts": 3
     }
-    assert (config["training"]["advantage"], config["training"]["max_completion_length"]) == (
+    assert (config["training"]["scale_rewards"], config["training"]["max_completion_length"]) == (
         "leave-one-out",
         3,
     )

@@ -333,9 +333,9 @@ def test_configs_are_frozen() -> None:
         ({"sampler": {"temperature": -0.1}}, "sampler.temperature", "greater than or equal to 0"),
         ({"sampler": {"top_p": 0.0}}, "sampler.top_p", "greater than 0"),
         (
-            {"sampler": {"policy": "best"}},
-            "sampler.policy",
-            "'confidence', 'margin', 'entropy', 'random' or 'left_to_right'",
+            {"sampler": {"remasking": "best"}},
+            "sampler.remasking",
+            "'low_confidence', 'margin', 'entropy', 'random' or 'left_to_right'",
         ),
         ({"lora": {"target_modules": 3}}, "lora.target_modules", "a valid string or a valid list"),
         ({"rewards": ["a", 3]}, "rewards.1", "a valid string"),

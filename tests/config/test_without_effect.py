@@ -21,10 +21,10 @@ CONFIGS = [
         SamplerConfig(),
         SamplerConfig(mode="self-speculative"),
         SamplerConfig(threshold=0.5),
-        SamplerConfig(policy="random"),
+        SamplerConfig(remasking="random"),
     ),
     *(
-        SamplerConfig(entropy_bound=1.0, policy="entropy"),
+        SamplerConfig(entropy_bound=1.0, remasking="entropy"),
         SamplerConfig(cache="prefix"),
         SamplerConfig(constraint={"json": True}),
     ),

@@ -15,7 +15,7 @@ from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, tiny, weights
 from unmask.convert.distillation import compare, forward_kl
 from unmask.convert.trainer import StageTrainer
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.views import Draw, all_masked_views, exact_count_views
+from unmask.diffusion.views import MaskRNG, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks import head
 from unmask.models.load import with_pattern
@@ -59,7 +59,7 @@ def pair(
 
 
 def planned(lm: DiffusionLM) -> Any:
-    return exact_count_views(noise_groups(lm, MASKABLE, DOCUMENTS), Draw(0, torch.arange(2)), num_views=2)
+    return exact_count_views(noise_groups(lm, MASKABLE, DOCUMENTS), MaskRNG(0, torch.arange(2)), num_views=2)
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])

@@ -11,7 +11,7 @@ import torch
 from tests import toy
 from tests.helpers import partly_slow
 from unmask.diffusion.likelihood import any_order, elbo, exact_log_likelihood
-from unmask.diffusion.views import Draw, exact_views
+from unmask.diffusion.views import MaskRNG, exact_views
 from unmask.errors import GenerationError
 
 PROMPT, LENGTH = 2, 4
@@ -81,7 +81,7 @@ def test_the_estimate_averages_to_the_bound(kind, samples):
         ids.expand(number, -1),
         None,
         maskable.expand(number, -1),
-        Draw(0, torch.arange(number)),
+        MaskRNG(0, torch.arange(number)),
         samples=samples,
     ).value_B
     exact, error = (
@@ -96,7 +96,7 @@ def test_the_estimate_averages_to_the_bound(kind, samples):
 def test_chunks_do_not_change_the_estimate():
     lm = toy.toy()
     ids, maskable = batch()
-    draw = Draw(0, torch.arange(4))
+    draw = MaskRNG(0, torch.arange(4))
     whole = elbo(lm, ids, None, maskable, draw, samples=5).value_B
     torch.testing.assert_close(
         elbo(lm, ids, None, maskable, draw, samples=5, chunk=3).value_B, whole, rtol=0, atol=1e-12
@@ -129,7 +129,7 @@ def test_nothing_to_predict_is_certain():
     ids, maskable = batch()
     nothing = torch.zeros_like(maskable)
     assert exact_log_likelihood(lm, ids, None, nothing).tolist() == [0] * 4
-    nothing_estimated = elbo(lm, ids, None, nothing, Draw(0, torch.arange(4)), samples=3)
+    nothing_estimated = elbo(lm, ids, None, nothing, MaskRNG(0, torch.arange(4)), samples=3)
     assert (
         nothing_estimated.value_B.tolist() == [0] * 4
         and nothing_estimated.standard_error_B.tolist() == [0] * 4
@@ -187,7 +187,7 @@ def test_the_standard_error_is_that_of_repeated_estimates(kind, samples):
         ids.expand(number, -1),
         None,
         maskable.expand(number, -1),
-        Draw(0, torch.arange(number)),
+        MaskRNG(0, torch.arange(number)),
         samples=samples,
     )
     assert found.difference_BP.shape == (number, (samples - 1) // 4)
@@ -204,12 +204,12 @@ def test_an_error_that_the_views_do_not_tell_is_not_known():
     ids, maskable = batch(1)
     for samples in (1, 2, 3, 4):
         assert (
-            elbo(lm, ids, None, maskable, Draw(0, torch.tensor([1])), samples=samples)
+            elbo(lm, ids, None, maskable, MaskRNG(0, torch.tensor([1])), samples=samples)
             .standard_error_B.isnan()
             .all()
         )
     one = torch.arange(TOTAL)[None] == PROMPT
-    assert elbo(lm, ids, None, one, Draw(0, torch.tensor([1])), samples=3).standard_error_B.tolist() == [
+    assert elbo(lm, ids, None, one, MaskRNG(0, torch.tensor([1])), samples=3).standard_error_B.tolist() == [
         0
     ]  # a single token: no mask is drawn
 
@@ -225,7 +225,7 @@ def seen_masks(lm, monkeypatch, prompt, length, samples=9, **options):
     monkeypatch.setattr("unmask.diffusion.likelihood.view_log_probs", record)
     ids = toy.random_row(prompt + length, seed=prompt + length)[None]
     maskable = (torch.arange(prompt + length) >= prompt)[None]
-    elbo(lm, ids, None, maskable, Draw(3, torch.tensor([7])), samples=samples, **options)
+    elbo(lm, ids, None, maskable, MaskRNG(3, torch.tensor([7])), samples=samples, **options)
     return masks[0]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import toy
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
-from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
+from unmask.diffusion.views import MaskRNG, Views, all_masked_views, exact_count_views
 
 PROMPT, LENGTH = 2, 5
 TOTAL = PROMPT + LENGTH
@@ -24,7 +24,7 @@ def batch(rows=3):
 
 def planned(lm, ids, maskable, padding=None, views=4):
     return exact_count_views(
-        noise_groups(lm, maskable, padding), Draw(0, torch.arange(len(ids))), num_views=views
+        noise_groups(lm, maskable, padding), MaskRNG(0, torch.arange(len(ids))), num_views=views
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.published import HEAD_DK, LENGTH, scored
 from unmask.diffusion.log_probs import weighted_cross_entropy
-from unmask.diffusion.rng import Stream
+from unmask.diffusion.rng import RngStream
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Views, cart_weights, exact_count_views, group_sizes, random_views
 
@@ -26,15 +26,15 @@ NOISE = Noise(get_schedule("linear"))
 
 
 class Injected:
-    """A Draw with which a plan hides the tokens that the published code hid, at the same times."""
+    """A MaskRNG with which a plan hides the tokens that the published code hid, at the same times."""
 
     rows_before_B = None
 
     def __init__(self, hidden_BMT: Tensor, time_BM: Tensor):
         self.hidden_BMT, self.time_BM, self.key_B = hidden_BMT, time_BM, torch.arange(len(hidden_BMT))
 
-    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
-        if stream == Stream.TIME:
+    def uniform(self, position_BT: Tensor, views: int, stream: RngStream) -> Tensor:
+        if stream == RngStream.TIME:
             return self.time_BM[:, :, None].expand(-1, -1, position_BT.shape[1])
         return torch.where(self.hidden_BMT, 0.0, 1 - 2.0**-53).double()
 

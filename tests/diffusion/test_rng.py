@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.diffusion.rng import Stream, philox, sequence_key, sequence_keys, uniform
+from unmask.diffusion.rng import RngStream, philox, sequence_key, sequence_keys, uniform
 
 COUNT = 100_000
 ids = st.lists(st.integers(0, 50), max_size=6)
@@ -33,15 +33,17 @@ def test_philox_gives_the_published_words(key, counter, expected):
 
 
 def draws(seed=0, count=COUNT, **where):
-    return uniform(seed, torch.arange(count), **({"stream": Stream.MASK} | where))
+    return uniform(seed, torch.arange(count), **({"stream": RngStream.MASK} | where))
 
 
 VARIED = {
     "key": lambda: draws(),
-    "position": lambda: uniform(0, torch.tensor(7), position=torch.arange(COUNT), stream=Stream.MASK),
-    "step": lambda: uniform(0, torch.tensor(7), step=torch.arange(COUNT), stream=Stream.MASK),
-    "view": lambda: uniform(0, torch.tensor(7), view=torch.arange(COUNT), stream=Stream.MASK),
-    "seed": lambda: torch.stack([uniform(seed, torch.tensor(7), stream=Stream.MASK) for seed in range(1000)]),
+    "position": lambda: uniform(0, torch.tensor(7), position=torch.arange(COUNT), stream=RngStream.MASK),
+    "step": lambda: uniform(0, torch.tensor(7), step=torch.arange(COUNT), stream=RngStream.MASK),
+    "view": lambda: uniform(0, torch.tensor(7), view=torch.arange(COUNT), stream=RngStream.MASK),
+    "seed": lambda: torch.stack(
+        [uniform(seed, torch.tensor(7), stream=RngStream.MASK) for seed in range(1000)]
+    ),
 }
 
 
@@ -66,7 +68,7 @@ def test_all_53_bits_are_random():
 
 
 def test_streams_seeds_views_steps_and_positions_are_independent():
-    samples = [draws(stream=stream) for stream in Stream] + [
+    samples = [draws(stream=stream) for stream in RngStream] + [
         draws(seed=1),
         draws(view=1),
         draws(step=1),
@@ -80,10 +82,10 @@ def test_streams_seeds_views_steps_and_positions_are_independent():
 
 def test_a_number_depends_on_its_own_key_and_place_alone():
     key, position = torch.tensor([5, 2**62 + 3, 17]), torch.arange(4)
-    together = uniform(3, key[:, None], step=2, position=position, stream=Stream.TOKEN, view=1)
+    together = uniform(3, key[:, None], step=2, position=position, stream=RngStream.TOKEN, view=1)
     assert together.shape == (3, 4)
     for row, column in itertools.product(range(3), range(4)):
-        alone = uniform(3, key[row], step=2, position=int(position[column]), stream=Stream.TOKEN, view=1)
+        alone = uniform(3, key[row], step=2, position=int(position[column]), stream=RngStream.TOKEN, view=1)
         assert alone == together[row, column]
 
 
@@ -95,7 +97,7 @@ def test_any_integer_is_a_seed(seed):
 
 def test_all_bits_of_a_key_count():
     keys = torch.tensor([1 << bit for bit in range(63)])
-    assert len(uniform(0, keys, stream=Stream.MASK).unique()) == 63
+    assert len(uniform(0, keys, stream=RngStream.MASK).unique()) == 63
 
 
 def test_the_global_generator_is_left_alone():

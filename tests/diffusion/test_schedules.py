@@ -11,7 +11,7 @@ import torch
 from tests import toy
 from tests.diffusion.test_views import GROUPS, Listed, estimates
 from unmask.diffusion.schedules import SCHEDULES, SIGMA_MAX, SIGMA_MIN, Noise, get_schedule
-from unmask.diffusion.views import Draw, complementary_pair, random_views
+from unmask.diffusion.views import MaskRNG, complementary_pair, random_views
 from unmask.errors import ConfigError
 
 
@@ -66,7 +66,7 @@ def test_other_weightings_are_what_they_are_called(schedule, weighting, expected
     for timesteps in (None, 50):
         noise = Noise(get_schedule(schedule), 0.25, 0.75, timesteps, weighting)
         torch.testing.assert_close(noise.weight(times), expected(times))
-        plan = random_views(GROUPS, Draw(0, torch.arange(5)), noise, num_views=3)
+        plan = random_views(GROUPS, MaskRNG(0, torch.arange(5)), noise, num_views=3)
         weight = plan.weight_BMT[plan.hidden_BMT] * 3
         assert (weight >= 1 - 1e-6).all() and (weight <= (1 + 1e-6 if weighting == "uniform" else 4)).all()
     torch.testing.assert_close(
@@ -77,7 +77,7 @@ def test_other_weightings_are_what_they_are_called(schedule, weighting, expected
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_weights_of_a_pair_are_those_of_both_rates(schedule):
-    groups, draw = torch.zeros(200, 8, dtype=torch.long), Draw(0, torch.arange(200))
+    groups, draw = torch.zeros(200, 8, dtype=torch.long), MaskRNG(0, torch.arange(200))
     pairs = {
         weighting: complementary_pair(groups, draw, Noise(get_schedule(schedule), weighting=weighting))
         for weighting in ("1/t", "uniform")
@@ -193,12 +193,12 @@ def test_bands_and_pairs_that_cannot_be_are_refused():
         (Noise(linear, 0.6, 0.9), "min_time: .*from 0.6"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            complementary_pair(GROUPS, Draw(0, torch.arange(5)), noise)
+            complementary_pair(GROUPS, MaskRNG(0, torch.arange(5)), noise)
 
 
 def test_plans_of_all_kinds_leave_the_global_generator_alone():
     before = torch.get_rng_state()
     for weighting, timesteps in itertools.product(("elbo", "cart"), (None, 7)):
         noise = Noise(get_schedule("geometric"), 0.2, 0.9, timesteps, weighting)
-        random_views(GROUPS, Draw(0, torch.arange(5), rows_before_B=torch.arange(5)), noise, num_views=2)
+        random_views(GROUPS, MaskRNG(0, torch.arange(5), rows_before_B=torch.arange(5)), noise, num_views=2)
     assert torch.equal(torch.get_rng_state(), before)

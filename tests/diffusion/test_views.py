@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.toy import LENGTH, PROMPT, Listed, bound_of, estimates, listed_counts, tables_of
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.schedules import SCHEDULES, Noise, get_schedule
 from unmask.diffusion.views import (
-    Draw,
+    MaskRNG,
     all_masked_views,
     cart_weights,
     complementary_pair,
@@ -67,7 +67,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 def many(row, count=300):
     """The same row of groups for many sequences, and their draw."""
-    return torch.tensor(row).expand(count, -1), Draw(0, torch.arange(count))
+    return torch.tensor(row).expand(count, -1), MaskRNG(0, torch.arange(count))
 
 
 def counts(hidden_BMT, groups_BT, group):
@@ -83,7 +83,7 @@ def parts(views):
 
 @every_plan
 def test_only_maskable_tokens_are_hidden_and_all_that_is_hidden_is_scored(plan):
-    views = plan(GROUPS, Draw(0, torch.arange(5)))
+    views = plan(GROUPS, MaskRNG(0, torch.arange(5)))
     assert views.hidden_BMT.shape == (5, views.count, 8)
     assert not (views.hidden_BMT & (GROUPS < 0)[:, None]).any()
     assert torch.equal(views.target_BMT, views.hidden_BMT) and views.weight_BMT.dtype == torch.float32
@@ -93,17 +93,17 @@ def test_only_maskable_tokens_are_hidden_and_all_that_is_hidden_is_scored(plan):
 @every_plan
 def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
     keys = torch.tensor([11, 3, 8, 900, 2**60])
-    together = plan(GROUPS, Draw(5, keys))
+    together = plan(GROUPS, MaskRNG(5, keys))
     order = torch.tensor([3, 0, 4, 1, 2])
     for one, other in zip(
-        parts(together.select(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True
+        parts(together.select(order)), parts(plan(GROUPS[order], MaskRNG(5, keys[order]))), strict=True
     ):
         assert torch.equal(one, other)
-    padded = plan(torch.cat([GROUPS, torch.full((5, 3), -1)], 1), Draw(5, keys))
+    padded = plan(torch.cat([GROUPS, torch.full((5, 3), -1)], 1), MaskRNG(5, keys))
     for one, other in zip(parts(together), parts(padded), strict=True):
         assert torch.equal(one, other[..., :8])
     for row in range(5):
-        alone = plan(GROUPS[row : row + 1], Draw(5, keys[row : row + 1]))
+        alone = plan(GROUPS[row : row + 1], MaskRNG(5, keys[row : row + 1]))
         for one, other in zip(parts(together.select(slice(row, row + 1))), parts(alone), strict=True):
             assert torch.equal(one, other)
 
@@ -114,9 +114,9 @@ def test_seed_key_and_iteration_each_give_another_plan(plan):
     keys = torch.arange(20)
     plans = [
         plan(groups, draw).hidden_BMT
-        for draw in (Draw(0, keys), Draw(1, keys), Draw(0, keys + 20), Draw(0, keys, 1))
+        for draw in (MaskRNG(0, keys), MaskRNG(1, keys), MaskRNG(0, keys + 20), MaskRNG(0, keys, 1))
     ]
-    assert torch.equal(plans[0], plan(groups, Draw(0, keys)).hidden_BMT)
+    assert torch.equal(plans[0], plan(groups, MaskRNG(0, keys)).hidden_BMT)
     for one, other in itertools.combinations(plans, 2):
         assert not torch.equal(one, other)
 
@@ -124,7 +124,7 @@ def test_seed_key_and_iteration_each_give_another_plan(plan):
 @every_plan
 def test_the_global_generator_is_left_alone(plan):
     before = torch.get_rng_state()
-    plan(GROUPS, Draw(0, torch.arange(5)))
+    plan(GROUPS, MaskRNG(0, torch.arange(5)))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -133,7 +133,7 @@ def test_the_global_generator_is_left_alone(plan):
 
 @pytest.mark.parametrize("views", [1, 3, 4])
 def test_exact_count_views_hide_one_number_of_tokens_per_group_with_its_weight(views):
-    plan = exact_count_views(GROUPS, Draw(2, torch.arange(5)), num_views=views)
+    plan = exact_count_views(GROUPS, MaskRNG(2, torch.arange(5)), num_views=views)
     for row, group in [(r, g) for r in range(5) for g in GROUPS[r].unique().tolist() if g >= 0]:
         member = GROUPS[row] == group
         number = plan.hidden_BMT[row][:, member].sum(-1)
@@ -185,13 +185,13 @@ def test_random_views_hide_at_the_rate_of_their_schedule():
 
 @pytest.mark.parametrize("name", ["complementary", "exact count, complementary"])
 def test_a_complementary_pair_hides_every_token_once(name):
-    plan = PLANS[name](GROUPS, Draw(0, torch.arange(5)))
+    plan = PLANS[name](GROUPS, MaskRNG(0, torch.arange(5)))
     assert plan.count == 2 and torch.equal(plan.hidden_BMT.sum(1), (GROUPS >= 0).long())
 
 
 @pytest.mark.parametrize("views", [2, 3, 4, 5, 8, 9])
 def test_elbo_views_are_all_masked_then_complementary_pairs(views):
-    hidden = elbo_views(GROUPS, Draw(0, torch.arange(5)), num_views=views).hidden_BMT
+    hidden = elbo_views(GROUPS, MaskRNG(0, torch.arange(5)), num_views=views).hidden_BMT
     assert hidden.shape[1] == views and torch.equal(hidden[:, 0], GROUPS >= 0)
     pairs, several = (views - 1) // 2, (GROUPS >= 0) & (SIZES > 1)
     for pair in range(pairs):
@@ -208,7 +208,7 @@ def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
     completion[:, 6:] = True
     prompt = torch.zeros_like(completion)
     prompt[:, 1:6] = True
-    plan = all_masked_views(completion, prompt, Draw(0, torch.arange(2000)), prompt_rate=0.15)
+    plan = all_masked_views(completion, prompt, MaskRNG(0, torch.arange(2000)), prompt_rate=0.15)
     assert torch.equal(plan.target_BMT[:, 0], completion) and torch.equal(
         plan.weight_BMT, plan.target_BMT.float()
     )
@@ -221,7 +221,7 @@ def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
 
 
 def test_views_are_taken_apart_by_view_and_by_row():
-    plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), num_views=3)
+    plan = exact_count_views(GROUPS, MaskRNG(0, torch.arange(5)), num_views=3)
     for *pieces, whole in zip(
         *(parts(plan.select(slice(None), slice(index, index + 1))) for index in range(3)),
         parts(plan),
@@ -241,7 +241,7 @@ def test_cart_weighs_by_the_visible_tokens_near(pattern, block_size, p):
     run = segments(Layout.of(documents), pattern, block_size)
     plan = random_views(
         torch.where(documents > 0, run, -1),
-        Draw(0, torch.arange(2)),
+        MaskRNG(0, torch.arange(2)),
         Noise(get_schedule("linear"), weighting="cart"),
         num_views=3,
     )
@@ -351,7 +351,7 @@ def test_the_bias_of_leaving_out_the_smallest_times_is_of_their_size(tables, sch
 def test_with_real_random_numbers_the_average_is_the_same(plan):
     groups, tables = tables_of("blocks of three")
     number = 20_000
-    total = estimates(plan(groups.expand(number, -1), Draw(0, torch.arange(number))), tables).sum(1)
+    total = estimates(plan(groups.expand(number, -1), MaskRNG(0, torch.arange(number))), tables).sum(1)
     exact, error = bound_of(tables), total.std().item() / math.sqrt(number)
     assert error < 0.01 * abs(exact)
     # + the bias of the smallest times
@@ -368,12 +368,12 @@ def test_plans_of_exact_counts_vary_far_less_than_independent_times_at_equal_cos
 
     independent = variance(
         *[
-            random_views(groups, Draw(0, keys, iteration), Noise(get_schedule("linear")))
+            random_views(groups, MaskRNG(0, keys, iteration), Noise(get_schedule("linear")))
             for iteration in range(views)
         ]
     )
-    assert independent > 5 * variance(exact_count_views(groups, Draw(0, keys), num_views=views))
-    assert independent > 10 * variance(elbo_views(groups, Draw(0, keys), num_views=views))
+    assert independent > 5 * variance(exact_count_views(groups, MaskRNG(0, keys), num_views=views))
+    assert independent > 10 * variance(elbo_views(groups, MaskRNG(0, keys), num_views=views))
 
 
 SUCCESSIVE = 64
@@ -383,7 +383,9 @@ def visited(start, count, groups=1, seed=0, views=1):
     """The times [N, V] of successive sequences and their groups, recovered from masks whose random numbers
     are all equal."""
     group = torch.arange(groups).expand(count, -1)
-    draw = Draw(seed, torch.zeros(count, dtype=torch.long), rows_before_B=torch.arange(start, start + count))
+    draw = MaskRNG(
+        seed, torch.zeros(count, dtype=torch.long), rows_before_B=torch.arange(start, start + count)
+    )
     noise = Noise(replace(get_schedule("linear"), mask_rate=torch.ones_like, weight=lambda t: t), low=0.0)
     return (
         random_views(group, draw, noise, num_views=views).weight_BMT.double().transpose(1, 2).flatten(0, 1)
@@ -401,7 +403,7 @@ def test_times_of_successive_rows_are_spread_more_evenly_than_random_ones():
     keys, seeds = torch.arange(200)[:, None], range(20)
     random = [
         star_discrepancy(times)
-        for times in uniform(0, keys, position=torch.arange(SUCCESSIVE), stream=Stream.TIME)
+        for times in uniform(0, keys, position=torch.arange(SUCCESSIVE), stream=RngStream.TIME)
     ]
     typical = sum(random) / len(random)
     for start in (0, 1, 64, 999):

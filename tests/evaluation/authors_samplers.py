@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable
 import torch
 from torch import Tensor
 
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.models.diffusion_lm import DiffusionLM
 
 Sampler = Generator[list[int], Tensor, list[int]]
@@ -162,14 +162,14 @@ def most_confident(confidence: dict[int, float]) -> list[int]:
 
 
 def nucleus(prob_TV: Tensor, top_p: float) -> Tensor:
-    """The most probable tokens until their sum exceeds `top_p`, normalised."""
+    """The most probable tokens until their sum exceeds `top_p`, normalized."""
     sorted_TV, order_TV = prob_TV.sort(dim=-1, descending=True, stable=True)
     kept_TV = torch.where(sorted_TV.cumsum(-1) - sorted_TV <= top_p, sorted_TV, 0.0)
     return torch.zeros_like(prob_TV).scatter(-1, order_TV, kept_TV / kept_TV.sum(-1, keepdim=True))
 
 
 def largest(prob_V: Tensor, k: int) -> Tensor:
-    """The `k` most probable tokens (0: all), normalised."""
+    """The `k` most probable tokens (0: all), normalized."""
     kept_V = prob_V.clone()
     if k:
         kept_V[prob_V < prob_V.topk(k).values[-1]] = 0.0
@@ -179,5 +179,5 @@ def largest(prob_V: Tensor, k: int) -> Tensor:
 def draw(prob_V: Tensor, key: int, step: int, position: int) -> int:
     """The token at which the cumulative distribution exceeds the uniform number of this sequence, step and
     position."""
-    number = uniform(0, torch.tensor(key), step=step, position=position, stream=Stream.TOKEN)
+    number = uniform(0, torch.tensor(key), step=step, position=position, stream=RngStream.TOKEN)
     return int((prob_V.cumsum(-1) <= number).sum().clamp_max(int(prob_V.nonzero()[-1])))

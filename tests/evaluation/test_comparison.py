@@ -89,8 +89,8 @@ def test_all_differences_are_corrected_together_and_lower_may_be_better():
 
 
 def test_other_protocols_are_compared_and_named():
-    before = part({"a": 1.0}, seed=0, sampler={"steps": 8, "policy": "confidence"}, shots=4)
-    after = part({"a": 1.0}, seed=0, sampler={"steps": None, "policy": "confidence"}, style="chat")
+    before = part({"a": 1.0}, seed=0, sampler={"steps": 8, "remasking": "low_confidence"}, shots=4)
+    after = part({"a": 1.0}, seed=0, sampler={"steps": None, "remasking": "low_confidence"}, style="chat")
     assert compare([result("A", before), result("B", after)]).shared[0].settings == [
         ("sampler.steps", "8", "unset"),
         ("shots", "4", "unset"),

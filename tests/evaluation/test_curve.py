@@ -102,10 +102,10 @@ def test_passes_are_no_success_rate():
 
 
 def test_points_keep_the_rest_of_the_sampler():
-    sampler = SamplerConfig(seed=3, policy="entropy")
+    sampler = SamplerConfig(seed=3, remasking="entropy")
     samplers = curve_samplers(sampler, "entropy_bound=0.1, 0.5,1")
     assert [each.entropy_bound for each in samplers] == [0.1, 0.5, 1.0] and {
-        each.policy for each in samplers
+        each.remasking for each in samplers
     } == {"entropy"}
     assert {each.seed for each in samplers} == {3}
     assert [each.cache for each in curve_samplers(SamplerConfig(), "cache=exact,prefix,dual")] == [
@@ -128,7 +128,7 @@ def test_points_keep_the_rest_of_the_sampler():
         ("steps=8,,16", "two different values"),
         ("steps=8,x", "steps"),
         ("threshold=0.5,2", "threshold"),
-        ("entropy_bound=0.1,0.5", "Use policy 'entropy'"),
+        ("entropy_bound=0.1,0.5", "Use remasking 'entropy'"),
         ("cache=exact,lossy", "cache"),
     ],
 )

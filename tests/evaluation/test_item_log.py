@@ -61,7 +61,7 @@ def test_the_log_of_another_evaluation_without_an_item_is_replaced(tmp_path):
 
 
 def test_an_item_that_could_not_be_scored_is_not_finished(tmp_path):
-    unscored = ITEMS[1].model_copy(update={"scores": {}, "status": "infrastructure"})
+    unscored = ITEMS[1].model_copy(update={"scores": {}, "status": "verifier_error"})
     ItemLog(tmp_path / "out.json", IDENTITY).add("sudoku", [ITEMS[0], unscored])
     again = ItemLog(tmp_path / "out.json", IDENTITY)
     assert (list(again.finished("sudoku")), again.resumed) == (["0"], 1)

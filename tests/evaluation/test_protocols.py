@@ -209,8 +209,8 @@ def test_known_settings():
     )
     assert read_protocol("llada-instruct", "humaneval").logits_eos_inf
     assert read_protocol("llada-base", "mmlu_anatomy").likelihood_samples == 1
-    assert read_protocol("llada-base", "truthfulqa_mc2").guidance == 2.0
-    assert read_protocol("llada-base/without-guidance", "truthfulqa_mc2").guidance == 0.0
+    assert read_protocol("llada-base", "truthfulqa_mc2").cfg_scale == 2.0
+    assert read_protocol("llada-base/without-guidance", "truthfulqa_mc2").cfg_scale == 0.0
     assert read_protocol("dream-base", "mbpp").generation["temperature"] == 0.2
     assert read_protocol("dream-instruct", "gpqa_main_n_shot").likelihood_samples == 32
     assert read_protocol("d1/length-512", "sudoku").generation["steps"] == 256

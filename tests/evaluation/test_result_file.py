@@ -6,7 +6,7 @@ import math
 import pytest
 
 from unmask.errors import DataError
-from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, Trace, read_result
+from unmask.evaluation.result_file import EvaluationResult, Item, ItemTrace, Metric, TaskScores, read_result
 
 ITEM = Item(
     id="a",
@@ -14,7 +14,7 @@ ITEM = Item(
     scores={"solved": 1.0},
     prompt="2+2=",
     completions=["4"],
-    traces=[Trace(tokens=["4"], steps=[0])],
+    traces=[ItemTrace(tokens=["4"], steps=[0])],
 )
 METRIC = Metric(mean=1.0, low=0.2)
 RESULT = EvaluationResult(

@@ -146,14 +146,14 @@ def test_only_a_model_whose_history_is_all_of_the_task_knows_what_it_has_not_see
 
 def test_unverified_rows_are_left_out_and_counted(monkeypatch):
     verdicts = [
-        Verdict(None, "infrastructure", "no sandbox"),
+        Verdict(None, "verifier_error", "no sandbox"),
         Verdict(1.0, "ok"),
         Verdict(0.0, "timeout"),
     ] * 4
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts)
     result = result_of(["?"] * 12, monkeypatch)
     assert (len(result.solved), result.metrics["solved"].mean) == (8, 0.5)
-    assert result.statuses == {"infrastructure": 4, "ok": 4, "timeout": 4}
+    assert result.statuses == {"verifier_error": 4, "ok": 4, "timeout": 4}
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts[:1] * 12)
     with pytest.raises(DataError, match="no row could be verified: no sandbox"):
         result_of(["?"] * 12, monkeypatch)

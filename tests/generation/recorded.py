@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unmask.data.characters import character_tokenizer
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -36,7 +36,9 @@ def recorded_model(attention: str, block_size: int | None, logit_shift: bool, se
     ).eval()
     for name, weight in model.named_parameters():
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-        number = uniform(seed, torch.tensor(key), position=torch.arange(weight.numel()), stream=Stream.MASK)
+        number = uniform(
+            seed, torch.tensor(key), position=torch.arange(weight.numel()), stream=RngStream.MASK
+        )
         scale = SCALES.get(name, 0.9)
         weight.data = (
             torch.ones_like(weight) if weight.dim() == 1 else (scale * (number - 0.5)).view_as(weight).float()

@@ -41,7 +41,7 @@ def test_frames_of_any_settings_make_the_text(attention, block_size, data):
 
 def test_each_step_is_a_frame():
     lm = tiny("phi", "bidirectional", None)
-    config = SamplerConfig(max_new_tokens=6, tokens_per_step=2, policy="random", stop_at_eos=False)
+    config = SamplerConfig(max_new_tokens=6, tokens_per_step=2, remasking="random", stop_at_eos=False)
     frames, generation = check(lm, make_requests(lm, [[4, 5]], config)[0], config)
     assert [frame.step for frame in frames] == [1, 2, 3] and [len(frame.revealed) for frame in frames] == [
         2,
@@ -54,7 +54,7 @@ def test_each_step_is_a_frame():
 
 def test_frames_of_drafts_and_infilled_texts():
     lm = tiny("phi", "block_causal", 4)
-    config = SamplerConfig(drafts=2, temperature=0.7)
+    config = SamplerConfig(num_speculative_tokens=2, temperature=0.7)
     mask = lm.mask_token_id
     check(lm, make_infill_requests(lm, [[4, mask, mask, 5, mask, 6]], config)[0], config)
 

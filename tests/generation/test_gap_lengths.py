@@ -190,7 +190,7 @@ def test_nothing_beyond_another_gap_is_compared():
     assert scorer.sides == ([5, 4], [0, 2])
 
 
-def test_a_text_is_cut_at_its_marks_before_it_is_tokenised():
+def test_a_text_is_cut_at_its_marks_before_it_is_tokenized():
     lm = tiny("phi", "bidirectional")
     mask, bos = lm.mask_token_id, lm.tokenizer.bos_token_id
     marked = sampler.infill(

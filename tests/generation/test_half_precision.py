@@ -16,10 +16,10 @@ PROMPTS = ["abc", "f", "fedcba"]
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    "margin": {"policy": "margin", "temperature": 1.0, "top_p": 0.9},
+    "margin": {"remasking": "margin", "temperature": 1.0, "top_p": 0.9},
     "parallel": {"threshold": 0.3, "temperature": 1.0},
-    "remask": {"remask": 0.3, "steps": 6, "temperature": 1.0},
-    "guidance": {"guidance": 0.5, "temperature": 0.7},
+    "remask": {"remask_fraction": 0.3, "steps": 6, "temperature": 1.0},
+    "guidance": {"cfg_scale": 0.5, "temperature": 0.7},
     "a regex": {"constraint": {"regex": "[abc]{3}d*"}, "temperature": 1.0},
 }
 

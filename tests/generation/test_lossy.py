@@ -39,7 +39,7 @@ def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift)
         "block_size": 4,
         "temperature": 1.0,
         "cache": cache,
-        "guidance": 0.5,
+        "cfg_scale": 0.5,
         "revise": {"eta": 0.5} if logit_shift else None,
     }
     config = SamplerConfig(max_new_tokens=12, refresh_interval=refresh_interval, **shared)

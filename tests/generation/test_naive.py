@@ -73,12 +73,12 @@ def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, atten
 
 
 def test_the_policies_differ():
-    """Otherwise other tests would not notice a policy without effect."""
+    """Otherwise other tests would not notice a remasking without effect."""
     lm = tiny("phi", "bidirectional")
     orders = set()
-    for policy in get_args(SamplerConfig.model_fields["policy"].annotation):
+    for remasking in get_args(SamplerConfig.model_fields["remasking"].annotation):
         generation = naive.generate(
-            lm, PROMPTS, SamplerConfig(max_new_tokens=12, policy=policy, stop_at_eos=False)
+            lm, PROMPTS, SamplerConfig(max_new_tokens=12, remasking=remasking, stop_at_eos=False)
         )
         orders.add(str(generation.steps))
     assert len(orders) == 5

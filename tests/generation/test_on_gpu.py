@@ -16,7 +16,7 @@ from tests.generation.test_variable_length import tiny as with_length_tokens
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
 from tests.helpers import GPU, needs_cuda, needs_gpu
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation import sampler
 from unmask.generation.engine.recorded_passes import passes_of
 from unmask.models.diffusion_lm import DiffusionLM
@@ -60,15 +60,15 @@ def test_any_settings_give_the_tokens_of_a_cpu(attention, block_size, logit_shif
 
 EACH: dict[str, dict[str, Any]] = {
     **{
-        policy: {"policy": policy, "steps": 4}
-        for policy in ("confidence", "margin", "entropy", "random", "left_to_right")
+        remasking: {"remasking": remasking, "steps": 4}
+        for remasking in ("low_confidence", "margin", "entropy", "random", "left_to_right")
     },
     "threshold": {"threshold": 0.2},
     "factor": {"factor": 0.5},
-    "entropy bound": {"policy": "entropy", "entropy_bound": 2.0},
-    "remask": {"remask": 0.3, "steps": 6},
+    "entropy bound": {"remasking": "entropy", "entropy_bound": 2.0},
+    "remask": {"remask_fraction": 0.3, "steps": 6},
     "revise": {"revise": {"eta": 0.5}, "steps": 6},
-    "guidance": {"guidance": 0.7},
+    "guidance": {"cfg_scale": 0.7},
     "filters": {"top_k": 4, "top_p": 0.9, "repetition_penalty": 1.3, "forbidden_tokens": [3]},
     "prefix cache": {"cache": "prefix"},
     "dual cache": {"cache": "dual"},
@@ -139,7 +139,7 @@ def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified, ca
     settings = {
         "max_new_tokens": 8,
         "temperature": temperature,
-        "candidates": candidates,
+        "num_branches": candidates,
         "stop_at_eos": False,
     }
     config = SamplerConfig(mode="self-speculative", **settings)
@@ -199,7 +199,7 @@ def test_cuda_graphs_give_the_same_tokens(attention, block_size, temperature):
 def test_noise_has_the_same_bits():
     key_B1, position_T = torch.arange(5)[:, None] * 0x1234567890ABCDE, torch.arange(300)
     here, there = (
-        uniform(3, key_B1.to(device), position=position_T.to(device), step=2, stream=Stream.TOKEN).cpu()
+        uniform(3, key_B1.to(device), position=position_T.to(device), step=2, stream=RngStream.TOKEN).cpu()
         for device in ("cpu", GPU)
     )
     assert torch.equal(here, there)

@@ -48,7 +48,7 @@ def test_completions_are_cut_at_their_first_eos_and_traces_are_not(stop_at_eos):
 
 class Settings(NamedTuple):
     temperature: float
-    policy: str
+    remasking: str
     steps: int | None
     stop_at_eos: bool
 
@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 cases = st.builds(
     Settings,
     st.sampled_from([0.0, 1.0, 3.0]),
-    st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]),
+    st.sampled_from(["low_confidence", "margin", "entropy", "random", "left_to_right"]),
     st.none() | st.integers(1, 8),
     st.booleans(),
 )
@@ -109,7 +109,7 @@ def replay(lm, request: Request, trace: Trace, config: SamplerConfig) -> None:
             token, log_prob = trace.canvas[position - start], trace.log_probs[position - start]
             assert log_prob == pytest.approx(log_probs_TV[position, token].item(), abs=1e-10)
             assert config.temperature > 0 or token == log_probs_TV[position].argmax()
-        if config.temperature == 0 and config.policy == "confidence":
+        if config.temperature == 0 and config.remasking == "low_confidence":
             best = sorted(
                 (position for position in hidden if first <= position < stop),
                 key=lambda at: -log_probs_TV[at].max().float(),

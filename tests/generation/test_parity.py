@@ -1,4 +1,4 @@
-"""With many seeds of every pattern and policy: the naive sampler's tokens at any batch size, and the exact
+"""With many seeds of every pattern and remasking: the naive sampler's tokens at any batch size, and the exact
 distribution."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks import published
 from tests.generation.tiny_models import tiny
 from tests.helpers import chi_square_is_likely, partly_slow
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation import naive, sampler
 from unmask.generation.policies import keep_likely
 from unmask.generation.requests import make_requests
@@ -20,35 +20,35 @@ from unmask.generation.requests import make_requests
 MANY, SOME = pytest.param(1000, marks=pytest.mark.nightly), 16
 """Seeds: a thousand take half an hour in all."""
 PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
-POLICIES = {
+ORDERS = {
     "confidence": {},
-    "margin": {"policy": "margin", "tokens_per_step": 2},
-    "entropy": {"policy": "entropy", "steps": 3},
-    "random": {"policy": "random"},
-    "left to right": {"policy": "left_to_right", "tokens_per_step": 3},
+    "margin": {"remasking": "margin", "tokens_per_step": 2},
+    "entropy": {"remasking": "entropy", "steps": 3},
+    "random": {"remasking": "random"},
+    "left to right": {"remasking": "left_to_right", "tokens_per_step": 3},
     "threshold": {"threshold": 0.3},
     "factor": {"factor": 0.8},
-    "entropy bound": {"policy": "entropy", "entropy_bound": 1.5},
-    "remasking": {"remask": 0.5},
+    "entropy bound": {"remasking": "entropy", "entropy_bound": 1.5},
+    "remasking": {"remask_fraction": 0.5},
     "revising": {"tokens_per_step": 2, "revise": {"eta": 0.5}},
     "revising in a loop": {
         "steps": 14,
         "revise": {"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.4},
     },
     "schedule of Dream": {
-        "policy": "entropy",
+        "remasking": "entropy",
         "schedule": "dream",
         "steps": 5,
         "filtered_confidence": True,
         "top_p": 0.9,
     },
-    "ancestral schedule": {"policy": "random", "schedule": "ancestral", "steps": 5},
+    "ancestral schedule": {"remasking": "random", "schedule": "ancestral", "steps": 5},
 }
 CASES = [
-    (policy, *pattern)
-    for policy in POLICIES
+    (remasking, *pattern)
+    for remasking in ORDERS
     for pattern in PATTERNS
-    if "revis" not in policy or pattern[0] != "causal"
+    if "revis" not in remasking or pattern[0] != "causal"
 ]
 PROMPTS = [[4, 5, 6], [7], [8, 9, 4, 5, 6], [5, 5]]
 WIDTH = 8
@@ -60,11 +60,11 @@ def prompts_and_keys(seeds: int) -> tuple[list[list[int]], list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [SOME, MANY])
-@pytest.mark.parametrize("policy, attention, block_size", CASES)
-def test_the_engine_gives_the_tokens_of_the_naive_sampler(policy, attention, block_size, seeds):
+@pytest.mark.parametrize("remasking, attention, block_size", CASES)
+def test_the_engine_gives_the_tokens_of_the_naive_sampler(remasking, attention, block_size, seeds):
     lm = tiny("phi", attention, block_size)
-    settings = POLICIES[policy] | (
-        {"steps": WIDTH} if attention == "causal" and "steps" in POLICIES[policy] else {}
+    settings = ORDERS[remasking] | (
+        {"steps": WIDTH} if attention == "causal" and "steps" in ORDERS[remasking] else {}
     )
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=0.8, batch_size=64, **settings)
     prompts, keys = prompts_and_keys(seeds)
@@ -128,7 +128,7 @@ def tie(lm, prompt, key, config, one, other) -> float:
         return float((best[0] - best[1]) / best.abs().max())
     edges = (rows[0] / config.temperature).softmax(-1).cumsum(-1)
     noise = uniform(
-        config.seed, torch.tensor([key]), step=step, position=len(prompt) + chosen[0], stream=Stream.TOKEN
+        config.seed, torch.tensor([key]), step=step, position=len(prompt) + chosen[0], stream=RngStream.TOKEN
     )
     return float((edges - noise).abs().min())
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the exact distribution, filters keep the most likely ones, and each policy ranks by
+"""Tokens are drawn from the exact distribution, filters keep the most likely ones, and each remasking ranks by
 its measure."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.policies import (
     best,
@@ -24,10 +24,10 @@ from unmask.generation.policies import (
     first_by_priority,
     keep_likely,
     num_accepted,
-    penalise_and_ban,
+    penalize_and_ban,
 )
 
-POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
+ORDERS = get_args(SamplerConfig.model_fields["remasking"].annotation)
 LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
 seeds = st.integers(0, 2**32)
 noises = st.sampled_from([0.0, 2.0**-53, LAST]) | st.floats(0, LAST)
@@ -129,18 +129,18 @@ def test_filters_keep_the_first_of_equally_likely_tokens():
 @given(
     seeds,
     st.sampled_from([0.0, 1.0]),
-    st.sampled_from(POLICIES),
+    st.sampled_from(ORDERS),
     st.booleans(),
     st.sets(st.integers(0, 4), min_size=1, max_size=3),
 )
-def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, policy, filtered, last):
+def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, remasking, filtered, last):
     """The order of the others stays, by the confidence they had; with `filtered_confidence`, by that among
     the other tokens alone."""
     logits_NV = random_logits(seed, 6, 5)
     settings = {
-        "policy": policy,
+        "remasking": remasking,
         "temperature": temperature,
-        "filtered_confidence": filtered and policy not in ("random", "left_to_right"),
+        "filtered_confidence": filtered and remasking not in ("random", "left_to_right"),
     }
     before, after = (
         decide_rows(logits_NV, **settings),
@@ -151,8 +151,8 @@ def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, policy,
     if settings["filtered_confidence"]:
         others_NV = logits_NV.index_fill(1, torch.tensor(sorted(last)), -torch.inf)
         # temperature 0 counts as 1
-        expected_N = decide_rows(others_NV, policy=policy, filtered_confidence=True).priority_N
-        if policy == "confidence":
+        expected_N = decide_rows(others_NV, remasking=remasking, filtered_confidence=True).priority_N
+        if remasking == "low_confidence":
             expected_N = others_NV.log_softmax(-1).gather(1, after.token_N[:, None])[:, 0].float()
     is_last_N = torch.tensor([token in last for token in after.token_N.tolist()])
     assert (after.priority_N[is_last_N] == torch.finfo(torch.float32).min).all()
@@ -160,7 +160,7 @@ def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, policy,
 
 
 @pytest.mark.parametrize(
-    "rule", [{"threshold": 1e-9}, {"factor": 0.5}, {"policy": "entropy", "entropy_bound": 50.0}]
+    "rule", [{"threshold": 1e-9}, {"factor": 0.5}, {"remasking": "entropy", "entropy_bound": 50.0}]
 )
 def test_parallel_rules_reveal_the_last_tokens_last(rule):
     """All others at once; where no other is hidden, one at a time."""
@@ -186,13 +186,13 @@ def test_narrow_settings_are_greedy(settings):
 @given(
     seeds,
     st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    st.sampled_from(POLICIES),
+    st.sampled_from(ORDERS),
     st.integers(0, 4),
     st.floats(0.05, 1),
 )
-def test_log_probs_are_of_the_model_under_all_settings(seed, temperature, policy, top_k, top_p):
+def test_log_probs_are_of_the_model_under_all_settings(seed, temperature, remasking, top_k, top_p):
     logits_NV = random_logits(seed, 5, 7)
-    decision = decide_rows(logits_NV, policy=policy, temperature=temperature, top_k=top_k, top_p=top_p)
+    decision = decide_rows(logits_NV, remasking=remasking, temperature=temperature, top_k=top_k, top_p=top_p)
     expected_N = torch.stack(
         [row_V.log_softmax(-1)[token] for row_V, token in zip(logits_NV, decision.token_N, strict=True)]
     )
@@ -205,22 +205,23 @@ def test_log_probs_are_of_the_model_under_all_settings(seed, temperature, policy
 @given(seeds, st.sampled_from([0.0, 1.0]))
 def test_priorities(seed, temperature):
     logits_NV = random_logits(seed, 6, 5)
-    by_policy = {
-        policy: decide_rows(logits_NV, policy=policy, temperature=temperature) for policy in POLICIES
+    by_order = {
+        remasking: decide_rows(logits_NV, remasking=remasking, temperature=temperature)
+        for remasking in ORDERS
     }
     probs = logits_NV.softmax(-1).tolist()
     best = [sorted(row, reverse=True) for row in probs]
     expected = {
-        "confidence": by_policy["confidence"].log_prob_N.tolist(),
+        "low_confidence": by_order["low_confidence"].log_prob_N.tolist(),
         "margin": [row[0] - row[1] for row in best],
         "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
-        "random": uniform(0, torch.arange(6), stream=Stream.ORDER).tolist(),
+        "random": uniform(0, torch.arange(6), stream=RngStream.ORDER).tolist(),
         "left_to_right": [0.0] * 6,  # ties go to the lower position
     }
-    for policy, decision in by_policy.items():
-        assert decision.priority_N.tolist() == pytest.approx(expected[policy])
-        # the policy orders, it does not choose tokens
-        assert torch.equal(decision.token_N, by_policy["random"].token_N)
+    for remasking, decision in by_order.items():
+        assert decision.priority_N.tolist() == pytest.approx(expected[remasking])
+        # the remasking orders, it does not choose tokens
+        assert torch.equal(decision.token_N, by_order["random"].token_N)
 
 
 @given(
@@ -239,30 +240,32 @@ def test_filtered_priorities_are_those_of_the_filtered_distribution(seed, temper
         (logits_NV.masked_fill(~allowed_V, -torch.inf) / (temperature or 1.0)).softmax(-1), top_k, top_p
     )
     probs = (kept_NV / kept_NV.sum(-1, keepdim=True)).tolist()
-    for policy in ("confidence", "margin", "entropy"):
-        decision = decide_rows(logits_NV, policy=policy, filtered_confidence=True, trace=True, **settings)
+    for remasking in ("low_confidence", "margin", "entropy"):
+        decision = decide_rows(
+            logits_NV, remasking=remasking, filtered_confidence=True, trace=True, **settings
+        )
         best = [sorted(row, reverse=True) for row in probs]
         expected = {
-            "confidence": [
+            "low_confidence": [
                 math.log(row[token]) for row, token in zip(probs, decision.token_N.tolist(), strict=True)
             ],
             "margin": [row[0] - row[1] for row in best],
             "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
         }
-        assert decision.priority_N.tolist() == pytest.approx(expected[policy], abs=1e-6)
-        plain = decide_rows(logits_NV, policy=policy, trace=True, **settings)
+        assert decision.priority_N.tolist() == pytest.approx(expected[remasking], abs=1e-6)
+        plain = decide_rows(logits_NV, remasking=remasking, trace=True, **settings)
         for field in ("token_N", "log_prob_N", "sampled_log_prob_N", "entropy_N"):  # only the order changes
             assert torch.equal(getattr(decision, field), getattr(plain, field))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rounding_does_not_rank_equal_positions(policy):
+@pytest.mark.parametrize("remasking", ORDERS)
+def test_rounding_does_not_rank_equal_positions(remasking):
     """All positions of an empty canvas can be equal: their order must not depend on the last bit of a
     float64."""
     logits_NV = random_logits(1, 1, 6).repeat(5, 1) * (1 + torch.arange(5)[:, None] * 2.0**-52)
-    priorities = decide_rows(logits_NV, policy=policy).priority_N
+    priorities = decide_rows(logits_NV, remasking=remasking).priority_N
     assert priorities.dtype == torch.float32
-    assert len(set(priorities.tolist())) == (5 if policy == "random" else 1)
+    assert len(set(priorities.tolist())) == (5 if remasking == "random" else 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -333,7 +336,7 @@ def test_a_factor_raises_the_bar_for_each_further_token():
 
 def test_an_entropy_bound_holds_for_the_sum():
     priority_BW = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
-    assert num_accepted(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [
+    assert num_accepted(priority_BW, SamplerConfig(remasking="entropy", entropy_bound=0.35)).tolist() == [
         2,
         2,
         1,
@@ -351,16 +354,16 @@ def test_the_rule_of_the_eb_sampler_leaves_the_largest_entropy_out(entropies, bo
         chosen for size in range(1, len(entropies) + 1) for chosen in itertools.combinations(entropies, size)
     ]
     largest = max(len(chosen) for chosen in sets if sum(chosen) - max(chosen) <= bound)
-    config = SamplerConfig(policy="entropy", entropy_bound=bound, entropy_rule="sum-minus-max")
+    config = SamplerConfig(remasking="entropy", entropy_bound=bound, entropy_rule="sum-minus-max")
     assert num_accepted(priorities([[-entropy for entropy in entropies]]), config).tolist() == [largest]
     with pytest.raises(ConfigError) as raised:
-        SamplerConfig(policy="entropy", entropy_rule="sum-minus-max")
+        SamplerConfig(remasking="entropy", entropy_rule="sum-minus-max")
     assert raised.value.where == "entropy_rule"
 
 
 def test_tokens_that_are_revealed_last_wait_for_the_eb_sampler_too():
     lowest = torch.finfo(torch.float32).min
-    config = SamplerConfig(policy="entropy", entropy_bound=1.0, entropy_rule="sum-minus-max")
+    config = SamplerConfig(remasking="entropy", entropy_bound=1.0, entropy_rule="sum-minus-max")
     assert num_accepted(
         priorities([[-0.1, lowest, lowest], [-torch.inf, lowest, lowest]]), config
     ).tolist() == [1, 1]
@@ -404,13 +407,13 @@ def test_only_allowed_tokens_are_drawn(seed, temperature):
     torch.testing.assert_close(decision.log_prob_N, expected_N)  # still the model's own
 
 
-def test_repetition_is_penalised_as_transformers_does_it():
+def test_repetition_is_penalized_as_transformers_does_it():
     logits_NV = torch.randn(5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids_NT = torch.randint(0, 11, (5, 6), generator=torch.Generator().manual_seed(1))
     present_NV = torch.zeros(5, 11, dtype=torch.bool).scatter_(1, ids_NT, True)
     expected_NV = RepetitionPenaltyLogitsProcessor(1.7)(ids_NT, logits_NV.clone())
     torch.testing.assert_close(
-        penalise_and_ban(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV
+        penalize_and_ban(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV
     )
 
 

@@ -27,7 +27,7 @@ def test_they_are_those_of_a_text_written_from_left_to_right(kind, tokens_per_pa
     lm = toy.toy(kind)
     config = SamplerConfig(
         max_new_tokens=11,
-        policy="left_to_right",
+        remasking="left_to_right",
         temperature=2.0,
         stop_at_eos=False,
         top_log_probs=3,
@@ -68,7 +68,7 @@ def test_a_token_that_is_the_most_probable_one_has_its_very_number():
     for kind in toy.KINDS:
         lm = toy.toy(kind)
         greedy = unmask.generate(
-            lm, [[4]], SamplerConfig(max_new_tokens=8, policy="left_to_right", stop_at_eos=False)
+            lm, [[4]], SamplerConfig(max_new_tokens=8, remasking="left_to_right", stop_at_eos=False)
         )
         found = measured(lm, [4, *greedy.tokens[0]], top=1)
         assert found.log_probs[1:] == [most[0][1] for most in found.top[1:]]

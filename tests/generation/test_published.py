@@ -38,7 +38,7 @@ def test_every_sampler_is_recorded():
     for name in (
         "steps",
         "threshold",
-        "guidance",
+        "cfg_scale",
         "schedule",
         "filtered_confidence",
         "order_temperature",

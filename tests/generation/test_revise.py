@@ -172,7 +172,7 @@ def test_the_engine_revises_by_quality_as_the_naive_sampler_does(logit_shift, at
         revise = by and data.draw(revisions(["cap", "rescale", "loop"])).model_copy(update={"by": by})
         guidance, temperature = data.draw(st.sampled_from([0.0, 0.7])), data.draw(st.sampled_from([0.0, 0.8]))
         config = SamplerConfig(
-            max_new_tokens=9, steps=7, temperature=temperature, guidance=guidance, revise=revise
+            max_new_tokens=9, steps=7, temperature=temperature, cfg_scale=guidance, revise=revise
         )
         requests = make_requests(lm, [[4, 5], [4, 5], [6, 7, 8]], config)
         traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace

@@ -73,7 +73,7 @@ def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, b
 
     def by_prompt(prompts, **change):
         config = SamplerConfig(
-            max_new_tokens=7, steps=steps, temperature=temperature, policy="margin", **change
+            max_new_tokens=7, steps=steps, temperature=temperature, remasking="margin", **change
         )
         found = defaultdict(list)
         for prompt, tokens in zip(prompts, sampler.generate(lm, prompts, config).tokens, strict=True):
@@ -115,7 +115,7 @@ def test_equal_prompts_are_sampled_independently_and_decoded_alike(attention, bl
 def test_keys_and_seeds_name_the_noise():
     lm = tiny("phi", "bidirectional")
     prompts = [[4, 5], [6], [4, 5]]
-    config = SamplerConfig(max_new_tokens=12, temperature=1.0, policy="random")
+    config = SamplerConfig(max_new_tokens=12, temperature=1.0, remasking="random")
     tokens = sampler.generate(lm, prompts, config).tokens
     assert sampler.generate(lm, prompts, config, sequence_keys(prompts)).tokens == tokens
     same_key = sampler.generate(lm, prompts, config, [8, 8, 8]).tokens
@@ -126,7 +126,7 @@ def test_keys_and_seeds_name_the_noise():
 
 def test_neither_the_global_generator_nor_dropout_matters():
     lm = copy.deepcopy(tiny("gpt2", "bidirectional"))
-    config = SamplerConfig(max_new_tokens=6, temperature=1.0, policy="random")
+    config = SamplerConfig(max_new_tokens=6, temperature=1.0, remasking="random")
     expected = sampler.generate(lm, PROMPTS, config)
     lm.model.train()
     assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in lm.model.modules())
@@ -139,11 +139,13 @@ def test_neither_the_global_generator_nor_dropout_matters():
 
 
 @every_pattern
-@pytest.mark.parametrize("policy", ["confidence", "margin", "entropy", "random", "left_to_right"])
-def test_the_mask_token_is_never_produced(attention, block_size, policy):
+@pytest.mark.parametrize("remasking", ["low_confidence", "margin", "entropy", "random", "left_to_right"])
+def test_the_mask_token_is_never_produced(attention, block_size, remasking):
     lm = tiny("phi", attention, block_size, mask_bias=50.0)
     for temperature in (0.0, 1.0):
-        config = SamplerConfig(max_new_tokens=8, temperature=temperature, policy=policy, stop_at_eos=False)
+        config = SamplerConfig(
+            max_new_tokens=8, temperature=temperature, remasking=remasking, stop_at_eos=False
+        )
         generation = sampler.generate(lm, PROMPTS, config)
         assert all(len(tokens) == 8 and lm.mask_token_id not in tokens for tokens in generation.tokens)
 
@@ -286,7 +288,9 @@ def test_remasked_tokens_do_not_depend_on_rounding():
     """After an empty prompt all positions are equal up to rounding."""
     lm = tiny("phi", "bidirectional", None, False, eos_bias=-9.0)
     for seed in range(12):
-        config = SamplerConfig(max_new_tokens=7, tokens_per_step=2, remask=0.6, stop_at_eos=False, seed=seed)
+        config = SamplerConfig(
+            max_new_tokens=7, tokens_per_step=2, remask_fraction=0.6, stop_at_eos=False, seed=seed
+        )
         alone = sampler.generate(lm, [[]], config).tokens[0]
         assert (
             alone

@@ -175,7 +175,7 @@ def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
         {"max_new_tokens": data.draw(st.integers(1, 12)), "stop_at_eos": data.draw(st.booleans())},
     )
     generation = sampler.generate(
-        lm, prompts, SamplerConfig(mode=MODE, batch_size=3, candidates=data.draw(st.integers(1, 6)), **same)
+        lm, prompts, SamplerConfig(mode=MODE, batch_size=3, num_branches=data.draw(st.integers(1, 6)), **same)
     )
     assert generation.tokens == causal_greedy(lm, prompts, **same)
 
@@ -187,7 +187,7 @@ def test_greedy_tokens_of_a_thousand_prompts(logit_shift, block_size, candidates
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 10, (1 + n % 7,), generator=generator).tolist() for n in range(1000)]
     generation = sampler.generate(
-        lm, prompts, SamplerConfig(mode=MODE, max_new_tokens=12, candidates=candidates, batch_size=250)
+        lm, prompts, SamplerConfig(mode=MODE, max_new_tokens=12, num_branches=candidates, batch_size=250)
     )
     assert (
         generation.tokens
@@ -229,7 +229,7 @@ def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, 
         allowed_tokens=letters,
         batch_size=2000,
         seed=4,
-        candidates=candidates,
+        num_branches=candidates,
     )
     expected = enumerated(lm, prompt, letters, 3, 1.3)
     generation = sampler.generate(lm, [prompt] * 2000, config)
@@ -273,7 +273,7 @@ def test_right_drafts_save_passes():
     model.get_output_embeddings().weight.data.zero_()
     lm = make_diffusion(model, tokenizer, attention="block_causal", block_size=4, causal_context=True)
     for drafts, passes in ((0, 1 + 4), (1, 1 + 8), (6, 1 + 3)):  # of 17 tokens: 1 + 16 by 4, by 2 and by 7
-        config = SamplerConfig(mode=MODE, max_new_tokens=17, drafts=drafts, stop_at_eos=False)
+        config = SamplerConfig(mode=MODE, max_new_tokens=17, num_speculative_tokens=drafts, stop_at_eos=False)
         generation = sampler.generate(lm, PROMPTS, config)
         assert generation.forward_passes == [passes] * len(PROMPTS) and generation.accepted_drafts == 1.0
         assert generation.denoising_steps == generation.forward_passes
@@ -313,7 +313,7 @@ def test_sliding_windows_apply_as_in_the_causal_model():
     prompts, same = [[4, 5, 6, 7, 8, 9, 4, 4, 5], [9, 9]], {"max_new_tokens": 12, "stop_at_eos": False}
     for config in (
         SamplerConfig(mode=MODE, **same),
-        SamplerConfig(mode=MODE, drafts=7, candidates=5, **same),
+        SamplerConfig(mode=MODE, num_speculative_tokens=7, num_branches=5, **same),
     ):
         generation, expected = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
         assert (
@@ -329,19 +329,19 @@ CHANGED = {
         "schedule": "dream",
         "block_size": 4,
         "sub_block_size": 2,
-        "policy": "left_to_right",
+        "remasking": "left_to_right",
     },
     **{
         "threshold": 0.9,
         "factor": 1.0,
         "entropy_bound": 0.5,
-        "remask": 0.2,
+        "remask_fraction": 0.2,
         "order_temperature": 0.5,
         "filtered_confidence": True,
     },
     **{
         "reveal_last": [2],
-        "guidance": 1.0,
+        "cfg_scale": 1.0,
         "constraint": {"regex": "a"},
         "cache": "dual",
         "refresh_interval": 2,
@@ -356,7 +356,7 @@ def test_more_candidates_take_fewer_passes():
     passes = []
     for candidates in (1, 2, 4, 8):
         generation = sampler.generate(
-            lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates)
+            lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=24, num_branches=candidates)
         )
         passes.append(sum(generation.forward_passes))
     assert passes == sorted(passes, reverse=True) and passes[-1] < 0.8 * passes[0]
@@ -364,9 +364,9 @@ def test_more_candidates_take_fewer_passes():
 
 def test_candidates_are_of_this_mode():
     with pytest.raises(
-        ConfigError, match=r"candidates: has no effect with mode 'denoise'\. Use mode 'self-speculative'"
+        ConfigError, match=r"num_branches: has no effect with mode 'denoise'\. Use mode 'self-speculative'"
     ):
-        SamplerConfig(candidates=2)
+        SamplerConfig(num_branches=2)
 
 
 @pytest.mark.parametrize("name", OF_DENOISING)
@@ -416,10 +416,10 @@ def test_drafts_that_are_nan_are_an_error():
 def test_a_tree_too_large_for_a_pass_is_refused():
     lm, config = (
         tiny("phi", "block_causal", 4, causal_context=True),
-        SamplerConfig(mode=MODE, drafts=32, candidates=32),
+        SamplerConfig(mode=MODE, num_speculative_tokens=32, num_branches=32),
     )
     with pytest.raises(
         GenerationError,
-        match=r"drafts and candidates: a pass would have 34,\d+ positions beside the text, more than 8,192",
+        match=r"num_speculative_tokens and num_branches: a pass would have 34,\d+ positions beside the text, more than 8,192",
     ):
         sampler.generate(lm, [[4]], config)

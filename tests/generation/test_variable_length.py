@@ -49,12 +49,12 @@ SETTINGS = [
     {},
     {"tokens_per_step": 3},
     {"temperature": 1.0, "trace": True},
-    {"temperature": 0.7, "policy": "random", "batch_size": 2, "top_k": 6},
-    {"temperature": 1.3, "policy": "left_to_right", "repetition_penalty": 1.5},
-    {"temperature": 1.0, "tokens_per_step": 4, "policy": "margin", "trace": True, "max_batch_tokens": 40},
+    {"temperature": 0.7, "remasking": "random", "batch_size": 2, "top_k": 6},
+    {"temperature": 1.3, "remasking": "left_to_right", "repetition_penalty": 1.5},
+    {"temperature": 1.0, "tokens_per_step": 4, "remasking": "margin", "trace": True, "max_batch_tokens": 40},
     {"threshold": 0.25, "temperature": 1.0},
-    {"entropy_bound": 2.0, "policy": "entropy"},
-    {"policy": "entropy", "allowed_tokens": [4, 5, 9], "temperature": 1.0, "order_temperature": 0.5},
+    {"entropy_bound": 2.0, "remasking": "entropy"},
+    {"remasking": "entropy", "allowed_tokens": [4, 5, 9], "temperature": 1.0, "order_temperature": 0.5},
     {"filtered_confidence": True, "top_p": 0.8, "deterministic": True},
 ]
 
@@ -141,7 +141,7 @@ def every_text(longest: int) -> list[tuple[int, ...]]:
 def test_in_the_order_of_the_text_the_tokens_have_the_models_distribution():
     generator = torch.Generator().manual_seed(3)
     lm = Known.of({text: float(torch.rand((), generator=generator)) + 0.05 for text in every_text(3)})
-    config = SamplerConfig(temperature=1.0, policy="left_to_right", batch_size=512)
+    config = SamplerConfig(temperature=1.0, remasking="left_to_right", batch_size=512)
     count = 2000
     filled = sampler.infill(lm, [[[1], [8]]] * count, config, list(range(count)), length="auto", max_gap=3)
     seen = Counter(tuple(tokens[1:-1]) for tokens in filled.tokens)
@@ -158,7 +158,7 @@ def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(m
     lm = Known.of({(4,) * length: weight for length, weight in enumerate(weights, start=1)})
     for first in (1, 5):
         monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)
-        config = SamplerConfig(temperature=1.0, policy="left_to_right", batch_size=512)
+        config = SamplerConfig(temperature=1.0, remasking="left_to_right", batch_size=512)
         filled = sampler.infill(
             lm, [[[1], [8]]] * count, config, list(range(count)), length="auto", max_gap=5
         )
@@ -171,9 +171,9 @@ def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(m
         ), first
 
 
-@pytest.mark.parametrize("policy", ["confidence", "random", "left_to_right"])
+@pytest.mark.parametrize("remasking", ["low_confidence", "random", "left_to_right"])
 @pytest.mark.parametrize("first", [1, 4, 8])
-def test_a_length_that_is_more_probable_than_all_others_is_found(first, policy, monkeypatch):
+def test_a_length_that_is_more_probable_than_all_others_is_found(first, remasking, monkeypatch):
     """Whatever a gap begins with, and with any number of tokens a step."""
     monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)
     for weights, best in (
@@ -189,7 +189,7 @@ def test_a_length_that_is_more_probable_than_all_others_is_found(first, policy, 
             }
         )
         for tokens_per_step in (None, 3):
-            found = infilled(lm, SamplerConfig(policy=policy, tokens_per_step=tokens_per_step))
+            found = infilled(lm, SamplerConfig(remasking=remasking, tokens_per_step=tokens_per_step))
             assert tuple(found.tokens[0][1:-1]) in lm.prob and found.gaps[0][0].length == best
 
 
@@ -206,11 +206,11 @@ def test_deletions_of_which_the_model_is_certain_take_one_pass():
 def test_a_length_that_is_all_but_certain_is_settled_before_any_token():
     """Of three tokens the first is most often 5; of any number it is most often 4."""
     lm = Known.of({(4,): 0.09, (4, 5, 5): 0.42, (5, 4, 4): 0.49})
-    found, mask = infilled(lm, SamplerConfig(policy="left_to_right")), lm.mask_token_id
-    given = sampler.infill(lm, [[1, mask, mask, mask, 8]], SamplerConfig(policy="left_to_right"))
+    found, mask = infilled(lm, SamplerConfig(remasking="left_to_right")), lm.mask_token_id
+    given = sampler.infill(lm, [[1, mask, mask, mask, 8]], SamplerConfig(remasking="left_to_right"))
     assert found.tokens == given.tokens == [[1, 5, 4, 4, 8]] and found.forward_passes == [4]
     less = infilled(
-        Known.of({(4,): 0.11, (4, 5, 5): 0.41, (5, 4, 4): 0.48}), SamplerConfig(policy="left_to_right")
+        Known.of({(4,): 0.11, (4, 5, 5): 0.41, (5, 4, 4): 0.48}), SamplerConfig(remasking="left_to_right")
     )
     assert less.tokens == [[1, 4, 5, 5, 8]]
 
@@ -321,9 +321,9 @@ def test_lengths_can_still_be_searched():
             {"steps": 4},
             {"schedule": "dream"},
             {"block_size": 4},
-            {"remask": 0.2},
+            {"remask_fraction": 0.2},
             {"revise": {"eta": 0.5}},
-            {"guidance": 1.0},
+            {"cfg_scale": 1.0},
         ),
         *({"constraint": {"regex": "a+"}}, {"cache": "prefix"}, {"early_commit": 0.5}),
     ],

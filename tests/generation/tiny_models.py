@@ -135,7 +135,7 @@ def configs(draw, attention: str, block_size: int | None):
         "forbidden_tokens": draw(st.sampled_from([None, None, [3], [0, 4]])),
         "allowed_tokens": draw(st.sampled_from([None, None, None, [1, 2, 5, 6]])),
         "reveal_last": draw(st.sampled_from([None, None, [tiny().eos_token_id], [1, 2, 4, 5]])),
-        "guidance": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
+        "cfg_scale": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
         "stop_at_eos": draw(st.booleans()),
         "seed": draw(st.integers(-1, 2)),
         "batch_size": draw(st.integers(1, 4)),
@@ -150,14 +150,14 @@ def configs(draw, attention: str, block_size: int | None):
         return SamplerConfig(
             entropy_bound=bound,
             entropy_rule=left_out,
-            policy="entropy",
+            remasking="entropy",
             filtered_confidence=filtered,
             **shared,
         )
     if rule in ("threshold", "factor"):
         bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
         return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
-    policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]))
+    remasking = draw(st.sampled_from(["low_confidence", "margin", "entropy", "random", "left_to_right"]))
     schedule, remask = (
         draw(st.sampled_from(["even", "even", "dream", "ancestral"])),
         draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
@@ -175,13 +175,13 @@ def configs(draw, attention: str, block_size: int | None):
     fewest = min(size, math.ceil(size / unit) * parts) if rule == "steps" else 1  # every block takes a step
     return SamplerConfig(
         **{rule: draw(st.none() | st.integers(fewest, size))},
-        policy=policy,
+        remasking=remasking,
         order_temperature=0.0
-        if policy in ("random", "left_to_right")
+        if remasking in ("random", "left_to_right")
         else draw(st.sampled_from([0.0, 0.0, 0.5])),
-        filtered_confidence=policy not in ("random", "left_to_right") and draw(st.booleans()),
+        filtered_confidence=remasking not in ("random", "left_to_right") and draw(st.booleans()),
         schedule=schedule,
-        remask=remask,
+        remask_fraction=remask,
         revise=revise,
         **shared,
     )

@@ -152,7 +152,7 @@ def test_weights_stay_in_float32_where_the_converter_had_them_in_float16(tmp_pat
 )
 def test_a_reference_moves_where_it_did(text, form, steps, tmp_path):
     (path,) = write(tmp_path, {"old.yaml": text})
-    assert migrate([path], form).config["training"].get("reference_sync_steps") == steps
+    assert migrate([path], form).config["training"].get("ref_model_sync_steps") == steps
 
 
 def test_what_is_still_to_be_given_is_told(tmp_path):

@@ -51,8 +51,8 @@ def test_defaults_are_those_of_trl(verb: str) -> None:
             assert theirs["bf16"] is None and "fp16" in theirs  # None: on unless fp16 is
         elif name == "activation_checkpointing":
             assert theirs["gradient_checkpointing"] is True
-        elif name in ("advantage", "aggregation"):
-            old = {"advantage": "scale_rewards", "aggregation": "loss_type"}[name]
+        elif name in ("advantage", "loss_type"):
+            old = {"advantage": "scale_rewards", "loss_type": "loss_type"}[name]
             assert form.table[old].read(theirs[old], {}) == {key: setting}
         elif name not in NOT_WRITTEN:
             assert theirs[name] == setting, name

@@ -190,7 +190,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 FROZEN = ("dream", "fast_dllm_v2", "llada_moe", "llada2")
-"""Families whose released modelling code never trains the embedding at padding."""
+"""Families whose released modeling code never trains the embedding at padding."""
 SPARSE = {"moe_intermediate_size": EXPERT, "num_experts_per_tok": 2}
 GROUPED = {
     "n_group": 4,

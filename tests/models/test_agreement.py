@@ -45,7 +45,7 @@ MOST = 100_000_000
 """Parameters of a model that the table tries; some types are larger however they are made smaller."""
 ROWS = {
     "": "right",
-    "attention is built": "refused: attention is built into its modelling code",
+    "attention is built": "refused: attention is built into its modeling code",
     "its recurrent layers": "refused: recurrent layers",
     "its layers of type": "refused: layers that ignore the attention mask",
     "transformers computes something else: the logits of a document": (
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "an encoder": (BertConfig(**SIZES), "its logits are not those of its own attention"),
     "alibi": (
         BloomConfig(hidden_size=16, n_layer=2, n_head=2, vocab_size=17),
-        "attention is built into the modelling code",
+        "attention is built into the modeling code",
     ),
 }
 

@@ -56,7 +56,7 @@ def test_a_loaded_model_is_aligned(tmp_path):
 
 
 def tensors(holder: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an object holds in its attributes, and in those of its quantisation state."""
+    """The tensors that an object holds in its attributes, and in those of its quantization state."""
     for name, value in vars(holder).items():
         if isinstance(value, torch.Tensor):
             yield value
@@ -66,10 +66,10 @@ def tensors(holder: Any) -> Iterator[torch.Tensor]:
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_quantised_weights_are_aligned_with_all_that_belongs_to_them(tmp_path, bits):
+def test_quantized_weights_are_aligned_with_all_that_belongs_to_them(tmp_path, bits):
     tiny().save(tmp_path / "whole")
-    load(tmp_path / "whole", quantization=bits).save(tmp_path / "quantised")
-    lm = load(tmp_path / "quantised")
+    load(tmp_path / "whole", quantization=bits).save(tmp_path / "quantized")
+    lm = load(tmp_path / "quantized")
     kept = [tensor for weight in lm.model.parameters() for tensor in tensors(weight)]
     assert kept and off_alignment(lm.model) == 0
     assert not any(tensor.data_ptr() % ALIGNMENT for tensor in kept)

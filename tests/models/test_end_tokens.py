@@ -19,7 +19,7 @@ from unmask.errors import ModelError
 from unmask.generation.remote.protocol import model_facts
 from unmask.models.chat_template import TEMPLATES
 from unmask.models.export import export
-from unmask.models.load import initialise, load, with_pattern
+from unmask.models.load import initialize, load, with_pattern
 from unmask.models.model_card import render_card
 
 TURNS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
@@ -204,8 +204,8 @@ def test_another_chat_template_brings_its_end(tmp_path):
 
 def test_new_weights_have_the_ends_of_their_tokenizer(tmp_path):
     write(tmp_path, template=CHATML)
-    assert initialise(tmp_path, seed=0).eos_token_ids == (EOS, IM_END)
-    assert initialise(tmp_path, seed=0, eos_token_ids=[EOT]).eos_token_ids == (EOS, EOT)
+    assert initialize(tmp_path, seed=0).eos_token_ids == (EOS, IM_END)
+    assert initialize(tmp_path, seed=0, eos_token_ids=[EOT]).eos_token_ids == (EOS, EOT)
 
 
 def test_a_tokenizer_without_eos_has_the_ends_of_the_files(tmp_path):

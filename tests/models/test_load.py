@@ -41,8 +41,8 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import AttentionMask, Layout, make_mask
 from unmask.models.device_map import split_layers
-from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, with_pattern
-from unmask.planning.blueprint import Blueprint, is_tied
+from unmask.models.load import MASK_TOKEN, initialize, load, make_diffusion, with_pattern
+from unmask.planning.blueprint import ModelSpec, is_tied
 
 SETTINGS = [
     ("causal", None, True),
@@ -73,7 +73,7 @@ def test_the_token_that_stands_at_padding_is_trained_where_it_is_text(name, tmp_
     save_stock(tmp_path, name)
     for lm in (
         load(tmp_path),
-        initialise(tmp_path, seed=0),
+        initialize(tmp_path, seed=0),
         tiny_lm(name),
         with_pattern(tiny_lm(name), "bidirectional"),
     ):
@@ -89,7 +89,7 @@ def test_the_token_that_stands_at_padding_is_trained_where_it_is_text(name, tmp_
 
 
 def test_a_model_made_from_scratch_has_no_row_of_zeros(stock):
-    lm, again = initialise(stock, seed=3), initialise(stock, seed=3)
+    lm, again = initialize(stock, seed=3), initialize(stock, seed=3)
     rows_V = lm.model.get_input_embeddings().weight.norm(dim=1)
     assert rows_V[0] > rows_V.median() / 3 and lm.config.pad_token_id == 0
     assert all(map(torch.equal, lm.model.parameters(), again.model.parameters()))
@@ -264,11 +264,11 @@ def test_every_weight_has_the_type_asked_for(stock, dtype):
 
 
 def test_new_weights_depend_on_the_seed_alone(stock):
-    one, same, other = initialise(stock, seed=1), initialise(stock, seed=1), initialise(stock, seed=2)
+    one, same, other = initialize(stock, seed=1), initialize(stock, seed=1), initialize(stock, seed=2)
     assert same_weights(one.model, same.model) and not same_weights(one.model, other.model)
     assert one.settings == load(stock).settings
     with pytest.raises(ModelError, match="no such folder"):
-        initialise(stock / "nowhere", seed=0)
+        initialize(stock / "nowhere", seed=0)
 
 
 def test_a_path_that_is_no_name_on_the_hub_is_not_looked_up_there(tmp_path, monkeypatch):
@@ -424,7 +424,7 @@ def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config, words):
     with pytest.raises(ModelError, match=words):
         load(tmp_path)
     with pytest.raises(ModelError, match=words):
-        Blueprint.read(ModelConfig(path=str(tmp_path))).facts()
+        ModelSpec.read(ModelConfig(path=str(tmp_path))).facts()
 
 
 def test_attention_in_chunks_as_long_as_the_context_is_full_attention():
@@ -477,7 +477,7 @@ def test_a_model_is_not_split_over_fewer_than_two_gpus(
         ModelError, match=f"device_map: a model is spread over two GPUs or more, but {message}"
     ):
         load(tmp_path, device_map="balanced")
-    with pytest.raises(ModelError, match="quantised weights are not spread"):
+    with pytest.raises(ModelError, match="quantized weights are not spread"):
         load(tmp_path, device_map="balanced", quantization="4bit")
 
 

@@ -20,8 +20,8 @@ from tests.models.test_load import save_stock
 from unmask.config.run import ModelConfig
 from unmask.errors import ModelError, UnmaskError
 from unmask.generation.remote.vllm_client import RemoteLM
-from unmask.models.load import initialise, load
-from unmask.planning.blueprint import Blueprint
+from unmask.models.load import initialize, load
+from unmask.planning.blueprint import ModelSpec
 from unmask.rl.reward_model import RewardModel
 
 CODE = "import pathlib\npathlib.Path({!r}).write_text('ran')\nclass Mine: pass\n"
@@ -114,7 +114,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: change(path, transformers_weights="adapter_model.bin"),
         "cannot load the weights",
     ),
-    "modelling code": (
+    "modeling code": (
         lambda path: remote_code(path, AutoConfig="mine.Mine", AutoModelForCausalLM="mine.Mine"),
         "model config",
     ),
@@ -275,8 +275,8 @@ def test_the_other_loaders_run_and_fetch_nothing(
     FOLDERS[name][0](tmp_path)
     read: dict[str, Callable[[str], Any]] = {
         "reward model": RewardModel,
-        "inspect": lambda path: Blueprint.read(ModelConfig(path=path)),
-        "from scratch": lambda path: initialise(path, seed=0, trust_remote_code=False),
+        "inspect": lambda path: ModelSpec.read(ModelConfig(path=path)),
+        "from scratch": lambda path: initialize(path, seed=0, trust_remote_code=False),
         "remote tokenizer": lambda path: RemoteLM("http://localhost:1", path, patience=0.0),
     }
     try:
@@ -296,7 +296,7 @@ def test_no_kernel_of_a_config_is_fetched(key: str, tmp_path: Path, connections:
     save_stock(tmp_path)
     change(tmp_path, **{key: "evil/kernel"})
     load(tmp_path)
-    initialise(tmp_path, seed=0, trust_remote_code=False)
+    initialize(tmp_path, seed=0, trust_remote_code=False)
     assert not connections
 
 

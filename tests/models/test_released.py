@@ -40,7 +40,7 @@ from unmask.errors import ConfigError, ModelError
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
-from unmask.models.load import initialise, load, make_diffusion
+from unmask.models.load import initialize, load, make_diffusion
 from unmask.models.released_families import FAMILIES
 
 # these vocabularies are small
@@ -80,7 +80,7 @@ def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
 
 
 def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(name, published, tmp_path):
-    """The padding token is the EOS. LLaDA's modelling code trains every row, and so does SDAR's, as its
+    """The padding token is the EOS. LLaDA's modeling code trains every row, and so does SDAR's, as its
     configs name no padding token."""
     lm = load(published)
     lm.save(tmp_path)
@@ -179,11 +179,11 @@ def test_experts_compute_in_float64(tmp_path, family):
     torch.testing.assert_close(
         double.logits(some_ids()).float(), single.logits(some_ids()), rtol=1e-4, atol=1e-4
     )
-    initialise(folder, seed=0, dtype="float64").logits(some_ids())
+    initialize(folder, seed=0, dtype="float64").logits(some_ids())
 
 
 def test_new_weights_for_a_released_architecture(published):
-    assert initialise(published, seed=0).mask_token_id == MASK
+    assert initialize(published, seed=0).mask_token_id == MASK
 
 
 REFUSED_CONFIGS = {

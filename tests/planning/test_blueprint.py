@@ -23,21 +23,21 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, make_mask
 from unmask.models.load import load
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 
 
-def saved(folder: Path, config: object, alphabet: str = ALPHABET, **options: object) -> Blueprint:
+def saved(folder: Path, config: object, alphabet: str = ALPHABET, **options: object) -> ModelSpec:
     config.save_pretrained(folder)
     character_tokenizer(alphabet).save_pretrained(folder)
-    return Blueprint.read(ModelConfig(path=str(folder), **options))
+    return ModelSpec.read(ModelConfig(path=str(folder), **options))
 
 
 def test_facts_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     lm = tiny_lm("qwen3", "block_causal", 4)
     lm.save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    blueprint = Blueprint.read(ModelConfig(path=str(tmp_path)))
+    blueprint = ModelSpec.read(ModelConfig(path=str(tmp_path)))
     facts = blueprint.facts()
     assert facts["parameters"] == f"{sum(weight.numel() for weight in lm.model.parameters()):,}"
     assert (facts["attention"], facts["attention block"], facts["logit shift"]) == ("block_causal", "4", "no")
@@ -96,7 +96,7 @@ def test_attention_layers_are_counted_once(config: object, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["llada_moe", "llada2"])
 def test_a_mixture_of_experts_is_planned_by_what_a_token_meets(name: str, tmp_path: Path) -> None:
     folder = write_published(name, tmp_path)
-    blueprint = Blueprint.read(ModelConfig(path=str(folder)))
+    blueprint = ModelSpec.read(ModelConfig(path=str(folder)))
     total = sum(weight.numel() for weight in load(folder).model.parameters())
     one = 3 * EXPERT * HIDDEN
     assert blueprint.facts()["parameters"] == f"{total:,}, {total - (EXPERTS - 2) * one:,} active"
@@ -109,7 +109,7 @@ def test_a_mixture_of_experts_is_planned_by_what_a_token_meets(name: str, tmp_pa
 def test_what_experts_keep_is_what_all_of_them_keep_of_real_tokens(precision: str, tmp_path: Path) -> None:
     """The index of the grouped tokens is counted in addition."""
     folder, work = write_published("llada_moe", tmp_path), Workload(sequence_length=16, precision=precision)
-    network = Blueprint.read(ModelConfig(path=str(folder))).network(work)
+    network = ModelSpec.read(ModelConfig(path=str(folder))).network(work)
     lm, kept = load(folder), dict[int, int]()
     lm.model.train()
 

@@ -14,18 +14,18 @@ from transformers import LlamaConfig
 from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES
 from unmask.data.characters import character_tokenizer
 from unmask.planning import calibration
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.calibration import Step, build_model, calibrate, median_times
 from unmask.planning.cost_model import Workload, peak_memory
 
 SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
 
 
-def blueprint(config: object) -> Blueprint:
-    return Blueprint("tiny", config, character_tokenizer(ALPHABET), SETTINGS)
+def blueprint(config: object) -> ModelSpec:
+    return ModelSpec("tiny", config, character_tokenizer(ALPHABET), SETTINGS)
 
 
-def llama(hidden: int, layers: int, vocabulary: int) -> Blueprint:
+def llama(hidden: int, layers: int, vocabulary: int) -> ModelSpec:
     heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
     sizes = {
         "hidden_size": hidden,
@@ -104,7 +104,7 @@ class Touched(TorchDispatchMode):
     ids=["block_causal", "causal", "checkpointing"],
 )
 def test_a_few_layers_tell_the_time_of_all(
-    model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch
+    model: ModelSpec, work: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Touched() as clock:  # that of the machine is read by `unmask inspect --measure`
         monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.elements))

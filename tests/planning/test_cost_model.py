@@ -15,7 +15,7 @@ from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES, tiny_lm
 from unmask.config.run import DeviceConfig, HardwareConfig, LoraSettings
 from unmask.data.characters import character_tokenizer
 from unmask.models.hooks.head import LOGITS_AT_ONCE
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import LOGIT_COPIES, Network, Workload, matmul_flops, peak_memory
 from unmask.planning.estimates import StepEstimate, estimate_step
 from unmask.planning.launches import PassCost, PassCosts
@@ -55,9 +55,9 @@ workloads = st.builds(
 )
 
 
-def blueprint(name: str) -> Blueprint:
+def blueprint(name: str) -> ModelSpec:
     settings = {"attention": "causal", "block_size": None, "logit_shift": True}
-    return Blueprint(name, CONFIGURATIONS[name], character_tokenizer(ALPHABET), settings)
+    return ModelSpec(name, CONFIGURATIONS[name], character_tokenizer(ALPHABET), settings)
 
 
 def machine(**changes: object) -> HardwareConfig:

@@ -55,13 +55,13 @@ def test_what_is_on_already_is_no_advice() -> None:
         sequence_length=512, precision="mixed", checkpointing=True, optimizer="adamw_8bit", lora_rank=8
     )
     advice = {gb: estimate(on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
-    quantised = estimate(dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
+    quantized = estimate(dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
     assert "QLoRA of rank 8" in advice.values() and not any(
         "LoRA of rank 16" in words for words in advice.values()
     )
-    assert "LoRA" not in quantised
+    assert "LoRA" not in quantized
     # no adapters on shards
-    assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantised])
+    assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantized])
 
 
 def test_the_smallest_device_sets_the_batch_and_the_slowest_the_time() -> None:

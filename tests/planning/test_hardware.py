@@ -18,7 +18,7 @@ from unmask.config.run import HardwareConfig, resolve
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.planning import hardware
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Workload
 from unmask.planning.estimates import device_limit, estimate_step, first_change_that_fits, largest_batch
 from unmask.planning.hardware import HardwareRecipe, StepEstimator
@@ -43,7 +43,7 @@ PHI = PhiConfig(
 @pytest.fixture(scope="module")
 def tiny() -> StepEstimator:
     return StepEstimator(
-        Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), SETTINGS),
+        ModelSpec("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), SETTINGS),
         Workload(sequence_length=32),
     )
 
@@ -52,7 +52,7 @@ def tiny() -> StepEstimator:
 def three_billion() -> StepEstimator:
     """A conversion of a model of the size and shape of Phi-2, 2.78B parameters, in rows of 512 tokens."""
     return StepEstimator(
-        Blueprint("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512)
+        ModelSpec("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512)
     )
 
 
@@ -131,7 +131,7 @@ def cell(estimator: StepEstimator, card: str) -> str:
 def test_the_table_of_sizes_in_the_docs_is_the_planners() -> None:
     lines = ["| | " + " | ".join(CARDS) + " |", "|---" * (len(CARDS) + 1) + "|"]
     for size, config in SIZES.items():
-        blueprint = Blueprint(size, config, character_tokenizer(ALPHABET), SETTINGS)
+        blueprint = ModelSpec(size, config, character_tokenizer(ALPHABET), SETTINGS)
         estimator = StepEstimator(blueprint, Workload(sequence_length=512))
         lines.append(f"| {size} | " + " | ".join(cell(estimator, card) for card in CARDS) + " |")
     table = "\n".join(lines)

@@ -22,7 +22,7 @@ from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.planning.launches import LaunchCounter
 from unmask.planning.step_time import DenoisingPass, pass_launches, step_launches, step_reads
@@ -33,9 +33,9 @@ LENGTH = 40
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 5], [6, 7, 8, 9, 10, 11, 5, 6]]
 
 
-def blueprint(lm: DiffusionLM) -> Blueprint:
+def blueprint(lm: DiffusionLM) -> ModelSpec:
     settings = {"attention": lm.attention, "block_size": lm.block_size, "logit_shift": lm.logit_shift}
-    return Blueprint("tiny", lm.config, character_tokenizer(ALPHABET), settings)
+    return ModelSpec("tiny", lm.config, character_tokenizer(ALPHABET), settings)
 
 
 class Counter:
@@ -113,8 +113,8 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = 
     "dpo": ("dpo", BIDIRECTIONAL, {"reference": "frozen"}, {}),
     "dpo, stored": ("dpo", BIDIRECTIONAL, {}, {}),
     "dpo, causal": ("dpo", ("causal",), {"reference": "frozen"}, {}),
-    "dpo, passes": ("dpo", BIDIRECTIONAL, {"reference": "frozen", "score_chunk": 4}, {}),
-    "dpo, without a reference": ("dpo", BIDIRECTIONAL, {"loss_type": "simpo", "score_chunk": 4}, {}),
+    "dpo, passes": ("dpo", BIDIRECTIONAL, {"reference": "frozen", "logprob_batch_size": 4}, {}),
+    "dpo, without a reference": ("dpo", BIDIRECTIONAL, {"loss_type": "simpo", "logprob_batch_size": 4}, {}),
     "kto": ("kto", BIDIRECTIONAL, {"reference": "frozen"}, {}),
     "kto, stored": ("kto", BIDIRECTIONAL, {}, {}),
 }

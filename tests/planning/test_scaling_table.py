@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from tests.helpers import REPOSITORY
 from tests.models.configurations import ALPHABET
 from unmask.data.characters import character_tokenizer
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.planning.hardware import HardwareRecipe, StepEstimator
 
@@ -74,7 +74,7 @@ def test_the_table_in_the_docs_is_the_planners() -> None:
     lines = ["| | " + " | ".join(f"{gpus} H100" for gpus in GPUS) + " |", "|---" * (len(GPUS) + 1) + "|"]
     for name, config in MODELS.items():
         estimator = StepEstimator(
-            Blueprint(name, config, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=2048)
+            ModelSpec(name, config, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=2048)
         )
         lines.append(f"| {name} | " + " | ".join(cell(estimator, gpus) for gpus in GPUS) + " |")
     table = "\n".join(lines)

@@ -16,7 +16,7 @@ from tests.planning.test_cost_model import COSTS, GPU, NETWORK
 from unmask.config.run import DeviceConfig
 from unmask.data.characters import character_tokenizer
 from unmask.planning import step_time as formula
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.planning.hardware import HardwareRecipe
 from unmask.planning.step_time import BOUNDS, DenoisingPass, StepTime, pass_time, step_time
@@ -91,10 +91,10 @@ READS_THEN = {"bidirectional": 13, "block_causal": 16}
 WITHIN = 0.15  # as docs/planning.md says
 
 
-def blueprint(config: PretrainedConfig, attention: str) -> Blueprint:
+def blueprint(config: PretrainedConfig, attention: str) -> ModelSpec:
     block = 4 if attention == "block_causal" else None
     settings = {"attention": attention, "block_size": block, "logit_shift": False}
-    return Blueprint("model", config, character_tokenizer(ALPHABET), settings)
+    return ModelSpec("model", config, character_tokenizer(ALPHABET), settings)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Settings of preference optimisation that have no effect or contradict one another are refused before
+"""Settings of preference optimization that have no effect or contradict one another are refused before
 anything is loaded."""
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def config(folder: Any, **more: Any) -> DPOConfig:
             "reference: needs loss_type=sigmoid or ipo or hinge or kto",
         ),
         (
-            {"loss_type": "simpo", "reference_model": "m"},
-            "reference_model: needs loss_type=sigmoid or ipo or hinge or kto",
+            {"loss_type": "simpo", "ref_model": "m"},
+            "ref_model: needs loss_type=sigmoid or ipo or hinge or kto",
         ),
         ({"loss_type": "kto", "log_variance_steps": 5}, "log_variance_steps: needs loss_type=sigmoid"),
         ({"loss_type": "kto", "judge": "judge.py:judge"}, "judge: needs loss_type=sigmoid"),
         ({"complementary": True, "samples": 1}, "samples: a complementary pair is two views"),
         (
-            {"reference": "adapter", "reference_model": "m"},
-            "reference_model: the reference is the base under the adapters",
+            {"reference": "adapter", "ref_model": "m"},
+            "ref_model: the reference is the base under the adapters",
         ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),

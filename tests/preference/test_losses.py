@@ -156,7 +156,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("name", "loss", "normalised"),
+    ("name", "loss", "normalized"),
     [
         ("sigmoid", dpo, False),
         ("sigmoid_norm", dpo, True),
@@ -164,7 +164,7 @@ def check(
         ("ipo", ipo, True),  # TRL has it only per token
     ],
 )
-def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
+def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalized):
     trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
     mask_BT, policy_BT, reference_BT = token_log_probs()
     reference_B = reference_BT.sum(1)
@@ -182,7 +182,7 @@ def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
     }
     check(
         lambda log_prob_B, length_B: loss(
-            margins((log_prob_B - reference_B) / (length_B if normalised else 1)), beta=BETA
+            margins((log_prob_B - reference_B) / (length_B if normalized else 1)), beta=BETA
         ),
         lambda log_prob_BT: with_trl(
             trl.DPOTrainer._compute_loss, inputs, log_prob_BT, f_divergence_type="reverse_kl", **settings

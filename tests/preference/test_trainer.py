@@ -15,7 +15,7 @@ import torch
 from tests.helpers import partly_slow
 from tests.toy import any_order, conditionals, groups, lower_bound, toy
 from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, tiny, weights
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.errors import DataError, TrainingError
 from unmask.models.load import load
 from unmask.preference.config import DPOConfig
@@ -45,7 +45,7 @@ def first_line(folder: Path, **more: Any) -> dict[str, float]:
     [
         {},
         {"canvas_length": 9},
-        {"score_chunk": 3},
+        {"logprob_batch_size": 3},
         {"gradient_accumulation_steps": 2},
         {"complementary": True, "samples": 4},
         {"length_normalization": True},
@@ -188,7 +188,7 @@ def test_another_model_can_be_the_reference(tmp_path):
         other.model.model.norm.weight += 0.5
     other.save(tmp_path / "other")
     lines = [
-        first_line(tmp_path / mode, reference=mode, reference_model=str(tmp_path / "other"))
+        first_line(tmp_path / mode, reference=mode, ref_model=str(tmp_path / "other"))
         for mode in ("stored", "frozen")
     ]
     assert abs(lines[0]["margin"]) > 1e-2 and lines[0]["margin"] == pytest.approx(
@@ -286,7 +286,7 @@ def test_view_by_view_the_gradient_is_that_of_all_at_once(
     made = []
     for size in (chunk, 10**6):
         lm = toy(attention=(attention, block_size, False))  # computes in float64 throughout
-        trainer = make("dpo", tmp_path, lm, AB, loss_type=loss_type, score_chunk=size, **more)
+        trainer = make("dpo", tmp_path, lm, AB, loss_type=loss_type, logprob_batch_size=size, **more)
         moved(trainer.lm, 0.05)
         made.append(gradients(trainer))
     torch.testing.assert_close(made[0], made[1], rtol=1e-8, atol=1e-10)
@@ -304,7 +304,7 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
         rows = trainer.data_collator([trainer.train_dataset[0]] * 200)
         drawn = []
         for iteration in (0, 1):
-            views = trainer.plan(rows, Draw(iteration, torch.arange(200)))
+            views = trainer.plan(rows, MaskRNG(iteration, torch.arange(200)))
             drawn.append(trainer.response_log_probs(trainer.lm, PreferenceBatch(rows, views)))
         bound = torch.cat([part.view(2, -1) for part in drawn], 1)
         spread[complementary], means[complementary] = bound.std(1), bound.mean(1)
@@ -422,7 +422,7 @@ def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_
     shape = {
         "loss_type": "kto",
         "reference": reference,
-        "reference_model": str(tmp_path / "other"),
+        "ref_model": str(tmp_path / "other"),
         "eval_dataset": LABELLED[:14],
     }
     for size in (1, 4, 14):
@@ -505,7 +505,9 @@ def calls(trainer: DPOTrainer) -> list[bool]:
 def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_path):
     ends, counts = [], []
     for more in ({}, {"activation_checkpointing": True}):
-        trainer = make("dpo", tmp_path, tiny(), optim="sgd", max_steps=3, samples=2, score_chunk=4, **more)
+        trainer = make(
+            "dpo", tmp_path, tiny(), optim="sgd", max_steps=3, samples=2, logprob_batch_size=4, **more
+        )
         seen = calls(trainer)
         trainer.train()
         counts.append(len(seen))

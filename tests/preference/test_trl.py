@@ -1,4 +1,4 @@
-"""Preference optimisation of a causal model against TRL: the gradients of every parameter agree in the first
+"""Preference optimization of a causal model against TRL: the gradients of every parameter agree in the first
 step, where the policy is the reference, and in the next two."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_gradients_of_pairs_are_those_of_trl(name, accumulation, tmp_path):
     check(ours(PAIRS, config | mine), theirs(trl.DPOTrainer, trl.DPOConfig, PAIRS, config | other))
 
 
-def test_gradients_of_labelled_responses_are_those_of_trl(tmp_path):
+def test_gradients_of_labeled_responses_are_those_of_trl(tmp_path):
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.7, "beta": 1.0}
     config = shared(tmp_path, len(LABELLED)) | weights
     check(

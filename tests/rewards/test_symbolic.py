@@ -19,7 +19,7 @@ from tests.helpers import shared_path
 from unmask.rewards import symbolic
 from unmask.rewards.symbolic import equivalent, equivalent_all, number
 from unmask.rewards.verdict import OK, WRONG
-from unmask.rewards.workers import Worker
+from unmask.rewards.workers import RewardWorker
 
 
 @pytest.mark.parametrize(
@@ -83,36 +83,36 @@ def use(monkeypatch, worker):
 
 
 def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypatch):
-    worker = Worker("time:sleep")
+    worker = RewardWorker("time:sleep")
     worker.start()
     process = worker._process
     use(monkeypatch, worker)
     monkeypatch.setattr(symbolic, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(
-        Worker,
+        RewardWorker,
         "apply",
-        lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (60,), {}, *limits),
+        lambda self, args, kwargs, *limits, apply=RewardWorker.apply: apply(self, (60,), {}, *limits),
     )
     assert equivalent("y + y + 3", "2y + 3").status == "timeout"
     assert process.poll() is not None
 
 
 def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
-    use(monkeypatch, Worker("unmask.absent:judge"))
+    use(monkeypatch, RewardWorker("unmask.absent:judge"))
     for _ in range(2):
         verdict = equivalent("y + y + 1", "2y + 1")
         assert (verdict.value, verdict.status) == (
             None,
-            "infrastructure",
+            "verifier_error",
         ) and "unmask.absent" in verdict.detail
 
 
 def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
-    use(monkeypatch, Worker("os:_exit"))
+    use(monkeypatch, RewardWorker("os:_exit"))
     monkeypatch.setattr(
-        Worker,
+        RewardWorker,
         "apply",
-        lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (3,), {}, *limits),
+        lambda self, args, kwargs, *limits, apply=RewardWorker.apply: apply(self, (3,), {}, *limits),
     )
     verdict = equivalent("y + y + 2", "2y + 2")
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
@@ -124,13 +124,13 @@ def test_long_answers_are_not_read():
 
 def test_verdicts_are_remembered(monkeypatch):
     assert equivalent("x + x", "2x").status == "ok"
-    use(monkeypatch, Worker("unmask.absent:judge"))
+    use(monkeypatch, RewardWorker("unmask.absent:judge"))
     assert equivalent("x + x", "2x").status == "ok"
 
 
 def test_slow_answers_wait_side_by_side(monkeypatch):
     everyone = threading.Barrier(symbolic.WORKERS)  # which all must reach before any continues
-    monkeypatch.setattr(Worker, "apply", lambda *_: everyone.wait(60) * 0 or WRONG)
+    monkeypatch.setattr(RewardWorker, "apply", lambda *_: everyone.wait(60) * 0 or WRONG)
     assert equivalent_all([(f"x + {n}", "2x") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
 
 
@@ -180,7 +180,7 @@ def test_no_reference_of_math500_is_forged(forged):
 def test_a_busy_host_changes_no_verdict(monkeypatch):
     """A worker that gets no processor for a while has not used its time."""
     monkeypatch.setattr(symbolic, "COMPARE_SECONDS", 0.5)
-    worker = Worker("unmask.rewards.math_worker:compare")
+    worker = RewardWorker("unmask.rewards.math_worker:compare")
     use(monkeypatch, worker)
     worker.start()
     os.kill(worker._process.pid, signal.SIGSTOP)
@@ -193,12 +193,12 @@ def test_a_busy_host_changes_no_verdict(monkeypatch):
 
 def test_an_answer_may_use_so_much_processor_time(monkeypatch):
     monkeypatch.setattr(symbolic, "COMPARE_SECONDS", 0.5)
-    use(monkeypatch, Worker("builtins:sum"))
+    use(monkeypatch, RewardWorker("builtins:sum"))
     endless = (range(10**15),)
     monkeypatch.setattr(
-        Worker,
+        RewardWorker,
         "apply",
-        lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, endless, {}, *limits),
+        lambda self, args, kwargs, *limits, apply=RewardWorker.apply: apply(self, endless, {}, *limits),
     )
     start = time.monotonic()
     assert equivalent("y + y + 4", "2y + 4").status == "timeout"

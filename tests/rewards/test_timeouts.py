@@ -53,7 +53,7 @@ def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_interpreter():
 
 
 def test_coroutines_share_one_loop_and_are_cancelled_when_late():
-    loop, cancelled = EventLoop(), threading.Event()
+    loop, canceled = EventLoop(), threading.Event()
 
     async def where():
         return asyncio.get_running_loop()
@@ -62,7 +62,7 @@ def test_coroutines_share_one_loop_and_are_cancelled_when_late():
         try:
             await asyncio.sleep(60)
         finally:
-            cancelled.set()
+            canceled.set()
 
     async def leaves():
         sys.exit("no")
@@ -70,7 +70,7 @@ def test_coroutines_share_one_loop_and_are_cancelled_when_late():
     first = loop.run(where(), 60)
     with pytest.raises(LateError):
         loop.run(sleeps(), 0.05)
-    assert cancelled.wait(10)
+    assert canceled.wait(10)
     with pytest.raises(RuntimeError, match="SystemExit: no"):
         loop.run(leaves(), 60)
     assert loop.run(where(), 60) is first

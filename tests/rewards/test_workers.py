@@ -12,7 +12,7 @@ import pytest
 
 from unmask.config.user_code import load_function
 from unmask.errors import ConfigError, TrainingError
-from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, WorkerTimeoutError
+from unmask.rewards.workers import RewardWorker, WorkerDeathError, WorkerError, WorkerTimeoutError
 
 REWARDS = """
 import asyncio, os, sys, time
@@ -43,7 +43,7 @@ def test_a_file_that_raises_is_told(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     for _ in range(2):
         with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
-            Worker(f"{tmp_path}/broken.py:f").start()
+            RewardWorker(f"{tmp_path}/broken.py:f").start()
         assert type(caught.value) is WorkerError
 
 
@@ -69,7 +69,7 @@ def test_a_file_may_have_dataclasses_and_pickle_what_it_defines(tmp_path):
     for function in [load_function(f"{path}:f") for _ in range(2)]:
         assert function(["ab", "c"]) == [2, 1]
     assert not {"lengths", "lengths.v2"} & {*sys.modules}
-    worker = Worker(f"{path}:f")
+    worker = RewardWorker(f"{path}:f")
     assert worker.apply((["ab", "c"],), {}, 60) == [2, 1]
     worker.close()
 
@@ -91,7 +91,7 @@ def test_a_module_beside_it_that_is_not_imported_is_named_with_the_way_out(
         load_function(target)
     assert way_out in caught.value.remedy
     with pytest.raises(WorkerError, match=way_out):
-        Worker(target).start()
+        RewardWorker(target).start()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="absent_module") as caught:
         load_function(target)
@@ -100,7 +100,7 @@ def test_a_module_beside_it_that_is_not_imported_is_named_with_the_way_out(
 
 
 def test_calls_are_answered_by_one_other_process(path):
-    worker = Worker(f"{path}:where")
+    worker = RewardWorker(f"{path}:where")
     first = worker.apply((), {}, 60)
     assert first == worker.apply((), {}, 60) != os.getpid()
     worker.close()
@@ -109,7 +109,7 @@ def test_calls_are_answered_by_one_other_process(path):
 
 
 def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
-    worker = Worker(f"{path}:raises")
+    worker = RewardWorker(f"{path}:raises")
     for _ in range(2):
         with pytest.raises(WorkerError, match="raised KeyError: 'no'"):
             worker.apply((), {}, 60)
@@ -118,7 +118,7 @@ def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
 
 @pytest.mark.parametrize("name", ["wrong", "later_wrong"])
 def test_a_training_error_is_raised_here_as_it_is(path, name):
-    worker = Worker(f"{path}:{name}")
+    worker = RewardWorker(f"{path}:{name}")
     with pytest.raises(TrainingError, match=r"^f: no\. Mend it\.$") as caught:
         worker.apply((), {}, 60)
     assert (caught.value.what, caught.value.where, caught.value.remedy) == ("no", "f", "Mend it")
@@ -126,20 +126,20 @@ def test_a_training_error_is_raised_here_as_it_is(path, name):
 
 
 def test_what_is_served_may_be_wrapped(path):
-    worker = Worker(f"{path}:length", f"{path}:twice")
+    worker = RewardWorker(f"{path}:length", f"{path}:twice")
     assert worker.apply((), {"completions": ["ab"]}, 60) == [2.0, 2.0]
     worker.close()
 
 
 def test_what_cannot_be_sent_back_is_told(path):
-    worker = Worker(f"{path}:unpicklable")
+    worker = RewardWorker(f"{path}:unpicklable")
     with pytest.raises(WorkerError, match="pickle"):
         worker.apply((), {}, 60)
     worker.close()
 
 
 def test_a_late_call_is_killed_and_the_next_one_is_served(path):
-    worker = Worker(f"{path}:sleeps")
+    worker = RewardWorker(f"{path}:sleeps")
     worker.start()
     process = worker._process
     with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.2 seconds"):
@@ -151,7 +151,7 @@ def test_a_late_call_is_killed_and_the_next_one_is_served(path):
 
 
 def test_a_call_that_ends_the_process_is_told_with_its_code(path):
-    worker = Worker(f"{path}:ends")
+    worker = RewardWorker(f"{path}:ends")
     with pytest.raises(WorkerDeathError, match="exit code 7"):
         worker.apply((), {}, 60)
     with pytest.raises(WorkerDeathError, match="exit code 7"):
@@ -159,7 +159,7 @@ def test_a_call_that_ends_the_process_is_told_with_its_code(path):
 
 
 def test_a_worker_that_died_between_calls_is_started_again(path):
-    worker = Worker(f"{path}:length")
+    worker = RewardWorker(f"{path}:length")
     worker.start()
     worker._process.kill()
     worker._process.wait()
@@ -168,7 +168,7 @@ def test_a_worker_that_died_between_calls_is_started_again(path):
 
 
 def test_an_async_function_is_awaited_on_one_loop(path):
-    worker = Worker(f"{path}:loop")
+    worker = RewardWorker(f"{path}:loop")
     assert worker.apply((), {}, 60) == worker.apply((), {}, 60) > 0
     worker.close()
 
@@ -185,7 +185,7 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     for name in ("json", "resource", "asyncio", "struct", "numpy", "math_verify", "unmask", *absent):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    worker = Worker(target)
+    worker = RewardWorker(target)
     worker.start()
     worker.close()
     assert not (tmp_path / "ran").exists()
@@ -207,7 +207,7 @@ def test_a_module_in_the_current_folder_is_found_after_all_others(tmp_path, monk
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
     before = [*sys.path, *sys.meta_path]
-    worker = Worker(f"{module}:f")
+    worker = RewardWorker(f"{module}:f")
     assert worker.apply((), {}, 60) == ("resource", module)
     worker.close()
     assert load_function(f"{module}:f")() == ("resource", module)
@@ -215,14 +215,14 @@ def test_a_module_in_the_current_folder_is_found_after_all_others(tmp_path, monk
 
 
 def test_arguments_may_have_any_name(path):
-    worker = Worker(f"{path}:columns")
+    worker = RewardWorker(f"{path}:columns")
     assert worker.apply((), {"timeout": 1, "self": 2}, 60) == {"timeout": 1, "self": 2}
     worker.close()
 
 
 def test_a_worker_in_a_cycle_of_garbage_ends_its_process():
     """Collected in any order, with warnings as errors."""
-    worker = Worker("os:getpid")
+    worker = RewardWorker("os:getpid")
     worker.start()
     process, worker.cycle = weakref.ref(worker._process), worker
     pid = worker._process.pid

@@ -19,7 +19,7 @@ from unmask.cli.run import resolved, training_arguments
 from unmask.config.layers import read_layers
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
 from unmask.evaluation.result_file import read_result
 from unmask.rl.config import GRPOConfig
@@ -37,18 +37,19 @@ D1 = {
     "beta": 0.04,
     "kl": "k3",
     "kl_to": "reference",
-    "advantage": "r-mean",
-    "aggregation": "token",
-    "ratio": "token",
-    "reference_sync_steps": 64,
-    "reference_sync_share": 0.6,
+    "scale_rewards": "none",
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 64,
+    "ref_model_mixup_alpha": 0.6,
     "prompt_mask_rate": 0.15,
     "max_completion_length": 256,
     "steps": 128,
     "block_size": 32,
-    "policy": "confidence",
+    "remasking": "low_confidence",
     "temperature": 0.9,
-    "score_temperature": 1.0,
+    "logprob_temperature": 1.0,
     "per_device_train_batch_size": 6,
     "gradient_accumulation_steps": 2,
     "num_train_epochs": 10,
@@ -89,7 +90,7 @@ def test_a_recipe_has_the_values_of_d1_and_is_a_word_in_python_and_on_the_comman
 
 
 def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_nearest():
-    assert GRPOConfig.for_task("gsm8k", beta=0.0, reference_sync_steps=None).beta == 0
+    assert not GRPOConfig.for_task("gsm8k", beta=0.0).sync_ref_model  # it would have no effect
     with pytest.raises(ConfigError, match=r"there is no recipe for 'sudoko'.*'sudoku'"):
         GRPOConfig.for_task("sudoko")
 
@@ -111,10 +112,11 @@ def test_a_recipe_leaves_another_method_its_own_settings(name):
             "epsilon_high",
             "beta",
             "kl",
-            "reference_sync_steps",
+            "sync_ref_model",
+            "ref_model_sync_steps",
             "prompt_mask_rate",
-            "aggregation",
-            "advantage",
+            "loss_type",
+            "scale_rewards",
         ):
             expected = (
                 D1.get(setting, getattr(plain, setting)) if name == "diffu-grpo" else getattr(plain, setting)
@@ -141,14 +143,14 @@ def test_a_recipe_trains_a_model_of_characters(model, tmp_path):
 OTHERS: dict[str, tuple[Any, ...]] = {
     "epsilon": (0.05,),
     "epsilon_high": (0.05,),
-    "dual_clip": (1.01,),
+    "delta": (1.01,),
     "log_ratio_clamp": (0.01,),
-    "ratio": ("sequence", "product"),
+    "importance_sampling_level": ("sequence", "product"),
     "beta": (0.2,),
     "kl": ("k1", "k2"),
     "kl_to": ("old", "reference"),
-    "kl_unbiased": (True,),
-    "importance_cap": (0.5,),
+    "use_bias_correction_kl": (True,),
+    "vllm_importance_sampling_cap": (0.5,),
     "samples": (5,),
     "prompt_mask_rate": (0.9,),
     "segments": (2,),
@@ -169,13 +171,15 @@ def outcome(args: GRPOConfig) -> list[torch.Tensor]:
     """The views of a rollout, and losses of random log-probabilities."""
     method = args.build_method()
     _, rollout = usual("bidirectional", stop_at_eos=args.stop_at_eos)
-    views = method.plan(rollout, Draw(0, keys(rollout)))
+    views = method.plan(rollout, MaskRNG(0, keys(rollout)))
     chance_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0))
     made = []
     for seed in range(3):
         scores, _ = made_up(rollout, views, args, seed)
         made.append(
-            method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2))).total
+            method.loss(
+                replace(scores, importance_BT=2 * chance_BT.clamp_max(args.vllm_importance_sampling_cap / 2))
+            ).total
         )
     return [*masks(views), *made]
 
@@ -184,16 +188,16 @@ def outcome(args: GRPOConfig) -> list[torch.Tensor]:
 @pytest.mark.parametrize("setting", OTHERS)
 def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, setting):
     base = {} if setting == "beta" else held(name)
-    if setting == "kl_unbiased" and base:
+    if setting == "use_bias_correction_kl" and base:
         base |= {"kl": "k3"}
     plain, changed = config(name, **base), config(name, **base)
     value = next(value for value in OTHERS[setting] if value != getattr(plain, setting))
     setattr(changed, setting, value)
     given = {setting: value}
-    if setting == "importance_cap":
+    if setting == "vllm_importance_sampling_cap":
         # without a server nothing is corrected
         given["rollout"] = {"backend": "vllm", "url": "http://localhost:8000"}
-        if plain.policy == "random":  # in which order no server of vLLM samples
+        if plain.remasking == "random":  # in which order no server of vLLM samples
             with pytest.raises(ConfigError, match="ignores policy"):
                 config(name, **base, **given)
             return
@@ -209,23 +213,27 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
     [
         (
             {"softmax_temperature": 2.0},
-            {"advantage": "softmax"},
-            "softmax_temperature: needs advantage=softmax",
+            {"scale_rewards": "softmax"},
+            "softmax_temperature: needs scale_rewards=softmax",
         ),
         ({"kl": "k1"}, {"beta": 0.1}, "kl: needs beta"),
         ({"kl_to": "old"}, {"beta": 0.1}, "kl_to: needs beta"),
-        ({"kl_unbiased": True}, {"beta": 0.1}, "kl_unbiased: needs beta"),
-        ({"kl_unbiased": True, "method": "trace-rl", "kl": "k1"}, {"kl": "k3"}, "kl_unbiased: needs kl=k3"),
-        ({"reference_model": "m"}, {"beta": 0.1}, "reference_model: needs beta"),
+        ({"use_bias_correction_kl": True}, {"beta": 0.1}, "use_bias_correction_kl: needs beta"),
         (
-            {"reference_sync_steps": 8, "method": "trace-rl"},
+            {"use_bias_correction_kl": True, "method": "trace-rl", "kl": "k1"},
+            {"kl": "k3"},
+            "use_bias_correction_kl: needs kl=k3",
+        ),
+        ({"ref_model": "m"}, {"beta": 0.1}, "ref_model: needs beta"),
+        (
+            {"sync_ref_model": True, "method": "trace-rl"},
             {"kl_to": "reference"},
-            "reference_sync_steps: needs kl_to=reference",
+            "sync_ref_model: needs kl_to=reference",
         ),
         (
-            {"reference_sync_share": 0.5, "beta": 0.1},
-            {"reference_sync_steps": 8},
-            "reference_sync_share: needs reference_sync_steps",
+            {"ref_model_mixup_alpha": 0.5, "beta": 0.1},
+            {"sync_ref_model": True},
+            "ref_model_mixup_alpha: needs sync_ref_model",
         ),
         ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward: needs difficulty"),
     ],
@@ -240,12 +248,12 @@ def test_a_setting_is_refused_without_what_it_needs(given, needed, message, tmp_
 @pytest.mark.parametrize("name", ["diffu-grpo", "spg", "coupled-grpo"])
 def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(name, masking):
     """Optimized masks are the method's own views."""
-    args = config(name, masking=masking, beyond_eos="shown")
+    args = config(name, masking=masking, after_eos="noise")
     strategy = find_masking(args)
     if name == "coupled-grpo" or masking == "diffusion":
         args.refuse_unread(strategy)
         return
-    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} always hides what is after the end"):
+    with pytest.raises(ConfigError, match=f"^after_eos: {name} always hides what is after the end"):
         args.refuse_unread(strategy)
 
 
@@ -275,7 +283,10 @@ def test_a_setting_that_a_method_does_not_read_is_refused_whatever_its_value(nam
             with pytest.raises(ConfigError, match=f"^{setting}: ({name} does not read it|needs )"):
                 GRPOConfig(method=name, **{setting: value})
             assert setting in args.unread()
-    assert GRPOConfig(method=name, **dict.fromkeys({"kl", "epsilon", "ratio"})).to_dict() == args.to_dict()
+    assert (
+        GRPOConfig(method=name, **dict.fromkeys({"kl", "epsilon", "importance_sampling_level"})).to_dict()
+        == args.to_dict()
+    )
 
 
 def test_a_given_default_is_refused_from_every_source(tmp_path):
@@ -295,5 +306,7 @@ def test_a_given_default_is_refused_from_every_source(tmp_path):
     args = GRPOConfig(prompt_mask_rate=0.15)
     with pytest.raises(ConfigError, match="does not read it for a causal model"):
         args.refuse_unread(None, exact=True)
-    with pytest.raises(ConfigError, match="importance_cap: local samples from the trained model itself"):
-        GRPOConfig(importance_cap=2.0)
+    with pytest.raises(
+        ConfigError, match="vllm_importance_sampling_cap: local samples from the trained model itself"
+    ):
+        GRPOConfig(vllm_importance_sampling_cap=2.0)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from tests.helpers import examples
 from unmask.rl.losses import (
-    AdvantageKind,
-    Aggregation,
     Divergence,
+    LossType,
+    ScaleRewards,
     advantages,
     clipped_surrogate,
     count_items,
@@ -30,7 +30,7 @@ from unmask.rl.losses import (
     token_weights,
 )
 
-KINDS = get_args(AdvantageKind)
+KINDS = get_args(ScaleRewards)
 groups = st.lists(
     st.lists(st.none() | st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=5),
     min_size=1,
@@ -69,8 +69,8 @@ def by_hand(group: list[float | None], kind: str, temperature: float = 1.0) -> l
             out.append(reward - (sum(scored) - reward) / (len(scored) - 1))
         else:
             scale = {
-                "z-score": statistics.stdev(scored) + 1e-4,
-                "population-z-score": statistics.pstdev(scored) or 1.0,
+                "group": statistics.stdev(scored) + 1e-4,
+                "population": statistics.pstdev(scored) or 1.0,
             }.get(kind, 1.0)
             out.append((reward - statistics.fmean(scored)) / scale)
     return out
@@ -171,8 +171,8 @@ gaps = st.integers(0, 10**6).map(
 ADVANTAGE_B1 = torch.tensor([[1.0], [-2.0], [0.5]])
 
 
-def surrogate(gap_BT, dual_clip=None):
-    return clipped_surrogate(gap_BT, ADVANTAGE_B1, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)
+def surrogate(gap_BT, delta=None):
+    return clipped_surrogate(gap_BT, ADVANTAGE_B1, clip_low=0.2, clip_high=0.3, delta=delta)
 
 
 @examples(30)
@@ -188,17 +188,17 @@ def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(log_prob_BT):
     assert not any((kl_divergence(log_prob_BT - policy_BT, kind) != 0).any() for kind in get_args(Divergence))
 
 
-@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("delta", [None, 1.5])
 @examples(30)
 @given(gaps)
-def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_bound(dual_clip, gap_BT):
+def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_bound(delta, gap_BT):
     gap_BT = gap_BT.clone().requires_grad_()
-    made = surrogate(gap_BT, dual_clip)
+    made = surrogate(gap_BT, delta)
     made.loss.sum().backward()
     for row, advantage in enumerate(ADVANTAGE_B1.flatten().tolist()):
         for column in range(4):
             ratio = math.exp(gap_BT[row, column].item())
-            low, high = (0.0, 1.3) if advantage > 0 else (0.8, dual_clip or math.inf)
+            low, high = (0.0, 1.3) if advantage > 0 else (0.8, delta or math.inf)
             outside = not low <= ratio <= high
             assert made.ratio[row, column].item() == pytest.approx(ratio, rel=1e-5)
             assert made.clipped[row, column].item() == outside
@@ -213,11 +213,9 @@ def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_
 
 def test_what_is_clipped_has_no_gradient_however_large_its_ratio():
     """exp(100) overflows float32, and 0 times infinity is NaN."""
-    for dual_clip, advantages_ in ((None, [1.0, 0.0]), (3.0, [1.0, 0.0, -1.0])):
+    for delta, advantages_ in ((None, [1.0, 0.0]), (3.0, [1.0, 0.0, -1.0])):
         gap = torch.full((len(advantages_),), 100.0, requires_grad=True)
-        made = clipped_surrogate(
-            gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip
-        )
+        made = clipped_surrogate(gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, delta=delta)
         made.loss.sum().backward()
         assert made.loss.tolist() == pytest.approx([-1.2, 0.0, 3.0][: len(advantages_)])
         assert gap.grad.tolist() == [0.0] * len(advantages_)
@@ -281,23 +279,23 @@ def test_divergences_are_their_formulas(gap_BT):
         torch.testing.assert_close(kl_divergence(gap_BT, kind).double(), expected_BT, rtol=1e-4, atol=1e-6)
 
 
-# Aggregation.
+# Loss types.
 
 LEARNT = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
 STEPS = torch.tensor([[-1, 0, 0, 2, 2, 2, 5, -1], [7, 7, 0, 3, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
 LIMIT = 10
 BY_HAND = {
-    "token": ([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]], 8),
-    "sequence": ([[0, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], 2),
+    "dapo": ([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]], 8),
+    "grpo": ([[0, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], 2),
     "step": ([[0, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 0, 0], [1 / 4, 1 / 4, 0, 1 / 2, 0, 0, 0, 0]], 2),
-    "constant": ([[0, 0.1, 0.1, 0.1, 0.1, 0.1, 0, 0], [0.1, 0.1, 0, 0.1, 0, 0, 0, 0]], 2),
+    "dr_grpo": ([[0, 0.1, 0.1, 0.1, 0.1, 0.1, 0, 0], [0.1, 0.1, 0, 0.1, 0, 0, 0, 0]], 2),
     "view": ([[0, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3, 0, 0], [1 / 2, 1 / 2, 0, 1, 0, 0, 0, 0]], 4),
     "view-constant": ([[0, 0.1, 0.1, 0.1, 0.1, 0.1, 0, 0], [0.1, 0.1, 0, 0.1, 0, 0, 0, 0]], 4),
     "sum": ([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]], 2),
 }
 
 
-@pytest.mark.parametrize("kind", get_args(Aggregation))
+@pytest.mark.parametrize("kind", get_args(LossType))
 def test_each_token_has_its_share_and_each_batch_its_items(kind):
     expected, items = BY_HAND[kind]
     weight_BT = token_weights(LEARNT, kind, STEPS, LIMIT)

@@ -136,7 +136,7 @@ def test_rows_are_exchanged_in_all_that_is_known_of_them():
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"num_iterations": 2}, {"dynamic_sampling": 1, "drop_equal_groups": True}]
+    "more", [{}, {"num_iterations": 2}, {"max_resample_rounds": 1, "filter_zero_std_groups": True}]
 )
 def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
     """As TRL, the trainer takes a stream, if it knows the number of steps."""
@@ -152,7 +152,7 @@ def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
     assert (
         len(read)
         == len(trainer.train_dataset.rows)
-        == 4 // more.get("num_iterations", 1) * (2 if "dynamic_sampling" in more else 1)
+        == 4 // more.get("num_iterations", 1) * (2 if "max_resample_rounds" in more else 1)
     )
     trainer.train()
     other = make("grpo", tmp_path / "list", rows=trainer.train_dataset.rows, reward=ranks, **more)

@@ -12,7 +12,7 @@ from unmask.rewards import program, symbolic
 from unmask.rewards.program import verify_programs
 from unmask.rewards.verdict import OK
 from unmask.rl.weighted_rewards import Rewards
-from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.sandbox.pool import PythonTests, SandboxPool, python_job
 from unmask.tasks import Reward
 
 TESTS = PythonTests("assert f(1) == 2", {"f": "f"})
@@ -23,7 +23,7 @@ HANGS = ["import time\ntime.sleep(600)", "while True: pass", "def f(x):\n    whi
 @pytest.fixture
 def pool(monkeypatch):
     require_sandbox()
-    pool = Pool(2)
+    pool = SandboxPool(2)
     monkeypatch.setattr(program, "shared_pool", lambda: pool)
     yield pool
     pool.close()

@@ -98,7 +98,7 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
 
 
 def test_what_was_half_done_is_not_logged_twice(tmp_path):
-    shape = {"max_steps": 4, "logging_steps": 4, "dynamic_sampling": 1, "drop_equal_groups": True}
+    shape = {"max_steps": 4, "logging_steps": 4, "max_resample_rounds": 1, "filter_zero_std_groups": True}
     calls: list[int] = []
 
     def run(folder: Path, fails: bool) -> GRPOTrainer:
@@ -164,7 +164,7 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
             reward=lambda completions, **_: [0.0, 1.0] * (len(completions) // 2),
             **settings,
         )
-        plain = make("grpo", tmp_path, lm, importance_cap=None, **settings)
+        plain = make("grpo", tmp_path, lm, vllm_importance_sampling_cap=None, **settings)
         rows = [[trainer.train_dataset[index] for index in range(4)]]
         [[update]], [[uncorrected]] = trainer.collect_updates(rows), plain.collect_updates(rows)
         for each in (trainer, plain):
@@ -227,7 +227,7 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
         ),
         (VLLM | {"constraint": {"regex": "a*"}}, r"^rollout\.backend and constraint: vllm decodes a causal"),
         (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and ignores steps"),
-        (VLLM | {"policy": "entropy"}, r"^rollout\.backend and policy: vllm decodes a causal"),
+        (VLLM | {"remasking": "entropy"}, r"^rollout\.backend and remasking: vllm decodes a causal"),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
             r"^rollout\.sync and use_cpu: NCCL needs a GPU.*Use disk or lora",
@@ -244,26 +244,26 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
             ),
         ),
         (
-            VLLM | {"method": "spg", "importance_cap": None, "samples": 3},
+            VLLM | {"method": "spg", "vllm_importance_sampling_cap": None, "samples": 3},
             r"^rollout\.backend and samples: spg does not read it for a causal model",
         ),
         (
-            VLLM | {"score_temperature": 0.5},
+            VLLM | {"logprob_temperature": 0.5},
             (
-                r"^rollout\.backend and score_temperature: the server's log-probabilities are of "
+                r"^rollout\.backend and logprob_temperature: the server's log-probabilities are of "
                 r"temperature 1, not of 0\.5"
             ),
         ),
         (
-            {"importance_cap": 3.0},
+            {"vllm_importance_sampling_cap": 3.0},
             (
-                r"^rollout\.backend and importance_cap: local samples from the trained model itself.*set "
+                r"^rollout\.backend and vllm_importance_sampling_cap: local samples from the trained model itself.*set "
                 r"rollout.backend to vllm"
             ),
         ),
         (
-            {"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}},
-            r"^rollout\.backend and importance_cap: server",
+            {"vllm_importance_sampling_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}},
+            r"^rollout\.backend and vllm_importance_sampling_cap: server",
         ),
     ],
 )
@@ -276,14 +276,16 @@ def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
     made = GRPOConfig(
         output_dir=str(tmp_path),
         **VLLM,
-        importance_cap=3.0,
-        policy="left_to_right",
+        vllm_importance_sampling_cap=3.0,
+        remasking="left_to_right",
         rollout_batch_size=4,
         stop_at_eos=False,
     )
-    assert made.corrects_for_server and made.importance_cap == 3.0
+    assert made.corrects_for_server and made.vllm_importance_sampling_cap == 3.0
     assert (
-        GRPOConfig(output_dir=str(tmp_path), **VLLM, method="just-grpo", importance_cap=None).policy
+        GRPOConfig(
+            output_dir=str(tmp_path), **VLLM, method="just-grpo", vllm_importance_sampling_cap=None
+        ).remasking
         == "left_to_right"
     )
 
@@ -301,7 +303,7 @@ def test_samples_of_completions_are_kept_and_rewound(tmp_path):
     shape = {
         "max_steps": 4,
         "log_completions_steps": 2,
-        "log_completions_rows": 3,
+        "num_completions_to_print": 3,
         "save_strategy": "steps",
         "save_steps": 2,
     }
@@ -335,8 +337,8 @@ def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path
     }
     settings |= {
         "curriculum": 0.5,
-        "drop_equal_groups": True,
-        "dynamic_sampling": 1,
+        "filter_zero_std_groups": True,
+        "max_resample_rounds": 1,
         "beta": 0.1,
         "method": "diffu-grpo",
     }

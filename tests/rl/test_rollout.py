@@ -92,7 +92,7 @@ def test_the_decoding_blocks_of_a_model_by_blocks_are_those_of_its_attention(att
         assert rollout.block_BT[row][rollout.block_BT[row] >= 0].tolist() == expected
 
 
-def test_blocks_do_not_depend_on_padding_or_on_neighbours():
+def test_blocks_do_not_depend_on_padding_or_on_neighbors():
     lm = tiny("phi", "block_causal", 3)
     document_BT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], [1] * 8])
     canvas_BT = torch.zeros(3, 8, dtype=torch.bool)

@@ -44,7 +44,7 @@ WITH_RATIO = [
 ]
 
 
-def reference_model(lm: DiffusionLM, held: dict[str, Tensor]) -> DiffusionLM:
+def ref_model(lm: DiffusionLM, held: dict[str, Tensor]) -> DiffusionLM:
     """Another model, with these weights."""
     other = lm.frozen_copy()
     other.model.load_state_dict(held)
@@ -156,10 +156,10 @@ def test_the_old_policy_is_the_one_that_sampled(method, tmp_path):
     trainer.train()
     assert batches[0].old_BMT is None  # nothing has changed yet
     for step in (1, 2):
-        then = reference_model(trainer.lm, before[step - 1])
+        then = ref_model(trainer.lm, before[step - 1])
         with torch.no_grad():
             assert torch.equal(batches[step].old_BMT, trainer.per_view.log_probs(then, batches[step]))
-    now = reference_model(trainer.lm, before[2])
+    now = ref_model(trainer.lm, before[2])
     assert not torch.equal(batches[2].old_BMT, trainer.per_view.log_probs(now, batches[2]))
 
 
@@ -182,7 +182,7 @@ def test_the_loss_of_an_older_rollout_is_that_of_the_formula(tmp_path):
     def log_probs(held: dict[str, Tensor]) -> Tensor:
         hidden_BT = (batch.rollout.document_BT > 0) & ~batch.rollout.prompt_BT
         ids_BT = batch.rollout.ids_BT.masked_fill(hidden_BT, trainer.lm.mask_token_id)
-        logits_BTV = reference_model(trainer.lm, held).logits(
+        logits_BTV = ref_model(trainer.lm, held).logits(
             ids_BT, hidden_BT=hidden_BT, attention_mask_BT=batch.rollout.document_BT
         )
         return logits_BTV.log_softmax(2).gather(2, batch.rollout.ids_BT[:, :, None])[:, :, 0]
@@ -213,7 +213,7 @@ def test_the_ratio_makes_the_gradient_that_of_the_present_policy(tmp_path):
         return model.logits(canvas_BT, hidden_BT=canvas_BT == model.mask_token_id)[0, -1].log_softmax(0)
 
     with torch.no_grad():
-        old_V = log_probs(reference_model(lm, older))
+        old_V = log_probs(ref_model(lm, older))
     drawable = old_V > -torch.inf
     now_V = log_probs(lm)
     surrogate = trainer.method.surrogate(  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def test_prompts_of_a_later_rollout_are_those_that_the_loader_gives(processes, s
 def test_prompts_asked_in_advance_are_those_of_the_run(tmp_path):
     """Over several epochs, and with a curriculum."""
     for number, more in enumerate(
-        ({}, {"curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True})
+        ({}, {"curriculum": 0.3, "max_resample_rounds": 1, "filter_zero_std_groups": True})
     ):
         keys = []
         for most in (0, 1):
@@ -288,8 +288,8 @@ def test_a_run_ahead_resumes_bit_for_bit(tmp_path):
         "reward": low_ids,
         "learning_rate": 3e-2,
         "rows": PAIRS[:6],
-        "dynamic_sampling": 1,
-        "drop_equal_groups": True,
+        "max_resample_rounds": 1,
+        "filter_zero_std_groups": True,
     }
     straight = trainer_of(CopyServer(), tmp_path, **shape)
     straight.train()
@@ -312,8 +312,8 @@ SHAPES: list[dict[str, Any]] = [
         "num_iterations": 3,
         "max_staleness": 2,
         "curriculum": 0.3,
-        "dynamic_sampling": 1,
-        "drop_equal_groups": True,
+        "max_resample_rounds": 1,
+        "filter_zero_std_groups": True,
         "beta": 0.1,
     },
     {
@@ -388,7 +388,7 @@ def test_groups_that_replace_others_come_from_the_weights_of_the_rest_although_a
 
     server, shape = (
         CopyServer(0.05),
-        {"max_steps": 4, "max_staleness": 1, "dynamic_sampling": 1, "drop_equal_groups": True},
+        {"max_steps": 4, "max_staleness": 1, "max_resample_rounds": 1, "filter_zero_std_groups": True},
     )
     held_out = {"eval_dataset": PAIRS[:1], "eval_strategy": "steps", "eval_steps": 1}
     trainer_of(server, tmp_path, reward=equal_rewards, **shape, **held_out).train()

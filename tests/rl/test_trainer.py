@@ -101,7 +101,7 @@ def test_rollouts_and_gradients_do_not_depend_on_how_the_batch_is_cut(method, tm
         (4, 2, {}),
         (1, 8, {}),
         (8, 1, {"rollout_batch_size": 3}),
-        (4, 2, {"score_chunk": 1}),
+        (4, 2, {"logprob_batch_size": 1}),
     ]:
         again, other = rollouts(tmp_path, size, accumulation, **shape, **more)
         assert again == made
@@ -167,7 +167,7 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
             num_generations=4,
             max_completion_length=5,
             num_iterations=2,
-            aggregation="token",
+            loss_type="dapo",
             epsilon=0.1,
         )
     )
@@ -288,7 +288,7 @@ def test_equal_rewards_have_no_deviation_though_their_mean_is_rounded(tmp_path):
     settings = {
         "max_steps": 1,
         "reward_weights": [1.0, 0.3],
-        "advantage": "population-z-score",
+        "scale_rewards": "population",
         "weight_decay": 0.0,
     }
     line = run(tmp_path, [one, one], lm, **settings).state.log_history[0]
@@ -319,7 +319,7 @@ def test_completions_without_a_reward_teach_nothing(tmp_path):
     [[update]] = trainer.buffer
     silent_B = update.rollout.ids_BT[:, 1] == trainer.lm.tokenizer.convert_tokens_to_ids("a")
     assert silent_B.sum() == 4
-    assert not update.learnt_BT[silent_B].any() and update.learnt_BT[~silent_B].any(1).all()
+    assert not update.loss_mask_BT[silent_B].any() and update.loss_mask_BT[~silent_B].any(1).all()
 
 
 @pytest.mark.parametrize("eos", [True, False])
@@ -348,7 +348,8 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, 0.5), ({"score_temperature": 1.0}, 1.0), ({"score_temperature": 0.25}, 0.25)]
+    ("given", "expected"),
+    [({}, 0.5), ({"logprob_temperature": 1.0}, 1.0), ({"logprob_temperature": 0.25}, 0.25)],
 )
 def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions_are_sampled_at(
     given, expected, tmp_path
@@ -375,13 +376,13 @@ def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions
         )
 
 
-@pytest.mark.parametrize("beyond", ["hidden", "shown", "learnt"])
+@pytest.mark.parametrize("beyond", ["mask", "noise", "train"])
 def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, tmp_path):
     trainer = make(
         "grpo",
         tmp_path,
         method="coupled-grpo",
-        beyond_eos=beyond,
+        after_eos=beyond,
         stop_at_eos=False,
         max_completion_length=8,
         reward=ranks,
@@ -392,28 +393,32 @@ def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, 
     behind_BT = (rollout.ids_BT == trainer.lm.eos_token_id).cumsum(1).roll(1, 1) > 0
     behind_BT &= (rollout.document_BT > 0) & ~rollout.prompt_BT
     assert behind_BT.any()
-    assert update.learnt_BT[behind_BT].all() if beyond == "learnt" else not update.learnt_BT[behind_BT].any()
+    assert (
+        update.loss_mask_BT[behind_BT].all()
+        if beyond == "train"
+        else not update.loss_mask_BT[behind_BT].any()
+    )
     shown_BMT = ~update.views.hidden_BMT & behind_BT[:, None]
-    assert not shown_BMT[:, 0].any() and shown_BMT[:, 1:].any() == (beyond != "hidden")
+    assert not shown_BMT[:, 0].any() and shown_BMT[:, 1:].any() == (beyond != "mask")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"beyond_eos": "shown"}, "diffu-grpo always hides what is after the end"),
+        ({"after_eos": "noise"}, "diffu-grpo always hides what is after the end"),
         (
-            {"beyond_eos": "shown", "method": "cj-grpo"},
+            {"after_eos": "noise", "method": "cj-grpo"},
             "cj-grpo always hides what is after the end, or keeps it as sampled",
         ),
         (
-            {"beyond_eos": "learnt", "lm": "causal"},
+            {"after_eos": "train", "lm": "causal"},
             "a causal model predicts nothing from what is after the end",
         ),
     ],
 )
 def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, message, tmp_path):
     lm = tiny(given.pop("lm", "bidirectional"))
-    with pytest.raises(ConfigError, match=f"^beyond_eos: {message}"):
+    with pytest.raises(ConfigError, match=f"^after_eos: {message}"):
         make("grpo", tmp_path, lm, **given)
 
 
@@ -436,7 +441,7 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
         max_steps=1,
         stop_at_eos=False,
         max_completion_length=8,
-        mask_truncated=True,
+        mask_truncated_completions=True,
     )
     rows = [[trainer.train_dataset[index] for index in range(16)]]
     update = trainer.collect_updates(rows)[0][0]
@@ -445,7 +450,7 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
     for row, (text, ids) in enumerate(seen):
         assert not set(ends) & set(ids[:-1]) and not set("cd") & set(text)
         assert update.rollout.ids_BT[row, update.rollout.completion_BT[row]].tolist() == ids
-    assert update.learnt_BT.any(1).tolist() == closed
+    assert update.loss_mask_BT.any(1).tolist() == closed
     assert (update.rollout.revealed_BT & ~update.rollout.completion_BT).any()
 
 
@@ -549,19 +554,22 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"advantage": "zscore"}, r"unknown advantage 'zscore'.*z-score"),
+        ({"scale_rewards": "zscore"}, r"unknown scale_rewards 'zscore'.*group"),
         ({"method": "diffugrpo"}, "unknown method 'diffugrpo'.*diffu-grpo"),
-        ({"policy": "certain"}, "policy.*'certain'"),
+        ({"remasking": "certain"}, "remasking.*'certain'"),
         ({"segments": 0}, "segments: 0 is out of range. Use at least 1"),
         ({"reward_workers": -1}, "reward_workers: -1 is out of range. Use at least 0"),
-        ({"log_completions_rows": 0}, "log_completions_rows: 0 is out of range. Use at least 1"),
+        ({"num_completions_to_print": 0}, "num_completions_to_print: 0 is out of range. Use at least 1"),
         ({"kl": "k4"}, "unknown kl 'k4'.*k1, k2, k3"),
-        ({"aggregation": "mean"}, "unknown aggregation 'mean'.*token"),
+        ({"loss_type": "mean"}, "unknown loss_type 'mean'.*dapo"),
         ({"method": "agrpo", "num_iterations": 2}, "num_iterations: must be 1 with agrpo"),
         ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower first"),
         ({"overlong_buffer": 200}, "200 is not between 1 and max_completion_length .128."),
-        ({"reference_sync_steps": 8}, "reference_sync_steps: needs beta"),
-        ({"method": "just-grpo", "policy": "confidence"}, "policy: must be left_to_right with just-grpo"),
+        ({"sync_ref_model": True}, "sync_ref_model: needs beta"),
+        (
+            {"method": "just-grpo", "remasking": "low_confidence"},
+            "remasking: must be left_to_right with just-grpo",
+        ),
         ({"method": "just-grpo", "steps": 4}, "steps: must be unset with just-grpo"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: prompts are sampled in groups"),
     ],
@@ -582,10 +590,11 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
     }
     more = {
         "beta": 0.1,
-        "reference_sync_steps": 3,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 3,
         "curriculum": 0.3,
-        "dynamic_sampling": 1,
-        "drop_equal_groups": True,
+        "max_resample_rounds": 1,
+        "filter_zero_std_groups": True,
         "reward": low_ids,
     }
     straight = make("grpo", tmp_path, **shape, **more)
@@ -622,7 +631,7 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
         {"per_device_train_batch_size": 2},
         {"num_iterations": 3},
         {"method": "cj-grpo"},
-        {"score_temperature": 0.5},
+        {"logprob_temperature": 0.5},
         {"beta": 0.1},
     ],
 )
@@ -654,7 +663,7 @@ def test_one_config_trains_models_of_several_families(tmp_path):
         ("bidirectional", None, ("view", None)),
     ):
         trainer = GRPOTrainer(tiny(attention, block_size), share_of_a, args, PAIRS)
-        assert (trainer.method.aggregation, trainer.method.log_ratio_clamp) == expected
+        assert (trainer.method.loss_type, trainer.method.log_ratio_clamp) == expected
 
 
 def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
@@ -681,8 +690,8 @@ def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_pa
         tmp_path,
         reward,
         rows=rows,
-        dynamic_sampling=4,
-        drop_equal_groups=True,
+        max_resample_rounds=4,
+        filter_zero_std_groups=True,
         max_steps=3,
         learning_rate=0.0,
     )
@@ -690,7 +699,7 @@ def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_pa
         assert line["groups_kept"] == 1.0
     used = {prompt for prompt, (_, mean) in trainer.history.seen.items() if mean > 0}
     assert used == {5, 6, 7}
-    plain = run(tmp_path, reward, rows=rows, drop_equal_groups=True, max_steps=3, learning_rate=0.0)
+    plain = run(tmp_path, reward, rows=rows, filter_zero_std_groups=True, max_steps=3, learning_rate=0.0)
     assert min(line["groups_kept"] for line in plain.state.log_history[:3]) < 1
 
 
@@ -709,7 +718,7 @@ def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
     assert sum(counts[6:]) > 2 * sum(counts[:2]) > 0
 
 
-@pytest.mark.parametrize("change", [{"mask_truncated": True}, {"overlong_buffer": 3}])
+@pytest.mark.parametrize("change", [{"mask_truncated_completions": True}, {"overlong_buffer": 3}])
 def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
     lm = tiny()
     with torch.no_grad():  # half of the completions end
@@ -723,8 +732,8 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
     ends_B = (rollout.completion_BT & (rollout.ids_BT == lm.eos_token_id)).any(1)
     length_B = rollout.completion_BT.sum(1)
     assert 0 < ends_B.sum() < 16 and torch.equal(rollout.ids_BT, other.rollout.ids_BT)
-    if "mask_truncated" in change:
-        assert torch.equal(other.learnt_BT.any(1), ends_B) and update.learnt_BT.any(1).all()
+    if "mask_truncated_completions" in change:
+        assert torch.equal(other.loss_mask_BT.any(1), ends_B) and update.loss_mask_BT.any(1).all()
     else:
         generation = plain.sample(rows[0], temperature=1.0, step=0)
         total_B = changed.shaped(torch.zeros(16), generation)
@@ -761,12 +770,15 @@ def test_a_loss_without_a_divergence_takes_no_beta(method, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"importance_cap": 0.0}, "importance_cap: 0.0 is out of range"),
+        ({"vllm_importance_sampling_cap": 0.0}, "vllm_importance_sampling_cap: 0.0 is out of range"),
         ({"epsilon": -1.0}, "epsilon: -1.0 is out of range"),
         ({"difficulty": [float("nan"), 1.0]}, "difficulty: nan is out of range"),
         ({"softmax_temperature": 0.0}, "softmax_temperature: 0.0 is out of range"),
-        ({"dynamic_sampling": 3}, "dynamic_sampling: no group is dropped"),
-        ({"method": "espo", "ratio": "sequence"}, "ratio: espo does not read it"),
+        ({"max_resample_rounds": 3}, "max_resample_rounds: no group is dropped"),
+        (
+            {"method": "espo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level: espo does not read it",
+        ),
     ],
 )
 def test_numbers_out_of_range_and_settings_without_effect_are_refused(setting, message, tmp_path):
@@ -871,10 +883,11 @@ def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path)
     shape = {
         "max_steps": 4,
         "beta": 0.5,
-        "reference_sync_steps": 2,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
         "curriculum": 0.3,
-        "dynamic_sampling": 1,
-        "drop_equal_groups": True,
+        "max_resample_rounds": 1,
+        "filter_zero_std_groups": True,
     }
     calls: list[int] = []
 

@@ -63,26 +63,27 @@ class Case:
 
 REDUCTIONS = {
     "dapo": Case({}, {"loss_type": "dapo"}),
-    "grpo": Case({"aggregation": "sequence"}, {"loss_type": "grpo"}),
-    "dr_grpo": Case({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
+    "grpo": Case({"loss_type": "grpo"}, {"loss_type": "grpo"}),
+    "dr_grpo": Case({"loss_type": "dr_grpo"}, {"loss_type": "dr_grpo"}),
     "gspo": Case(
-        {"aggregation": "sequence", "ratio": "sequence"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     ),
 }
 SETTINGS = {
-    "z-score": Case({"advantage": "z-score"}, {"scale_rewards": "group"}),
+    "z-score": Case({"scale_rewards": "group"}, {"scale_rewards": "group"}),
     # The mean of the others is further away than the mean of all, by this factor.
-    "leave-one-out": Case({"advantage": "leave-one-out"}, {"reward_weights": [GROUP / (GROUP - 1)]}),
+    "leave-one-out": Case({"scale_rewards": "leave-one-out"}, {"reward_weights": [GROUP / (GROUP - 1)]}),
     "temperature": Case(both={"temperature": 0.7}),
     "clip higher": Case(both={"epsilon": 0.1, "epsilon_high": 0.3}),
-    "dual clip": Case({"dual_clip": 1.25}, {"delta": 1.25}),
-    "unbiased divergence": Case({"kl_unbiased": True}, {"use_bias_correction_kl": True}),
+    "dual clip": Case({"delta": 1.25}, {"delta": 1.25}),
+    "unbiased divergence": Case({"use_bias_correction_kl": True}, {"use_bias_correction_kl": True}),
     # Moved at each rollout. TRL also moves it between rollouts, but uses it only at the next one.
     "moving reference": Case(
-        {"reference_sync_steps": 2}, {"sync_ref_model": True, "ref_model_sync_steps": 2}
+        {"sync_ref_model": True, "ref_model_sync_steps": 2},
+        {"sync_ref_model": True, "ref_model_sync_steps": 2},
     ),
-    "mask truncated": Case({"mask_truncated": True}, {"mask_truncated_completions": True}),
+    "mask truncated": Case({"mask_truncated_completions": True}, {"mask_truncated_completions": True}),
     # Unmask masks what has no reward. TRL sets its advantage to 0, but counts its tokens and keeps its KL,
     # unless set to mask it.
     "unscored": Case({}, {"mask_truncated_completions": True}, reward=unscored_if_truncated),

@@ -71,7 +71,7 @@ def test_the_first_update_on_each_rollout_has_a_ratio_of_one(method, tmp_path):
     assert kls[0:2] == [0, 0] and min(kls[2:]) > 0
 
 
-ONE, MULTI = {"prompt_mask_rate": 0.5}, {"method": "coupled-grpo", "score_chunk": 2}
+ONE, MULTI = {"prompt_mask_rate": 0.5}, {"method": "coupled-grpo", "logprob_batch_size": 2}
 
 
 @pytest.mark.parametrize(

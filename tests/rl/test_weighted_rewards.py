@@ -365,7 +365,7 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
             return {"prompt": "", "completion": "", "group": "", **record}
 
         def verify(self, completion, row):
-            return {"0": Verdict(1.0, "ok"), "x": Verdict(None, "infrastructure")}.get(
+            return {"0": Verdict(1.0, "ok"), "x": Verdict(None, "verifier_error")}.get(
                 completion, Verdict(0.0, "timeout")
             )
 
@@ -374,7 +374,7 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
     result = rewards(ROWS, TEXTS, IDS)
     assert_equal(result.reward_BF, [[1.0], [math.nan], [0.0]])
     assert result.failed_BF.tolist() == [[False], [True], [False]]
-    assert result.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
+    assert result.statuses == {"odd": {"ok": 1, "verifier_error": 1, "timeout": 1}}
     del Task._known["odd"]
 
 
@@ -396,7 +396,7 @@ def test_parts_of_a_wrong_length_are_refused(tmp_path):
 
 
 def test_what_cannot_be_judged_is_unscored_in_every_shaping(monkeypatch):
-    unable = Verdict(None, "infrastructure", "no worker")
+    unable = Verdict(None, "verifier_error", "no worker")
     monkeypatch.setattr("unmask.tasks.math500.equivalent", lambda *_: unable)
     monkeypatch.setattr("unmask.tasks.math500.equivalent_all", lambda pairs: [unable for _ in pairs])
     text = ["\\boxed{1}"]
@@ -468,19 +468,19 @@ def test_a_function_of_this_process_is_given_up_on(release):
         Rewards(lambda **_: release.wait(60), seconds=0.2, errors="raise")(ROWS, TEXTS, IDS)
 
 
-def test_an_async_function_is_cancelled():
-    cancelled = threading.Event()
+def test_an_async_function_is_canceled():
+    canceled = threading.Event()
 
     async def hangs(**_):
         try:
             await asyncio.sleep(60)
         finally:
-            cancelled.set()
+            canceled.set()
 
     rewards = Rewards([hangs, length], seconds=0.3)
     result = rewards(ROWS, TEXTS, IDS)
     assert_equal(result.reward_BF, [[math.nan, 2.0], [math.nan, 2.0], [math.nan, 3.0]])
-    assert cancelled.wait(10) and result.failures["hangs"] == {"timeout": 3}
+    assert canceled.wait(10) and result.failures["hangs"] == {"timeout": 3}
 
 
 HANGS = """
@@ -603,7 +603,7 @@ def test_async_functions_may_keep_what_belongs_to_a_loop():
 
 
 def test_what_works_in_the_main_thread_alone_is_called_there(caplog):
-    """For example math-verify's `parse` (recognised by its message), asyncio and sqlite3."""
+    """For example math-verify's `parse` (recognized by its message), asyncio and sqlite3."""
 
     def alarmed(**_):
         handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)

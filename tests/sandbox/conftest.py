@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import require_sandbox
-from unmask.sandbox.isolation import Limits
-from unmask.sandbox.pool import Pool
+from unmask.sandbox.isolation import SandboxLimits
+from unmask.sandbox.pool import SandboxPool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[SandboxPool]:
     """Sandboxes with short time limits."""
     require_sandbox()
-    pool = Pool(limits=Limits(seconds=3.0, wall_seconds=9.0))
+    pool = SandboxPool(limits=SandboxLimits(seconds=3.0, wall_seconds=9.0))
     yield pool
     pool.close()

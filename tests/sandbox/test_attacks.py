@@ -14,7 +14,7 @@ import pytest
 
 from tests.sandbox.attacks import FORGERIES, GREED, HOST, PREAMBLE
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.sandbox.pool import PythonTests, SandboxPool, python_job
 
 TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
 SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that ignores signals")
@@ -79,7 +79,7 @@ def host(tmp_path, monkeypatch):
     host.close()
 
 
-def of_sandboxes(pool: Pool) -> list[str]:
+def of_sandboxes(pool: SandboxPool) -> list[str]:
     """The command lines of all processes that run as one of a pool's users."""
     users = {uid for slot in pool._slots for uid in slot.uids}
     found = []
@@ -93,12 +93,12 @@ def of_sandboxes(pool: Pool) -> list[str]:
     return found
 
 
-def outcomes_of(pool: Pool, programs: Sequence[str]) -> list[Outcome]:
+def outcomes_of(pool: SandboxPool, programs: Sequence[str]) -> list[Outcome]:
     return pool.run([python_job(program, TESTS) for program in programs])
 
 
 def assert_defeated(
-    pool: Pool, programs: Mapping[str, str], names: Sequence[str], statuses: Collection[str]
+    pool: SandboxPool, programs: Mapping[str, str], names: Sequence[str], statuses: Collection[str]
 ) -> None:
     """Run these attacks. None passes a test, and nothing survives."""
     found = zip(names, outcomes_of(pool, [programs[name] for name in names]), strict=True)
@@ -108,7 +108,7 @@ def assert_defeated(
     assert_nobody_survives(pool)
 
 
-def assert_nobody_survives(pool: Pool) -> None:
+def assert_nobody_survives(pool: SandboxPool) -> None:
     """Only the processes that wait for the next job run as a user of the sandboxes: three for each, with
     bubblewrap's two."""
     waiting = sum(slot._cell is not None for slot in pool._slots)

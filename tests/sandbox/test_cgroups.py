@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import require_sandbox
 from unmask.sandbox import cgroups
-from unmask.sandbox.cgroups import Group, sweep
+from unmask.sandbox.cgroups import ControlGroup, sweep
 
 GONE = 2**22 + 1  # beyond the largest process id
 
@@ -19,14 +19,14 @@ GONE = 2**22 + 1  # beyond the largest process id
 @pytest.fixture
 def group():
     require_sandbox()
-    group = Group(f"unmask-{os.getpid()}-test", 64 << 20, 4)
+    group = ControlGroup(f"unmask-{os.getpid()}-test", 64 << 20, 4)
     yield group
     group.kill(5.0)
     group.remove()
     assert not any(folder.exists() for folder in group.folders)
 
 
-def inside(group: Group, code: str) -> subprocess.Popen[str]:
+def inside(group: ControlGroup, code: str) -> subprocess.Popen[str]:
     enter = f"import os\nfor path in {group.entrance()!r}:\n    open(path, 'w').write('0')\n"
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", enter + code], stdout=subprocess.PIPE, text=True
@@ -72,7 +72,7 @@ def test_the_files_of_version_2(monkeypatch, tmp_path, controllers, wanted):
     (tmp_path / "cgroup.controllers").write_text(controllers)
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "_own_group", lambda controller: tmp_path)
-    group = Group("unmask-1-test", 64 << 20, 4)
+    group = ControlGroup("unmask-1-test", 64 << 20, 4)
     assert (tmp_path / "cgroup.subtree_control").read_text() == wanted and group.shares_processors == (
         "cpu" in controllers
     )
@@ -86,7 +86,7 @@ def test_the_files_of_version_2(monkeypatch, tmp_path, controllers, wanted):
 
 
 def test_groups_of_the_dead_are_swept_up_and_those_of_the_living_are_not(group):
-    dead = Group(f"unmask-{GONE}-test", 64 << 20, 4)
+    dead = ControlGroup(f"unmask-{GONE}-test", 64 << 20, 4)
     sweep()
     assert not any(folder.exists() for folder in dead.folders)
     assert all(folder.exists() for folder in group.folders)

@@ -1,4 +1,4 @@
-"""Processor time decides, and a program gets its share of it whatever its neighbours do."""
+"""Processor time decides, and a program gets its share of it whatever its neighbors do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 import pytest
 
 from tests.helpers import partly_slow, require_sandbox
-from unmask.sandbox.isolation import Limits, probe
+from unmask.sandbox.isolation import SandboxLimits, probe
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.sandbox.pool import PythonTests, SandboxPool, python_job
 
 TESTS = PythonTests("assert f(3) == 6", {"f": "f"})
 HONEST = """
@@ -77,10 +77,10 @@ HOSTILE = [
 ]
 
 
-def status_of(program: str, tests: PythonTests, limits: Limits) -> tuple[str, float]:
+def status_of(program: str, tests: PythonTests, limits: SandboxLimits) -> tuple[str, float]:
     """The status of a program, and the seconds that the verdict took."""
     require_sandbox()
-    pool, start = Pool(1, limits), time.monotonic()
+    pool, start = SandboxPool(1, limits), time.monotonic()
     try:
         [outcome] = pool.run([python_job(program, tests)])
         return outcome.status, time.monotonic() - start
@@ -100,7 +100,7 @@ def status_of(program: str, tests: PythonTests, limits: Limits) -> tuple[str, fl
 )
 def test_processor_time_of_all_processes_decides(program, status):
     """Sleep is not counted, until its own limit or that on time in all."""
-    limits = Limits(seconds=1.0, wall_seconds=4.0 if "9" in program else 60.0)
+    limits = SandboxLimits(seconds=1.0, wall_seconds=4.0 if "9" in program else 60.0)
     assert status_of(program, TESTS, limits)[0] == status
 
 
@@ -109,8 +109,8 @@ def test_processor_time_of_children_that_nobody_waits_for_is_counted():
     require_sandbox()
     if "cgroups" in probe().missing:
         pytest.skip(probe().missing["cgroups"])
-    assert status_of(UNCOUNTED, TESTS, Limits(seconds=1.0))[0] == "timeout"
-    assert status_of(UNCOUNTED, TESTS, Limits(seconds=9.0))[0] == "ok"
+    assert status_of(UNCOUNTED, TESTS, SandboxLimits(seconds=1.0))[0] == "timeout"
+    assert status_of(UNCOUNTED, TESTS, SandboxLimits(seconds=9.0))[0] == "ok"
 
 
 @pytest.mark.parametrize("name", [b"\\xff\\xfe", b"a) R 1", b"\\n) D 0 0 (\\n"])
@@ -120,7 +120,7 @@ def test_the_name_of_a_process_may_be_any_bytes(name):
         f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name.decode()}', 0, 0, "
         "0)\ntime.sleep(0.3)\ndef f(x): return 2 * x"
     )
-    assert status_of(program, TESTS, Limits())[0] == "ok"
+    assert status_of(program, TESTS, SandboxLimits())[0] == "ok"
 
 
 NAPS = "import time\ndef f(x):\n    while True: time.sleep(0.01)"
@@ -157,7 +157,7 @@ def f(x):
 )
 def test_programs_may_not_sleep_for_long(program, tests, status):
     """A candidate and a tester that wait for each other do not sleep, as one of them computes."""
-    limits = Limits(seconds=5.0, idle_seconds=0.5)
+    limits = SandboxLimits(seconds=5.0, idle_seconds=0.5)
     found, seconds = status_of(program, tests, limits)
     assert found == status
     assert seconds < limits.wall_seconds, "it was not the limit on sleep that ended the program"
@@ -181,7 +181,7 @@ while True: time.sleep(99)
 
 def test_processes_that_wait_for_one_another_hide_no_sleep():
     require_sandbox()
-    pool = Pool(1, Limits(seconds=9.0, idle_seconds=1.0, wall_seconds=3.0))
+    pool = SandboxPool(1, SandboxLimits(seconds=9.0, idle_seconds=1.0, wall_seconds=3.0))
     try:
         [outcome] = pool.run([python_job(CROWD, TESTS)])
     finally:
@@ -202,7 +202,7 @@ def test_hostile_neighbours_change_no_verdict(monkeypatch, count, controlled):
     if not controlled:
         host = dataclasses.replace(probe(), missing=dict.fromkeys(("cgroups", "cpu"), "taken away"))
         monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
-    pool = Pool(len(HOSTILE) + 1, Limits(seconds=2.0, idle_seconds=0.2))
+    pool = SandboxPool(len(HOSTILE) + 1, SandboxLimits(seconds=2.0, idle_seconds=0.2))
     programs = [python_job(HONEST, TESTS), python_job(DOUBLE, ASKED_OFTEN)]
     done = threading.Event()
     found: list[Outcome] = []

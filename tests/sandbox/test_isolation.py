@@ -18,8 +18,8 @@ import pytest
 from tests.helpers import require_sandbox
 from unmask.rewards import program
 from unmask.sandbox import isolation
-from unmask.sandbox.isolation import FIRST_UID, LAYERS, Host, Limits, SandboxError, probe
-from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.sandbox.isolation import FIRST_UID, LAYERS, Host, SandboxError, SandboxLimits, probe
+from unmask.sandbox.pool import PythonTests, SandboxPool, python_job
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 DOUBLE = python_job("def f(x):\n    return 2 * x\n", PythonTests("assert f(1) == 2", {"f": "f"}))
@@ -56,8 +56,8 @@ def test_without_isolation_nothing_is_run_unless_that_is_accepted(bare):
     with pytest.raises(
         SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"
     ):
-        Pool()
-    pool = Pool(1, accept_unsandboxed=True)
+        SandboxPool()
+    pool = SandboxPool(1, accept_unsandboxed=True)
     try:
         assert [outcome.status for outcome in pool.run([DOUBLE, EXITS, DOUBLE])] == ["ok", "wrong", "ok"]
     finally:
@@ -77,7 +77,7 @@ def test_one_layer_less_still_isolates(layer, monkeypatch):
     require_sandbox()
     host = dataclasses.replace(probe(), missing={layer: "taken away"})
     monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
-    pool = Pool(1, Limits(seconds=5.0))
+    pool = SandboxPool(1, SandboxLimits(seconds=5.0))
     try:
         reads = python_job(READS, PythonTests("assert f(1) is False", {"f": "f"}))
         assert [outcome.status for outcome in pool.run([DOUBLE, reads])] == ["ok", "ok"]
@@ -86,8 +86,8 @@ def test_one_layer_less_still_isolates(layer, monkeypatch):
 
 
 def test_processes_are_limited_where_their_count_is_the_sandboxs_own():
-    assert any("NPROC" in word for word in Limits(processes=7).worker_arguments(True))
-    assert not any("NPROC" in word for word in Limits(processes=7).worker_arguments(False))
+    assert any("NPROC" in word for word in SandboxLimits(processes=7).worker_arguments(True))
+    assert not any("NPROC" in word for word in SandboxLimits(processes=7).worker_arguments(False))
     assert not Host({"bubblewrap": "taken away"}, probe().folder, sys.executable).counts_processes
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_left_when_a_pool_is_closed():
     require_sandbox()
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        pool = Pool(2)
+        pool = SandboxPool(2)
         pool.run([DOUBLE, EXITS] * 4)
         groups = [folder for slot in pool._slots for group in slot.groups for folder in group.folders]
         assert all(folder.is_dir() for folder in groups)
@@ -108,8 +108,8 @@ def test_sandboxes_die_with_whoever_started_them():
     require_sandbox()
     code = """
 import time
-from unmask.sandbox.pool import Pool, PythonTests, python_job
-pool = Pool(2)
+from unmask.sandbox.pool import SandboxPool, PythonTests, python_job
+pool = SandboxPool(2)
 tests = PythonTests("assert f(1) == 2", {"f": "f"})
 pool.run([python_job("def f(x): return 2", tests)] * 2)
 pool.submit(python_job("while True: pass", tests))
@@ -218,7 +218,7 @@ def test_an_interpreter_in_a_home_folder_shows_nothing_else_of_it(monkeypatch, t
     place = str(library / "site-packages")  # which Debian's library has not
     packages = f"import os\ndef f(x): return os.listdir({place!r}) if os.path.isdir({place!r}) else []"
     modules = "import ctypes, decimal, hashlib, json, zlib\ndef f(x): return []"
-    pool = Pool(1, Limits(seconds=5.0))
+    pool = SandboxPool(1, SandboxLimits(seconds=5.0))
     try:
         tests = PythonTests("assert f(1) == []", {"f": "f"})
         found = pool.run([python_job(each, tests) for each in (program, packages, modules)])

@@ -10,9 +10,9 @@ import pytest
 
 from tests.helpers import require_sandbox
 from unmask.sandbox import launch
-from unmask.sandbox.isolation import Limits, probe
+from unmask.sandbox.isolation import SandboxLimits, probe
 from unmask.sandbox.launch import Meter, Usage
-from unmask.sandbox.pool import Pool, PythonTests, Slot, python_job
+from unmask.sandbox.pool import PythonTests, SandboxPool, Slot, python_job
 
 JOB = python_job("def f(x): return 2 * x", PythonTests("assert f(1) == 2", {"f": "f"}))
 
@@ -30,11 +30,11 @@ def test_a_process_that_cannot_be_made_leaves_no_descriptor_and_no_process(monke
         started.append(real(*args, **options))
         return started[-1]
 
-    pool = Pool(1)
+    pool = SandboxPool(1)
     monkeypatch.setattr(launch.subprocess, "Popen", popen)
     for _ in range(4):
         (outcome,) = pool.run([JOB])
-        assert outcome.status == "infrastructure" and "no memory" in outcome.detail
+        assert outcome.status == "verifier_error" and "no memory" in outcome.detail
         if failing == 1:
             started.append(None)
     pool.close()
@@ -49,7 +49,7 @@ def test_what_is_killed_counts_no_more():
     host = probe()
     if "cgroups" in host.missing:
         pytest.skip(host.missing["cgroups"])
-    slot = Slot(host, Limits())
+    slot = Slot(host, SandboxLimits())
     counters = [folder / "pids.current" for group in slot.groups for folder in group.folders]
     counters = [counter for counter in counters if counter.exists()]
     for _ in range(10):
@@ -65,7 +65,7 @@ def used(ran: float = 0.5, delayed: float = 0.5, **named: Any) -> Usage:
 
 def exceeded(*readings: tuple[Usage, float, float]) -> str | None:
     """The limit that the last of these readings exceeds, and none before it does. The tests do nothing."""
-    meter = Meter(Limits(seconds=2.0, idle_seconds=1.0, wall_seconds=9.0), [used(), used()], now=100.0)
+    meter = Meter(SandboxLimits(seconds=2.0, idle_seconds=1.0, wall_seconds=9.0), [used(), used()], now=100.0)
     *earlier, last = [meter.exceeded([usage, used()], before, after) for usage, before, after in readings]
     assert not any(earlier)
     return last

@@ -78,7 +78,7 @@ def test_tests_that_do_not_compile_blame_nobody(pool):
         (SUITE, "val twice : absent"),
         ("open Absent", INTERFACE),
     ):
-        assert outcome_of(pool, RIGHT, tests, interface).status == "infrastructure"
+        assert outcome_of(pool, RIGHT, tests, interface).status == "verifier_error"
 
 
 def test_words_in_comments_and_strings_are_no_names(pool):
@@ -99,7 +99,7 @@ def test_a_program_is_compiled_once(pool, monkeypatch):
     assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
     assert outcome_of(pool, RIGHT + " (* twice *)").status == "timeout"
     # the candidate is not to blame
-    assert outcome_of(pool, RIGHT + " (* once *)", SUITE + "(* twice *)").status == "infrastructure"
+    assert outcome_of(pool, RIGHT + " (* once *)", SUITE + "(* twice *)").status == "verifier_error"
     monkeypatch.setattr(ocaml, "CACHED", 1)
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 60.0)
     assert outcome_of(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._built) == 1
@@ -109,7 +109,7 @@ def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
     ocaml.toolchain.cache_clear()
     monkeypatch.setattr(ocaml.shutil, "which", lambda _: None)
     outcome = outcome_of(pool, RIGHT + " (* not compiled *)")
-    assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.detail
+    assert outcome.status == "verifier_error" and "apt-get install ocaml-nox" in outcome.detail
 
 
 APPLY = "val apply : (int -> int) -> int -> int\nval raised : (int -> int) -> bool\n"
@@ -388,4 +388,4 @@ def test_a_candidate_cannot_invent_a_value_of_a_type_that_it_does_not_know(pool,
 )
 def test_an_interface_that_cannot_pass_between_processes_blames_nobody(pool, interface):
     outcome = outcome_of(pool, RIGHT, SUITE, interface)
-    assert outcome.status == "infrastructure" and "cannot pass between two processes" in outcome.detail
+    assert outcome.status == "verifier_error" and "cannot pass between two processes" in outcome.detail

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from tests.helpers import require_sandbox
 from unmask.sandbox import pool as pools
-from unmask.sandbox.isolation import Host, Limits
+from unmask.sandbox.isolation import Host, SandboxLimits
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.sandbox.pool import PythonTests, SandboxPool, python_job
 
 DOUBLE = "def f(x):\n    return 2 * x\n"
 STOPS = "def f(x): raise StopIteration"
 
 
-def outcome_of(pool: Pool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
+def outcome_of(pool: SandboxPool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
     return pool.run([python_job(program, PythonTests(asserts, names or {"f": "f"}, setup))])[0]
 
 
@@ -41,7 +41,7 @@ def outcome_of(pool: Pool, program: str, asserts: str, setup: str = "", **names:
         (STOPS, "for n in map(f, [1]):\n    assert n == 2\nassert 1 + 1 == 2", Outcome("wrong", 0, 1, "CandidateError: StopIteration: ")),
         (STOPS, "for n in iter(lambda: f(1), 0):\n    assert n == 2", Outcome("wrong", 0, 1, "CandidateError: StopIteration: ")),
         ("1 / 0", "assert f(1) == 1", Outcome("wrong", 0, 0, "ZeroDivisionError: division by zero")),
-        (DOUBLE, "assert f(1) ==", Outcome("infrastructure", detail="the tests are broken: SyntaxError: invalid syntax (tests.py, line 1)")),
+        (DOUBLE, "assert f(1) ==", Outcome("verifier_error", detail="the tests are broken: SyntaxError: invalid syntax (tests.py, line 1)")),
     ],
 )  # fmt: skip
 def test_what_comes_of_a_program(pool, program, asserts, expected):
@@ -90,12 +90,12 @@ def test_what_the_tests_need_beside_the_candidate_is_never_the_candidates(pool):
 
 
 def test_broken_setup_is_no_fault_of_the_program(pool):
-    assert outcome_of(pool, DOUBLE, "assert f(1) == 2", "1 / 0").status == "infrastructure"
+    assert outcome_of(pool, DOUBLE, "assert f(1) == 2", "1 / 0").status == "verifier_error"
 
 
 def test_time_is_the_programs_own():
     require_sandbox()
-    with contextlib.closing(Pool(1, Limits(seconds=0.5))) as hurried:
+    with contextlib.closing(SandboxPool(1, SandboxLimits(seconds=0.5))) as hurried:
         assert outcome_of(hurried, "def f(x):\n    while True: pass", "assert f(1) == 2").status == "timeout"
 
 
@@ -110,10 +110,10 @@ def test_the_results_of_a_tester_have_one_outcome():
 
 
 def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):
-    broken = Pool(1)
+    broken = SandboxPool(1)
     try:
         monkeypatch.setattr(Host, "command", lambda *_: ["/bin/false"])
-        assert outcome_of(broken, DOUBLE, "assert f(1) == 2").status == "infrastructure"
+        assert outcome_of(broken, DOUBLE, "assert f(1) == 2").status == "verifier_error"
     finally:
         broken.close()
 

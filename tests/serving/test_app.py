@@ -19,7 +19,7 @@ from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
 from unmask.serving import app as app_module
 from unmask.serving.app import AppSettings
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 
 KEY = {"Authorization": "Bearer api"}
 
@@ -174,7 +174,7 @@ def test_a_failing_adapter_leaves_the_server_in_use(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_limit_below_the_default_length_is_the_default() -> None:
-    with served(tiny(attention="bidirectional"), AppSettings(Limits(max_tokens=8))) as url:
+    with served(tiny(attention="bidirectional"), AppSettings(RequestLimits(max_tokens=8))) as url:
         answer = http_post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a"})
         assert answer.status_code == 200 and len(answer.json()["choices"][0]["text"]) <= 8
         filled = http_post(f"{url}/v1/infill", json={"model": "tiny", "segments": ["a", "b"], "lengths": [3]})
@@ -183,7 +183,7 @@ def test_a_limit_below_the_default_length_is_the_default() -> None:
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
     with (
-        served(tiny(), AppSettings(Limits(n=8)), batch_size=1, queue_size=8) as url,
+        served(tiny(), AppSettings(RequestLimits(n=8)), batch_size=1, queue_size=8) as url,
         ThreadPoolExecutor(12) as clients,
     ):
         answers = list(clients.map(lambda _: complete(url, n=8, temperature=1), range(12)))
@@ -233,7 +233,7 @@ def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream
         allowed.release(1000)
         assert complete(url).status_code == 200
     # of the server, whatever a request would like
-    with served(tiny(), AppSettings(Limits(timeout=0.001))) as url:
+    with served(tiny(), AppSettings(RequestLimits(timeout=0.001))) as url:
         assert (
             "not finished within 0.001 seconds"
             in complete(url, max_tokens=36, diffusion={"timeout": 60}).json()["error"]["message"]

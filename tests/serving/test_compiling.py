@@ -24,7 +24,7 @@ from unmask.generation.constraints.byte_automaton import byte_automata
 from unmask.generation.constraints.compiled import regex_of
 from unmask.generation.constraints.vocabulary import Vocabulary
 from unmask.serving.app import AppSettings, make_app
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import Scheduler
 
 SLOW = "(a|b)*a(a|b){24}"
@@ -34,7 +34,7 @@ SLOW = "(a|b)*a(a|b){24}"
 class Asking:
     """A server in the process of the tests, and its only client."""
 
-    def __init__(self, scheduler: Scheduler, limits: Limits):
+    def __init__(self, scheduler: Scheduler, limits: RequestLimits):
         self.scheduler = scheduler
         transport = httpx.ASGITransport(make_app(scheduler, AppSettings(limits)))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost/v1")
@@ -46,11 +46,11 @@ class Asking:
 
 
 @contextlib.asynccontextmanager
-async def asking(limits: Limits | None = None) -> AsyncIterator[Asking]:
+async def asking(limits: RequestLimits | None = None) -> AsyncIterator[Asking]:
     scheduler = Scheduler({"tiny": tiny()})
     scheduler.start()
     try:
-        yield Asking(scheduler, limits or Limits())
+        yield Asking(scheduler, limits or RequestLimits())
     finally:
         await scheduler.stop(grace=0)
 
@@ -71,7 +71,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_a_costly_constraint_is_refused_in_the_time_that_the_server_gives_it() -> None:
     async def run() -> httpx.Response:
-        async with asking(Limits(compile_seconds=0.5)) as ask:
+        async with asking(RequestLimits(compile_seconds=0.5)) as ask:
             return await ask(diffusion={"constraint": {"regex": SLOW}})
 
     refused = asyncio.run(run())

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.serving.servers import connect, listening, read_all
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.middleware import BodyLimits
 from unmask.serving.server import open_port
 
@@ -173,14 +173,14 @@ def test_more_connections_than_the_limit_are_told_to_come_back() -> None:
 
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
-    app = BodyLimits(application, Limits(body_seconds=0.2, body_bytes=1000))
+    app = BodyLimits(application, RequestLimits(body_seconds=0.2, body_bytes=1000))
     with serving(app) as (url, _), connect(url) as slow:
         slow.sendall(HEAD + b"\r\na")
         assert read_all(slow).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_large_body_in_chunks_is_answered_before_its_end() -> None:
-    app = BodyLimits(application, Limits(body_bytes=1000))
+    app = BodyLimits(application, RequestLimits(body_bytes=1000))
     with serving(app) as (url, _), connect(url) as large:
         large.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(3):
@@ -282,7 +282,10 @@ def test_who_closes_both_halves_has_gone_although_it_has_read_all(path: str) -> 
 
 
 def test_half_a_request_and_half_a_close_are_not_held() -> None:
-    with serving(BodyLimits(application, Limits()), ConnectionLimits()) as (url, _), connect(url) as client:
+    with (
+        serving(BodyLimits(application, RequestLimits()), ConnectionLimits()) as (url, _),
+        connect(url) as client,
+    ):
         client.sendall(HEAD + b"\r\na")
         client.shutdown(socket.SHUT_WR)
         assert read_all(client) == b""

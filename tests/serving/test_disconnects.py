@@ -22,7 +22,7 @@ from unmask.config.run import SamplerConfig
 from unmask.serving.openai.answers import EventStream, Reply
 from unmask.serving.queues import Turn
 from unmask.serving.server import GracefulServer
-from unmask.serving.submission import Entry, Events, Submission
+from unmask.serving.submission import Events, QueueEntry, Submission
 
 AT_ONCE = 20
 GROWTH = 6 * 2**20  # bytes
@@ -71,7 +71,7 @@ def held(server: GracefulServer) -> dict[str, int]:
     """What a server, and the process of the tests, hold of requests and connections."""
     gc.collect()
     value, objects = scheduler_of(server).metrics.registry.get_sample_value, gc.get_objects()
-    ours = (Submission, Events, Entry, Reply, EventStream, Turn)
+    ours = (Submission, Events, QueueEntry, Reply, EventStream, Turn)
     return {
         "running": int(value("unmask_running_sequences") or 0),
         "waiting": int(value("unmask_queue_length") or 0),

@@ -67,7 +67,7 @@ def test_a_stop_string_in_one_of_two_choices_frees_its_slot(stream: bool) -> Non
             stop = next(texts[0][at : at + 4] for at in range(8) if texts[0][at : at + 4] not in texts[1])
             answer = await client.post("/completions", json={**body, "stop": stop, "stream": stream})
             await until_idle(scheduler)
-            assert (ended(scheduler, "cancelled"), ended(scheduler, "finished")) == (1, 3)
+            assert (ended(scheduler, "canceled"), ended(scheduler, "finished")) == (1, 3)
             if not stream:
                 found = answer.json()["choices"]
                 assert [each["text"] for each in found] == [texts[0].partition(stop)[0], texts[1]]
@@ -101,7 +101,7 @@ def test_a_finished_single_call_frees_its_slot(stream: bool) -> None:
         async with asking(model("causal")) as (client, scheduler):
             answer = await client.post("/chat/completions", json=body)
             await until_idle(scheduler)
-            assert (ended(scheduler, "cancelled"), ended(scheduler, "finished")) == (2, 0)
+            assert (ended(scheduler, "canceled"), ended(scheduler, "finished")) == (2, 0)
             return answer
 
     answer = asyncio.run(run())

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders, given_key, keys_match
 
-SMALL = Limits(body_bytes=10, body_seconds=0.05)
+SMALL = RequestLimits(body_bytes=10, body_seconds=0.05)
 
 
 class Answer(NamedTuple):
@@ -139,7 +139,7 @@ def test_prompts_are_logged_only_if_asked(caplog: pytest.LogCaptureFixture) -> N
 def test_no_line_end_of_a_client_begins_a_line_of_the_log(end: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     forged = f"{end}2026-01-01 00:00:00,000 POST /v1/completions forged"
-    answer(BodyLimits(echo, Limits(), log=True), forged.encode(), path=f"/v1/x{forged}")
+    answer(BodyLimits(echo, RequestLimits(), log=True), forged.encode(), path=f"/v1/x{forged}")
     [record] = caplog.records
     assert len(record.getMessage().splitlines()) == 1 and record.getMessage().count("forged") == 2
 
@@ -149,7 +149,7 @@ def test_a_body_of_the_largest_size_is_logged_in_a_time_that_its_length_bounds(
 ) -> None:
     caplog.set_level(logging.INFO)
     begin = time.process_time()
-    answer(BodyLimits(echo, Limits(), log=True), b";a:" * 2**18)
+    answer(BodyLimits(echo, RequestLimits(), log=True), b";a:" * 2**18)
     assert time.process_time() - begin < 5
 
 

@@ -24,7 +24,7 @@ from unmask.serving.scheduler import MOST_FAILURES, Scheduler
 from unmask.serving.submission import ServiceError, StoppedError, TimeLimitError, Work
 
 
-@pytest.mark.parametrize("how", ["closed", "cancelled", "dropped", "never begun", "expired"])
+@pytest.mark.parametrize("how", ["closed", "canceled", "dropped", "never begun", "expired"])
 def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.Semaphore) -> None:
     lm = tiny(attention="bidirectional")
 
@@ -44,7 +44,7 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
             if how == "closed":
                 await events.aclose()
                 assert await collect(events) is not None
-            elif how == "cancelled":
+            elif how == "canceled":
                 task = asyncio.create_task(collect(events))
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
@@ -62,7 +62,7 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
             await until(lambda: value("unmask_queue_length") == 0)
             stalled.release()
             await until(lambda: value("unmask_running_sequences") == 0)
-            assert value("unmask_sequences_total", {"model": "tiny", "outcome": "cancelled"}) == 4
+            assert value("unmask_sequences_total", {"model": "tiny", "outcome": "canceled"}) == 4
             assert not scheduler._open
             stalled.release(1000)
             assert outline(

@@ -22,7 +22,7 @@ from unmask.generation import gap_lengths
 from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.requests import make_requests
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai import plans, routes
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, InfillRequest
@@ -122,7 +122,7 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
                 return await Scheduler.search(scheduler, model, function, owner=owner)
 
             monkeypatch.setattr(scheduler, "search", searching)
-            plan = await plan_infill(Context(scheduler, scheduler.models["tiny"], Limits(), "a"), TEXT)
+            plan = await plan_infill(Context(scheduler, scheduler.models["tiny"], RequestLimits(), "a"), TEXT)
             assert plan.weights == 1 and searches == 2
             await scheduler.replace_weights("tiny", lambda: None, "newest")
             with pytest.raises(ReplacedError):
@@ -137,7 +137,7 @@ def test_the_weights_that_found_the_lengths_fill_them(stalled: threading.Semapho
 
     async def run() -> None:
         async with scheduling(LM, batch_size=1) as scheduler:
-            plan = await plan_infill(Context(scheduler, scheduler.models["tiny"], Limits(), "a"), TEXT)
+            plan = await plan_infill(Context(scheduler, scheduler.models["tiny"], RequestLimits(), "a"), TEXT)
             others = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
             waiting = scheduler.submit("tiny", works(LM, ["abc"]), owner="b")
@@ -199,7 +199,7 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
     with running(lm) as scheduler:
         infill, versions = routes.plan_infill, list[str | None]()
 
-        async def planned(context: Context, body: InfillRequest) -> plans.Plan:
+        async def planned(context: Context, body: InfillRequest) -> plans.RequestPlan:
             plan = await infill(context, body)
             versions.append(context.model.version)
             if len(versions) == 1:
@@ -218,7 +218,7 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     async def run() -> Any:
         async with scheduling(LM) as scheduler:
-            context = Context(scheduler, scheduler.models["tiny"], Limits(), "a")
+            context = Context(scheduler, scheduler.models["tiny"], RequestLimits(), "a")
             plans = [
                 plan_infill(context, TEXT),
                 plan_completion(
@@ -249,7 +249,7 @@ def test_a_full_queue_refuses_before_anything_is_prepared(
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
             waiting = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             monkeypatch.setattr(scheduler, "search", prepare)
-            context = Context(scheduler, scheduler.models["tiny"], Limits(), "a")
+            context = Context(scheduler, scheduler.models["tiny"], RequestLimits(), "a")
             for planning in (
                 plan_infill(context, TEXT),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba")),

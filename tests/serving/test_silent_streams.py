@@ -82,7 +82,7 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
             value = scheduler.metrics.registry.get_sample_value
             while not any(
                 value("unmask_sequences_total", {"model": "tiny", "outcome": outcome})
-                for outcome in ("cancelled", "finished")
+                for outcome in ("canceled", "finished")
             ):
                 await asyncio.sleep(0.001)
             with pytest.raises(SlowReaderError, match="10 events wait to be read"):

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 import unmask
 from benchmarks import repair
 from tests.training.tiny_runs import make, tiny
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.models.export import export
 from unmask.models.hooks.quality_head import add_quality_head
-from unmask.supervised.quality import Rollout, fill_in, quality_logits, quality_loss
+from unmask.supervised.quality import FilledRows, fill_in, quality_logits, quality_loss
 from unmask.tasks import as_puzzle, get_task
 
 PATTERNS = [
@@ -48,7 +48,7 @@ def rows_of(lm, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_few_hidden_tokens_are_filled_in_and_nothing_else(attention, block_size, logit_shift):
     lm = with_head(attention, block_size, logit_shift)
     ids_BT, hidden_BT = rows_of(lm, 40)
-    rollout = fill_in(lm, ids_BT, None, hidden_BT, Draw(0, torch.arange(40)), 3)
+    rollout = fill_in(lm, ids_BT, None, hidden_BT, MaskRNG(0, torch.arange(40)), 3)
     assert rollout.filled_BT.sum(1).tolist() == hidden_BT.sum(1).clamp_max(3).tolist()
     assert (
         torch.equal(rollout.filled_BT | rollout.hidden_BT, hidden_BT)
@@ -57,9 +57,9 @@ def test_a_few_hidden_tokens_are_filled_in_and_nothing_else(attention, block_siz
     assert torch.equal(rollout.ids_BT[~rollout.filled_BT], ids_BT[~rollout.filled_BT])
     assert torch.equal(rollout.right_N, (rollout.ids_BT == ids_BT)[rollout.filled_BT].float())
     assert 0 < rollout.right_N.mean() < 1 and lm.mask_token_id not in rollout.ids_BT
-    again = fill_in(lm, ids_BT[7:9], None, hidden_BT[7:9], Draw(0, torch.arange(7, 9)), 3)
+    again = fill_in(lm, ids_BT[7:9], None, hidden_BT[7:9], MaskRNG(0, torch.arange(7, 9)), 3)
     assert torch.equal(again.ids_BT, rollout.ids_BT[7:9])  # the noise belongs to the sample, not to the batch
-    other = fill_in(lm, ids_BT, None, hidden_BT, Draw(0, torch.arange(40), 1), 3)
+    other = fill_in(lm, ids_BT, None, hidden_BT, MaskRNG(0, torch.arange(40), 1), 3)
     assert not torch.equal(other.filled_BT, rollout.filled_BT)  # another epoch
 
 
@@ -68,7 +68,7 @@ def test_tokens_are_drawn_from_the_models_distribution():
     lm, count = with_head(), 4000
     ids_BT = torch.tensor([[1, 4, 5, 6, 7]]).expand(count, -1)
     hidden_BT = torch.tensor([False, False, True, False, True]).expand(count, -1)
-    rollout = fill_in(lm, ids_BT, None, hidden_BT, Draw(0, torch.arange(count)), 2)
+    rollout = fill_in(lm, ids_BT, None, hidden_BT, MaskRNG(0, torch.arange(count)), 2)
     noisy_1T = torch.where(hidden_BT[:1], lm.mask_token_id, ids_BT[:1])
     prob_TV = lm.logits(noisy_1T, hidden_BT=hidden_BT[:1])[0].softmax(-1)
     for position in (2, 4):
@@ -81,7 +81,7 @@ def test_tokens_are_read_as_in_generation(attention, block_size, logit_shift):
     """Each at its own position, also with a logit shift; by blocks after clean ones."""
     lm = with_head(attention, block_size, logit_shift)
     ids_BT, hidden_BT = rows_of(lm, 3)
-    rollout = fill_in(lm, ids_BT, None, hidden_BT, Draw(0, torch.arange(3)), 4)
+    rollout = fill_in(lm, ids_BT, None, hidden_BT, MaskRNG(0, torch.arange(3)), 4)
     logits_N = quality_logits(lm, rollout, trained=False)
     expected = []
     for row, column in rollout.filled_BT.nonzero().tolist():
@@ -105,7 +105,7 @@ def test_the_gradient_by_hand():
     lm = with_head()
     lm.quality_head.requires_grad_(True)
     ids_BT, hidden_BT = rows_of(lm, 5)
-    rollout = fill_in(lm, ids_BT, None, hidden_BT, Draw(0, torch.arange(5)), 3)
+    rollout = fill_in(lm, ids_BT, None, hidden_BT, MaskRNG(0, torch.arange(5)), 3)
     items_B = torch.tensor([3, 1, 4, 1, 5])
     states: list[torch.Tensor] = []
     lm.quality_head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
@@ -128,7 +128,7 @@ def test_with_the_true_probability_the_loss_is_least():
     right_N = torch.tensor([1, 1, 1, 0, 1, 0, 1, 1]).bool()
     ids_BT = torch.where(right_N, 4, 5)[:, None]
     filled_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-    rollout = Rollout(torch.full_like(ids_BT, 4), ids_BT, ~filled_BT, filled_BT, None)
+    rollout = FilledRows(torch.full_like(ids_BT, 4), ids_BT, ~filled_BT, filled_BT, None)
     losses = {
         p: float(quality_loss(torch.full((8,), p).logit(), rollout, torch.ones(8)))
         for p in (0.6, 0.7, 0.75, 0.8, 0.9)
@@ -226,8 +226,8 @@ def test_what_cannot_train_a_head_is_refused(tmp_path):
         make("sft", tmp_path, tiny("causal"), quality_head="alone")
     with pytest.raises(ConfigError, match="quality_head: is not trained with lora"):
         make("sft", tmp_path, quality_head="alone", peft_config=peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="quality_head and aggregation"):
-        make("sft", tmp_path, quality_head="alone", aggregation="sequence")
+    with pytest.raises(ConfigError, match="quality_head and loss_type"):
+        make("sft", tmp_path, quality_head="alone", loss_type="sequence_nll")
     with pytest.raises(ConfigError, match="quality_tokens: needs quality_head=alone or joint"):
         make("sft", tmp_path, quality_tokens=2)
 

@@ -77,8 +77,8 @@ def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch
     """LLaDA's guideline: the mean over answers of sum(CE / t) / tokens of the answer."""
     lm = tiny(attention, dtype=torch.float64)
     views = {} if attention == "causal" else {"views": 4}
-    trainer = make("sft", tmp_path, lm, aggregation="sequence", packing=packing, **views)
-    rows, learnt_BT, _ = parts(trainer, 0, 1) if packing else parts(trainer, 4, 0, 6)
+    trainer = make("sft", tmp_path, lm, loss_type="sequence_nll", packing=packing, **views)
+    rows, loss_mask_BT, _ = parts(trainer, 0, 1) if packing else parts(trainer, 4, 0, 6)
     shares = trainer.plan(rows, trainer.draw(rows))
     plain = make("sft", tmp_path, lm, packing=packing, **views)
     pooled = plain.plan(rows, plain.draw(rows))
@@ -88,7 +88,7 @@ def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch
         log_prob_BMT = view_log_probs(lm, rows["input_ids"], separate_documents(rows), pooled)
     for row, documents_T in enumerate(rows["documents"]):
         for document in range(1, int(documents_T.max()) + 1):
-            own_T = learnt_BT[row] & (documents_T == document)
+            own_T = loss_mask_BT[row] & (documents_T == document)
             answers.append(
                 -(pooled.weight_BMT[row] * log_prob_BMT[row])[:, own_T].sum().item() / int(own_T.sum())
             )

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 import unmask
 from tests.training.tiny_runs import batch, make, tiny
 from unmask.data.rows import Collator, make_row
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.models.export import export
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
@@ -53,7 +53,7 @@ def test_hidden_positions_have_the_targets_that_a_sampler_needs():
     lm, seen = with_tokens(), Counter()
     for iteration in range(60):
         rows = rows_of(8, 24)
-        canvases = make_canvases(lm, rows, Draw(0, rows["sample_id"], iteration), 5)
+        canvases = make_canvases(lm, rows, MaskRNG(0, rows["sample_id"], iteration), 5)
         for tokens, shown, targets in (run for row in range(8) for run in runs_of(canvases, rows, row)):
             if set(shown) == {lm.mask_token_id}:
                 assert targets == tokens
@@ -71,7 +71,7 @@ def test_hidden_positions_have_the_targets_that_a_sampler_needs():
 
 def test_what_is_visible_is_the_text():
     lm, rows = with_tokens(), rows_of(16, 24)
-    canvases, ended = make_canvases(lm, rows, Draw(3, rows["sample_id"]), 4), set()
+    canvases, ended = make_canvases(lm, rows, MaskRNG(3, rows["sample_id"]), 4), set()
     for ids, targets, hidden, documents, clean in zip(
         *(
             each.tolist()
@@ -98,7 +98,7 @@ def test_what_is_visible_is_the_text():
 
 def test_no_number_of_missing_tokens_is_favoured_and_the_number_of_positions_says_nothing_about_it():
     lm, rows, seen = with_tokens(), rows_of(4000, 16, prompt=5), Counter()
-    canvases = make_canvases(lm, rows, Draw(1, rows["sample_id"]), 5)
+    canvases = make_canvases(lm, rows, MaskRNG(1, rows["sample_id"]), 5)
     for tokens, shown, _ in (run for row in range(4000) for run in runs_of(canvases, rows, row)):
         seen[len(tokens), len(shown)] += set(shown) == {lm.expand_token_id}
     assert (
@@ -109,10 +109,10 @@ def test_no_number_of_missing_tokens_is_favoured_and_the_number_of_positions_say
 
 def test_a_canvas_does_not_depend_on_other_rows():
     lm, rows = with_tokens(), rows_of(6, 24)
-    together = make_canvases(lm, rows, Draw(0, rows["sample_id"]), 5)
+    together = make_canvases(lm, rows, MaskRNG(0, rows["sample_id"]), 5)
     for row in range(6):
         alone = rows_of(1, 24, first=row)
-        one = make_canvases(lm, alone, Draw(0, alone["sample_id"]), 5)
+        one = make_canvases(lm, alone, MaskRNG(0, alone["sample_id"]), 5)
         width = one.ids_BT.shape[1]
         assert (
             torch.equal(one.ids_BT[0], together.ids_BT[row, :width])
@@ -125,7 +125,7 @@ def test_documents_that_are_packed_into_a_row_have_no_gap_in_common():
     row = make_row([1, *range(20, 28), 1, *range(30, 38)], [1] * 9 + [2] * 9, [False] + [True] * 17, 0)
     for seed in range(40):
         rows = Collator(0)([row])
-        canvases = make_canvases(lm, rows, Draw(seed, rows["sample_id"]), 17)
+        canvases = make_canvases(lm, rows, MaskRNG(seed, rows["sample_id"]), 17)
         ids, documents = canvases.ids_BT[0].tolist(), canvases.document_BT[0].tolist()
         assert documents == sorted(documents) and set(documents) == {1, 2}
         for token, document in zip(ids, documents, strict=True):
@@ -135,13 +135,13 @@ def test_documents_that_are_packed_into_a_row_have_no_gap_in_common():
 
 def test_canvases_stay_within_the_context():
     lm, rows = with_tokens(max_position_embeddings=26), rows_of(50, 24)
-    canvases = make_canvases(lm, rows, Draw(0, rows["sample_id"]), 8)
+    canvases = make_canvases(lm, rows, MaskRNG(0, rows["sample_id"]), 8)
     assert (canvases.document_BT > 0).sum(1).max() == 26
 
 
 def test_the_loss_is_the_mean_over_hidden_positions():
     lm, rows = with_tokens(), rows_of(5, 14)
-    canvases, items_B = make_canvases(lm, rows, Draw(0, rows["sample_id"]), 4), rows["maskable"].sum(1)
+    canvases, items_B = make_canvases(lm, rows, MaskRNG(0, rows["sample_id"]), 4), rows["maskable"].sum(1)
     log_prob_N = canvas_log_probs(lm, canvases)
     expected = 0.0
     for row in range(5):
@@ -238,7 +238,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         ("weighting", "uniform"),
         ("quality_head", "joint"),
         ("exact_count", True),
-        ("score_chunk", 2),
+        ("logprob_batch_size", 2),
     ):
         with pytest.raises(ConfigError, match=f"{name} and max_gap: has no effect"):
             make("sft", tmp_path, max_gap=3, **{name: value})
@@ -256,5 +256,5 @@ def test_rows_without_a_learnt_token_but_the_end_have_no_gap(tmp_path):
     trainer = make("sft", tmp_path, max_gap=3)
     rows = batch(trainer, 0, 1)
     rows["maskable"] &= rows["input_ids"] == trainer.lm.eos_token_id
-    canvases = make_canvases(trainer.lm, rows, Draw(0, rows["sample_id"]), 3)
+    canvases = make_canvases(trainer.lm, rows, MaskRNG(0, rows["sample_id"]), 3)
     assert not canvases.hidden_BT.any() and canvas_log_probs(trainer.lm, canvases).shape == (0,)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers import read_task, require_ocaml, shared_path
 from tests.sandbox.ocaml_attacks import BLIT_PIPES, BLIT_REPLIES, PIPES, REPLIES, takeover, without_refusals
-from unmask.sandbox.isolation import Limits
-from unmask.sandbox.pool import Pool
+from unmask.sandbox.isolation import SandboxLimits
+from unmask.sandbox.pool import SandboxPool
 from unmask.tasks import get_task
 
 ASSERTION = re.compile(r"\(assert \(\(candidate (.*?)\) = (.*?)\)\);\n", re.DOTALL)
@@ -25,7 +25,7 @@ AT_A_TIME = 30
 @pytest.fixture(scope="module")
 def pool():
     require_ocaml()
-    pool = Pool(limits=Limits(seconds=4.0, wall_seconds=12.0))
+    pool = SandboxPool(limits=SandboxLimits(seconds=4.0, wall_seconds=12.0))
     yield pool
     pool.close()
 

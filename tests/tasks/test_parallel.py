@@ -173,7 +173,7 @@ def exact_solved(answers, tokens_per_step):
 
 def solved_fraction(task, lm, tokens_per_step, count):
     config = SamplerConfig(
-        max_new_tokens=LENGTH, tokens_per_step=tokens_per_step, policy="left_to_right", temperature=1.0
+        max_new_tokens=LENGTH, tokens_per_step=tokens_per_step, remasking="left_to_right", temperature=1.0
     )
     texts = generate(lm, [ROW["letters"] + "="] * count, config, keys=list(range(count))).texts
     return sum(task.verify(text, ROW).solved for text in texts) / count

@@ -279,7 +279,7 @@ def main(verb: str, mode: str, folder: Path) -> None:
     if verb == "lose-server":
         return lose_server(mode, folder)
     if verb in RATIOS:
-        return run_ragged(mode, folder, ratio=RATIOS[verb])
+        return run_ragged(mode, folder, importance_sampling_level=RATIOS[verb])
     if verb in CONVERSIONS:
         return run_conversion(mode, folder, **CONVERSIONS[verb])
     shares = {"per_device_train_batch_size": 2} | switches(mode)

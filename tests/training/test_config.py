@@ -235,7 +235,7 @@ def test_a_setting_that_is_assigned_later_is_known(cls, tmp_path):
         ("pretrain", "max_steps", 2.5),
         ("sft", "seed", "x"),
         ("sft", "max_length", -5),
-        ("grpo", "advantage", "softmaxx"),
+        ("grpo", "scale_rewards", "softmaxx"),
         ("grpo", "eubo_beta", 2.0),
     ],
 )
@@ -297,10 +297,9 @@ def test_a_config_is_copied(cls, tmp_path):
 
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        GRPOConfig(output_dir=str(tmp_path), loss_type="dapo", max_prompt_length=32, colour="red")
+        GRPOConfig(output_dir=str(tmp_path), rank=4, max_prompt_length=32, color="red")
     words = (
-        "GRPOConfig: loss_type, max_prompt_length, colour: no known setting",
-        "loss_type: Did you mean 'aggregation'",
+        "GRPOConfig: rank, max_prompt_length, color: no known setting",
         "'max_length'",
     )
     assert all(word in str(refused.value) for word in words)
@@ -369,7 +368,7 @@ def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, nam
         (
             SFTConfig,
             {"max_gap": 4},
-            [name for name in OF_VIEWS if name not in ("score_chunk", "num_timesteps")],
+            [name for name in OF_VIEWS if name not in ("logprob_batch_size", "num_timesteps")],
         ),
         (SFTConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
         (ConvertConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
@@ -391,7 +390,7 @@ def test_a_default_that_another_setting_rules_out_is_refused_if_it_is_given(kind
         ("sft", ["training.exact_count=true"]),
         ("sft", ["training.weighting=cart"]),
         ("convert", ["training.distillation=0.5", "training.on_policy=0.1"]),
-        ("grpo", ["training.beta=0.1", "training.reference_sync_steps=8"]),
+        ("grpo", ["training.beta=0.1", "training.sync_ref_model=true"]),
         ("grpo", ["training.masking=adaptive"]),
         ("grpo", ["training.log_completions_steps=5"]),
     ],

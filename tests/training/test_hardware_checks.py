@@ -121,7 +121,7 @@ def full(*_: Any, **__: Any) -> None:
 
 def subject(attention: str = "causal", *, split: bool = False) -> hardware_checks.TrainedModel:
     return hardware_checks.TrainedModel(
-        attention, torch.float32, adapters=False, quantised=False, split=split
+        attention, torch.float32, adapters=False, quantized=False, split=split
     )
 
 
@@ -212,10 +212,10 @@ def test_the_old_name_of_activation_checkpointing_still_acts(tmp_path):
     assert len(calls) == 4
 
 
-# Quantised weights
+# Quantized weights
 
 
-def quantised(folder: Path, name: str, **options: Any) -> DiffusionLM:
+def quantized(folder: Path, name: str, **options: Any) -> DiffusionLM:
     if not folder.exists():
         wide().save(folder)
     return load(folder, quantization=name, **options)
@@ -229,8 +229,8 @@ def adapters(**more: Any) -> peft.LoraConfig:
 @pytest.mark.parametrize(
     ("name", "kind", "stored"), [("4bit", "Linear4bit", torch.uint8), ("8bit", "Linear8bitLt", torch.int8)]
 )
-def test_a_quantised_model_trains_its_adapters_alone_and_is_saved_whole(name, kind, stored, tmp_path):
-    lm = quantised(tmp_path / "model", name, dtype="bfloat16" if name == "4bit" else "float32")
+def test_a_quantized_model_trains_its_adapters_alone_and_is_saved_whole(name, kind, stored, tmp_path):
+    lm = quantized(tmp_path / "model", name, dtype="bfloat16" if name == "4bit" else "float32")
     model, block = lm.model, lm.model.model.layers[0]
     assert {type(block.mlp.up_proj).__name__, type(block.self_attn.o_proj).__name__} == {kind}
     assert block.mlp.up_proj.weight.dtype == stored
@@ -265,10 +265,10 @@ def test_a_quantised_model_trains_its_adapters_alone_and_is_saved_whole(name, ki
 
 
 @needs_bitsandbytes
-def test_a_resumed_run_of_a_quantised_model_is_the_same_run(tmp_path):
+def test_a_resumed_run_of_a_quantized_model_is_the_same_run(tmp_path):
     def run() -> DiffusionTrainer:
         torch.manual_seed(0)
-        lm = quantised(tmp_path / "model", "4bit")
+        lm = quantized(tmp_path / "model", "4bit")
         saving = {
             "save_strategy": "steps",
             "save_steps": 2,
@@ -285,12 +285,12 @@ def test_a_resumed_run_of_a_quantised_model_is_the_same_run(tmp_path):
 
 
 @needs_bitsandbytes
-def test_quantised_weights_without_adapters_are_refused(tmp_path):
+def test_quantized_weights_without_adapters_are_refused(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"model\.quantization and lora: quantised weights take no gradients\. Train adapters",
+        match=r"model\.quantization and lora: quantized weights take no gradients\. Train adapters",
     ):
-        make("sft", tmp_path, quantised(tmp_path / "model", "4bit"))
+        make("sft", tmp_path, quantized(tmp_path / "model", "4bit"))
 
 
 def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):

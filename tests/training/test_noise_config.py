@@ -7,7 +7,7 @@ import torch
 
 from tests.training.tiny_runs import batch, make, settings, tiny
 from unmask.convert.config import ConvertConfig
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
 from unmask.training.noise_config import NoisingConfig, noised_views
 
@@ -59,7 +59,7 @@ def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
         )
         lm, everything = tiny(attention, block_size), torch.ones(2, 12, dtype=torch.long)
         plans[attention] = plan = noised_views(
-            args, lm, torch.zeros_like(everything), everything, Draw(0, torch.arange(2))
+            args, lm, torch.zeros_like(everything), everything, MaskRNG(0, torch.arange(2))
         )
         assert (plan.weight_BMT >= 0).all() and plan.weight_BMT.unique().numel() > 3
     one, other = plans.values()

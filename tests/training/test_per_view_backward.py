@@ -26,7 +26,7 @@ from unmask.rl.trainer import GRPOTrainer, Update
 CASES: list[tuple[str, dict[str, Any]]] = [
     (name, {"samples": 3} if name == "bgpo" else {}) for name in METHODS
 ]
-CASES += [("cj-grpo", {"ratio": "sequence"}), ("diffu-grpo", {"kl": "k1"})]
+CASES += [("cj-grpo", {"importance_sampling_level": "sequence"}), ("diffu-grpo", {"kl": "k1"})]
 FULL, BLOCKS = ("bidirectional", None, False), ("block_causal", 3, False)
 PASSES = [(*case, FULL) for case in CASES] + [
     (name, {}, BLOCKS) for name in ("diffu-grpo", "coupled-grpo", "spg", "espo", "cj-grpo")
@@ -71,7 +71,7 @@ def plain(
     trainer: GRPOTrainer, update: Update, items: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss computed at once, and its gradients."""
-    trainer.args.score_chunk = ALL_AT_ONCE
+    trainer.args.logprob_batch_size = ALL_AT_ONCE
     loss = trainer.loss_on(update, trainer.per_view.log_probs(trainer.lm, update)) / items
     loss.backward()
     return loss.detach(), gradients(trainer)
@@ -103,7 +103,7 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
         assert any((gradient != 0).any() for gradient in whole)
         scored = int(update.views.target_BMT.any(2).sum())
         for chunk in (1, 2, None, ALL_AT_ONCE) if update is updates[-1] else (1,):
-            trainer.args.score_chunk = chunk
+            trainer.args.logprob_batch_size = chunk
             seen.clear()
             loss = trainer.training_step(trainer.model, update, items)
             torch.testing.assert_close(loss.double(), expected, rtol=1e-10, atol=1e-10)
@@ -149,7 +149,7 @@ def test_the_first_update_on_a_rollout_needs_no_scores_of_the_policy_that_sample
 
 def test_a_loss_that_is_no_number_is_refused_in_any_pass(tmp_path):
     for name in ("cj-grpo", "spg"):
-        trainer = trainer_of(tmp_path, name, score_chunk=1)
+        trainer = trainer_of(tmp_path, name, logprob_batch_size=1)
         [[update]] = experience(trainer, 4)
         update.advantage_BT[1] = torch.nan
         with pytest.raises(TrainingError, match="the loss is nan"):
@@ -158,9 +158,9 @@ def test_a_loss_that_is_no_number_is_refused_in_any_pass(tmp_path):
 
 def test_completions_that_teach_nothing_leave_no_gradient(tmp_path):
     for name in ("cj-grpo", "spg"):
-        trainer = trainer_of(tmp_path, name, score_chunk=1)
+        trainer = trainer_of(tmp_path, name, logprob_batch_size=1)
         [[update]] = experience(trainer, 4)
-        update.learnt_BT[:] = False
+        update.loss_mask_BT[:] = False
         assert trainer.training_step(trainer.model, update, torch.tensor(1)) == 0
         assert not any(gradient.any() for gradient in gradients(trainer))
 
@@ -169,7 +169,7 @@ def test_the_scores_of_pieces_are_those_of_the_whole(tmp_path):
     trainer = trainer_of(tmp_path, "coupled-grpo")
     [[update]] = experience(trainer, 4)
     with torch.no_grad():
-        trainer.args.score_chunk = 1
+        trainer.args.logprob_batch_size = 1
         whole_BMT = trainer.per_view.log_probs(trainer.lm, update)
         for piece in trainer.per_view.chunks_with_targets(trainer.lm, update):
             # bit for bit

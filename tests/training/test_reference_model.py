@@ -121,7 +121,15 @@ def test_a_reference_is_kept_only_where_the_policy_is_held_to_it(tmp_path):
 def test_the_reference_moves_before_the_first_rollout_that_its_step_comes_before(tmp_path, monkeypatch):
     moves: list[Any] = []
     shape = {"num_iterations": 2, "max_steps": 10, "rows": PAIRS[:6], "beta": 0.1}
-    trainer = make("grpo", tmp_path, reward=ranks, reference_sync_steps=3, reference_sync_share=0.25, **shape)
+    trainer = make(
+        "grpo",
+        tmp_path,
+        reward=ranks,
+        sync_ref_model=True,
+        ref_model_sync_steps=3,
+        ref_model_mixup_alpha=0.25,
+        **shape,
+    )
     monkeypatch.setattr(
         trainer.reference, "move", lambda share: moves.append((trainer.state.global_step, share))
     )
@@ -138,7 +146,7 @@ def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
         tmp_path / "run",
         reward=ranks,
         beta=0.1,
-        reference_model=str(tmp_path / "other"),
+        ref_model=str(tmp_path / "other"),
         num_iterations=2,
     )
     with trainer.reference.model_in_use() as scored:
@@ -156,11 +164,11 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
     )
     with pytest.raises(
         ConfigError,
-        match=r"reference_model .*other: its vocabulary \(\d+ tokens\) is not the policy's .*Give a model of",
+        match=r"ref_model .*other: its vocabulary \(\d+ tokens\) is not the policy's .*Give a model of",
     ):
-        make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match="reference_model: needs beta"):
-        make("grpo", tmp_path / "run", reference_model=str(tmp_path / "other"))
+        make("grpo", tmp_path / "run", beta=0.1, ref_model=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="ref_model: needs beta"):
+        make("grpo", tmp_path / "run", ref_model=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +190,7 @@ def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told
     tiny(attention, block_size, logit_shift=shift).save(tmp_path / "other")
     with pytest.raises(
         ConfigError,
-        match=rf"reference_model .*other: {told}.*Give a model that was saved with the policy's settings",
+        match=rf"ref_model .*other: {told}.*Give a model that was saved with the policy's settings",
     ):
         Reference(tiny("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
 
@@ -223,6 +231,6 @@ def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(t
     make("grpo", tmp_path, beta=0.1)
     with pytest.raises(
         ConfigError,
-        match=r"reference_sync_steps: .* cannot follow sharded weights\. Leave reference_sync_steps out",
+        match=r"sync_ref_model: .* cannot follow sharded weights\. Leave sync_ref_model out",
     ):
-        make("grpo", tmp_path, beta=0.1, reference_sync_steps=2)
+        make("grpo", tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)

@@ -156,7 +156,9 @@ def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
 )
 def test_processes_with_different_numbers_of_passes_make_the_same_run(verb, mode, tmp_path):
     """Under FSDP and ZeRO 3 all processes take part in every pass."""
-    alone = ragged(tmp_path / "alone", mode, per_device_train_batch_size=4, ratio=RATIOS[verb])
+    alone = ragged(
+        tmp_path / "alone", mode, per_device_train_batch_size=4, importance_sampling_level=RATIOS[verb]
+    )
     start = weights(alone.lm)
     alone.train()
     first, second = launch(verb, mode, tmp_path / mode)

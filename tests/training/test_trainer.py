@@ -76,7 +76,7 @@ def test_accumulated_gradients_are_those_of_the_large_batch(verb, tmp_path):
 def test_chunks_change_nothing_but_rounding(verb, tmp_path):
     attention = "causal" if verb == "pretrain" else "bidirectional"
     runs = [
-        trained(verb, tmp_path, lm=tiny(attention, dtype=torch.float64), score_chunk=chunk, **ONE_STEP)
+        trained(verb, tmp_path, lm=tiny(attention, dtype=torch.float64), logprob_batch_size=chunk, **ONE_STEP)
         for chunk in (None, 1, 3)
     ]
     for other in runs[1:]:
@@ -274,7 +274,7 @@ def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
 
 
 def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
-    """A resumed run recognises the end of an earlier one by it, even if transformers writes the run time into
+    """A resumed run recognizes the end of an earlier one by it, even if transformers writes the run time into
     every line."""
     trainer = make("sft", tmp_path, max_steps=4, include_num_input_tokens_seen="all")
     trainer.train()
@@ -629,7 +629,7 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
         ({"dataloader_num_workers": -1}, "dataloader_num_workers: -1 is out of range"),
         ({"max_steps": 0}, "max_steps: 0 is not valid. Use 1 or more, or -1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is out of range"),
-        ({"score_chunk": -1}, "score_chunk: -1 is out of range. Use at least 1"),
+        ({"logprob_batch_size": -1}, "logprob_batch_size: -1 is out of range. Use at least 1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"eval_strategy": "steps"}, "eval_strategy: there is nothing to evaluate on"),
     ],

@@ -146,7 +146,7 @@ def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any
 
 
 def wide() -> DiffusionLM:
-    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096
+    """Weights large enough to be quantized: bitsandbytes keeps an optimizer's state of fewer than 4096
     numbers in 32 bits."""
     return tiny(hidden_size=64, intermediate_size=64)
 

@@ -176,7 +176,8 @@ def test_every_data_set_has_a_recipe_and_a_ready_config(task):
         "temperature",
         "beta",
         "learning_rate",
-        "reference_sync_steps",
+        "sync_ref_model",
+        "ref_model_sync_steps",
         "block_size",
     )
     assert {name: printed["training"][name] for name in shared} == {
@@ -213,7 +214,7 @@ def test_each_mode_trains_with_each_masking_strategy(mode, masking, settings, mo
     wanted = {"speed": (4096, 1024, False), "memory": (1, 16, True), "balanced": (None, 256, False)}[mode]
     training = config["training"]
     assert (
-        training["score_chunk"],
+        training["logprob_batch_size"],
         training["rollout_batch_size"],
         training.get("activation_checkpointing", False),
     ) == wanted
@@ -397,7 +398,7 @@ def test_out_of_memory_takes_a_batch_of_2_in_the_mode_memory(model, monkeypatch)
 def test_slow_training_takes_the_mode_speed_in_mixed_precision(model, monkeypatch):
     monkeypatch.setenv("DIFFU_MIXED_PRECISION", "true")
     config, _ = grpo("--recipe", "grpo-sudoku", "--mode", "speed", "--model", model, steps=1)
-    assert config["training"]["bf16"] is True and config["training"]["score_chunk"] == 4096
+    assert config["training"]["bf16"] is True and config["training"]["logprob_batch_size"] == 4096
 
 
 def test_a_configuration_that_is_wrong_is_told_with_its_source(model):

@@ -42,7 +42,7 @@ COMMANDS = {
 KEYS = "Ctrl-C stops an answer. A message that begins with / is written with //."
 
 
-class Message(Config):
+class ChatMessage(Config):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant"]
@@ -60,7 +60,7 @@ class SavedChat(Config):
     """Whether every message is completed by itself."""
     settings: SamplerConfig = SamplerConfig()
     """The settings of the sampler."""
-    messages: list[Message]
+    messages: list[ChatMessage]
     """A system message, if there is one, and pairs of messages of the user and the assistant."""
 
 

@@ -16,7 +16,7 @@ from unmask.cli.run import make_trainer, planned_arguments, training_arguments
 from unmask.config.run import RunConfig
 from unmask.console import Progress
 from unmask.errors import ConfigError
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.estimates import StepEstimate
 from unmask.planning.hardware import HardwareRecipe, StepEstimator
 from unmask.training.config import Part, TrainingConfig
@@ -35,7 +35,7 @@ def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None
     """
     if weight_sharding_setting(args) == "deepspeed":
         config = config.model_copy(update={"training": config.training | {"deepspeed": "zero3"}})
-    blueprint = Blueprint.read(config.model)
+    blueprint = ModelSpec.read(config.model)
     work = args.workload(blueprint, config)
     if work is None:
         return None

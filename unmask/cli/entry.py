@@ -77,7 +77,7 @@ class WholeNames(Table):
 setattr(typer.rich_utils, "Table", WholeNames)  # noqa: B010 (mypy takes no other form)
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """Exits with one line and status 2 for an `UnmaskError` or an error in the user's own code, with status
     130 for Ctrl-C, and 75 for a run that another signal has stopped with a checkpoint."""
 
@@ -129,7 +129,7 @@ def _report(error: UnmaskError) -> None:
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     help="Turn a causal language model into a diffusion language model, and train it further.",
     epilog="Start with `unmask demo`: the whole pipeline on a small task, in minutes, on a laptop.",
     no_args_is_help=True,
@@ -186,7 +186,7 @@ def common(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    ctx.obj = debug  # read by Commands.invoke
+    ctx.obj = debug  # read by CommandGroup.invoke
 
 
 for _verb, _help in VERB_HELP.items():

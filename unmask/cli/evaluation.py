@@ -71,7 +71,7 @@ class Processes:
 ALONE = Processes()
 
 
-class Part(NamedTuple):
+class EvaluationPart(NamedTuple):
     """What has scores of its own in a result: a task with one sampler."""
 
     task: Task
@@ -83,7 +83,7 @@ class Part(NamedTuple):
     protocol: Protocol | None = None
     authors: Mapping[str, Any] = MappingProxyType({})
 
-    def fitted(self, lm: DiffusionLM) -> Part:
+    def fitted(self, lm: DiffusionLM) -> EvaluationPart:
         """With the sampler and the prompts of its protocol, if it has one; given settings win. Raises as
         `check_evaluation`."""
         part = self
@@ -252,7 +252,10 @@ def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
 
 
 def _protocols(
-    lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None
+    lm: DiffusionLM,
+    evaluation: EvaluationConfig,
+    parts: Mapping[str, EvaluationPart],
+    documents: Documents | None,
 ) -> dict[str, Any]:
     """What items depend on beside the model."""
     protocols = {
@@ -283,7 +286,7 @@ def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerCo
 
 
 def _areas(
-    evaluation: EvaluationConfig, parts: Mapping[str, Part], scores: Mapping[str, TaskScores]
+    evaluation: EvaluationConfig, parts: Mapping[str, EvaluationPart], scores: Mapping[str, TaskScores]
 ) -> list[TaskScores]:
     """The area under the curve of each task, if there are curves."""
     if not evaluation.curve:
@@ -309,7 +312,7 @@ def _speeds(
 
 def prepare(
     evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harness | None = None
-) -> dict[str, Part]:
+) -> dict[str, EvaluationPart]:
     """What is measured: each task at each point of the curve, if there is one. The names are those of
     `comparison.labels`.
 
@@ -326,7 +329,7 @@ def prepare(
         )
     points = curve_samplers(sampler, evaluation.curve) if evaluation.curve else [sampler]
     settings = [point.model_dump() for point in points]
-    parts: dict[str, Part] = {}
+    parts: dict[str, EvaluationPart] = {}
     for name in evaluation.tasks:
         task = get_task(name)
         if any(part.task.name == task.name for part in parts.values()):
@@ -346,7 +349,9 @@ def prepare(
         rows = _problems(wanted, task, source, sampler)
         for point, own in zip(points, settings, strict=True):
             used = point if protocol else sampler_for(task, rows, point)
-            parts[with_settings(task.name, own, settings)] = Part(task, rows, used, wanted, source, protocol)
+            parts[with_settings(task.name, own, settings)] = EvaluationPart(
+                task, rows, used, wanted, source, protocol
+            )
     return parts
 
 
@@ -368,7 +373,12 @@ def _problems(
 
 
 def _scores(
-    lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase
+    lm: DiffusionLM,
+    name: str,
+    part: EvaluationPart,
+    log: ItemLog | None,
+    judge: DiffusionLM | None,
+    phase: Phase,
 ) -> list[TaskScores]:
     evaluation = part.evaluation
     result = evaluate_task(

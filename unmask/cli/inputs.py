@@ -16,7 +16,7 @@ from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_examples, load_mixture, load_rows
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import initialise, load, pattern_settings
+from unmask.models.load import initialize, load, pattern_settings
 from unmask.models.model_files import NO_CODE, read_config, read_tokenizer
 from unmask.records import kind_of
 from unmask.tasks import Row, Task, get_task
@@ -127,14 +127,14 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         raise error.moved(where or None) from error
 
 
-def load_or_initialise(config: RunConfig, train: Rows, args: TrainingConfig) -> DiffusionLM:
+def load_or_initialize(config: RunConfig, train: Rows, args: TrainingConfig) -> DiffusionLM:
     """The model to start from: saved weights, or new ones for an architecture. A new tokenizer is trained on
     the rows `train`."""
     settings = config.model.load_arguments()
     if config.model.from_scratch:
         names = ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids", "parse_special_tokens")
         kept = {name: settings[name] for name in names}
-        return initialise(
+        return initialize(
             config.model.path,
             seed=config.data.seed,
             tokenizer=_new_tokenizer(config.model, train, args),

@@ -51,7 +51,7 @@ def inspect(
     check_model(model.path, weights=False)
     for name in {*(hardware or [])} - {"all"}:
         check_hardware(name)
-    from unmask.planning.blueprint import Blueprint
+    from unmask.planning.blueprint import ModelSpec
     from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, StepEstimator, recipes_to_show
     from unmask.planning.step_time import BOUNDS
 
@@ -61,7 +61,7 @@ def inspect(
         dtype=None if model.dtype == "float32" else model.dtype,  # None: as in the recipe
         device_map=model.device_map,
     )
-    blueprint = Blueprint.read(model)
+    blueprint = ModelSpec.read(model)
     work = blueprint.workload(
         model.attention, sequence_length, copies, lora_rank, quantization=model.quantization
     )

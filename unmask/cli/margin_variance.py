@@ -18,7 +18,7 @@ from unmask.cli.run import training_arguments
 from unmask.config.run import RunConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, random_views
+from unmask.diffusion.views import MaskRNG, Views, elbo_views, exact_count_views, random_views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -35,7 +35,7 @@ DrawViews = Callable[..., Views]
 
 
 def one_by_one(
-    draw_view: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, num_views: int
+    draw_view: Callable[[Tensor, MaskRNG], Views], group_BT: Tensor, draw: MaskRNG, num_views: int
 ) -> Views:
     """`num_views` independent draws of one view each, joined."""
     each = [
@@ -81,7 +81,7 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
     assert trainer.reference is not None
     group_BT = noise_groups(trainer.lm, batch["maskable"], batch["documents"])
 
-    def bounds(lm: DiffusionLM, draw: Draw) -> Tensor:
+    def bounds(lm: DiffusionLM, draw: MaskRNG) -> Tensor:
         drawn = estimator.draw_views(group_BT, draw, num_views=views)
         with evaluating(lm), trainer.accelerator.autocast():
             log_prob_BMT = trainer.per_view.log_probs(lm, PreferenceBatch(batch, drawn))
@@ -89,7 +89,7 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
 
     margin_RP = []
     for redraw in range(redraws):
-        draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
+        draw = MaskRNG(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
         with trainer.reference.model_in_use() as reference:
             reference_N = bounds(reference, other)
@@ -116,7 +116,7 @@ def variances(
 
 def measure_run(config: RunConfig) -> dict[str, Any]:
     """The variances on the first pairs of a run's data, with its model as the policy and
-    `training.reference_model` as the reference.
+    `training.ref_model` as the reference.
 
     Returns:
         pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes per
@@ -129,11 +129,11 @@ def measure_run(config: RunConfig) -> dict[str, Any]:
     if args.loss_type not in LOSSES:
         what = f"{args.loss_type} has no pairs that are compared with a reference"
         raise ConfigError(what, where="training.loss_type", remedy=f"Measure with {', '.join(LOSSES)}")
-    if args.reference_model is None:
+    if args.ref_model is None:
         remedy = "Give the model that the policy was trained from"
         raise ConfigError(
             "the policy is its own reference, so every margin is 0",
-            where="training.reference_model",
+            where="training.ref_model",
             remedy=remedy,
         )
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.cli.evaluation import ALONE, Harness, Part, Processes, evaluate, prepare
+from unmask.cli.evaluation import ALONE, EvaluationPart, Harness, Processes, evaluate, prepare
 from unmask.cli.inputs import read_pattern, without_folder
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
@@ -29,7 +29,7 @@ BEFORE, AFTER = "before", "after"
 RESULT = "retention.json"
 SHARED = {"device", "device_map", "dtype", "trust_remote_code", "parse_special_tokens"}
 """The settings by which both models are read."""
-NOT_OF_CAUSAL_MODELS = {*OF_DENOISING, "drafts", "mode"} - {"constraint"}
+NOT_OF_CAUSAL_MODELS = {*OF_DENOISING, "num_speculative_tokens", "mode"} - {"constraint"}
 """The settings of a sampler that say nothing to a causal model, which writes one token a step."""
 OF_ESTIMATES = {"samples", "estimator"}
 """The settings of likelihoods that are estimates, which those of a causal model are not."""
@@ -139,7 +139,7 @@ def speed_rows(found: Retention) -> list[list[str]]:
     ]
 
 
-def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, Part]:
+def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, EvaluationPart]:
     """The tasks that a run is to evaluate at its end. Raises those errors of `measure_retention` that can be
     found without weights."""
     evaluation = config.retention

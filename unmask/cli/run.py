@@ -19,11 +19,11 @@ from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
 from unmask.cli.compatibility import check_together, naming_sections
-from unmask.cli.evaluation import Harness, Part
+from unmask.cli.evaluation import EvaluationPart, Harness
 from unmask.cli.inputs import (
     evaluates,
     held_out_problems,
-    load_or_initialise,
+    load_or_initialize,
     naming_files,
     read_data,
     task_of,
@@ -181,7 +181,9 @@ def surroundings(
             yield folder, settings, stop
 
 
-def _run(verb: str, config: RunConfig, resume: str | bool, retained: Mapping[str, Part]) -> RunFolder:
+def _run(
+    verb: str, config: RunConfig, resume: str | bool, retained: Mapping[str, EvaluationPart]
+) -> RunFolder:
     """Train and save the model. The run is then finished, unless its retention is to be measured."""
     phases = [(verb, 20.0), *([("evaluate", 1.0)] if evaluates(config) else [])]
     with (
@@ -250,7 +252,7 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     rest |= entry.trainer_arguments(config, task)
     train, held_out = read_data(config, entry, task, args)
     with naming_files(config.data):
-        lm = load_or_initialise(config, train, args)
+        lm = load_or_initialize(config, train, args)
     if config.data.chat_template is not None:
         lm.set_chat_template(
             read_template(config.data.chat_template), ends=config.model.eos_token_ids is None

@@ -108,7 +108,7 @@ def serve(
         raise ModelError("no such folder", where=path, remedy=near_path(Path(path)))
     from unmask.serving.app import AppSettings
     from unmask.serving.connections import ConnectionLimits
-    from unmask.serving.limits import Limits
+    from unmask.serving.limits import RequestLimits
     from unmask.serving.middleware import LOOPBACK
     from unmask.serving.run import Serving
     from unmask.serving.served_models import ServedModels
@@ -116,7 +116,7 @@ def serve(
 
     placed, queue_size = place_workers(workers, devices, model, queue_size)
     settings = AppSettings(
-        limits=Limits(
+        limits=RequestLimits(
             max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout
         ),
         api_keys=keys_of(api_keys),

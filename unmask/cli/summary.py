@@ -23,7 +23,7 @@ EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""
 
 
-def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
+def summarize(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
     """Rows of a table: the model, the time, the first and last loss or reward, and the held-out score or
     loss, or else the speed.
 

@@ -260,7 +260,7 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
     """Raise UnmaskError for a model, data or a task that is not there, or a first row without the columns of
     the verb, before what takes seconds to import."""
     check_model(settings.model.path, weights=not settings.model.from_scratch)
-    if reference := settings.training.get("reference_model"):
+    if reference := settings.training.get("ref_model"):
         check_model(str(reference))
     for path in map(Path, inputs_of(settings)):
         if path.suffix in (".json", ".jinja", ".jinja2") and not path.exists():
@@ -317,9 +317,9 @@ def check_first_row(verb: str, settings: RunConfig, task: Task | None, source: D
 
 
 def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
-    from unmask.cli.summary import next_commands, summarise
+    from unmask.cli.summary import next_commands, summarize
 
-    show_table(summarise(settings, seconds), f"{verb}: finished")
+    show_table(summarize(settings, seconds), f"{verb}: finished")
     for label, command in zip(("next:", "or:  "), next_commands(verb, settings), strict=False):
         typer.echo(for_stdout(f"{label} {command}"))
 

@@ -35,7 +35,7 @@ def unread_by_vllm(sampler: SamplerConfig) -> str | None:
     default = SamplerConfig()
     for name in sorted(SamplerConfig.model_fields.keys() - VLLM_READS):
         value = getattr(sampler, name)
-        if value != getattr(default, name) and (name, value) != ("policy", "left_to_right"):
+        if value != getattr(default, name) and (name, value) != ("remasking", "left_to_right"):
             return name
     return None
 
@@ -63,8 +63,8 @@ class RolloutConfig(Config):
     in the output folder."""
     sync_steps: int = Field(default=1, ge=1)
     """vllm: rollouts between two transfers of weights. Above 1, completions come from older weights, which
-    `importance_cap` corrects for. A resumed run transfers them immediately, and then differs from an
-    uninterrupted one."""
+    `vllm_importance_sampling_cap` corrects for. A resumed run transfers them immediately, and then differs
+    from an uninterrupted one."""
     timeout: Annotated[float, NEUTRAL] = Field(default=300.0, gt=0)
     """Seconds to wait for an answer: `batch_size` completions from `unmask serve`, one from vLLM."""
     patience: Annotated[float, NEUTRAL] = Field(default=30.0, ge=0)

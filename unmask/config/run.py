@@ -53,7 +53,7 @@ READ = {
         "data",
         "likelihood",
         "include_path",
-        "reference_model",
+        "ref_model",
     ),
     *("json_schema", "grammar", "against", "judge", "deepspeed", "fsdp_config"),
 }

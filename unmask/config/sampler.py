@@ -19,17 +19,17 @@ OF_DENOISING = (
         "schedule",
         "block_size",
         "sub_block_size",
-        "policy",
+        "remasking",
         "threshold",
         "factor",
         "entropy_bound",
-        "remask",
+        "remask_fraction",
     ),
     *(
         "order_temperature",
         "filtered_confidence",
         "reveal_last",
-        "guidance",
+        "cfg_scale",
         "constraint",
         "cache",
         "refresh_interval",
@@ -75,9 +75,10 @@ class SamplerConfig(Config):
     """Block-causal models: each attention block is completed in parts of this many tokens, from left to
     right; with a logit shift its first token comes before them, alone, because the clean text before it
     predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole block at once."""
-    policy: Literal["confidence", "margin", "entropy", "random", "left_to_right"] = "confidence"
-    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest
-    entropy, any, or the first ones."""
+    remasking: Literal["low_confidence", "margin", "entropy", "random", "left_to_right"] = "low_confidence"
+    """Which hidden tokens stay masked the longest, under the names of LLaDA (Nie et al. 2025): those of the
+    lowest probability, of the smallest gap between the two best, of the highest entropy, any, or the last
+    ones."""
     threshold: float | None = Field(default=None, gt=0, le=1)
     """Reveal in each step all tokens of at least this probability; if there is none, the most probable
     one."""
@@ -90,12 +91,13 @@ class SamplerConfig(Config):
     entropy_rule: Literal["sum", "sum-minus-max"] = "sum"
     """What `entropy_bound` bounds: the sum of the entropies, or the sum without the largest one (the EB
     sampler, Ben-Hamu et al. 2025)."""
-    remask: float = Field(default=0.0, ge=0, lt=1)
+    remask_fraction: float = Field(default=0.0, ge=0, lt=1)
     """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier
     steps first. As many additional tokens are revealed, so the number of steps does not change."""
     revise: ReviseConfig | None = None
-    """Revealed tokens are hidden again by what the present forward pass says of them, where `remask` goes by
-    their probability when they were revealed. The number of steps does not change."""
+    """Revealed tokens are hidden again by what the present forward pass says of them, where
+    `remask_fraction` goes by their probability when they were revealed. The number of steps does not
+    change."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -104,7 +106,7 @@ class SamplerConfig(Config):
     """Draw among this many most probable tokens; 0: all."""
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Draw which positions to reveal, without replacement, with probability proportional to exp(value /
-    order_temperature), where value is what `policy` orders by. 0: no noise."""
+    order_temperature), where value is what `remasking` orders by. 0: no noise."""
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature,
     top_k and top_p, as in Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens of
@@ -115,8 +117,8 @@ class SamplerConfig(Config):
     end tokens, it keeps texts from ending early (LLaDA, Nie et al. 2025)."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
     """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none."""
-    guidance: float = Field(default=0.0, ge=0, le=1e3)
-    """Classifier-free guidance: logits + guidance * (logits - logits with the prompt hidden). 0: off;
+    cfg_scale: float = Field(default=0.0, ge=0, le=1e3)
+    """Classifier-free guidance: logits + cfg_scale * (logits - logits with the prompt hidden). 0: off;
     otherwise every step takes twice the work."""
     allowed_tokens: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """The only token ids that may be produced; unset: all."""
@@ -139,14 +141,14 @@ class SamplerConfig(Config):
     agreement_prompts: int = Field(default=2, ge=0)
     """Lossy settings: how many of the prompts are also sampled exactly, to report the fraction of tokens that
     agree; 0: none."""
-    drafts: int = Field(default=0, ge=0, le=32)
+    num_speculative_tokens: int = Field(default=0, ge=0, le=32)
     """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not
     change. Faster if memory bandwidth is the limit (few sequences, small blocks). Mode self-speculative:
     tokens drafted ahead; 0: the attention block less one, at most 7."""
-    candidates: int = Field(default=1, ge=1, le=32)
-    """Mode self-speculative: candidates of a drafted token, on average. A pass verifies drafts * candidates
-    of them, as a tree that has more of the likelier paths; with 1 it is a chain. More candidates take fewer
-    and wider passes. The distribution does not change."""
+    num_branches: int = Field(default=1, ge=1, le=32)
+    """Mode self-speculative: candidates of a drafted token, on average. A pass verifies
+    num_speculative_tokens * num_branches of them, as a tree that has more of the likelier paths; with 1 it is
+    a chain. More candidates take fewer and wider passes. The distribution does not change."""
     seed: int = 0
     """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
@@ -177,18 +179,20 @@ class SamplerConfig(Config):
         else:
             yield ConfigError(
                 f"has no effect with mode {self.mode!r}",
-                where="candidates",
+                where="num_branches",
                 remedy="Use mode 'self-speculative'",
             )
         if self.parallel:
             yield ConfigError(
                 f"has no effect with {self._rules[0]}", where="order_temperature", remedy="Leave it out"
             )
-        elif self.policy in ("random", "left_to_right"):
-            what = f"has no effect with policy {self.policy!r}"
+        elif self.remasking in ("random", "left_to_right"):
+            what = f"has no effect with remasking {self.remasking!r}"
             yield ConfigError(what, where="order_temperature", remedy="Leave it out")
             yield ConfigError(
-                what, where="filtered_confidence", remedy="Use policy 'confidence', 'margin' or 'entropy'"
+                what,
+                where="filtered_confidence",
+                remedy="Use remasking 'low_confidence', 'margin' or 'entropy'",
             )
         if self.entropy_bound is None:
             yield ConfigError(
@@ -215,17 +219,17 @@ class SamplerConfig(Config):
                 raise ConfigError(
                     f"{getattr(self, name)} is not valid", where=name, remedy="Use 0, or 1e-6 and more"
                 )
-        if self.parallel and self.remask:
+        if self.parallel and self.remask_fraction:
             what = f"cannot be combined with {rules[0]}, which does not fix the number of steps"
-            raise ConfigError(what, where="remask", remedy="Leave one out")
+            raise ConfigError(what, where="remask_fraction", remedy="Leave one out")
         if self.revise is not None:
             self._check_revise(rules)
-        needed = "entropy" if self.entropy_bound is not None else "confidence"
-        if self.parallel and self.policy != needed:
+        needed = "entropy" if self.entropy_bound is not None else "low_confidence"
+        if self.parallel and self.remasking != needed:
             raise ConfigError(
-                f"cannot be combined with policy {self.policy!r}",
+                f"cannot be combined with remasking {self.remasking!r}",
                 where=rules[0],
-                remedy=f"Use policy {needed!r}",
+                remedy=f"Use remasking {needed!r}",
             )
         if self.parallel and self.schedule != "even":
             what = (
@@ -233,15 +237,17 @@ class SamplerConfig(Config):
                 "steps"
             )
             raise ConfigError(what, where="schedule", remedy="Leave one out")
-        if self.drafts and (self.remask or self.guidance):
-            what = f"cannot be combined with {'remask' if self.remask else 'guidance'}"
-            raise ConfigError(what, where="drafts", remedy="Leave one of them out")
-        if self.drafts and self.constraint is not None:
+        if self.num_speculative_tokens and (self.remask_fraction or self.cfg_scale):
+            what = f"cannot be combined with {'remask_fraction' if self.remask_fraction else 'cfg_scale'}"
+            raise ConfigError(what, where="num_speculative_tokens", remedy="Leave one of them out")
+        if self.num_speculative_tokens and self.constraint is not None:
             raise ConfigError(
-                "cannot be combined with a constraint", where="drafts", remedy="Leave one of them out"
+                "cannot be combined with a constraint",
+                where="num_speculative_tokens",
+                remedy="Leave one of them out",
             )
-        if self.early_commit is not None and self.remask:
-            what = "cannot be combined with remask, which hides revealed tokens again"
+        if self.early_commit is not None and self.remask_fraction:
+            what = "cannot be combined with remask_fraction, which hides revealed tokens again"
             raise ConfigError(what, where="early_commit", remedy="Leave one of them out")
         if self.cache == "exact" and self.refresh_interval is not None:
             raise ConfigError(
@@ -258,8 +264,8 @@ class SamplerConfig(Config):
         """Raise ConfigError for what cannot be combined with `revise`."""
         assert self.revise is not None
         because = {
-            "remask": "remask, which hides tokens by another rule",
-            "drafts": "drafts, which predict steps that hide nothing",
+            "remask_fraction": "remask_fraction, which hides tokens by another rule",
+            "num_speculative_tokens": "num_speculative_tokens, which predict steps that hide nothing",
             "early_commit": "early_commit, which ends a block",
         }
         others = [because[name] for name in because if getattr(self, name)]

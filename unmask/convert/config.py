@@ -12,7 +12,7 @@ from unmask.config.run import AttentionName, RunConfig
 from unmask.convert.stages import STAGES, ConversionStage
 from unmask.errors import ConfigError
 from unmask.models.attention import DEFAULT_BLOCK, check_pattern
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.training.config import NEUTRAL, Conflict, Part
 from unmask.training.config_fields import setting
@@ -150,7 +150,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
     def noised_copies(self) -> int:
         return 2 if self.complementary else 1
 
-    def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
+    def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
         work = super().workload(blueprint, run)
         return work and replace(work, teacher=bool(self.distillation or self.alignment))
 

@@ -25,7 +25,7 @@ MIN_REST_PROBABILITY = 1e-9
 """Lower bound of the total probability of the tokens outside the top K."""
 
 
-class Comparison(NamedTuple):
+class TeacherComparison(NamedTuple):
     """The student compared with the teacher, at the target tokens of views in row-major order."""
 
     log_prob_N: Tensor  # the student's log-probability of the real token, in nats
@@ -42,7 +42,7 @@ def compare(
     views: Views,
     *,
     top_k: int,
-) -> Comparison:
+) -> TeacherComparison:
     """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
     Where no later token of the same block (or document) is visible, the forward KL has in expectation over
@@ -72,11 +72,11 @@ def compare(
     divergence_N = forward_kl(log_p_UK[index_N], log_q_NK[:, 1:])
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
     taught_N = ~later_visible(lm, views, document_BT)[target_BMT]
-    return Comparison(log_q_NK[:, 0], taught_N, divergence_N, distance_N)
+    return TeacherComparison(log_q_NK[:, 0], taught_N, divergence_N, distance_N)
 
 
 def distillation_loss(
-    found: Comparison, views: Views, *, distillation: float, alignment: float = 0.0
+    found: TeacherComparison, views: Views, *, distillation: float, alignment: float = 0.0
 ) -> Tensor:
     """The weighted loss of the targets, summed, in nats, to be divided by the maskable tokens of the whole
     batch.

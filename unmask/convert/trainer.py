@@ -27,8 +27,8 @@ from unmask.data.rows import Row, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.rng import Stream, uniform
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.rng import RngStream, uniform
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.models.adapters import with_adapters, with_trained_mask_row
@@ -134,7 +134,7 @@ class StageTrainer(DiffusionTrainer):
             if first < each["step"] < first + self.args.max_steps
         ]
 
-    def plan(self, batch: Batch, draw: Draw) -> Views:
+    def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         pair = self.args.complementary
         views = noised_views(self.args, self.lm, group_BT, batch["documents"], draw, complementary=pair)
@@ -186,7 +186,7 @@ class StageTrainer(DiffusionTrainer):
         continuation is trained on."""
         key_B = batch["sample_id"]
         chosen_B, cut_B = (
-            uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT)
+            uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=RngStream.ROLLOUT)
             for i in (0, 1)
         )
         length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
@@ -196,7 +196,7 @@ class StageTrainer(DiffusionTrainer):
         prompts = [batch["input_ids"][row, : 1 + int(cut_B[row] * length_B[row])].tolist() for row in rows]
         seed = self.args.seed + self.steps_before + self.state.global_step
         sampler = SamplerConfig(
-            max_new_tokens=self.args.rollout_tokens, temperature=1.0, policy="random", seed=seed
+            max_new_tokens=self.args.rollout_tokens, temperature=1.0, remasking="random", seed=seed
         )
         continuations = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
         batch = {

@@ -108,10 +108,10 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int, *, first: bool =
     return (text if first else _decode(tokenizer, [token, token])[len(text) :]).encode()
 
 
-def token_name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def token_name(tokenizer: PreTrainedTokenizerBase, token: int, *, first: bool = False) -> str:
     """The text of a token for a list of tokens. A part of a character is written as by OpenAI's API, as
-    `bytes:\\xe2\\x82`, and a special token by its name."""
-    written = token_bytes(tokenizer, token)
+    `bytes:\\xe2\\x82`, and a special token by its name. Arguments as of `token_bytes`."""
+    written = token_bytes(tokenizer, token, first=first)
     try:
         return written.decode() or _special_name(tokenizer, token)
     except UnicodeDecodeError:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from unmask.diffusion.log_probs import COPIES_AT_ONCE, noise_groups, view_log_probs
 from unmask.diffusion.views import (
-    Draw,
+    MaskRNG,
     Views,
     all_masked_views,
     columns,
@@ -53,7 +53,7 @@ def elbo(
     ids_BT: Tensor,
     attention_mask_BT: Tensor | None,
     maskable_BT: Tensor,
-    draw: Draw,
+    draw: MaskRNG,
     *,
     samples: int,
     chunk: int | None = None,

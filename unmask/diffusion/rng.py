@@ -22,7 +22,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
 
-class Stream(IntEnum):
+class RngStream(IntEnum):
     """The purpose of a draw. Draws of different streams are independent."""
 
     TOKEN = 0
@@ -61,7 +61,7 @@ def uniform(
     *,
     step: Tensor | int = 0,
     position: Tensor | int = 0,
-    stream: Stream,
+    stream: RngStream,
     view: Tensor | int = 0,
 ) -> Tensor:
     """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another. `key`: int64,

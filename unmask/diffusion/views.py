@@ -7,8 +7,8 @@ in a bidirectional model, one attention block in a block-causal one. The bound i
 bound of each group given the clean groups before it.
 
 Plans read `group_BT`, the group of each maskable token and -1 elsewhere
-(`unmask.diffusion.log_probs.noise_groups`), and a `Draw` with a key for each row. They raise ConfigError if
-these differ in their numbers of rows, or no view is asked for.
+(`unmask.diffusion.log_probs.noise_groups`), and a `MaskRNG` with a key for each row. They raise ConfigError
+if these differ in their numbers of rows, or no view is asked for.
 
 Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are
 hidden.
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.schedules import Noise
 from unmask.errors import ConfigError
 from unmask.tensor_checks import check_tensors
@@ -95,7 +95,7 @@ class Views:
 
 
 @dataclass(frozen=True)
-class Draw:
+class MaskRNG:
     """The source of a plan's randomness, independent of the global generator and of the place in the batch.
 
     Attributes:
@@ -112,7 +112,7 @@ class Draw:
     iteration: int = 0
     rows_before_B: Tensor | None = None
 
-    def uniform(self, position_BT: Tensor, num_views: int, stream: Stream) -> Tensor:
+    def uniform(self, position_BT: Tensor, num_views: int, stream: RngStream) -> Tensor:
         """[B, M, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
         view_1M1 = torch.arange(num_views, device=position_BT.device)[None, :, None]
         key_B11, position_B1T = self.key_B[:, None, None], position_BT[:, None, :]
@@ -120,19 +120,19 @@ class Draw:
             self.seed, key_B11, step=self.iteration, position=position_B1T, stream=stream, view=view_1M1
         )
 
-    def per_sequence(self, num_views: int, stream: Stream) -> Tensor:
+    def per_sequence(self, num_views: int, stream: RngStream) -> Tensor:
         """[B, M] float64 in [0, 1): a number for each view of a sequence."""
         return self.uniform(torch.zeros_like(self.key_B[:, None]), num_views, stream).squeeze(2)
 
 
-def _check(group_BT: Tensor, draw: Draw, number_BT: Tensor | None = None, num_views: int = 1) -> None:
+def _check(group_BT: Tensor, draw: MaskRNG, number_BT: Tensor | None = None, num_views: int = 1) -> None:
     """Refuse a draw that is not of as many rows as the groups, and fewer views than one."""
     if num_views < 1:
         raise ConfigError(f"{num_views} views", where="num_views", remedy="Give at least 1")
     check_tensors(group_BT=group_BT, key_B=draw.key_B, rows_before_B=draw.rows_before_B, number_BT=number_BT)
 
 
-def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int = 1) -> Views:
+def random_views(group_BT: Tensor, draw: MaskRNG, noise: Noise, *, num_views: int = 1) -> Views:
     """A time per group, stratified over the views; each token is hidden independently with probability 1 -
     alpha(t) (MDLM, Sahoo et al. 2024).
 
@@ -142,12 +142,12 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int =
     _check(group_BT, draw, num_views=num_views)
     time_BMT = noise.time(stratified(draw, group_BT, num_views))
     hidden_BMT = (
-        draw.uniform(columns(group_BT), num_views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)
+        draw.uniform(columns(group_BT), num_views, RngStream.MASK) < noise.schedule.mask_rate(time_BMT)
     ) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BMT, noise.weight(time_BMT) / num_views)
 
 
-def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
+def complementary_pair(group_BT: Tensor, draw: MaskRNG, noise: Noise) -> Views:
     """Two views, each hiding what the other shows, so that every token is trained on in each step.
 
     The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the
@@ -157,7 +157,7 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     noise = noise.paired()
     time_BMT = noise.time(stratified(draw, group_BT, 1))
     rate_BMT, weight_BMT = noise.schedule.mask_rate(time_BMT), noise.weight(time_BMT)
-    hidden_BMT = _with_complement(draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BMT, group_BT)
+    hidden_BMT = _with_complement(draw.uniform(columns(group_BT), 1, RngStream.MASK) < rate_BMT, group_BT)
     other_BMT = (
         weight_BMT if noise.weighting in ("uniform", "cart") else weight_BMT * rate_BMT / (1 - rate_BMT)
     )
@@ -188,7 +188,7 @@ def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: fl
 
 
 def exact_count_views(
-    group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None
+    group_BT: Tensor, draw: MaskRNG, *, num_views: int, number_BT: Tensor | None = None
 ) -> Views:
     """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k
     (LLaDA, Nie et al. 2025). `number_BT` as of `hide`."""
@@ -198,7 +198,7 @@ def exact_count_views(
     return _weighted(hide(group_BT, draw, count_BMT, number_BT), size_B1T / count_BMT / num_views)
 
 
-def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
+def exact_count_pair(group_BT: Tensor, draw: MaskRNG) -> Views:
     """Two views of exact counts that between them hide every token once: k and the other L - k of the L
     tokens of a group.
 
@@ -216,7 +216,7 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     return _weighted(hidden_BMT, torch.cat([weight_B1T, other_B1T], 1))
 
 
-def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
+def pairs_of_counts(group_BT: Tensor, draw: MaskRNG, *, pairs: int) -> Views:
     """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over
     the pairs (ESPO, Ou et al. 2025). The weight in a view of k tokens is (L + 1)/k, halved; the first views
     of all pairs come before the second ones."""
@@ -230,7 +230,7 @@ def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     )
 
 
-def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
+def elbo_views(group_BT: Tensor, draw: MaskRNG, *, num_views: int, number_BT: Tensor | None = None) -> Views:
     """The low-variance plan of the ELBO: one all-masked view, then complementary pairs of exact counts.
 
     The bound is the mean over k = 1..L of the L/k-weighted log-probability. k = L needs one view and nothing
@@ -245,7 +245,7 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tenso
     rest = num_views - 1
     pairs = rest // 2
     uniform_BMT = torch.cat(
-        [stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1
+        [stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, RngStream.ORDER)], 1
     )
     count_BMT = 1 + (uniform_BMT * (size_B1T - 1)).long()
     hidden_BMT = hide(group_BT, draw, count_BMT, number_BT)
@@ -278,7 +278,7 @@ def exact_views(group_BT: Tensor, width: int) -> Views:
 def all_masked_views(
     completion_BT: Tensor,
     prompt_BT: Tensor | None = None,
-    draw: Draw | None = None,
+    draw: MaskRNG | None = None,
     *,
     prompt_rate: float = 0.0,
 ) -> Views:
@@ -296,16 +296,18 @@ def all_masked_views(
                 where="prompt_rate",
                 remedy="Give prompt_BT and draw, or leave it out",
             )
-        hidden_BMT |= (draw.uniform(columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
+        hidden_BMT |= (draw.uniform(columns(prompt_BT), 1, RngStream.PROMPT) < prompt_rate) & prompt_BT[
+            :, None
+        ]
     target_BMT = completion_BT[:, None]
     return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
-def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor, number_BT: Tensor | None = None) -> Tensor:
+def hide(group_BT: Tensor, draw: MaskRNG, count_BMT: Tensor, number_BT: Tensor | None = None) -> Tensor:
     """`count` random tokens of each group [B, M, T]. Random numbers belong to the numbers of tokens, which
     differ within a row; None: to their positions."""
     number_BT = columns(group_BT) if number_BT is None else number_BT
-    rank_BMT = _ranks(group_BT, draw.uniform(number_BT, count_BMT.shape[1], Stream.MASK))
+    rank_BMT = _ranks(group_BT, draw.uniform(number_BT, count_BMT.shape[1], RngStream.MASK))
     return (rank_BMT < count_BMT) & (group_BT >= 0)[:, None]
 
 
@@ -319,15 +321,15 @@ def columns(like_BT: Tensor) -> Tensor:
     return torch.arange(like_BT.shape[1], device=like_BT.device).expand_as(like_BT)
 
 
-def stratified(draw: Draw, group_BT: Tensor, num_views: int) -> Tensor:
+def stratified(draw: MaskRNG, group_BT: Tensor, num_views: int) -> Tensor:
     """One uniform per group and view, view m in [m/M, (m+1)/M)."""
     view_1M1 = torch.arange(num_views, device=group_BT.device)[None, :, None]
     if draw.rows_before_B is None:
-        within_BMT = draw.uniform(group_BT.clamp_min(0), num_views, Stream.TIME)
+        within_BMT = draw.uniform(group_BT.clamp_min(0), num_views, RngStream.TIME)
     # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at
     # random
     else:
-        shift_1M1 = uniform(draw.seed, torch.zeros_like(view_1M1), stream=Stream.TIME, view=view_1M1)
+        shift_1M1 = uniform(draw.seed, torch.zeros_like(view_1M1), stream=RngStream.TIME, view=view_1M1)
         place_BT = draw.rows_before_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(
             3
         )

@@ -23,7 +23,7 @@ from unmask.config.run import SamplerConfig
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.diffusion.likelihood import Bound, elbo, exact_log_likelihood
 from unmask.diffusion.rng import sequence_key
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.statistics import student_quantile
 from unmask.generation.requests import check_ids, make_requests
@@ -162,7 +162,7 @@ def log_likelihoods(
         _check_length(lm, index, len(prompt_ids), len(ids))
         pairs.append((prompt_ids, ids, sequence_key(prompt_ids) if keys is None else keys[index]))
     with evaluating(lm):
-        draws = [Draw(seed, torch.tensor([key])) for *_, key in pairs]
+        draws = [MaskRNG(seed, torch.tensor([key])) for *_, key in pairs]
         found = [
             _of_pair(lm, *pair[:2], estimator, samples, draw, shared)
             for pair, draw in zip(pairs, draws, strict=True)
@@ -177,7 +177,7 @@ def _of_pair(
     ids: list[int],
     estimator: Estimator,
     samples: int,
-    draw: Draw,
+    draw: MaskRNG,
     shared: int | None,
 ) -> Bound:
     certain_BP = torch.zeros(1, 0, dtype=lm.log_prob_dtype)

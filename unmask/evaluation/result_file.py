@@ -73,7 +73,7 @@ def is_fraction(metric: str, values: Iterable[float]) -> bool:
     return WITH_UNITS.isdisjoint(re.split(r"[\W_]", metric)) and all(0 <= value <= 1 for value in values)
 
 
-class Trace(_Part):
+class ItemTrace(_Part):
     """The tokens of a completion as text, and the denoising step at which each came."""
 
     tokens: list[str]
@@ -105,7 +105,7 @@ class Item(_Part):
     """Denoising steps, over all completions."""
     passes: Count = 0
     """Forward passes, over all completions."""
-    traces: list[Trace] = []
+    traces: list[ItemTrace] = []
     """One for each completion, if they were recorded."""
     details: dict[str, Any] = {}
     """What the task adds: a reference, the log-likelihoods of choices with their standard errors."""

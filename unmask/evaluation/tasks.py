@@ -22,7 +22,7 @@ from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog, finished_items
 from unmask.evaluation.protocols import cut
-from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
+from unmask.evaluation.result_file import Item, ItemTrace, Metric, TaskScores
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
 from unmask.evaluation.text_metrics import (
     LOWER_IS_BETTER,
@@ -372,7 +372,7 @@ def _item(
     reason = next((verdict.detail for verdict in verdicts if verdict.value is None), "")
     traces = []
     for ids, at in zip(tokens, steps, strict=True) if traced else []:
-        traces.append(Trace(tokens=token_texts(lm.tokenizer, problem.prompt, ids, named=True), steps=at))
+        traces.append(ItemTrace(tokens=token_texts(lm.tokenizer, problem.prompt, ids, named=True), steps=at))
     return Item(
         id=problem.id,
         group=problem.row["group"],

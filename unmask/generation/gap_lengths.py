@@ -15,7 +15,7 @@ where the window is the tokens next to the gap, which are the same for all lengt
 taken to fit all of them alike. Its tokens are predicted one by one from the gap on, given those before them
 and the text beyond the window. Both sides are scored, each given the other one, and the mean counts.
 
-Short gaps are not favoured, though each token of a filled gap costs probability: log p(g, b | a) = log p_L(b
+Short gaps are not favored, though each token of a filled gap costs probability: log p(g, b | a) = log p_L(b
 | a) + log p(g | a, b), and the second term, the log-probability of the gap as it is filled in, is left out.
 It is what a calibration would have to subtract.
 
@@ -123,7 +123,7 @@ def search(
 ) -> dict[int, float]:
     """The scores of the lengths that are left in the last of `ROUNDS`. After each round before it the better
     half is kept, so that most lengths cost few passes. No length is left out beforehand: likely ones need not
-    be neighbours, as in text with a period.
+    be neighbors, as in text with a period.
 
     Args:
         choices: lengths.

@@ -206,7 +206,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
                     lm, logits_TV, ids[:visible], hidden[:visible], visible_N, request.key, passes, config
                 )
                 again = again[: request.revisions[block][step]]
-            num_remasked = count_remasked(counts, step, config.remask)
+            num_remasked = count_remasked(counts, step, config.remask_fraction)
             num_revealed = (
                 _num_accepted(order, decisions, config)
                 if config.parallel
@@ -276,7 +276,7 @@ def _speculate(
     steps: list[int] = [-1] * request.start
     decisions: dict[int, Decision] = {}
     key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
-    tree = draft_tree(num_drafts(lm, config), config.candidates)
+    tree = draft_tree(num_drafts(lm, config), config.num_branches)
     # of each position the candidates, and the distributions that they were drawn from
     drafts: list[list[tuple[Tensor, Tensor]]] = []
     passes = num_drafted = num_accepted = 0
@@ -336,13 +336,13 @@ def _logits(
     """Logits [T, V]; with guidance, moved away from the logits with a hidden prompt."""
     hidden_1T = torch.tensor([hidden], device=lm.device)
     logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
-    if config.guidance:
+    if config.cfg_scale:
         unconditional = [
             token if was_hidden else lm.mask_token_id
             for token, was_hidden in zip(ids, request.hidden, strict=False)
         ]
         unconditional_TV = lm.logits(torch.tensor([unconditional], device=lm.device), hidden_BT=hidden_1T)[0]
-        logits_TV = guide(logits_TV, unconditional_TV, config.guidance)
+        logits_TV = guide(logits_TV, unconditional_TV, config.cfg_scale)
     return logits_TV
 
 

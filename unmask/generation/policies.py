@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import GenerationError
 
 MOST_TOP = 20
@@ -31,10 +31,10 @@ class Decision(NamedTuple):
 
     token_N: Tensor
     log_prob_N: Tensor  # under the model at temperature 1
-    priority_N: Tensor  # the policy's confidence, float32 so that rounding does not separate equal ones
+    priority_N: Tensor  # the order's confidence, float32 so that rounding does not separate equal ones
     # under the distribution that the token is drawn from; with a trace
     sampled_log_prob_N: Tensor | None = None
-    # of the model's distribution, in nats; with a trace or if the policy ranks by it
+    # of the model's distribution, in nats; with a trace or if the order ranks by it
     entropy_N: Tensor | None = None
     # the model's most probable tokens, `MOST_TOP` or the whole vocabulary; with `top_log_probs`
     top_id_NK: Tensor | None = None
@@ -42,11 +42,11 @@ class Decision(NamedTuple):
     # likewise, of tokens that a constraint forbids; with `top_forbidden`
     forbidden_id_NK: Tensor | None = None
     forbidden_log_prob_NK: Tensor | None = None  # -inf: it forbids fewer
-    # between the model's two highest probabilities; if the policy or an early commit needs it
+    # between the model's two highest probabilities; if the order or an early commit needs it
     margin_N: Tensor | None = None
 
 
-class Given(NamedTuple):
+class GivenTokens(NamedTuple):
     """Tokens that were drawn together with those of other positions."""
 
     token_N: Tensor
@@ -59,9 +59,9 @@ class Given(NamedTuple):
     # the tokens that the condition leaves no text for; None: nothing records them
     forbidden_NV: Tensor | None = None
 
-    def part(self, rows: slice) -> Given:
+    def part(self, rows: slice) -> GivenTokens:
         """Some rows."""
-        return Given(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
+        return GivenTokens(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
 
 
 def decide(
@@ -71,7 +71,7 @@ def decide(
     step_N: Tensor,
     position_N: Tensor,
     present_NV: Tensor | None = None,
-    given: Given | None = None,
+    given: GivenTokens | None = None,
 ) -> Decision:
     """Draw a token for each position and rank it. All randomness is keyed by (seed, key, step, position).
     Raises GenerationError for NaN.
@@ -91,19 +91,19 @@ def decide(
     return decision
 
 
-def streams(config: SamplerConfig) -> list[Stream]:
+def streams(config: SamplerConfig) -> list[RngStream]:
     """The streams that a decision draws numbers from."""
-    drawn = [Stream.TOKEN] if config.temperature > 0 else []
-    drawn += [Stream.ORDER] if config.policy == "random" else []
-    return drawn + ([Stream.ORDER_NOISE] if config.order_temperature > 0 else [])
+    drawn = [RngStream.TOKEN] if config.temperature > 0 else []
+    drawn += [RngStream.ORDER] if config.remasking == "random" else []
+    return drawn + ([RngStream.ORDER_NOISE] if config.order_temperature > 0 else [])
 
 
 def decide_by(
     logits_NV: Tensor,
     config: SamplerConfig,
-    uniforms: dict[Stream, Tensor],
+    uniforms: dict[RngStream, Tensor],
     present_NV: Tensor | None = None,
-    given: Given | None = None,
+    given: GivenTokens | None = None,
 ) -> Decision:
     """Decide like `decide`, by the numbers [N] of `streams`. For NaN the log-probabilities are NaN."""
     rows, vocabulary = logits_NV.shape
@@ -127,16 +127,16 @@ def decide_by(
 def _decide(
     logits_NV: Tensor,
     config: SamplerConfig,
-    uniforms: dict[Stream, Tensor],
+    uniforms: dict[RngStream, Tensor],
     present_NV: Tensor | None,
-    given: Given | None,
+    given: GivenTokens | None,
 ) -> Decision:
-    weight_NV, total_N1, normaliser_N1, group_N1 = _normalised(logits_NV)
+    weight_NV, total_N1, normalizer_N1, group_N1 = _normalized(logits_NV)
     sampled_N = None
     if given is None or given.believed_NV is None:
-        entropy_N, margin_N = _certainty(logits_NV, weight_NV, total_N1, normaliser_N1, config)
+        entropy_N, margin_N = _certainty(logits_NV, weight_NV, total_N1, normalizer_N1, config)
     else:
-        entropy_N, margin_N = _certainty(given.believed_NV, *_normalised(given.believed_NV)[:3], config)
+        entropy_N, margin_N = _certainty(given.believed_NV, *_normalized(given.believed_NV)[:3], config)
     if given is None:
         token_N1, weight_NV = _draw_tokens(logits_NV, weight_NV, group_N1, config, uniforms, present_NV)
     else:
@@ -146,7 +146,7 @@ def _decide(
                 given.drawn_from_NV, given.drawn_from_NV.amax(-1, keepdim=True), config.temperature or 1.0
             )
             weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    token_N, log_prob_N = token_N1.squeeze(1), (logits_NV.gather(1, token_N1) - normaliser_N1).squeeze(1)
+    token_N, log_prob_N = token_N1.squeeze(1), (logits_NV.gather(1, token_N1) - normalizer_N1).squeeze(1)
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = (
             torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
@@ -154,14 +154,14 @@ def _decide(
     if config.reveal_last:
         last_L = torch.tensor(config.reveal_last, device=logits_NV.device)
         weight_NV = weight_NV.index_fill(1, last_L, 0.0)
-    match config.policy:
+    match config.remasking:
         case "random":
-            priority_N = uniforms[Stream.ORDER]
+            priority_N = uniforms[RngStream.ORDER]
         case "left_to_right":
             priority_N = torch.zeros_like(log_prob_N)  # ties by the lower position
-        case policy if config.filtered_confidence:
-            priority_N = _filtered_confidence(weight_NV, token_N, policy)
-        case "confidence":
+        case order if config.filtered_confidence:
+            priority_N = _filtered_confidence(weight_NV, token_N, order)
+        case "low_confidence":
             priority_N = (
                 log_prob_N
                 if given is None or given.log_prob_N is None
@@ -174,10 +174,11 @@ def _decide(
             assert entropy_N is not None
             priority_N = -entropy_N
     if config.order_temperature > 0:
-        confidence_N = priority_N.exp() if config.policy == "confidence" else priority_N
+        confidence_N = priority_N.exp() if config.remasking == "low_confidence" else priority_N
         # never of 0
         priority_N = (
-            confidence_N / config.order_temperature - (-(uniforms[Stream.ORDER_NOISE] + 2.0**-54).log()).log()
+            confidence_N / config.order_temperature
+            - (-(uniforms[RngStream.ORDER_NOISE] + 2.0**-54).log()).log()
         )
     if config.reveal_last:
         priority_N = priority_N.masked_fill(torch.isin(token_N, last_L), -torch.inf)
@@ -186,15 +187,15 @@ def _decide(
     top: tuple[Tensor | None, Tensor | None] = (None, None)
     forbidden: tuple[Tensor | None, Tensor | None] = (None, None)
     if config.top_log_probs:
-        top = _most_probable(logits_NV, normaliser_N1)
+        top = _most_probable(logits_NV, normalizer_N1)
     if given is not None and given.forbidden_NV is not None:
-        forbidden = _most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normaliser_N1)
+        forbidden = _most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normalizer_N1)
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, *top, *forbidden, margin_N)
 
 
-def normaliser(logits_NV: Tensor) -> Tensor:
+def normalizer(logits_NV: Tensor) -> Tensor:
     """The log of the sum of the exponentials of each row."""
-    return _normalised(logits_NV)[2].squeeze(1)
+    return _normalized(logits_NV)[2].squeeze(1)
 
 
 def refuse_nan(value_N: Tensor) -> None:
@@ -212,7 +213,7 @@ def nan_error() -> GenerationError:
     return GenerationError("the predictions are NaN", where="model", remedy=remedy)
 
 
-def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _normalized(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The weights of each row, their sum, the log of the sum of the exponentials, and the group of the first
     largest logit."""
     largest_N1, group_N1 = _by_group(logits_NV, torch.amax).max(-1, keepdim=True)
@@ -221,24 +222,24 @@ def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight_NV, total_N1, largest_N1 + total_N1.log(), group_N1
 
 
-def _most_probable(logits_NV: Tensor, normaliser_N1: Tensor) -> tuple[Tensor, Tensor]:
+def _most_probable(logits_NV: Tensor, normalizer_N1: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of the largest logits, and their log-probabilities."""
     top_NK, top_id_NK = logits_NV.topk(min(MOST_TOP, logits_NV.shape[1]))
-    return top_id_NK, top_NK - normaliser_N1
+    return top_id_NK, top_NK - normalizer_N1
 
 
 def _certainty(
-    logits_NV: Tensor, weight_NV: Tensor, total_N1: Tensor, normaliser_N1: Tensor, config: SamplerConfig
+    logits_NV: Tensor, weight_NV: Tensor, total_N1: Tensor, normalizer_N1: Tensor, config: SamplerConfig
 ) -> tuple[Tensor | None, Tensor | None]:
     """The entropy and the margin of each row, as far as the settings need them."""
     entropy_N = margin_N = None
-    if config.trace or (config.policy == "entropy" and not config.filtered_confidence):
+    if config.trace or (config.remasking == "entropy" and not config.filtered_confidence):
         mean_N1 = (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(
             -1, keepdim=True
         ) / total_N1
-        entropy_N = (normaliser_N1 - mean_N1).squeeze(1)
-    if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
-        best_N2 = (logits_NV.topk(2).values - normaliser_N1).exp()
+        entropy_N = (normalizer_N1 - mean_N1).squeeze(1)
+    if config.early_commit is not None or (config.remasking == "margin" and not config.filtered_confidence):
+        best_N2 = (logits_NV.topk(2).values - normalizer_N1).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
     return entropy_N, margin_N
 
@@ -254,7 +255,7 @@ def _draw_tokens(
     weight_NV: Tensor,
     group_N1: Tensor,
     config: SamplerConfig,
-    uniforms: dict[Stream, Tensor],
+    uniforms: dict[RngStream, Tensor],
     present_NV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """A token [N, 1] for each row, and the weights that it is drawn by: the model's `weight_NV` after
@@ -263,13 +264,13 @@ def _draw_tokens(
     if config.temperature == 0 and not config.filtered_confidence and not adjusted:
         return _best_of_group(logits_NV, group_N1), weight_NV
     if adjusted:
-        logits_NV = penalise_and_ban(logits_NV, config, present_NV)
+        logits_NV = penalize_and_ban(logits_NV, config, present_NV)
     if config.temperature == 0 and not config.filtered_confidence:
         return best(logits_NV)[:, None], weight_NV
     if adjusted or config.temperature not in (0, 1):
         weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    token_N = best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[Stream.TOKEN])
+    token_N = best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[RngStream.TOKEN])
     return token_N[:, None], weight_NV
 
 
@@ -284,14 +285,13 @@ def _log_fraction(weight_NV: Tensor, token_N: Tensor) -> Tensor:
     return (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
 
 
-def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
-    """The policy's confidence under the distribution proportional to the weights, from which tokens are drawn
-    (Dream, Ye et al. 2025);
-    -inf where none has a weight."""
+def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, order: str) -> Tensor:
+    """The confidence that an order (`remasking`) goes by, under the distribution proportional to the weights,
+    from which tokens are drawn (Dream, Ye et al. 2025); -inf where none has a weight."""
     total_N = weight_NV.sum(-1)
-    if policy == "confidence":
+    if order == "low_confidence":
         confidence_N = _log_fraction(weight_NV, token_N)
-    elif policy == "entropy":
+    elif order == "entropy":
         confidence_N = -torch.special.entr(weight_NV / total_N[:, None]).sum(-1)
     else:
         best_N2 = (weight_NV / total_N[:, None]).topk(2).values
@@ -307,13 +307,13 @@ def guide(logits_NV: Tensor, unconditional_NV: Tensor, guidance: float | Tensor)
     )
 
 
-def penalise_and_ban(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
+def penalize_and_ban(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
     """Logits after the repetition penalty (Keskar et al. 2019), and -inf for banned tokens."""
     if config.repetition_penalty != 1 and present_NV is not None:
-        penalised_NV = torch.where(
+        penalized_NV = torch.where(
             logits_NV > 0, logits_NV / config.repetition_penalty, logits_NV * config.repetition_penalty
         )
-        logits_NV = torch.where(present_NV, penalised_NV, logits_NV)
+        logits_NV = torch.where(present_NV, penalized_NV, logits_NV)
     if config.allowed_tokens or config.forbidden_tokens:
         banned_V = torch.full(logits_NV.shape[1:], bool(config.allowed_tokens), device=logits_NV.device)
         banned_V[torch.tensor(config.allowed_tokens or [], dtype=torch.long)] = False

@@ -42,7 +42,7 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Run) ->
     to right, one token a step.
 
     A causal model is asked in one pass. Any other one reads a row for each token, in which this and all later
-    tokens are hidden: their sum is the log-probability with which `policy: left_to_right` at temperature 1
+    tokens are hidden: their sum is the log-probability with which `remasking: left_to_right` at temperature 1
     writes these tokens into a canvas of their length.
 
     Args:

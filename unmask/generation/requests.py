@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.config.run import SamplerConfig
 from unmask.data.encoding import encode_prompt
-from unmask.diffusion.rng import Stream, sequence_keys, uniform
+from unmask.diffusion.rng import RngStream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.generation.constraints.gaps import Gap, constrained_gaps
 from unmask.generation.revise import even_counts, loop_counts, plan_revisions
@@ -192,7 +192,9 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         what = (
             f"a pass would have {columns:,} positions beside the text, more than {MOST_SPECULATIVE_COLUMNS:,}"
         )
-        raise GenerationError(what, where="drafts and candidates", remedy="Lower one of them")
+        raise GenerationError(
+            what, where="num_speculative_tokens and num_branches", remedy="Lower one of them"
+        )
     if attention_block is not None and config.block_size not in (None, attention_block):
         what = f"decoding block {config.block_size} for an attention block of {attention_block}"
         remedy = "Leave it out for this model" + (
@@ -212,17 +214,17 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
             where="cache",
             remedy="Leave it out for this model",
         )
-    if config.drafts and (attention_block is None or attention_block == 1):
+    if config.num_speculative_tokens and (attention_block is None or attention_block == 1):
         what = (
             "blocks of one token have no states to draft"
             if attention_block
             else "a pass over a whole canvas is limited by arithmetic"
         )
-        raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
-    if config.guidance and lm.autoregressive:
+        raise GenerationError(what, where="num_speculative_tokens", remedy="Leave it out for this model")
+    if config.cfg_scale and lm.autoregressive:
         raise GenerationError(
             "a causal model has never seen a hidden prompt",
-            where="guidance",
+            where="cfg_scale",
             remedy="Leave it out for this model",
         )
     if config.revise is not None and 1 in (attention_block, config.block_size, config.sub_block_size):
@@ -328,7 +330,7 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
             case "ancestral":
                 number_N = torch.arange(first, first + size)
                 uniform_N = uniform(
-                    config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP
+                    config.seed, torch.tensor(key), position=number_N, stream=RngStream.REVEAL_STEP
                 )
                 reveals = _ancestral_counts(uniform_N, steps)
         counts.append([count for count in reveals if count])  # steps that reveal nothing are left out

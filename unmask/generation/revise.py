@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from unmask.config.revise import ReviseConfig
-from unmask.diffusion.rng import Stream, uniform
-from unmask.generation.policies import normaliser
+from unmask.diffusion.rng import RngStream, uniform
+from unmask.generation.policies import normalizer
 
 
 def plan_revisions(counts: list[int], revise: ReviseConfig) -> tuple[list[int], list[int]]:
@@ -52,7 +52,7 @@ def loop_counts(size: int, steps: int, revise: ReviseConfig) -> list[int]:
 
 def present_log_probs(logits_NV: Tensor, token_N: Tensor) -> Tensor:
     """Log-probabilities [N] of visible tokens, from the aligned logits at their positions."""
-    return logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser(logits_NV)
+    return logits_NV.gather(1, token_N[:, None]).squeeze(1) - normalizer(logits_NV)
 
 
 def doubts(
@@ -67,7 +67,7 @@ def doubts(
     priority_N = -log_prob_N
     if revise.temperature > 0:
         # never 0
-        noise_N = uniform(seed, key_N, step=step_N, position=position_N, stream=Stream.REVISION) + 2.0**-54
+        noise_N = uniform(seed, key_N, step=step_N, position=position_N, stream=RngStream.REVISION) + 2.0**-54
         priority_N = -log_prob_N.exp() / revise.temperature - (-noise_N.log()).log()
     priority_N = priority_N.float().clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
     return (

@@ -37,7 +37,7 @@ def generate(
     Args:
         lm: any attention pattern; a causal model decodes token by token.
         prompts: strings, chat messages or lists of token ids, of any lengths.
-        config: policy, steps, temperature, ...
+        config: remasking, steps, temperature, ...
         keys: of the random numbers, one per prompt; None: a hash of each prompt and its repeat number.
         verifier: in mode self-speculative, a causal model with the same tokenizer, whose text it shall be,
             here or on a server (`RemoteLM`); None: `lm.as_causal()`.
@@ -69,7 +69,7 @@ def infill(
         lm: any attention pattern.
         texts: strings, chat messages or lists of token ids, with the tokenizer's mask token for every token
             to fill in.
-        config: policy, steps (over all hidden tokens), temperature, ...; max_new_tokens is not read.
+        config: remasking, steps (over all hidden tokens), temperature, ...; max_new_tokens is not read.
         keys: as for `generate`.
         length: "auto": a mark in a text stands for a gap of unknown length; bidirectional models only. A
             model that was trained for it finds the length while it fills the gap (`variable_length.py`); for

@@ -24,15 +24,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation.policies import (
     Decision,
-    Given,
+    GivenTokens,
     best,
     decide,
     draw,
     keep_likely,
-    penalise_and_ban,
+    penalize_and_ban,
     refuse_nan,
     weights,
 )
@@ -71,14 +71,14 @@ class Tree(NamedTuple):
 def num_drafts(lm: DiffusionLM, config: SamplerConfig) -> int:
     """The number of tokens drafted ahead. A block of one mask more predicts them: its first position is the
     causal reading's."""
-    return config.drafts or min((lm.block_size or 1) - 1, MOST_DRAFTS)
+    return config.num_speculative_tokens or min((lm.block_size or 1) - 1, MOST_DRAFTS)
 
 
 def num_columns(lm: DiffusionLM, config: SamplerConfig) -> int:
     """The most cache columns of a pass beyond those of the sequence: of drafts, and of masks after each
     node."""
     drafts = num_drafts(lm, config)
-    tree = draft_tree(drafts, config.candidates)
+    tree = draft_tree(drafts, config.num_branches)
     counts = [(tree.num_drafts(depth), depth) for depth in range(drafts + 1)]  # at this distance from the end
     return max(count - depth + (count + 1) * (drafts + 1) for count, depth in counts)
 
@@ -115,7 +115,7 @@ def probabilities(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor |
     """The distribution [N, V] that tokens are drawn from: after penalty, bans, temperature and filters; at
     temperature 0 one-hot. If no token is left, zero. Raises GenerationError for NaN."""
     refuse_nan(logits_NV.amax(-1))
-    logits_NV = penalise_and_ban(logits_NV, config, present_NV)
+    logits_NV = penalize_and_ban(logits_NV, config, present_NV)
     if config.temperature == 0:
         return F.one_hot(best(logits_NV), logits_NV.shape[1]).to(logits_NV.dtype)
     weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature)
@@ -135,7 +135,7 @@ def draw_drafts(
     distribution [N, K, V] of each."""
     view_K = torch.arange(count, device=key_N.device)
     uniform_NK = uniform(
-        config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.DRAFT, view=view_K
+        config.seed, key_N[:, None], position=position_N[:, None], stream=RngStream.DRAFT, view=view_K
     )
     drafts, drafted = [], []
     for uniform_N in uniform_NK.unbind(1):
@@ -165,7 +165,7 @@ def verify(
     token_N, rank_N = torch.zeros_like(position_N), torch.full_like(position_N, -1)
     view_K = torch.arange(len(candidates), device=key_N.device)
     accept_NK = uniform(
-        config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.ACCEPT, view=view_K
+        config.seed, key_N[:, None], position=position_N[:, None], stream=RngStream.ACCEPT, view=view_K
     )
     for rank, (index_M, draft_M, drafted_MV) in enumerate(candidates):
         prob_MV = rest_NV[index_M]
@@ -182,10 +182,10 @@ def verify(
         left_MV = (prob_MV - drafted_MV).clamp_min(0)
         # equal but for their last bits
         rest_NV[index_M] = torch.where(left_MV.sum(-1, keepdim=True) > 0, left_MV, prob_MV)
-    other_N = draw(rest_NV, uniform(config.seed, key_N, position=position_N, stream=Stream.TOKEN))
+    other_N = draw(rest_NV, uniform(config.seed, key_N, position=position_N, stream=RngStream.TOKEN))
     token_N = torch.where(rank_N < 0, other_N, token_N)
-    drawn_from_NV = penalise_and_ban(logits_NV, config, present_NV) if config.trace else None
-    given = Given(token_N, None, None, drawn_from_NV)
+    drawn_from_NV = penalize_and_ban(logits_NV, config, present_NV) if config.trace else None
+    given = GivenTokens(token_N, None, None, drawn_from_NV)
     return decide(
         logits_NV, config, key_N, torch.zeros_like(position_N), position_N, present_NV, given
     ), rank_N

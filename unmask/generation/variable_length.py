@@ -34,16 +34,16 @@ from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation.engine.forward import predict
 from unmask.generation.engine.host import moved
-from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.slots import BatchEntry, BatchState
 from unmask.generation.gap_lengths import DEFAULT_MAX_GAP, checked_segments
 from unmask.generation.output import FoundGap, Generation, Trace, make_generation
 from unmask.generation.policies import (
     Decision,
-    Given,
+    GivenTokens,
     decide,
     first_by_priority,
     num_accepted,
-    penalise_and_ban,
+    penalize_and_ban,
 )
 from unmask.generation.requests import Request, checked_keys
 from unmask.models.diffusion_lm import DiffusionLM
@@ -58,14 +58,14 @@ UNSUPPORTED = (
     "steps",
     "schedule",
     "block_size",
-    "remask",
+    "remask_fraction",
     "revise",
-    "guidance",
+    "cfg_scale",
     "constraint",
     "cache",
     "refresh_interval",
     "early_commit",
-    "drafts",
+    "num_speculative_tokens",
     "mode",
     "sub_block_size",
     "top_log_probs",
@@ -232,7 +232,7 @@ def _running(texts: Sequence[OpenText], config: SamplerConfig) -> list[OpenText]
 def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max_gap: int) -> None:
     """One forward pass, and what it reveals."""
     assert lm.expand_token_id is not None
-    slots = Slots(lm.device, lm.mask_token_id)
+    slots = BatchState(lm.device, lm.mask_token_id)
     slots.reserve(len(texts), max(len(text.ids) for text in texts))
     added = slots.add_all([(text.shown(lm.mask_token_id, lm.expand_token_id), text.hidden) for text in texts])
     entries = [
@@ -313,12 +313,12 @@ def decide_open(
     possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
     if config.temperature > 0:
         return decide(possible_NV, config, *where), None
-    allowed_NV = penalise_and_ban(possible_NV, config, present_NV)
+    allowed_NV = penalize_and_ban(possible_NV, config, present_NV)
     event_N2 = (allowed_NV[:, both] - allowed_NV.logsumexp(1, keepdim=True)).exp()
     taken_NV = logits_NV.clone()
     taken_NV[:, both] = logits_NV[:, both].masked_fill(event_N2 <= 0.5, -torch.inf)
     token_N = decide(taken_NV, config, *where).token_N
-    return decide(possible_NV, config, *where, given=Given(token_N, None, None, None)), event_N2
+    return decide(possible_NV, config, *where, given=GivenTokens(token_N, None, None, None)), event_N2
 
 
 def _reveal(

@@ -89,7 +89,7 @@ SHARED: Table = {
 SFT: Table = {
     **SHARED,
     **static("dllm-sft"),
-    "loss_norm_type": to("training.aggregation", words(token="token", sequence="sequence")),
+    "loss_norm_type": to("training.loss_type", words(token="nll", sequence="sequence_nll")),
     "truncation": Rule(too_long, "rows that are too long are cut, or skipped and counted"),
     "block_size": Rule(
         lambda value, old: {"model.attention": "block_causal", "model.block_size": value},

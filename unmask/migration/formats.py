@@ -1,4 +1,4 @@
-"""The known formats, and how the format of a file is recognised."""
+"""The known formats, and how the format of a file is recognized."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def candidates(values: Old, program: str | None) -> list[str]:
     return [name for name in marked if known[name] == max(known.values())]
 
 
-def recognise(values: Old, program: str | None, where: str) -> str:
+def recognize(values: Old, program: str | None, where: str) -> str:
     """The name of the format.
 
     Raises:

@@ -12,7 +12,7 @@ from unmask.config.run import RunConfig
 from unmask.config.yaml import dump_yaml
 from unmask.errors import ConfigError
 from unmask.migration.files import read_old
-from unmask.migration.formats import FORMATS, Format, format_named, merged, recognise
+from unmask.migration.formats import FORMATS, Format, format_named, merged, recognize
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
 from unmask.redaction import masked
 from unmask.training.settings.listing import check_training, stock_settings
@@ -67,7 +67,7 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
 
     Args:
         paths: files; later ones override earlier ones.
-        form: the name of their format; None: it is recognised by its keys. A file of accelerate may accompany
+        form: the name of their format; None: it is recognized by its keys. A file of accelerate may accompany
             any format.
 
     Raises:
@@ -83,7 +83,7 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     )
     if others:
         old = merged(others)
-        parts.append((format_named(form or recognise(old, program, where)), old))
+        parts.append((format_named(form or recognize(old, program, where)), old))
     verb = parts[-1][0].verb
     settings: Settings = {}
     changes: list[Change] = []

@@ -57,13 +57,16 @@ def reference(beta: float) -> Table:
 
     def steps(value: Any, old: Old) -> Settings:
         moves(old)
-        return {"training.reference_sync_steps": old.get("ref_model_sync_steps", 512)}
+        return {
+            "training.sync_ref_model": True,
+            "training.ref_model_sync_steps": old.get("ref_model_sync_steps", 512),
+        }
 
     def share(value: Any, old: Old) -> Settings:
         moves(old)
-        return {"training.reference_sync_share": value}
+        return {"training.ref_model_mixup_alpha": value}
 
-    rule = Rule(steps, "the reference moves if its steps are set")
+    rule = Rule(steps, "the reference moves only if both are given")
     return {"sync_ref_model": rule, "ref_model_sync_steps": rule, "ref_model_mixup_alpha": Rule(share)}
 
 
@@ -143,7 +146,7 @@ GRPO: Table = {
 DIFFUSION: Table = {
     **static("diffusion"),
     "p_mask_prompt": Rule(prompts_masked),
-    "remasking": to("training.policy", words(low_confidence="confidence", random="random")),
+    "remasking": to("training.remasking", words(low_confidence="low_confidence", random="random")),
     "dataset": Rule(task, "the task's problems, style and published rewards"),
 }
 

@@ -31,7 +31,7 @@ from unmask.migration.rules import (
 )
 from unmask.training.settings.older_variables import OLDER_OF_GRPO
 
-AGGREGATION = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": "constant"}
+LOSS_TYPES = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr_grpo"}
 
 
 def scaled(value: Any, old: Old) -> Settings:
@@ -39,7 +39,7 @@ def scaled(value: Any, old: Old) -> Settings:
     word = str(value).lower()
     if word == "batch":
         raise DroppedError("rewards are scaled within their group or not at all")
-    return {"training.advantage": "z-score" if word in ("true", "group") else "r-mean"}
+    return {"training.scale_rewards": "group" if word in ("true", "group") else "none"}
 
 
 def served(value: Any, old: Old) -> Settings:
@@ -63,9 +63,9 @@ def correction(value: Any, old: Old) -> Settings:
     if not served_by_vllm(old):
         raise DroppedError("the trained model samples")
     if not truth(old.get("vllm_importance_sampling_correction", True)):
-        return {"training.importance_cap": None}
+        return {"training.vllm_importance_sampling_cap": None}
     return {
-        "training.importance_cap": old.get("vllm_importance_sampling_clip_max")
+        "training.vllm_importance_sampling_cap": old.get("vllm_importance_sampling_clip_max")
         or old.get("vllm_importance_sampling_cap")
         or 3.0
     }
@@ -89,7 +89,7 @@ def rewards(value: Any, old: Old) -> Settings:
 def unbiased(value: Any, old: Old) -> Settings:
     if not old.get("beta"):
         raise DroppedError("beta is 0: there is no KL term")
-    return {"training.kl_unbiased": truth(value)}
+    return {"training.use_bias_correction_kl": truth(value)}
 
 
 SERVED = Rule(served, "a server is named by its address")
@@ -130,8 +130,8 @@ TRL_GRPO: Table = {
     **lora_if("use_peft", LORA_OF_TRL),
     **LORA_LEFT,
     **static("trl-grpo"),
-    "delta": to("training.dual_clip", why="bounds the ratio where the advantage is negative"),
-    "loss_type": to("training.aggregation", words(**AGGREGATION), "losses differ in how tokens count"),
+    "delta": to("training.delta", why="bounds the ratio where the advantage is negative"),
+    "loss_type": to("training.loss_type", words(**LOSS_TYPES), "losses differ in how tokens count"),
     "scale_rewards": Rule(scaled, "how advantages follow from rewards"),
     "use_bias_correction_kl": Rule(unbiased),
     "use_vllm": SERVED,
@@ -157,7 +157,9 @@ def trl_defaults(old: Old, program: str | None) -> Settings:
     """Defaults of TRL's GRPOConfig that differ from Unmask's."""
     settings: Settings = dict(tables()["defaults"]["trl-grpo"])
     settings |= {} if old.get("fp16") else {"training.bf16": True}
-    return settings | ({"training.kl_unbiased": True} if old.get("beta") else {"training.beta": 0.0})
+    return settings | (
+        {"training.use_bias_correction_kl": True} if old.get("beta") else {"training.beta": 0.0}
+    )
 
 
 def variables_defaults(old: Old, program: str | None) -> Settings:

@@ -1,4 +1,4 @@
-"""PEFT adapters on a model, and quantised weights."""
+"""PEFT adapters on a model, and quantized weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def has_adapters(lm: DiffusionLM) -> bool:
     return hasattr(lm.model, "merge_and_unload")
 
 
-def quantised(lm: DiffusionLM) -> bool:
-    """Whether the weights are quantised to 4 or 8 bits."""
+def quantized(lm: DiffusionLM) -> bool:
+    """Whether the weights are quantized to 4 or 8 bits."""
     return getattr(lm.model, "is_quantized", False)
 
 
@@ -43,7 +43,7 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """
     from peft import prepare_model_for_kbit_training
 
-    if quantised(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
+    if quantized(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
     tied = bool(_shared(lm.model))
     adapted = add_adapters(lm, peft_config)
@@ -109,7 +109,7 @@ def _first_error(lm: DiffusionLM) -> str | None:
     try:
         with torch.no_grad(), evaluating(lm):
             lm.logits(torch.full((1, 2), lm.pad_token_id, device=lm.device))
-    except Exception as error:  # modelling code raises anything
+    except Exception as error:  # modeling code raises anything
         return f"{type(error).__name__}: {first_line(error)}"
     return None
 
@@ -121,7 +121,7 @@ def _unmergeable(lm: DiffusionLM, peft_config: peft.PeftConfig) -> str | None:
     if getattr(peft_config, "layer_replication", None):
         return "replicated layers share their weights"
     tensors = chain(lm.model.parameters(), lm.model.buffers())
-    empty = {id(tensor): _without_memory(tensor) for tensor in tensors if not quantised(lm)}
+    empty = {id(tensor): _without_memory(tensor) for tensor in tensors if not quantized(lm)}
     try:
         if empty:
             with warnings.catch_warnings(action="ignore"):
@@ -138,7 +138,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """The model with PEFT adapters for inference; quantised weights stay as they are."""
+    """The model with PEFT adapters for inference; quantized weights stay as they are."""
     from peft.utils.other import ModulesToSaveWrapper
 
     try:
@@ -233,14 +233,14 @@ def starts_at_base(lm: DiffusionLM) -> bool:
 
 @torch.no_grad()
 def merged(lm: DiffusionLM) -> DiffusionLM:
-    """A copy of the model with its adapters merged into the weights. Quantised weights are dequantised, since
+    """A copy of the model with its adapters merged into the weights. Quantized weights are dequantized, since
     rounding would lose most of the update. An embedding table and a head that were tied stay so only if the
     adapters change both alike."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model = lm.frozen_copy().model
     config, tied = model.active_peft_config, _untie(model)
-    if quantised(lm):
+    if quantized(lm):
         adapters = get_peft_model_state_dict(model, save_embedding_layers=False)
         model = _wrapped(model.unload().dequantize(), config)
         set_peft_model_state_dict(model, adapters)

@@ -75,7 +75,7 @@ def _try(kind: type[PreTrainedModel], config: PretrainedConfig) -> str | int:
                 if found and padding is not None and _differs(model, padding + 1) is None
                 else found or 0
             )
-        except Exception as raised:  # user code: modelling code raises anything
+        except Exception as raised:  # user code: modeling code raises anything
             what = (
                 raised.what
                 if isinstance(raised, UnmaskError)

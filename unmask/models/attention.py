@@ -24,7 +24,7 @@ from unmask.config.run import AttentionName
 from unmask.errors import ConfigError, ModelError
 from unmask.models.kernels import cpu_tiles, flash, flex
 from unmask.models.kernels.cpu_tiles import Tiles
-from unmask.models.kernels.flash import Documents
+from unmask.models.kernels.flash import DocumentSpans
 from unmask.models.mask_cache import MaskCache
 
 PATTERNS = get_args(AttentionName)
@@ -81,7 +81,7 @@ class AttentionMask:
     positions: tuple[Tensor, Tensor] | None
     full: bool = False  # everything is known to be visible
     # for FlashAttention: those within which all tokens, or all earlier ones, are visible
-    documents: Documents | None = None
+    documents: DocumentSpans | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)

@@ -170,7 +170,7 @@ class DiffusionLM:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype of the weights (of a quantised model, of those not quantised)."""
+        """The dtype of the weights (of a quantized model, of those not quantized)."""
         return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
 
     @property
@@ -429,7 +429,7 @@ class DiffusionLM:
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
-        """Inside, every pass calls the same modules, for processes that synchronise at each module."""
+        """Inside, every pass calls the same modules, for processes that synchronize at each module."""
         self._fraction.in_every_pass = True
         try:
             yield

@@ -140,7 +140,7 @@ def _check_stock(lm: DiffusionLM) -> None:
         )
     if getattr(lm.model, "is_quantized", False):
         raise ModelError(
-            "its weights are quantised", where="layout", remedy="Load it without model.quantization"
+            "its weights are quantized", where="layout", remedy="Load it without model.quantization"
         )
 
 

@@ -93,8 +93,8 @@ def load(
         dtype: float32, bfloat16, float16 or float64.
         device: a torch device, or "auto": the GPU if there is one.
         revision: branch, tag or commit of a hub id.
-        trust_remote_code: run modelling code of the model's repository.
-        quantization: "4bit" (NF4, with quantised scales) or "8bit" weights of the linear layers, by
+        trust_remote_code: run modeling code of the model's repository.
+        quantization: "4bit" (NF4, with quantized scales) or "8bit" weights of the linear layers, by
             bitsandbytes; embeddings and head stay in `dtype`. Such a model is trained with adapters only.
         device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
         eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and for other
@@ -142,7 +142,7 @@ def _placement(
     quantization: Quantization | None,
     device_map: str | None,
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for weights that are spread over devices or quantised while loading;
+    """Arguments of `from_pretrained` for weights that are spread over devices or quantized while loading;
     empty for others."""
     if device_map is None:
         return (
@@ -152,7 +152,7 @@ def _placement(
         )
     if quantization is not None:
         raise ModelError(
-            "quantised weights are not spread over devices",
+            "quantized weights are not spread over devices",
             where="device_map, quantization",
             remedy="Leave one of the two out",
         )
@@ -185,7 +185,7 @@ def pattern_settings(
     return {name: saved[name] for name in STOCK_SETTINGS} | chosen
 
 
-def initialise(
+def initialize(
     path: str | pathlib.Path,
     *,
     seed: int,
@@ -260,7 +260,7 @@ def make_diffusion(
     model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ModelError(
-            "attention is built into the modelling code",
+            "attention is built into the modeling code",
             where=name,
             remedy="Use an architecture with pluggable attention",
         )
@@ -407,7 +407,7 @@ def _load_model(
         )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with
+            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantized weights with
             # rounded scales.
             module.support_avx512bf16_for_cpu = False
     refuse_missing(info, where, remedy)

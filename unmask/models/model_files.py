@@ -176,7 +176,7 @@ def refuse_pickled(where: str, revision: str | None = None) -> None:
 
 
 def refuse_missing(loading_info: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Raise ModelError if weights were missing: transformers initialises them with random numbers.
+    """Raise ModelError if weights were missing: transformers initializes them with random numbers.
     `loading_info` is from_pretrained's."""
     if missing := loading_info["missing_keys"]:
         raise ModelError(f"the weights lack {', '.join(sorted(missing))}", where=where, remedy=remedy)

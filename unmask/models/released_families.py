@@ -1,7 +1,7 @@
 """The formats in which released models are published: tables of the names of their settings and weights,
 which `family.py` applies.
 
-Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR
+Sources: the configs and modeling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR
 (Cheng et al. 2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025),
 and the engines that serve SDAR (SGLang, LMDeploy).
 """
@@ -231,7 +231,7 @@ LLADA2 = Family(
         "use_rmsnorm": True,
         "use_sliding_window": False,
     },
-    refused={"num_experts_per_tok": 1},  # whose weight the published code does not normalise
+    refused={"num_experts_per_tok": 1},  # whose weight the published code does not normalize
     weights={
         "model.word_embeddings": "model.embed_tokens",
         "attention.query_key_value": tuple(f"self_attn.{part}_proj" for part in "qkv"),

@@ -1,7 +1,7 @@
 """A model without its weights, described by its config and tokenizer alone.
 
 The architecture is built of fake tensors, which have shapes and types but no memory, so that a laptop can
-analyse an 8B model.
+analyze an 8B model.
 
 Shapes: B batch, T tokens, N tokens of all rows, K experts chosen per token, C = N * K token-expert pairs, D
 hidden width, I inner width of an expert.
@@ -42,7 +42,7 @@ SHALLOW, DEEPER = 1, 3
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ModelSpec:
     """The contents of a model folder or hub repository without the weights."""
 
     path: str  # the folder or hub id
@@ -51,7 +51,7 @@ class Blueprint:
     settings: dict[str, Any]  # attention pattern, block size and logit shift, as saved or overridden
 
     @classmethod
-    def read(cls, model: ModelConfig) -> Blueprint:
+    def read(cls, model: ModelConfig) -> ModelSpec:
         """Read config and tokenizer. Raises ModelError if one is missing, or the tokenizer has tokens without
         an embedding."""
         source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -130,11 +130,11 @@ class Blueprint:
         bidirectional attention.
 
         Raises:
-            ConfigError: rows longer than the model's context, or quantised weights without adapters.
+            ConfigError: rows longer than the model's context, or quantized weights without adapters.
         """
         if quantization and lora_rank is None:
             raise ConfigError(
-                "quantised weights take no gradients",
+                "quantized weights take no gradients",
                 where="quantization",
                 remedy="Train adapters (LoRA), or leave it out",
             )

@@ -24,7 +24,7 @@ from unmask.diffusion.views import Views
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.planning.blueprint import DEEPER, SHALLOW, WEIGHTS, Blueprint, architecture, with_layers
+from unmask.planning.blueprint import DEEPER, SHALLOW, WEIGHTS, ModelSpec, architecture, with_layers
 from unmask.planning.cost_model import Network, Workload, attention_flops, matmul_flops
 
 CALIBRATION_FLOPS = 5e10
@@ -120,7 +120,7 @@ class Step:
         return persistent + max(itertools.accumulate(changes), default=0)
 
 
-def measure(blueprint: Blueprint, work: Workload, device: str) -> Measured:
+def measure(blueprint: ModelSpec, work: Workload, device: str) -> Measured:
     """Time steps of the whole model, with random weights, for about three seconds (at least five steps), and
     measure its peak memory."""
     step = Step(build_model(blueprint, work, device), work)
@@ -128,7 +128,7 @@ def measure(blueprint: Blueprint, work: Workload, device: str) -> Measured:
     return Measured(sum(times), step.peak_bytes())
 
 
-def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
+def calibrate(blueprint: ModelSpec, network: Network, work: Workload) -> float:
     """Seconds per step of a network on this CPU, extrapolated from models with fewer layers and, if
     necessary, a smaller batch."""
     linears, experts = (
@@ -192,7 +192,7 @@ def median_times(steps: list[Step], seconds: float, *, at_least: int) -> list[tu
 
 
 def build_model(
-    blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None
+    blueprint: ModelSpec, work: Workload, device: str = "cpu", *, layers: int | None = None
 ) -> DiffusionLM:
     """Build the model with random weights; `layers` reduces its depth."""
     config = blueprint.config if layers is None else with_layers(blueprint.config, layers)

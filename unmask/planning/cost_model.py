@@ -30,7 +30,7 @@ BACKWARD_OF_ATTENTION = 2.5
 WEIGHT_BYTES = {"float32": 4, "mixed": 4, "bfloat16": 2}
 EIGHT_BIT_STATE = 1 + 4 / 256  # bitsandbytes: a byte, and a float32 scale for every block of 256
 QUANTISED_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
-"""Bytes; NF4 with double quantisation has 0.127 bits of scale a weight (Dettmers et al. 2023)."""
+"""Bytes; NF4 with double quantization has 0.127 bits of scale a weight (Dettmers et al. 2023)."""
 
 # Constants of machines, used where nothing is measured.
 MARGIN = 0.92  # usable fraction of the memory; the rest is lost to fragmentation

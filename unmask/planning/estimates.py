@@ -82,11 +82,11 @@ class StepEstimate:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, in JSON types. The keys keep the spelling `optimiser`."""
+        """All values, in JSON types. The keys keep the spelling `optimizer`."""
         values = dataclasses.asdict(self)
         for part in ("workload", "memory"):
             values[part] = {
-                name.replace("optimizer", "optimiser"): value for name, value in values[part].items()
+                name.replace("optimizer", "optimizer"): value for name, value in values[part].items()
             }
         return values | {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
 

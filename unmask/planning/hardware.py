@@ -14,7 +14,7 @@ from unmask.config.layers import check_hardware, hardware_recipe_names, read_lay
 from unmask.config.run import HardwareConfig, RunConfig
 from unmask.errors import ConfigError
 from unmask.models.hooks.head import logits_at_once
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
 from unmask.planning.estimates import StepEstimate, estimate_step
@@ -98,11 +98,11 @@ class HardwareRecipe:
         return cls(name, hardware.model_copy(update={"devices": devices}), training, dtype, device_map)
 
     def workload(self, work: Workload) -> Workload:
-        """The same workload with the recipe's switches. Raises ConfigError for quantised weights split over
+        """The same workload with the recipe's switches. Raises ConfigError for quantized weights split over
         devices, as training does."""
         if work.quantization and self.device_map:
             raise ConfigError(
-                "quantised weights are not spread over devices",
+                "quantized weights are not spread over devices",
                 where="--device-map and --quantization",
                 remedy="Leave one of the two out",
             )
@@ -150,7 +150,7 @@ class StepEstimator:
     """Estimates the training step of one model on several machines, whose recipes set precision,
     checkpointing, optimizer and shards."""
 
-    def __init__(self, blueprint: Blueprint, work: Workload):
+    def __init__(self, blueprint: ModelSpec, work: Workload):
         self.blueprint, self.work = blueprint, work
 
         @functools.cache
@@ -191,10 +191,10 @@ class StepEstimator:
         return {batch: time for batch, time in times.items() if time is not None}
 
     def device_to_measure(self, recipe: HardwareRecipe) -> str:
-        """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantised."""
+        """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantized."""
         if self.work.quantization:
             raise ConfigError(
-                "steps on quantised weights are not measured",
+                "steps on quantized weights are not measured",
                 where="--measure, --quantization",
                 remedy="Leave one of the two out",
             )

@@ -13,7 +13,7 @@ from unmask.config.base import OnResume
 from unmask.config.run import RunConfig
 from unmask.diffusion.log_probs import passes
 from unmask.errors import ConfigError
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import LossType
 from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
@@ -91,7 +91,7 @@ class DPOConfig(PairConfig):
         choices=get_args(ReferenceMode),
         needs=[COMPARED],
     )
-    reference_model: str | None = setting(
+    ref_model: str | None = setting(
         None, "The reference (folder or hub name); unset: the policy before training", needs=[COMPARED]
     )
     stale_reference: str = setting(
@@ -130,10 +130,10 @@ class DPOConfig(PairConfig):
                 where="train_sampling_strategy",
                 remedy="Leave it out, or use another loss_type",
             )
-        if self.reference == "adapter" and self.reference_model is not None:
+        if self.reference == "adapter" and self.ref_model is not None:
             raise ConfigError(
                 "the reference is the base under the adapters",
-                where="reference_model",
+                where="ref_model",
                 remedy="Leave it out, or use reference stored or frozen",
             )
 
@@ -180,7 +180,7 @@ class DPOConfig(PairConfig):
                 )
             )
 
-    def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
+    def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
         """The largest forward pass of a step, and the number of passes. A chosen and a rejected response
         share a row. With more than one pass, every pass is computed twice: once for the loss, once with
         gradients. A reference that is not stored adds one pass each. KTO also passes the mismatched responses
@@ -200,7 +200,12 @@ class DPOConfig(PairConfig):
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
         length = work.sequence_length * (2 if paired else 1)
         all_passes = list(
-            passes(model, work.batch, views, self.score_chunk or max(work.batch, TOKENS_TOGETHER // length))
+            passes(
+                model,
+                work.batch,
+                views,
+                self.logprob_batch_size or max(work.batch, TOKENS_TOGETHER // length),
+            )
         )
         rows, copies = all_passes[0]
         count = len(all_passes)

@@ -54,7 +54,7 @@ class UnpairedCollator(Collator):
         return batch | {"desirable": torch.tensor([row["desirable"] for row in rows])}
 
 
-def labelled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
+def labeled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
     """The responses of pairs with a label: all chosen ones, then all rejected ones."""
     return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
 

@@ -30,7 +30,14 @@ from unmask.data.report import Rows
 from unmask.data.rows import Collator, Row, separate_documents
 from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups, sum_over_views
-from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
+from unmask.diffusion.views import (
+    MaskRNG,
+    Views,
+    all_masked_views,
+    elbo_views,
+    exact_count_views,
+    exact_views,
+)
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
@@ -45,7 +52,7 @@ from unmask.preference.reference_log_probs import (
     digests,
     model_hashes,
 )
-from unmask.preference.rows import PreferenceBatch, UnpairedCollator, labelled, with_mismatched
+from unmask.preference.rows import PreferenceBatch, UnpairedCollator, labeled, with_mismatched
 from unmask.preference.win_rate import Judge, check_prompts, wins
 from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, steps_per_epoch, total_steps
 from unmask.training.distributed import alone_in, failing_together
@@ -152,7 +159,7 @@ class DPOTrainer(DiffusionTrainer):
                 lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, formats=UNPAIRED
             )
         else:
-            rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
+            rows = labeled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
         return report.attach(with_mismatched(rows, fits.max_length, where))
 
     def planned_steps(self, args: TrainingConfig) -> int:
@@ -168,7 +175,7 @@ class DPOTrainer(DiffusionTrainer):
 
     # Views and log-probabilities.
 
-    def plan(self, batch: Batch, draw: Draw) -> Views:
+    def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         if self.lm.autoregressive:
             return all_masked_views(batch["maskable"])
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
@@ -178,7 +185,7 @@ class DPOTrainer(DiffusionTrainer):
             group_BT, draw, num_views=self.args.samples
         )
 
-    def draw(self, batch: Batch) -> Draw:
+    def draw(self, batch: Batch) -> MaskRNG:
         draw = super().draw(batch)
         return replace(draw, iteration=0) if self.args.plan_reused or self.exact else draw
 
@@ -327,7 +334,7 @@ class DPOTrainer(DiffusionTrainer):
         draw = self.draw(rows)
         return self._with_reference(rows, draw, "eval" if self.evaluating else "train", draw.iteration)
 
-    def _with_reference(self, rows: Batch, draw: Draw, table_name: str, number: int) -> PreferenceBatch:
+    def _with_reference(self, rows: Batch, draw: MaskRNG, table_name: str, number: int) -> PreferenceBatch:
         """Rows with their views, and the reference's log-probabilities on them (0 for a loss without a
         reference).
 
@@ -362,9 +369,7 @@ class DPOTrainer(DiffusionTrainer):
                 remedy="Use stored or frozen, or LoRA with bias none and init_lora_weights true",
             )
         # `frozen` copies the model even if it has adapters.
-        return make_reference(
-            self.lm, self.accelerator, copy=args.reference == "frozen", path=args.reference_model
-        )
+        return make_reference(self.lm, self.accelerator, copy=args.reference == "frozen", path=args.ref_model)
 
     def _make_tables(self, progress: Any) -> None:
         with self._reference_before_training() as lm:
@@ -406,7 +411,7 @@ class DPOTrainer(DiffusionTrainer):
     def _reference_before_training(self) -> contextlib.AbstractContextManager[DiffusionLM]:
         """The reference while the tables are computed: the policy before training, or another model that is
         released afterwards. A policy that will be sharded is not on the device yet; it is copied there."""
-        path = self.args.reference_model
+        path = self.args.ref_model
         if path is None and not self.uses_fsdp_or_deepspeed:
             return contextlib.nullcontext(self.lm)
         return make_reference(
@@ -442,7 +447,7 @@ class DPOTrainer(DiffusionTrainer):
 
         def log_probs_of(rows: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
             collated = self._on_device(Collator(0)(rows))
-            draw = Draw(args.seed, collated["sample_id"], first_plan + plan)
+            draw = MaskRNG(args.seed, collated["sample_id"], first_plan + plan)
             batch = PreferenceBatch(collated, self.plan(collated, draw))
             return self.response_log_probs(lm, batch), digests(collated, batch.views)
 
@@ -496,7 +501,7 @@ class DPOTrainer(DiffusionTrainer):
 
     def _redrawn_margins(self, rows: Batch, redraw: int) -> Tensor:
         batch = self._with_reference(
-            rows, Draw(self.args.seed, rows["sample_id"], FIRST_REDRAW + redraw), "redrawn", redraw
+            rows, MaskRNG(self.args.seed, rows["sample_id"], FIRST_REDRAW + redraw), "redrawn", redraw
         )
         return margins(self.log_ratios(batch, self.response_log_probs(self.lm, batch)))
 

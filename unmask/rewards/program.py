@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import OK, Verdict
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Job, Pool
+from unmask.sandbox.pool import Job, SandboxPool
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 
 @functools.cache
-def shared_pool() -> Pool:
+def shared_pool() -> SandboxPool:
     """The sandbox pool of this process. SandboxError on a host without isolation, unless `ACCEPT_UNSANDBOXED`
     is set."""
-    return Pool(accept_unsandboxed=os.environ.get(ACCEPT_UNSANDBOXED) == "1")
+    return SandboxPool(accept_unsandboxed=os.environ.get(ACCEPT_UNSANDBOXED) == "1")
 
 
 def verify_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
@@ -35,5 +35,5 @@ def verdict_of(outcome: Outcome) -> Verdict:
     """A verdict whose value is the fraction of passed tests; None if the sandbox or the tests failed."""
     if outcome.status == "ok":
         return OK
-    value = None if outcome.status == "infrastructure" else outcome.passed / max(1, outcome.total)
+    value = None if outcome.status == "verifier_error" else outcome.passed / max(1, outcome.total)
     return Verdict(value, outcome.status, outcome.detail)

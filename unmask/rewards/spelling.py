@@ -285,11 +285,9 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     given = _with_numbers(given.removeprefix("=").strip(), wanted)
     if (found := MIXED.fullmatch(given)) and int(found[2]) < int(found[3]):
         given = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
-    labelled = LABEL.fullmatch(wanted)
-    label = (
-        labelled[1] if labelled and VARIABLE.fullmatch(labelled[1]) and not _letters(labelled[2]) else None
-    )
-    wanted = labelled[2] if labelled and label else wanted
+    labeled = LABEL.fullmatch(wanted)
+    label = labeled[1] if labeled and VARIABLE.fullmatch(labeled[1]) and not _letters(labeled[2]) else None
+    wanted = labeled[2] if labeled and label else wanted
     asked = ASKS_FOR_INTERVAL.search(question) is not None
     given, wanted = (
         _as_interval(given, wanted, may_be_point=not asked),
@@ -306,9 +304,7 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
         wanted = ", ".join(members(wanted)) if listed else inside(wanted, r"\{", r"\}") or wanted
         inner = None if listed else inside(given, r"\{", r"\}")
         given = ", ".join(split_at(",", inner)) if inner else given
-        parts = [
-            _unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])
-        ]
+        parts = [_unlabeled(part, "" if shown else named) for part in (members(given) if listed else [given])]
         parts = [unwrapped(_without_unit(unwrapped(part), wanted, question)) for part in parts]
         given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
     return given, wanted
@@ -397,16 +393,16 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 def _as_tuple(text: str, other: str, question: str) -> str:
     """`a = 1, b = 2` as `(1, 2)`, if the other text is a tuple, and the question asks for (a, b)."""
-    labelled = [LABEL.fullmatch(part) for part in split_at(",", AND.sub(", ", text))]
-    values = {found[1]: found[2] for found in labelled if found}
+    labeled = [LABEL.fullmatch(part) for part in split_at(",", AND.sub(", ", text))]
+    values = {found[1]: found[2] for found in labeled if found}
     asked = {tuple(re.split(", ?", names)) for names in TUPLE.findall(plain(question))}
     named = [names for names in asked if sorted(names) == sorted(values)]
-    if len(values) < len(labelled) or len(named) != 1 or not inside(other, "(", ")"):
+    if len(values) < len(labeled) or len(named) != 1 or not inside(other, "(", ")"):
         return text
     return f"({', '.join(values[name] for name in named[0])})"
 
 
-def _unlabelled(text: str, named: str) -> str:
+def _unlabeled(text: str, named: str) -> str:
     """The text without what it says to be equal to, if that is named."""
     found = LABEL.fullmatch(text)
     return found[2] if found and re.search("[a-zA-Z]", found[1]) and occurs(found[1], named) else text

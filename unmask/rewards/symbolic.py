@@ -24,7 +24,7 @@ from unmask.rewards.final_form import SCIENTIFIC, UNIT, is_final
 from unmask.rewards.spelling import MACRO, bare, exact, is_word, plain, without_thousands, words
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
-from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
+from unmask.rewards.workers import RewardWorker, WorkerCallError, WorkerError, WorkerTimeoutError
 from unmask.sandbox.launch import BATCH_OVER
 
 MAX_ANSWER = 512
@@ -65,7 +65,7 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
 
     `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: more
     than `COMPARE_SECONDS`.
-    `infrastructure`: math-verify is not installed.
+    `verifier_error`: math-verify is not installed.
     """
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return MALFORMED
@@ -93,7 +93,7 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
     except WorkerCallError as error:  # the answer made math-verify raise or overflow its stack
         return Verdict(0.0, "malformed", error.what)
     except WorkerError as error:
-        return Verdict(None, "infrastructure", error.what)
+        return Verdict(None, "verifier_error", error.what)
 
 
 def number(text: str) -> Fraction | None:
@@ -172,15 +172,15 @@ def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:
 
     def verdict(answer: tuple[str, ...]) -> Verdict:
         late = time.monotonic() > deadline
-        return Verdict(None, "infrastructure", BATCH_OVER) if late else equivalent(*answer)
+        return Verdict(None, "verifier_error", BATCH_OVER) if late else equivalent(*answer)
 
     with ThreadPoolExecutor(WORKERS) as threads:
         return list(threads.map(verdict, answers))
 
 
-_idle: SimpleQueue[Worker] = SimpleQueue()
+_idle: SimpleQueue[RewardWorker] = SimpleQueue()
 for _ in range(WORKERS):
-    _idle.put(Worker("unmask.rewards.math_worker:compare"))
+    _idle.put(RewardWorker("unmask.rewards.math_worker:compare"))
 
 
 @functools.lru_cache(maxsize=65_536)

@@ -56,7 +56,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def limited(future: Future[T], seconds: float) -> T:
-    """The result of a future. After `seconds` without one, it is cancelled (if possible) and LateError is
+    """The result of a future. After `seconds` without one, it is canceled (if possible) and LateError is
     raised."""
     if not wait([future], timeout=seconds).done:
         future.cancel()
@@ -73,7 +73,7 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, awaitable: Awaitable[T], seconds: float) -> T:
-        """The awaited result; after `seconds` it is cancelled and LateError is raised."""
+        """The awaited result; after `seconds` it is canceled and LateError is raised."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -12,10 +12,10 @@ class Verdict:
     """The verdict on one completion."""
 
     value: float | None
-    """The reward. None if verification failed for reasons outside the completion, which 0 would penalise."""
+    """The reward. None if verification failed for reasons outside the completion, which 0 would penalize."""
     status: Status
     """`ok`: right. `wrong`: a wrong answer. `malformed`: not an answer at all. `timeout`: verifying the
-    answer took too long. `infrastructure`: the verifier failed for reasons outside the answer."""
+    answer took too long. `verifier_error`: the verifier failed for reasons outside the answer."""
     detail: str = field(default="", compare=False)
     """The reason, in words."""
 

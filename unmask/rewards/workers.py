@@ -51,7 +51,7 @@ class WorkerTimeoutError(WorkerCallError, LateError):
     """A call exceeded its time limit, and its worker was killed."""
 
 
-class Worker:
+class RewardWorker:
     """A process that serves one function. It starts at the first call, and restarts at the first call after
     its end.
 

@@ -12,8 +12,8 @@ from unmask.config.layers import read_recipe, recipe_names
 from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args, checked_fields
 from unmask.errors import ConfigError, did_you_mean
-from unmask.planning.blueprint import Blueprint
-from unmask.rl.losses import AdvantageKind, Aggregation, Divergence
+from unmask.planning.blueprint import ModelSpec
+from unmask.rl.losses import Divergence, LossType, ScaleRewards
 from unmask.rl.methods.base import METHODS, Method, TokenMethod, fixed_settings, get_method, settings_of
 from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
@@ -64,36 +64,41 @@ class GRPOConfig(TrainingConfig):
     epsilon_high: float | None = of_method(
         TokenMethod.epsilon_high, "Clip range above 1 (none: epsilon)", low=0
     )
-    dual_clip: float | None = of_method(
-        TokenMethod.dual_clip, "Bound of the ratio where the advantage is negative", low=1
+    delta: float | None = of_method(
+        TokenMethod.delta, "Bound of the ratio where the advantage is negative", low=1
     )
     log_ratio_clamp: float | None = of_method(
         TokenMethod.log_ratio_clamp,
         "Bound of the logarithm of the ratio; 20 for products, k3 of bounds, and adaptive_loss",
         low=1e-3,
     )
-    ratio: str | None = of_method(
-        TokenMethod.ratio,
+    importance_sampling_level: str | None = of_method(
+        TokenMethod.importance_sampling_level,
         (
             "Ratios of single tokens (token), their geometric mean over the completion (sequence, GSPO), "
             "or their product (product)"
         ),
         choices=("token", "sequence", "product"),
     )
-    aggregation: Aggregation | None = of_method(
-        Method.aggregation,
+    loss_type: LossType | None = of_method(
+        Method.loss_type,
         (
-            "How token losses are averaged: token (DAPO), sequence (GRPO), step, view, view-constant "
-            "(TraceRL), constant (Dr. GRPO) or sum"
+            "How token losses are averaged: dapo (over all tokens), grpo (by completion), dr_grpo, step, "
+            "view, view-constant (TraceRL) or sum"
         ),
-        choices=get_args(Aggregation),
+        choices=get_args(LossType),
     )
-    advantage: AdvantageKind | None = of_method(
-        Method.advantage,
-        "r-mean, z-score, population-z-score, leave-one-out or softmax",
-        choices=get_args(AdvantageKind),
+    scale_rewards: ScaleRewards | None = of_method(
+        Method.scale_rewards,
+        (
+            "How advantages are scaled, all of which are less the group's mean: none, group (by the "
+            "standard deviation), population (without Bessel's correction), leave-one-out or softmax"
+        ),
+        choices=get_args(ScaleRewards),
     )
-    softmax_temperature: float = setting(1.0, "Divides the rewards", low=1e-6, needs=["advantage=softmax"])
+    softmax_temperature: float = setting(
+        1.0, "Divides the rewards", low=1e-6, needs=["scale_rewards=softmax"]
+    )
     beta: float | None = of_method(
         TokenMethod.beta, "Weight of the KL divergence; 0: no reference is kept", low=0
     )
@@ -106,24 +111,22 @@ class GRPOConfig(TrainingConfig):
         choices=("reference", "old"),
         needs=["beta"],
     )
-    kl_unbiased: bool = setting(
-        TokenMethod.kl_unbiased,
+    use_bias_correction_kl: bool = setting(
+        TokenMethod.use_bias_correction_kl,
         "Whether the ratio multiplies the divergence, as in TRL (docs/rl.md)",
         needs=["beta", "kl=k3"],
     )
-    reference_model: str | None = setting(
+    ref_model: str | None = setting(
         None,
-        "The reference, as a folder or a hub name; unset: the policy before training",
+        "The reference model, as a folder or a hub name; unset: the policy before training",
         needs=["beta", "kl_to=reference"],
     )
-    reference_sync_steps: int | None = setting(
-        None,
-        "Steps between moves of the reference towards the policy; unset: it does not move",
-        low=1,
-        needs=["beta", "kl_to=reference"],
+    sync_ref_model: bool = setting(
+        False, "Whether the reference moves towards the policy", needs=["beta", "kl_to=reference"]
     )
-    reference_sync_share: float = setting(
-        0.6, "Fraction of the way that each move covers", low=0, high=1, needs=["reference_sync_steps"]
+    ref_model_sync_steps: int = setting(512, "Steps between these moves", low=1, needs=["sync_ref_model"])
+    ref_model_mixup_alpha: float = setting(
+        0.6, "Fraction of the way that each move covers", low=0, high=1, needs=["sync_ref_model"]
     )
 
     masking: str | None = setting(
@@ -168,22 +171,22 @@ class GRPOConfig(TrainingConfig):
         "The reward function that `difficulty` reads; unset: the weighted sum of all",
         needs=["difficulty"],
     )
-    drop_equal_groups: bool | None = of_method(
-        Method.drop_equal_groups, "Leave out groups whose rewards are all equal, also from averages"
+    filter_zero_std_groups: bool | None = of_method(
+        Method.filter_zero_std_groups, "Leave out groups whose rewards are all equal, also from averages"
     )
-    dynamic_sampling: int = setting(
+    max_resample_rounds: int = setting(
         0, "How often groups that are left out are replaced by those of other prompts (DAPO)", low=0
     )
     curriculum: float | None = setting(
         None, "Prefer prompts whose mean reward so far is near this; unset: all in turn"
     )
-    mask_truncated: bool = setting(False, "Whether completions without an end token are left out")
+    mask_truncated_completions: bool = setting(False, "Whether completions without an end token are left out")
     overlong_buffer: int | None = setting(
         None, "Tokens before the maximum length over which rewards fall by up to 1 (DAPO); unset: none"
     )
 
     temperature: float = setting(1.0, "The sampling temperature", low=1e-6)
-    score_temperature: float | None = setting(
+    logprob_temperature: float | None = setting(
         None,
         "The temperature of the trained log-probabilities; unset: that of sampling (docs/rl.md)",
         low=1e-6,
@@ -191,17 +194,17 @@ class GRPOConfig(TrainingConfig):
     max_completion_length: int = setting(128, "Tokens of the canvas after the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
-    policy: str | None = of_method(Method.policy, "Unmasking policy of a rollout")
+    remasking: str | None = of_method(Method.remasking, "Which hidden tokens a rollout reveals first")
     stop_at_eos: bool | None = of_method(
         Method.stop_at_eos, "Whether decoding stops at the first end token, where every completion ends"
     )
-    beyond_eos: str | None = of_method(
-        Method.beyond_eos,
+    after_eos: str | None = of_method(
+        Method.after_eos,
         (
-            "Treatment of tokens after the end of a completion: hidden, shown (noised like the "
-            "completion), or learnt (docs/rl.md)"
+            "Treatment of tokens after the end of a completion: mask, noise (like the completion), or train "
+            "(docs/rl.md)"
         ),
-        choices=("hidden", "shown", "learnt"),
+        choices=("mask", "noise", "train"),
     )
     constraint: dict[str, Any] | None = setting(
         None,
@@ -230,8 +233,8 @@ class GRPOConfig(TrainingConfig):
         ),
         low=0,
     )
-    importance_cap: float | None = setting(
-        TokenMethod.importance_cap,
+    vllm_importance_sampling_cap: float | None = setting(
+        TokenMethod.vllm_importance_sampling_cap,
         (
             "vllm: bound of the importance weights that correct for the server's log-probabilities; unset: "
             "no correction"
@@ -241,7 +244,7 @@ class GRPOConfig(TrainingConfig):
     log_completions_steps: int = setting(
         0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS
     )
-    log_completions_rows: int = setting(
+    num_completions_to_print: int = setting(
         8, "Completions in such a sample", low=1, needs=["log_completions_steps"], on_resume=ACTS
     )
     performance_log_interval: int = setting(
@@ -280,7 +283,9 @@ class GRPOConfig(TrainingConfig):
                 setattr(self, field.name, self._default_of(field))
         super().__post_init__()
         exponential = (
-            self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
+            self.importance_sampling_level == "product"
+            or self.adaptive_loss
+            or (method.estimator == "bound" and self.kl == "k3")
         )
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
             self.log_ratio_clamp = LOG_RATIO_CLAMP
@@ -292,12 +297,12 @@ class GRPOConfig(TrainingConfig):
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise error.moved(where) from error
-        if self.corrects_for_server and "importance_cap" not in settings_of(method):
+        if self.corrects_for_server and "vllm_importance_sampling_cap" not in settings_of(method):
             what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
             raise ConfigError(
                 what,
                 where="rollout.backend and method",
-                remedy="Set importance_cap to null, or use another method",
+                remedy="Set vllm_importance_sampling_cap to null, or use another method",
             )
         # raises for settings that cannot be sampled with
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)
@@ -338,17 +343,17 @@ class GRPOConfig(TrainingConfig):
             ConfigError: such a setting is set.
         """
         method = get_method(self.method)
-        if exact and self.beyond_eos not in ("hidden", settings_of(method)["beyond_eos"]):
+        if exact and self.after_eos not in ("mask", settings_of(method)["after_eos"]):
             raise ConfigError(
                 "a causal model predicts nothing from what is after the end",
-                where="beyond_eos",
+                where="after_eos",
                 remedy="Leave it out",
             )
         own_plan = strategy is None or strategy.uses is None
-        if final and self.beyond_eos == "shown" and own_plan and not method.partial:
+        if final and self.after_eos == "noise" and own_plan and not method.partial:
             raise ConfigError(
                 f"{self.method} always hides what is after the end, or keeps it as sampled",
-                where="beyond_eos",
+                where="after_eos",
                 remedy="Use hidden or learnt, or a masking strategy",
             )
         read = set(settings_of(method, plan=own_plan and not exact))
@@ -370,7 +375,7 @@ class GRPOConfig(TrainingConfig):
                 raise ConfigError(what, where=name, remedy=f"Leave it out: it is for {', '.join(readers)}")
 
     def unread(self) -> set[str]:
-        server = set() if self.rollout_config.backend == "vllm" else {"importance_cap"}
+        server = set() if self.rollout_config.backend == "vllm" else {"vllm_importance_sampling_cap"}
         return super().unread() | self._unread.keys() | server
 
     def _check(self, method: type[Method]) -> None:
@@ -395,27 +400,31 @@ class GRPOConfig(TrainingConfig):
                 raise ConfigError(
                     f"the gradient of {self.method} is not exact with it", where=name, remedy="Leave it out"
                 )
-        if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
+        if (
+            method.estimator == "bound"
+            and "importance_sampling_level" in settings_of(method)
+            and self.importance_sampling_level == "token"
+        ):
             raise ConfigError(
                 f"{self.method} has one bound per sequence, and no ratios of tokens",
-                where="ratio",
+                where="importance_sampling_level",
                 remedy="Use sequence, or product",
             )
-        if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
+        if (self.loss_type or "").startswith("view") and (not method.separable or self.masking):
             what = (
                 f"averages by view, but {self.method}{' with masking' if self.masking else ''} predicts a "
                 "token in several views"
             )
             raise ConfigError(
                 what,
-                where="aggregation",
+                where="loss_type",
                 remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)",
             )
-        if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
+        if self.max_resample_rounds and self.difficulty is None and not self.filter_zero_std_groups:
             raise ConfigError(
                 "no group is dropped, so none is replaced",
-                where="dynamic_sampling",
-                remedy="Set drop_equal_groups, or difficulty",
+                where="max_resample_rounds",
+                remedy="Set filter_zero_std_groups, or difficulty",
             )
         if self.difficulty is not None and (
             len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]
@@ -433,11 +442,11 @@ class GRPOConfig(TrainingConfig):
             raise ConfigError(
                 what, where="overlong_buffer", remedy="Give a number within these, or leave it out"
             )
-        if self.reference_sync_steps is not None and self.reference_model is not None:
+        if self.sync_ref_model and self.ref_model is not None:
             raise ConfigError(
-                "a reference loaded from reference_model is never updated",
-                where="reference_sync_steps",
-                remedy="Leave it out, or reference_model",
+                "a reference loaded from ref_model is never updated",
+                where="sync_ref_model",
+                remedy="Leave it out, or ref_model",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -458,7 +467,7 @@ class GRPOConfig(TrainingConfig):
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """A recipe for another method leaves out the settings in which methods differ."""
-        return for_method(settings, chosen.get("method"))
+        return for_method(settings, chosen)
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
@@ -475,10 +484,10 @@ class GRPOConfig(TrainingConfig):
         )
         what, remedy = (
             "a reference cannot follow sharded weights",
-            f"Leave reference_sync_steps out, or {whole}",
+            f"Leave sync_ref_model out, or {whole}",
         )
-        moves = self.needs_reference and self.reference_sync_steps is not None
-        yield Conflict(" and ".join(["reference_sync_steps", *shards]), moves, what, remedy)
+        moves = self.needs_reference and self.sync_ref_model
+        yield Conflict(" and ".join(["sync_ref_model", *shards]), moves, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and
@@ -522,7 +531,7 @@ class GRPOConfig(TrainingConfig):
         find_masking(self, exact=True)
         self.refuse_unread(None, exact=True)
 
-    def workload(self, blueprint: Blueprint, run: RunConfig) -> None:
+    def workload(self, blueprint: ModelSpec, run: RunConfig) -> None:
         """None: a step also samples, which is not estimated."""
 
     def build_method(self, attention: str = "bidirectional") -> Method:
@@ -535,12 +544,12 @@ class GRPOConfig(TrainingConfig):
     @property
     def corrects_for_server(self) -> bool:
         """Whether importance weights correct for a server's log-probabilities."""
-        return self.rollout_config.backend == "vllm" and self.importance_cap is not None
+        return self.rollout_config.backend == "vllm" and self.vllm_importance_sampling_cap is not None
 
     @property
     def log_prob_temperature(self) -> float:
         """The temperature of the trained log-probabilities."""
-        return self.temperature if self.score_temperature is None else self.score_temperature
+        return self.temperature if self.logprob_temperature is None else self.logprob_temperature
 
     @property
     def needs_reference(self) -> bool:
@@ -553,7 +562,7 @@ class GRPOConfig(TrainingConfig):
             max_new_tokens=self.max_completion_length,
             steps=self.steps,
             block_size=self.block_size,
-            policy=self.policy,  # type: ignore[arg-type]
+            remasking=self.remasking,  # type: ignore[arg-type]
             temperature=temperature,
             constraint=self.constraint,  # type: ignore[arg-type]
             stop_at_eos=bool(self.stop_at_eos),
@@ -575,26 +584,28 @@ class GRPOConfig(TrainingConfig):
                 f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known)
             )
         recipe = read_recipe(f"grpo-{task}").get("training", {})
-        return build_training_args(cls, for_method(recipe, settings.get("method")) | settings)
+        return build_training_args(cls, for_method(recipe, settings) | settings)
 
 
-def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-    """The `training` section of a recipe, for this method. From a recipe for another method, settings in
-    which methods differ are dropped, so that this method's defaults apply."""
-    if method is None or recipe.get("method", method) == method:
-        return dict(recipe)
-    defaults = [settings_of(other) for other in METHODS.values()]
-    names = {name for values in defaults for name in values}
-    dropped = {
-        name
-        for name in names
-        if any(name not in values or values[name] != defaults[0][name] for values in defaults)
-    }
-    dropped |= {"method", "method_settings", *get_method(method).biased_by} | fixed_settings(
-        get_method(method)
-    )
+def for_method(recipe: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The `training` section of a recipe that the chosen settings override. From a recipe for another method,
+    settings in which methods differ are dropped, so that this method's defaults apply. What has no effect
+    because a setting that it needs is off is dropped too."""
+    dropped: set[str] = set()
+    if (method := chosen.get("method")) not in (None, recipe.get("method", method)):
+        defaults = [settings_of(other) for other in METHODS.values()]
+        names = {name for values in defaults for name in values}
+        dropped = {
+            name
+            for name in names
+            if any(name not in values or values[name] != defaults[0][name] for values in defaults)
+        }
+        dropped |= {"method", "method_settings", *get_method(method).biased_by} | fixed_settings(
+            get_method(method)
+        )
+    off = {name for name, value in chosen.items() if not value}
     for field in fields(GRPOConfig):  # a field is declared after the fields that it needs
-        if any(needed.partition("=")[0] in dropped for needed in field.metadata.get("needs", ())):
+        if any(needed.partition("=")[0] in dropped | off for needed in field.metadata.get("needs", ())):
             dropped.add(field.name)
     return {name: value for name, value in recipe.items() if name not in dropped}
 
@@ -633,18 +644,18 @@ def check_rollouts(args: GRPOConfig, sampler: SamplerConfig) -> None:
             )
             raise ConfigError(
                 what,
-                where="rollout.backend and score_temperature",
-                remedy="Leave it out, or set importance_cap to null",
+                where="rollout.backend and logprob_temperature",
+                remedy="Leave it out, or set vllm_importance_sampling_cap to null",
             )
-    elif "importance_cap" in args.given:
+    elif "vllm_importance_sampling_cap" in args.given:
         what = (
             f"{args.rollout_config.backend} samples from the trained model itself, so there is nothing to "
             "correct"
         )
         raise ConfigError(
             what,
-            where="rollout.backend and importance_cap",
-            remedy="Leave importance_cap out, or set rollout.backend to vllm",
+            where="rollout.backend and vllm_importance_sampling_cap",
+            remedy="Leave vllm_importance_sampling_cap out, or set rollout.backend to vllm",
         )
 
 

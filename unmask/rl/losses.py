@@ -11,15 +11,16 @@ import math
 from collections import defaultdict
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unmask.errors import ConfigError
 from unmask.tensor_checks import check_tensors
 
-AdvantageKind = Literal["r-mean", "z-score", "population-z-score", "leave-one-out", "softmax"]
+ScaleRewards = Literal["none", "group", "population", "leave-one-out", "softmax"]
 Divergence = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token", "sequence", "step", "view", "view-constant", "constant", "sum"]
+LossType = Literal["dapo", "grpo", "dr_grpo", "step", "view", "view-constant", "sum"]
 
 
 MAX_EXPONENT = 80.0
@@ -40,15 +41,15 @@ class Surrogate(NamedTuple):
 
 
 def advantages(
-    reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0
+    reward_B: Tensor, group_B: Tensor, kind: ScaleRewards = "none", *, temperature: float = 1.0
 ) -> Tensor:
     """How much better each completion is than its group [B]; NaN rewards (unscored) are left out and get 0.
 
-    All are 0 in a group of equal rewards (`equal_rewards`). r-mean: reward minus the group's mean (Dr. GRPO,
-    Liu et al. 2025). z-score: also divided by the group's standard deviation (GRPO, Shao et al. 2024),
-    population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out: against the
-    mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature,
-    less that of its negative (wd1, Tang et al. 2025, eq. 9).
+    All are 0 in a group of equal rewards (`equal_rewards`). none: reward minus the group's mean (Dr. GRPO,
+    Liu et al. 2025). group: also divided by the group's standard deviation (GRPO, Shao et al. 2024),
+    population: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out: against the mean of
+    the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of these differences / temperature,
+    less that of their negatives (wd1, Tang et al. 2025, eq. 9).
 
     Args:
         reward_B, group_B: rewards, and the number of each completion's group, on the CPU.
@@ -58,10 +59,10 @@ def advantages(
         ConfigError: an unknown kind.
     """
     check_tensors(reward_B=reward_B, group_B=group_B)
-    _check_kind(kind, AdvantageKind)
+    _check_kind(kind, ScaleRewards)
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
-    groups, index_B = group_B.unique(return_inverse=True)
+    groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
 
     def total(values_B: Tensor) -> Tensor:
         return torch.zeros(len(groups), dtype=torch.float64, device=values_B.device).index_add(
@@ -70,10 +71,10 @@ def advantages(
 
     count_B = total(scored_B.double())
     centered_B = torch.where(scored_B, value_B - total(value_B) / count_B.clamp_min(1), 0)
-    if kind == "z-score":
+    if kind == "group":
         deviation_B = (total(centered_B**2) / (count_B - 1).clamp_min(1)).sqrt()
         centered_B = centered_B / (deviation_B + 1e-4)
-    elif kind == "population-z-score":
+    elif kind == "population":
         deviation_B = (total(centered_B**2) / count_B.clamp_min(1)).sqrt()
         centered_B = centered_B / torch.where(deviation_B > 0, deviation_B, 1)
     elif kind == "leave-one-out":
@@ -95,7 +96,7 @@ def advantages(
 def equal_rewards(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Whether the rewards of each completion's group are equal [B], up to `EQUAL_REWARDS`; NaN rewards are
     left out."""
-    _, index_B = group_B.unique(return_inverse=True)
+    _, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
 
     def largest(value_B: Tensor) -> Tensor:
         value_B = torch.where(value_B.isnan(), -torch.inf, value_B)
@@ -138,23 +139,23 @@ def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+    log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, delta: float | None = None
 ) -> Surrogate:
     """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy
     minus that under the old policy.
 
-    At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `dual_clip` bounds
+    At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `delta` bounds
     the ratio where the advantage is negative, since the loss grows with it there (Ye et al. 2020).
     """
     check_tensors(log_ratio=log_ratio, advantage=advantage)
     # Where the loss is bounded, a ratio that overflows would still have the gradient 0 * inf.
-    limit = torch.where(advantage < 0, torch.inf if dual_clip is None else MAX_EXPONENT, MAX_EXPONENT)
+    limit = torch.where(advantage < 0, torch.inf if delta is None else MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.clamp(max=limit).exp()
     plain, bounded = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     value = torch.minimum(plain, bounded)
     clipped = bounded < plain
-    if dual_clip is not None:
-        floor = dual_clip * advantage
+    if delta is not None:
+        floor = delta * advantage
         clipped = clipped | ((advantage < 0) & (value < floor))
         value = torch.where(advantage < 0, torch.maximum(value, floor), value)
     return Surrogate(-value, ratio.detach(), clipped.detach())
@@ -180,16 +181,16 @@ def kl_divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
     return log_ratio**2 / 2 if kind == "k2" else log_ratio.exp() - log_ratio - 1
 
 
-def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: int) -> Tensor:
+def token_weights(loss_mask_BT: Tensor, kind: LossType, unit_BT: Tensor, limit: int) -> Tensor:
     """The weight of each token in the batch's loss [B, T], before the division by `count_items`.
 
-    token: equal weights (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over
+    dapo: equal weights. grpo: the mean over each completion's tokens. step: the mean over
     each completion's denoising steps of the mean over the step's tokens (CJ-GRPO). view: the mean over the
     views of all completions of the mean over the view's tokens (TraceRL on LLaDA); view-constant: of their
-    sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the sum over tokens (wd1).
+    sum / limit (TraceRL on SDAR). dr_grpo: 1 / limit. sum: the sum over tokens (wd1).
 
     Args:
-        learnt_BT: the tokens that are learnt from.
+        loss_mask_BT: the tokens that are learnt from.
         unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below
             T; any elsewhere.
         limit: tokens of the longest possible completion.
@@ -197,29 +198,29 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
     Raises:
         ConfigError: an unknown kind.
     """
-    check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
-    _check_kind(kind, Aggregation)
-    learnt = learnt_BT.float()
-    if kind == "sequence":
+    check_tensors(loss_mask_BT=loss_mask_BT, unit_BT=unit_BT)
+    _check_kind(kind, LossType)
+    learnt = loss_mask_BT.float()
+    if kind == "grpo":
         return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
     if kind in ("step", "view"):
-        tokens_BU = tokens_per_unit(learnt_BT, unit_BT)
-        weight_BT = learnt / tokens_BU.gather(1, torch.where(learnt_BT, unit_BT, 0)).clamp_min(1)
+        tokens_BU = tokens_per_unit(loss_mask_BT, unit_BT)
+        weight_BT = learnt / tokens_BU.gather(1, torch.where(loss_mask_BT, unit_BT, 0)).clamp_min(1)
         return weight_BT / (tokens_BU > 0).sum(1, keepdim=True).clamp_min(1) if kind == "step" else weight_BT
-    return learnt / limit if kind in ("constant", "view-constant") else learnt
+    return learnt / limit if kind in ("dr_grpo", "view-constant") else learnt
 
 
-def tokens_per_unit(learnt_BT: Tensor, unit_BT: Tensor) -> Tensor:
+def tokens_per_unit(loss_mask_BT: Tensor, unit_BT: Tensor) -> Tensor:
     """The number of trained tokens of each step or view of a completion [B, U], U being T."""
-    learnt = learnt_BT.float()
-    return torch.zeros_like(learnt).scatter_add_(1, torch.where(learnt_BT, unit_BT, 0), learnt)
+    learnt = loss_mask_BT.float()
+    return torch.zeros_like(learnt).scatter_add_(1, torch.where(loss_mask_BT, unit_BT, 0), learnt)
 
 
-def count_items(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor) -> Tensor:
-    """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else
+def count_items(loss_mask_BT: Tensor, kind: LossType, unit_BT: Tensor) -> Tensor:
+    """The divisor of the summed loss: for `dapo` the tokens, for `view` and `view-constant` the views, else
     the completions. ConfigError for an unknown kind."""
-    check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
-    _check_kind(kind, Aggregation)
+    check_tensors(loss_mask_BT=loss_mask_BT, unit_BT=unit_BT)
+    _check_kind(kind, LossType)
     if kind in ("view", "view-constant"):
-        return (tokens_per_unit(learnt_BT, unit_BT) > 0).sum()
-    return learnt_BT.sum() if kind == "token" else learnt_BT.any(1).sum()
+        return (tokens_per_unit(loss_mask_BT, unit_BT) > 0).sum()
+    return loss_mask_BT.sum() if kind == "dapo" else loss_mask_BT.any(1).sum()

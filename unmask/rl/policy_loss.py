@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.losses import count_items, token_weights
@@ -20,7 +20,7 @@ from unmask.tensor_checks import check_tensors
 from unmask.training.per_view_backward import Chunk
 
 
-def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: Draw) -> Views:
+def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: MaskRNG) -> Views:
     """The views whose log-probabilities the method's loss reads. A causal model has one view: its predictions
     do not depend on what is hidden, and its likelihood is exact.
 
@@ -66,19 +66,19 @@ def policy_loss(
         kept_B: boolean; the completions to learn from (`kept_groups`), on any device. None: all.
 
     Returns:
-        `total` is the loss, divided by the tokens, completions or views that the method's aggregation counts;
+        `total` is the loss, divided by the tokens, completions or views that the method's loss_type counts;
         the rest is for logs.
 
     Raises:
-        ConfigError: `method` is a name or a class, or has no aggregation; or a missing reference.
+        ConfigError: `method` is a name or a class, or has no loss_type; or a missing reference.
     """
     _check_method(method)
     tensors = {"log_prob_BMT": log_prob_BMT, "old_BMT": old_BMT, "reference_BMT": reference_BMT}
     check_tensors(ids_BT=rollout.ids_BT, **views.tensors, **tensors, advantage_B=advantage_B, kept_B=kept_B)
-    if method.aggregation is None:
+    if method.loss_type is None:
         raise ConfigError(
             f"that of {method.name} follows from the model's attention",
-            where="aggregation",
+            where="loss_type",
             remedy="Use method.for_attention(lm.attention), or give one",
         )
     if (
@@ -92,11 +92,11 @@ def policy_loss(
             where="reference_BMT",
             remedy="Give its log-probabilities, or the method beta=0.0",
         )
-    learnt_BT = learnable(rollout, views)
+    loss_mask_BT = learnable(rollout, views)
     if kept_B is not None:
-        learnt_BT = learnt_BT & kept_B.to(learnt_BT.device, non_blocking=True)[:, None]
+        loss_mask_BT = loss_mask_BT & kept_B.to(loss_mask_BT.device, non_blocking=True)[:, None]
     advantage_B1 = advantage_B.to(log_prob_BMT.device, non_blocking=True)[:, None]
-    update = Update(rollout, views, advantage_B1, learnt_BT, old_BMT, reference_BMT)
+    update = Update(rollout, views, advantage_B1, loss_mask_BT, old_BMT, reference_BMT)
     loss = loss_of(method, loss_inputs(method, update, log_prob_BMT, max_completion_length))
     return loss._replace(total=loss.total / items_of(method, update).clamp_min(1))
 
@@ -119,9 +119,9 @@ def loss_inputs(
 ) -> LossInputs:
     """What the method's loss reads, of all views or of a chunk, of which log_prob_BMT is. The rest is as for
     `policy_loss`."""
-    assert method.aggregation is not None
-    unit_BT = averaging_units(update.rollout, update.views, method.aggregation)
-    weight_BT = token_weights(update.learnt_BT, method.aggregation, unit_BT, max_completion_length)
+    assert method.loss_type is not None
+    unit_BT = averaging_units(update.rollout, update.views, method.loss_type)
+    weight_BT = token_weights(update.loss_mask_BT, method.loss_type, unit_BT, max_completion_length)
     if chunk is not None:
         update = update.select_rows(*chunk)
         weight_BT = weight_BT[chunk[0]] * update.views.target_BMT.any(1)
@@ -136,6 +136,6 @@ def loss_inputs(
 
 def items_of(method: Method, update: Update) -> Tensor:
     """The divisor of the method's summed loss: see `count_items`."""
-    assert method.aggregation is not None
-    unit_BT = averaging_units(update.rollout, update.views, method.aggregation)
-    return count_items(update.learnt_BT, method.aggregation, unit_BT)
+    assert method.loss_type is not None
+    unit_BT = averaging_units(update.rollout, update.views, method.loss_type)
+    return count_items(update.loss_mask_BT, method.loss_type, unit_BT)

@@ -20,7 +20,7 @@ from unmask.artifacts import read_file, write_atomic
 from unmask.data.encoding import encode_row
 from unmask.data.formats import is_ids, read_prompt
 from unmask.data.unknown_tokens import UnknownTokens
-from unmask.diffusion.rng import Stream, sequence_key, uniform
+from unmask.diffusion.rng import RngStream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.records import prepending_place
@@ -168,7 +168,7 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
         )
         steps = whole * max(1, round(args.gradient_accumulation_steps / whole))
         raise ConfigError(what, where="num_generations", remedy=f"Set gradient_accumulation_steps to {steps}")
-    chooses = args.curriculum is not None or args.dynamic_sampling
+    chooses = args.curriculum is not None or args.max_resample_rounds
     if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
         what = (
             f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
@@ -176,7 +176,7 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
         raise ConfigError(
             what,
             where="per_device_train_batch_size",
-            remedy="Use a multiple, or leave out curriculum and dynamic_sampling",
+            remedy="Use a multiple, or leave out curriculum and max_resample_rounds",
         )
     prompts = completions // args.num_generations
     if dataset is not None and len(dataset) < prompts:
@@ -200,7 +200,7 @@ def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list
             where="max_steps",
             remedy="Set it, or give a list of rows or a datasets.Dataset",
         )
-    rollouts = math.ceil(args.max_steps / args.num_iterations) * (1 + args.dynamic_sampling)
+    rollouts = math.ceil(args.max_steps / args.num_iterations) * (1 + args.max_resample_rounds)
     return [*islice(stream, rollouts * prompts_per_step(args, None))]
 
 
@@ -239,7 +239,7 @@ class PromptHistory:
     def choose(self, number: int, seed: int, step: int, exclude: Collection[int] = ()) -> list[int]:
         """At most `number` different prompts, drawn in proportion to their weights (Gumbel top-k, Kool et al.
         2019), by history, seed and step."""
-        uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=Stream.ROLLOUT)
+        uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=RngStream.ROLLOUT)
         perturbed_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
         perturbed_N[list(exclude)] = -torch.inf
         best = perturbed_N.topk(min(number, self.count - len(set(exclude)))).indices

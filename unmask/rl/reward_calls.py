@@ -31,7 +31,7 @@ from unmask.rewards.timeouts import (
     reward_values,
     select,
 )
-from unmask.rewards.workers import Worker
+from unmask.rewards.workers import RewardWorker
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward
 
@@ -56,7 +56,7 @@ class WorkerReward:
 
     def __init__(self, target: str, workers: int):
         self.__name__ = target.rpartition(":")[2]
-        self.workers = [Worker(target, "unmask.rewards.logged:served") for _ in range(workers)]
+        self.workers = [RewardWorker(target, "unmask.rewards.logged:served") for _ in range(workers)]
         for start in [in_thread(worker.start) for worker in self.workers]:
             start.result()
 
@@ -96,7 +96,7 @@ class WorkerReward:
         return [answer for chunk in chunks for answer in chunk]
 
     @staticmethod
-    def _call(worker: Worker, name: str, log: Log, arguments: Arguments, seconds: float) -> Any:
+    def _call(worker: RewardWorker, name: str, log: Log, arguments: Arguments, seconds: float) -> Any:
         values, logged = worker.apply((name,), arguments, seconds)
         log.add(logged)
         return values

@@ -98,7 +98,7 @@ class Update:
         rollout: the completions.
         views: the views of this iteration.
         advantage_BT: the advantage of each completion [B, 1] or of each token [B, T] (`token_advantages`).
-        learnt_BT: the tokens that are trained on.
+        loss_mask_BT: the tokens that are trained on.
         old_BMT: log-probabilities under the policy that sampled; None: the weights have not changed since.
         reference_BMT: log-probabilities under the reference; None: there is none.
     """
@@ -106,7 +106,7 @@ class Update:
     rollout: Rollout
     views: Views
     advantage_BT: Tensor
-    learnt_BT: Tensor
+    loss_mask_BT: Tensor
     old_BMT: Tensor | None = None
     reference_BMT: Tensor | None = None
 
@@ -119,7 +119,7 @@ class Update:
             self.rollout.select(rows),
             self.views.select(rows, views),
             self.advantage_BT[rows],
-            self.learnt_BT[rows],
+            self.loss_mask_BT[rows],
             old_BMT,
             reference_BMT,
         )
@@ -130,10 +130,10 @@ def learnable(rollout: Rollout, views: Views) -> Tensor:
     return rollout.completion_BT | views.target_BMT.any(1)
 
 
-def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
-    """The views that a plan makes. With `beyond_eos` "shown" they noise what comes after the end like the
-    completion, without making it a target. (With "learnt" the rollout is `whole` already.)"""
-    if beyond_eos != "shown":
+def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, after_eos: str) -> Views:
+    """The views that a plan makes. With `after_eos` "noise" they noise what comes after the end like the
+    completion, without making it a target. (With "train" the rollout is `whole` already.)"""
+    if after_eos != "noise":
         return plan(rollout)
     views, completion_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
     return replace(
@@ -207,7 +207,7 @@ def make_rollout(
             "the server does not return the log-probabilities of its tokens",
             where="rollout",
             remedy="Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out "
-            "importance_cap",
+            "vllm_importance_sampling_cap",
         )
 
     def padded(of_prompt: Any, of_canvas: Iterable[list[Any]], fill: Any) -> Tensor:

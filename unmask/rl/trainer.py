@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
@@ -78,8 +78,8 @@ class GRPOTrainer(DiffusionTrainer):
     share them. Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of
     one view at a time.
 
-    Override `sample` for partial rollouts or inpainted hints, `judge` for the rewards of completions,
-    `shaped` for additions to a reward, `token_advantages` for rewards of single steps or tokens. All
+    Override `generate_and_score` for other rollouts and rewards, `sample` for partial rollouts or inpainted
+    hints, `shaped` for additions to a reward, `token_advantages` for rewards of single steps or tokens. All
     processes call each of these at the same time, even with no rows.
     """
 
@@ -123,8 +123,8 @@ class GRPOTrainer(DiffusionTrainer):
             make_reference(
                 self.lm,
                 self.accelerator,
-                copy=args.reference_sync_steps is not None,
-                path=args.reference_model,
+                copy=args.sync_ref_model,
+                path=args.ref_model,
             )
             if args.needs_reference
             else None
@@ -134,7 +134,7 @@ class GRPOTrainer(DiffusionTrainer):
             len(self.train_dataset.rows) if self.train_dataset is not None else 0, args.curriculum
         )
         self.completion_log = CompletionLog(
-            args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows
+            args.output_folder, every=args.log_completions_steps, rows=args.num_completions_to_print
         )
         self.buffer: list[list[Update]] = []
         self._reused, self._reusable = 0.0, 0  # prompts whose cache a group shared, and all prompts
@@ -188,14 +188,14 @@ class GRPOTrainer(DiffusionTrainer):
             rows = self._choose([row for micro_batch in micro_batches for row in micro_batch], number)
         else:
             rows = ahead.rows
-        rewarded = self._with_signal(self.judge(rows, number), number)
+        rewarded = self._with_signal(self.generate_and_score(rows, number), number)
         self._require_scores(rewarded)
         self._ask_next()  # the server samples while this process takes log-probabilities and trains
         self._move_reference()
         advantage_B, kept_B = self.group_advantages(rewarded)
         self._log_rollout(rewarded, advantage_B, kept_B)
         kept_B &= ~rewarded.total_B.isnan()
-        if self.args.mask_truncated:
+        if self.args.mask_truncated_completions:
             kept_B &= ~truncated(rewarded.generation, self.lm.eos_token_ids)
         updates, start = [], 0
         for micro_batch in micro_batches:
@@ -203,7 +203,7 @@ class GRPOTrainer(DiffusionTrainer):
             rollout = make_rollout(
                 self.lm, rewarded.generation, at, self.args.block_size, sampled=self.args.corrects_for_server
             )
-            rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
+            rollout = rollout.whole() if self.args.after_eos == "train" else rollout
             older = {} if ahead is None else ahead.weights
             with self.phases("scoring"):
                 updates.append(
@@ -216,7 +216,7 @@ class GRPOTrainer(DiffusionTrainer):
             self.record("masks/reuse_rate", stats["rate"])
         return updates
 
-    def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
+    def generate_and_score(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Sample and reward completions of the rows' prompts for this rollout."""
         rewarded = self._sample_and_reward(rows, temperature=self.args.temperature, step=step)
         rewarded = replace(rewarded, total_B=self.shaped(rewarded.total_B, rewarded.generation))
@@ -276,10 +276,10 @@ class GRPOTrainer(DiffusionTrainer):
 
     def _with_signal(self, rewarded: RewardedCompletions, step: int) -> RewardedCompletions:
         """The completions, in which groups without a learning signal are replaced by those of other prompts,
-        at most `dynamic_sampling` times."""
+        at most `max_resample_rounds` times."""
         group, rows = self.args.num_generations, rewarded.rows
         used = [row.sample_id for row in rows]
-        for attempt in range(self.args.dynamic_sampling):
+        for attempt in range(self.args.max_resample_rounds):
             _, kept_B = self.group_advantages(rewarded)
             dropped = [start for start in range(0, len(rows), group) if not kept_B[start]]
             others = self._other_rows(len(dropped), step + (attempt + 1) * 2**20, used)
@@ -287,7 +287,7 @@ class GRPOTrainer(DiffusionTrainer):
             if not any(gather_object([len(others)])):
                 break
             replaced = [start + repeat for start in dropped for repeat in range(group)][: len(others)]
-            rewarded = rewarded.replaced(replaced, self.judge(others, step))
+            rewarded = rewarded.replaced(replaced, self.generate_and_score(others, step))
         return rewarded
 
     def _require_scores(self, rewarded: RewardedCompletions) -> None:
@@ -316,11 +316,11 @@ class GRPOTrainer(DiffusionTrainer):
             accelerator.gather(part.to(accelerator.device)).cpu()
             for part in (rewarded.total_B, difficulty_B, rewarded.prompt_B)
         )
-        kind = args.advantage or "r-mean"
+        kind = args.scale_rewards or "none"
         advantage_B = advantages(reward_B, group_B, kind, temperature=args.softmax_temperature)
         low, high = args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
-        if args.drop_equal_groups:
+        if args.filter_zero_std_groups:
             kept_B &= kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True)
         mine = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
         return advantage_B[mine], kept_B[mine]
@@ -370,7 +370,7 @@ class GRPOTrainer(DiffusionTrainer):
         updates: list[Update] = []
         with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
             for iteration in range(self.args.num_iterations):
-                views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
+                views = self.views_for(rollout, MaskRNG(self.args.seed, key_B, iteration))
                 # nothing is drawn: the log-probabilities are the same too
                 if updates and views.equals(updates[-1].views):
                     update = replace(updates[-1])
@@ -385,7 +385,7 @@ class GRPOTrainer(DiffusionTrainer):
                 updates.append(update)
         return updates
 
-    def views_for(self, rollout: Rollout, draw: Draw) -> Views:
+    def views_for(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """The views of the method (`policy_views`), or of a masking strategy."""
         if self.lm.autoregressive:
             return policy_views(self.lm, self.method, rollout, draw)
@@ -397,7 +397,7 @@ class GRPOTrainer(DiffusionTrainer):
                 return policy_views(self.lm, self.method, rollout, draw)
             return self.masking.plan(rollout, draw, self.args, progress)
 
-        views = plan_views(plan, rollout, str(self.args.beyond_eos))
+        views = plan_views(plan, rollout, str(self.args.after_eos))
         check_views(
             views,
             rollout,
@@ -418,8 +418,8 @@ class GRPOTrainer(DiffusionTrainer):
 
     def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
         if chunk is None or chunk[1].start == 0:
-            learnt_BT = batch.learnt_BT[chunk[0]] if chunk else batch.learnt_BT
-            self.numbers.add(lambda count: self.phases.count(trained=int(count)), learnt_BT.sum())
+            loss_mask_BT = batch.loss_mask_BT[chunk[0]] if chunk else batch.loss_mask_BT
+            self.numbers.add(lambda count: self.phases.count(trained=int(count)), loss_mask_BT.sum())
         loss = loss_of(self.method, self.loss_inputs(batch, log_prob_BMT, chunk))
         for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
             if len(values) > 0:
@@ -435,11 +435,11 @@ class GRPOTrainer(DiffusionTrainer):
 
     def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
         """The ratio [B, T] of each token's probability under the policy to that under the server that drew
-        it, at most `importance_cap` (truncated importance sampling, Yao et al. 2025, "Your efficient RL
-        framework secretly brings you off-policy RL training")."""
+        it, at most `vllm_importance_sampling_cap` (truncated importance sampling, Yao et al. 2025, "Your
+        efficient RL framework secretly brings you off-policy RL training")."""
         assert rollout.sampled_BT is not None
         gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
-        weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
+        weight_BT = gap_BT.exp().clamp_max(self.args.vllm_importance_sampling_cap or torch.inf)
         tokens = rollout.completion_BT.sum()
         self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
         self.record("importance", torch.where(rollout.completion_BT, weight_BT, 0).sum() / tokens, tokens)
@@ -473,7 +473,7 @@ class GRPOTrainer(DiffusionTrainer):
         if self.args.should_save:
             self.history.save(folder)
             self.source.save(folder)
-            if self.args.reference_sync_steps is not None and self.reference is not None:
+            if self.args.sync_ref_model and self.reference is not None:
                 self.reference.save(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -483,7 +483,7 @@ class GRPOTrainer(DiffusionTrainer):
         folder = Path(checkpoint)
         self.history.load(folder)
         self.source.load(folder)
-        if self.args.reference_sync_steps is not None and self.reference is not None:
+        if self.args.sync_ref_model and self.reference is not None:
             self.reference.load(folder)
         if (steps_done(folder) or 0) % self.args.num_iterations:
             self._load_updates(folder)
@@ -499,7 +499,7 @@ class GRPOTrainer(DiffusionTrainer):
         with torch.serialization.safe_globals([Update, Rollout, Views]):
             path = folder / UPDATES_FILE.format(rank=self.args.process_index)
             self.buffer = torch.load(path, map_location=self.lm.device)
-        held = [len(updates[0].learnt_BT) for updates in self.buffer]
+        held = [len(updates[0].loss_mask_BT) for updates in self.buffer]
         wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps
         if held != wanted:
             raise TrainingError(
@@ -666,14 +666,14 @@ class GRPOTrainer(DiffusionTrainer):
             self.completion_log.write(step, columns, self.callback_handler.callbacks)
 
     def _move_reference(self) -> None:
-        every, step = self.args.reference_sync_steps, self.state.global_step
+        every, step = self.args.ref_model_sync_steps, self.state.global_step
         if (
             self.reference is not None
-            and every is not None
+            and self.args.sync_ref_model
             and step
             and step // every > (step - self.args.num_iterations) // every
         ):
-            self.reference.move(self.args.reference_sync_share)
+            self.reference.move(self.args.ref_model_mixup_alpha)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> GroupSampler:
         rows = self.train_dataset if train_dataset is None else train_dataset

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 
 
-class Group:
+class ControlGroup:
     """A control group for one sandbox after another. OSError if this process may not create control groups.
 
     Args:

@@ -27,7 +27,7 @@ from typing import IO
 
 from unmask.errors import UnmaskError
 from unmask.sandbox import worker
-from unmask.sandbox.cgroups import Group, sweep
+from unmask.sandbox.cgroups import ControlGroup, sweep
 from unmask.sandbox.seccomp import write_filter
 
 FIRST_UID, UIDS = 60_000, 5_000
@@ -45,7 +45,7 @@ class SandboxError(UnmaskError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """The resources that one program may use."""
 
     seconds: float = 10.0
@@ -117,7 +117,7 @@ class Host:
 
         Args:
             uid: user id in the sandbox, if it can be chosen.
-            entrances: files of a control group (`Group.entrance`).
+            entrances: files of a control group (`ControlGroup.entrance`).
             filter_fd: descriptor of the seccomp filter.
             info_fd: descriptor to which bubblewrap writes the id of the first process.
         """
@@ -196,7 +196,7 @@ def probe() -> Host:
         missing["users"] = "only root can choose user ids"
     try:
         sweep()
-        group = Group(f"unmask-{os.getpid()}-probe", 1 << 26, 16)
+        group = ControlGroup(f"unmask-{os.getpid()}-probe", 1 << 26, 16)
         group.remove()
         if not group.shares_processors:
             missing["cpu"] = "there is no cpu controller"

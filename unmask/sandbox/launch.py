@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unmask.sandbox.cgroups import Group
-from unmask.sandbox.isolation import FILTER, INSIDE, WORKER, Host, Limits, SandboxError
+from unmask.sandbox.cgroups import ControlGroup
+from unmask.sandbox.isolation import FILTER, INSIDE, WORKER, Host, SandboxError, SandboxLimits
 from unmask.sandbox.worker import MAX_FRAME
 
 START_SECONDS = 60.0
@@ -41,9 +41,9 @@ class Member:
     def __init__(
         self,
         host: Host,
-        limits: Limits,
+        limits: SandboxLimits,
         uid: int,
-        group: Group | None,
+        group: ControlGroup | None,
         role: str,
         pipes: Sequence[int] = (-1, -1),
     ):
@@ -206,7 +206,7 @@ class Meter:
         now: when that was known, in seconds of a monotonic clock.
     """
 
-    def __init__(self, limits: Limits, usages: Sequence[Usage], now: float):
+    def __init__(self, limits: SandboxLimits, usages: Sequence[Usage], now: float):
         self.limits, self.idle = limits, 0.0
         self._first = self._last = usages
         self._start = self._read = now
@@ -258,7 +258,11 @@ class Cell:
     of the tester."""
 
     def __init__(
-        self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]
+        self,
+        host: Host,
+        limits: SandboxLimits,
+        uids: tuple[int, int],
+        groups: tuple[ControlGroup | None, ControlGroup | None],
     ):
         self.limits = limits
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:

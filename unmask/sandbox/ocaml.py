@@ -203,15 +203,15 @@ def _build(
         compiler.send({"files": files, "commands": commands, "result": "main"})
         frame = compiler.receive(min(COMPILE_SECONDS, slot.deadline - time.monotonic()))
     if frame is None and time.monotonic() > slot.deadline:
-        return Outcome("infrastructure", detail=BATCH_OVER)
+        return Outcome("verifier_error", detail=BATCH_OVER)
     if frame is None:
         # the tests alone: not the candidate's fault
         detail = f"not compiled within {COMPILE_SECONDS:g} seconds"
-        return Outcome("timeout" if len(commands) > of_dataset else "infrastructure", detail=detail)
+        return Outcome("timeout" if len(commands) > of_dataset else "verifier_error", detail=detail)
     found = json.loads(frame or b'{"failed": -1, "detail": "the compiler ended"}')
     if "failed" in found:
         return Outcome(
-            "infrastructure" if 0 <= found["failed"] < of_dataset else "malformed", detail=found["detail"]
+            "verifier_error" if 0 <= found["failed"] < of_dataset else "malformed", detail=found["detail"]
         )
     native: str = found["program"]
     with _lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "wrong", "malformed", "timeout", "infrastructure"]
+Status = Literal["ok", "wrong", "malformed", "timeout", "verifier_error"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Outcome:
 
     Attributes:
         status: ok: all tests passed. wrong: a test failed, or the program raised or ended. malformed: not a
-            program. timeout: the time limit was exceeded. infrastructure: the sandbox failed before the
+            program. timeout: the time limit was exceeded. verifier_error: the sandbox failed before the
             program ran, or the tests are broken.
         passed, total: numbers of tests.
         detail: the first failure.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from unmask.sandbox.cgroups import Group
-from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, Limits, SandboxError, probe
+from unmask.sandbox.cgroups import ControlGroup
+from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, SandboxError, SandboxLimits, probe
 from unmask.sandbox.launch import BATCH_OVER, Cell, Member
 from unmask.sandbox.outcome import Outcome
 
@@ -43,17 +43,18 @@ class Slot:
 
     numbers = itertools.count()
 
-    def __init__(self, host: Host, limits: Limits):
+    def __init__(self, host: Host, limits: SandboxLimits):
         self.host, self.limits = host, limits
         self.deadline = math.inf
         """When the current job must be done (of `time.monotonic`)."""
         first = FIRST_UID + (os.getpid() * 64 + next(self.numbers) * 2) % UIDS
         self.uids = (first, first + 1)
-        self.groups: tuple[Group | None, Group | None] = (None, None)
+        self.groups: tuple[ControlGroup | None, ControlGroup | None] = (None, None)
         if "cgroups" not in host.missing:
             name = f"unmask-{os.getpid()}-{id(self)}"
             candidate, tester = (
-                Group(f"{name}-{role}", limits.memory, limits.processes) for role in ("candidate", "tester")
+                ControlGroup(f"{name}-{role}", limits.memory, limits.processes)
+                for role in ("candidate", "tester")
             )
             self.groups = (candidate, tester)
         self._cell: Cell | None = None
@@ -117,7 +118,7 @@ def outcome_of(results: dict[str, Any]) -> Outcome:
     if "exceeded" in results:
         return Outcome("timeout", detail=f"not done within {results['exceeded']}")
     if "broken" in results:
-        return Outcome("infrastructure", detail=f"the tests are broken: {results['broken']}")
+        return Outcome("verifier_error", detail=f"the tests are broken: {results['broken']}")
     if "refused" in results:
         return Outcome("malformed" if results["syntax"] else "wrong", detail=results["refused"])
     if not results:
@@ -128,7 +129,7 @@ def outcome_of(results: dict[str, Any]) -> Outcome:
     return Outcome("ok" if 0 < passed == total else "wrong", passed, total, results["detail"])
 
 
-class Pool:
+class SandboxPool:
     """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is
     set.
 
@@ -140,9 +141,13 @@ class Pool:
     """
 
     def __init__(
-        self, slots: int | None = None, limits: Limits | None = None, *, accept_unsandboxed: bool = False
+        self,
+        slots: int | None = None,
+        limits: SandboxLimits | None = None,
+        *,
+        accept_unsandboxed: bool = False,
     ):
-        self.host, self.limits = probe(), limits or Limits()
+        self.host, self.limits = probe(), limits or SandboxLimits()
         if not (self.host.isolated or accept_unsandboxed):
             what = f"programs cannot be isolated here: {self.host.missing['bubblewrap']}"
             remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code"
@@ -163,7 +168,7 @@ class Pool:
 
     def submit(self, job: Job, deadline: float = math.inf) -> Future[Outcome]:
         """A future with the outcome of a job. It is killed at the deadline (of `time.monotonic`), and its
-        outcome is `infrastructure`."""
+        outcome is `verifier_error`."""
         return self._threads.submit(self._run, job, deadline)
 
     def run(self, jobs: Iterable[Job], deadline: float = math.inf) -> list[Outcome]:
@@ -172,13 +177,13 @@ class Pool:
 
     def _run(self, job: Job, deadline: float) -> Outcome:
         if time.monotonic() > deadline:
-            return Outcome("infrastructure", detail=BATCH_OVER)
+            return Outcome("verifier_error", detail=BATCH_OVER)
         slot = self._free.get()
         slot.deadline = deadline
         try:
             return job(slot)
         except (OSError, SandboxError) as error:
-            return Outcome("infrastructure", detail=str(error))
+            return Outcome("verifier_error", detail=str(error))
         finally:
             self._free.put(slot)
 

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from unmask.errors import ConfigError
 from unmask.serving import weights
 from unmask.serving.errors import add_error_handlers, documented, error_response
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.metrics import RequestMetrics
 from unmask.serving.middleware import ApiKeys, BodyLimits, CountRequests, SameOrigin, SecurityHeaders
 from unmask.serving.openai import routes
@@ -46,7 +46,7 @@ class AppSettings:
         log_requests: whether requests are logged, with their prompts.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     api_keys: tuple[str, ...] = ()
     loopback: bool = True
     admin_key: str | None = None

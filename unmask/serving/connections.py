@@ -141,7 +141,7 @@ class DisconnectedError(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of work, which is cancelled if the client disconnects. The body of the request has been
+    """The result of work, which is canceled if the client disconnects. The body of the request has been
     read.
 
     Raises:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unmask.redaction import shown_line
 from unmask.serving.errors import error_response
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.metrics import COUNTED, OTHER, RequestMetrics
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class BodyLimits:
         log: whether the log gets a line for each request, with its body.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, *, log: bool = False):
+    def __init__(self, app: ASGIApp, limits: RequestLimits, *, log: bool = False):
         self.app, self.limits, self.log = app, limits, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -35,11 +35,11 @@ from unmask.serving.queues import FairQueue, Job, SideWork
 from unmask.serving.submission import (
     BetweenSteps,
     Deliveries,
-    Entry,
     Event,
     Events,
     OtherWeightsError,
     OverloadedError,
+    QueueEntry,
     ReplacedError,
     Result,
     ServiceError,
@@ -88,7 +88,7 @@ class ModelEngine:
         self.facts, self.created = model_facts(lm), int(time())  # the facts take a hash of the vocabulary
         self.version: str | None = None
         self.weights = 0
-        self.running: dict[int, Entry] = {}
+        self.running: dict[int, QueueEntry] = {}
         self.failures = 0
         self._make_engine, self._engine, self._metrics = make_engine, make_engine(lm), metrics
 
@@ -100,7 +100,7 @@ class ModelEngine:
                 what, where="version", remedy="Send them with POST /v1/weights, or name no version"
             )
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: QueueEntry) -> None:
         """Run a sequence. Raises OtherWeightsError, GenerationError, and what the model raises."""
         self.check_version(entry.submission.version)
         self.running[self._engine.submit(entry.work.request, entry.work.config)] = entry
@@ -109,7 +109,7 @@ class ModelEngine:
         """Drop the sequences that nobody waits for any more."""
         for ticket, entry in list(self.running.items()):
             if not entry.wanted:
-                self._leave(ticket, "cancelled")
+                self._leave(ticket, "canceled")
                 self._engine.cancel(ticket)
 
     def step(self) -> Deliveries:
@@ -129,7 +129,7 @@ class ModelEngine:
         self.failures = 0
         return deliveries
 
-    def renew(self) -> list[Entry]:
+    def renew(self) -> list[QueueEntry]:
         """Go on with a new engine. Returns the sequences that ran in the old one."""
         self._metrics.engine_failures.labels(self.name).inc()
         ran, self._engine = list(self.running.values()), self._make_engine(self.lm)
@@ -149,13 +149,13 @@ class ModelEngine:
         self._measure_first_frame(entry)
         return entry.submission, Event(entry.index, frame, trace, self.version)
 
-    def _measure_first_frame(self, entry: Entry) -> None:
+    def _measure_first_frame(self, entry: QueueEntry) -> None:
         """The time to the first frame of a sequence that is watched."""
         if entry.watched is not None and not entry.seen:
             entry.seen = True
             self._metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)
 
-    def _leave(self, ticket: int, outcome: str) -> Entry:
+    def _leave(self, ticket: int, outcome: str) -> QueueEntry:
         self.count_end(outcome)
         return self.running.pop(ticket)
 
@@ -204,12 +204,12 @@ class Scheduler:
         self._searches = SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
-        self._queue: FairQueue[Entry] = FairQueue()
+        self._queue: FairQueue[QueueEntry] = FairQueue()
         self._jobs: deque[Job] = deque()
         self._open: set[Submission] = set()
         self._stopping = False
         # which run one by one, before all others; the engines' thread owns it
-        self._again: deque[Entry] = deque()
+        self._again: deque[QueueEntry] = deque()
         # of recent rounds: their seconds, the steps that sequences made in them, whether others waited
         self._pace = 0.0, 0.0, False
         self.metrics.queue_length.set_function(self._queue.__len__)
@@ -299,7 +299,9 @@ class Scheduler:
             )
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.models[model].lm.mask_token_id) if each.frames else None
-                self._queue.push(Entry(submission, index, watched, each.request.most_steps), owner, priority)
+                self._queue.push(
+                    QueueEntry(submission, index, watched, each.request.most_steps), owner, priority
+                )
             self._open.add(submission)
             self._changed.notify()
         return Events(submission)
@@ -525,7 +527,7 @@ class Scheduler:
                     self._deliver([(entry.submission, _failure())])
                     raise
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> QueueEntry | None:
         """The sequence that enters next; None if it has to wait. Of a model whose weights wait to be replaced
         only those of submissions that keep them enter."""
         if self._again or any(

@@ -9,7 +9,7 @@ from typing import Any, Self
 from unmask.models.load import load
 from unmask.models.stored_adapters import load_adapters
 from unmask.redaction import shown
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import Scheduler
 
 
@@ -33,7 +33,7 @@ class ServedModels:
     adapters: dict[str, str] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
     scheduling: dict[str, Any] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     grace: float = 30.0
 
     def make_scheduler(self) -> Scheduler:
@@ -52,7 +52,7 @@ class ServedModels:
     def from_json(cls, line: str) -> Self:
         """From a line of `to_json`."""
         values = json.loads(line)
-        return cls(**{**values, "limits": Limits(**values["limits"])})
+        return cls(**{**values, "limits": RequestLimits(**values["limits"])})
 
 
 def description(scheduler: Scheduler) -> str:

@@ -20,7 +20,7 @@ TURNS = 10  # of the event loop, in which it reads what arrived before the end
 SECONDS_FOR_ERRORS = 2  # seconds in which errors reach those whose requests the end of the server cut off
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """What generates the answers of a server: a scheduler, or processes that have one each.
 
     Attributes:
@@ -39,7 +39,9 @@ class GracefulServer(uvicorn.Server):
     """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after
     `grace` seconds the rest is answered with an error. It also ends when the engine does."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, on_start: Callable[[], object]):
+    def __init__(
+        self, config: uvicorn.Config, engine: ServedEngine, grace: float, on_start: Callable[[], object]
+    ):
         super().__init__(config)
         self.engine, self.grace, self.on_start = engine, grace, on_start
         engine.on_end = partial(setattr, self, "should_exit", True)
@@ -78,7 +80,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 def make_server(
     app: ASGIApp,
-    engine: Engine,
+    engine: ServedEngine,
     *,
     connections: ConnectionLimits | None = None,
     grace: float = 30.0,

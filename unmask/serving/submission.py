@@ -237,7 +237,7 @@ def hand_over(deliveries: Deliveries) -> None:
 
 
 @dataclass(eq=False)
-class Entry:
+class QueueEntry:
     """A sequence that waits or runs."""
 
     submission: Submission
@@ -259,7 +259,7 @@ class Entry:
 
 class Events(AsyncIterator[Event]):
     """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more,
-    its sequences are dropped; cancelling the task that waits for one closes it. A sequence that is dropped
+    its sequences are dropped; canceling the task that waits for one closes it. A sequence that is dropped
     frees its slot within one step."""
 
     def __init__(self, submission: Submission):
@@ -269,7 +269,7 @@ class Events(AsyncIterator[Event]):
         event = None
         try:
             event = await self._submission.next()
-        finally:  # also when it is cancelled, or has ended with an error
+        finally:  # also when it is canceled, or has ended with an error
             if event is None:
                 self._submission.close()
         if event is None:

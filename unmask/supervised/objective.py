@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.models.diffusion_lm import DiffusionLM
 
-Plan = Callable[[dict[str, Any], Draw], Views]
+Plan = Callable[[dict[str, Any], MaskRNG], Views]
 """The views of a batch in the masked loss."""
 
 
@@ -45,6 +45,6 @@ class Objective:
         """A context in which the weights that it trains have gradients."""
         return nullcontext()
 
-    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
+    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: MaskRNG, plan: Plan) -> ObjectiveLoss:
         """The loss of a micro-batch."""
         raise NotImplementedError

@@ -9,7 +9,7 @@ from typing import Any
 from unmask.config.run import AttentionName, RunConfig
 from unmask.data.rows import Row
 from unmask.data.token_cache import StreamedRows
-from unmask.diffusion.views import Draw, Views, all_masked_views
+from unmask.diffusion.views import MaskRNG, Views, all_masked_views
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.text_config import TextConfig, corpus_rows
@@ -53,5 +53,5 @@ class PretrainTrainer(DiffusionTrainer):
             )
         return corpus_rows(lm, args, dataset, where)
 
-    def plan(self, batch: Batch, draw: Draw) -> Views:
+    def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         return all_masked_views(batch["maskable"])

@@ -20,8 +20,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from unmask.data.rows import separate_documents
 from unmask.diffusion.log_probs import forward_inputs
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, columns
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, columns
 from unmask.errors import ConfigError, ModelError
 from unmask.generation.policies import draw as draw_tokens
 from unmask.generation.policies import weights
@@ -34,7 +34,7 @@ from unmask.tensor_checks import check_tensors
 
 
 @dataclass(frozen=True)
-class Rollout:
+class FilledRows:
     """Rows of which a few hidden tokens were filled in."""
 
     clean_BT: Tensor
@@ -101,7 +101,7 @@ class QualityObjective(Objective):
     def training(self, lm: DiffusionLM) -> AbstractContextManager[None]:
         return training_head(lm, alone=self.args.quality_head == "alone")
 
-    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
+    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: MaskRNG, plan: Plan) -> ObjectiveLoss:
         views, maskable_BT = plan(batch, draw), batch["maskable"]
         joint, documents_BT = self.args.quality_head == "joint", separate_documents(batch)
         rollout = fill_in(
@@ -118,8 +118,8 @@ class QualityObjective(Objective):
 
 @torch.no_grad()
 def fill_in(
-    lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden_BT: Tensor, draw: Draw, count: int
-) -> Rollout:
+    lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden_BT: Tensor, draw: MaskRNG, count: int
+) -> FilledRows:
     """Fill in `count` random hidden tokens of each row (or all, if there are fewer) in one step, each drawn
     from the model's distribution at temperature 1.
 
@@ -130,14 +130,14 @@ def fill_in(
     """
     check_tensors(ids_BT=clean_BT, document_BT=padding_BT, hidden_BT=hidden_BT, key_B=draw.key_B)
     place_BT = columns(hidden_BT)
-    order_BT = draw.uniform(place_BT, 1, Stream.ROLLOUT)[:, 0].masked_fill(~hidden_BT, 2.0)
+    order_BT = draw.uniform(place_BT, 1, RngStream.ROLLOUT)[:, 0].masked_fill(~hidden_BT, 2.0)
     filled_BT = hidden_BT & (order_BT.argsort(1).argsort(1) < count)
     ids_BT = clean_BT.clone()
     if filled_BT.any():
         inputs = forward_inputs(lm, clean_BT, padding_BT, hidden_BT[:, None], filled_BT[:, None])
-        uniform_N = draw.uniform(place_BT, 1, Stream.TOKEN)[:, 0][filled_BT]
+        uniform_N = draw.uniform(place_BT, 1, RngStream.TOKEN)[:, 0][filled_BT]
         (ids_BT[filled_BT],) = lm.reduced(inputs, Reduction(drawn, (uniform_N,)))
-    return Rollout(clean_BT, ids_BT, hidden_BT & ~filled_BT, filled_BT, padding_BT)
+    return FilledRows(clean_BT, ids_BT, hidden_BT & ~filled_BT, filled_BT, padding_BT)
 
 
 def drawn(logits_NV: Tensor, uniform_N: Tensor, _: None) -> tuple[Tensor]:
@@ -146,7 +146,7 @@ def drawn(logits_NV: Tensor, uniform_N: Tensor, _: None) -> tuple[Tensor]:
     return (draw_tokens(weights(logits_NV, logits_NV.amax(-1, keepdim=True)), uniform_N),)
 
 
-def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tensor:
+def quality_logits(lm: DiffusionLM, rollout: FilledRows, *, trained: bool) -> Tensor:
     """The quality head's logits [N] at the filled tokens, read as in generation: a block-causal model sees
     clean blocks before the current one. With `trained` the model gets their gradient too.
 
@@ -168,7 +168,7 @@ def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tenso
     return lm.quality_head(hidden_ND)
 
 
-def quality_loss(logits_N: Tensor, rollout: Rollout, items_B: Tensor) -> Tensor:
+def quality_loss(logits_N: Tensor, rollout: FilledRows, items_B: Tensor) -> Tensor:
     """The mean cross-entropy of each row's filled tokens, times the row's items (its learned tokens), summed
     over rows, in nats."""
     check_tensors(filled_BT=rollout.filled_BT, items_B=items_B)

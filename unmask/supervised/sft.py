@@ -20,7 +20,7 @@ from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
 from unmask.data.rows import Row
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.views import Draw, Views, all_masked_views, group_sizes
+from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
@@ -36,7 +36,7 @@ from unmask.training.trainer import Batch, DiffusionTrainer
 
 OF_VIEWS = (
     "views",
-    "aggregation",
+    "loss_type",
     "quality_head",
     "schedule",
     "weighting",
@@ -45,7 +45,7 @@ OF_VIEWS = (
     "num_timesteps",
     "exact_count",
     "cart_p",
-    "score_chunk",
+    "logprob_batch_size",
 )
 """The settings of noised copies of a row."""
 
@@ -55,10 +55,10 @@ class SFTConfig(NoisingConfig, PairConfig):
     """Settings of `SFTTrainer`."""
 
     views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
-    aggregation: str = setting(
-        "token",
-        "The unit of equal weight in the loss: token, or sequence (each answer)",
-        choices=("token", "sequence"),
+    loss_type: str = setting(
+        "nll",
+        "nll: every token has equal weight; sequence_nll: every answer has",
+        choices=("nll", "sequence_nll"),
     )
     learn: Learn = setting(
         "all", "The assistant's turns that are learnt: all, or the last", choices=get_args(Learn)
@@ -102,9 +102,9 @@ class SFTConfig(NoisingConfig, PairConfig):
                 where="truncate_completion, canvas_length",
                 remedy=remedy,
             )
-        if self.quality_head != "off" and self.aggregation != "token":
+        if self.quality_head != "off" and self.loss_type != "nll":
             what = "the quality head's loss is divided by tokens"
-            raise ConfigError(what, where="quality_head and aggregation", remedy="Leave aggregation out")
+            raise ConfigError(what, where="quality_head and loss_type", remedy="Leave loss_type out")
         for name in OF_VIEWS if self.max_gap is not None else ():
             if name in self.given:
                 what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
@@ -147,8 +147,8 @@ class SFTTrainer(DiffusionTrainer):
 
     The loss is sum(CE / t) / completion tokens, over the whole accumulated batch on all processes. A causal
     model gets the next-token loss. d1 (Zhao et al. 2025) divides each micro-batch by its own tokens instead.
-    With `aggregation: sequence` each answer's sum is divided by its own tokens and averaged over answers, as
-    in LLaDA (Nie et al. 2025, its GUIDELINES.md). With a `quality_head` the loss has the head's part
+    With `loss_type: sequence_nll` each answer's sum is divided by its own tokens and averaged over answers,
+    as in LLaDA (Nie et al. 2025, its GUIDELINES.md). With a `quality_head` the loss has the head's part
     (`unmask.supervised.quality`): the mean over rows, weighted by their tokens. With a `max_gap` the loss is
     that of gaps of unknown length alone (`unmask.supervised.variable_length`), in which no end token is. The
     end token is learned, padding never. A completion is filled up with learned EOS to the end of its
@@ -177,7 +177,7 @@ class SFTTrainer(DiffusionTrainer):
             lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing
         )
 
-    def plan(self, batch: Batch, draw: Draw) -> Views:
+    def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         if self.lm.autoregressive:
             views = all_masked_views(batch["maskable"])
         else:
@@ -185,7 +185,7 @@ class SFTTrainer(DiffusionTrainer):
             views = noised_views(
                 self.args, self.lm, group_BT, batch["documents"], draw, views=self.args.views
             )
-        if self.args.aggregation == "token":
+        if self.args.loss_type == "nll":
             return views
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
@@ -202,8 +202,8 @@ class SFTTrainer(DiffusionTrainer):
             return super().train(*arguments, **named)
 
     def count_items(self, batch: Batch) -> Tensor:
-        """The number of learned tokens, or with `aggregation: sequence` of answers."""
-        if self.args.aggregation == "token":
+        """The number of learned tokens, or with `loss_type: sequence_nll` of answers."""
+        if self.args.loss_type == "nll":
             return super().count_items(batch)
         return (batch["maskable"] / _answer_sizes(batch)).sum().round().long()
 

@@ -5,7 +5,7 @@ In an open gap some tokens are known to be there, and r tokens are missing after
 tokens before that one show the mask token. After it there are K positions, whatever r is, which show the
 expand token. The i-th has as its target the i-th missing token; delete, if i > r; and expand, if i = K < r:
 the rest, merged into one position. A model cannot tell revealed tokens of a gap from the text before it. So r
-is uniform from 0 to max_gap, however many are revealed, and no length is favoured beforehand at any step:
+is uniform from 0 to max_gap, however many are revealed, and no length is favored beforehand at any step:
 
     p(delete at i) = p(r < i),    p(expand at K) = p(r > K),    given what is visible.
 
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from unmask.data.rows import pad_rows
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, columns
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, columns
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
@@ -80,7 +80,7 @@ class GapObjective(Objective):
     def prepared(self, lm: DiffusionLM) -> DiffusionLM:
         return with_length_tokens(lm, self.args.max_gap)
 
-    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: Draw, plan: Plan) -> ObjectiveLoss:
+    def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: MaskRNG, plan: Plan) -> ObjectiveLoss:
         canvases = make_canvases(lm, batch, draw, self.args.max_gap)
         log_prob_N = canvas_log_probs(lm, canvases)
         count = len(log_prob_N)
@@ -88,7 +88,7 @@ class GapObjective(Objective):
         return ObjectiveLoss(canvas_loss(log_prob_N, canvases, batch["maskable"].sum(1)), metrics=metrics)
 
 
-def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap: int) -> Canvases:
+def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: MaskRNG, max_gap: int) -> Canvases:
     """A canvas of each row, with a gap for every 2 * max_gap learned tokens, at least one. The first token of
     the row and end tokens are in no gap.
 
@@ -117,8 +117,8 @@ def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap
     number_1N = torch.arange(
         1 + len(Numbers._fields) * (ids_BT.shape[1] // (2 * max_gap) + 1), device=device
     )[None]
-    number_BN = draw.uniform(number_1N, 1, Stream.GAP)[:, 0]
-    order_BT = draw.uniform(columns(ids_BT), 1, Stream.MASK)[:, 0]
+    number_BN = draw.uniform(number_1N, 1, RngStream.GAP)[:, 0]
+    order_BT = draw.uniform(columns(ids_BT), 1, RngStream.MASK)[:, 0]
     rows = []
     for row in zip(
         *(each.tolist() for each in (ids_BT, batch["documents"], inside_BT, number_BN, order_BT)), strict=True

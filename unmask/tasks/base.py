@@ -215,7 +215,7 @@ def _component(function: Component) -> Verify:
     def verify(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         values = [function(completion, row) for completion, row in zip(completions, rows, strict=True)]
         return [
-            Verdict(value, "infrastructure" if value is None else "ok" if value > 0 else "wrong")
+            Verdict(value, "verifier_error" if value is None else "ok" if value > 0 else "wrong")
             for value in values
         ]
 

@@ -20,7 +20,7 @@ from unmask.config.run import AttentionName, DataConfig, RunConfig
 from unmask.config.trackers import check_trackers
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.planning.blueprint import Blueprint
+from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
 from unmask.training.config_fields import (
@@ -123,7 +123,7 @@ class TrainingConfig(TrainingArguments):
         high=1,
         on_resume=NEUTRAL,  # the rows are compared
     )
-    score_chunk: int | None = setting(
+    logprob_batch_size: int | None = setting(
         None,
         (
             "Noised rows per forward pass. Unset: all views of a micro-batch (grpo: as many as it has "
@@ -330,7 +330,7 @@ class TrainingConfig(TrainingArguments):
         remedy = "Add model.from_scratch=true (pretrain only), or leave it out"
         yield Conflict("model.tokenizer", model.tokenizer and not model.from_scratch, what, remedy)
         for other, what in {
-            "quantization": "new weights are not quantised",
+            "quantization": "new weights are not quantized",
             "device_map": "new weights are made on one device",
         }.items():
             yield Conflict(
@@ -346,7 +346,7 @@ class TrainingConfig(TrainingArguments):
         yield Conflict(
             "model.quantization and model.device_map",
             both,
-            "quantised weights are not spread over devices",
+            "quantized weights are not spread over devices",
             one,
         )
 
@@ -354,7 +354,7 @@ class TrainingConfig(TrainingArguments):
         """Raise ConfigError for settings that the model's attention ignores
         (`unmask.models.load.pattern_settings` reads it)."""
 
-    def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
+    def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
         """A training step for the cost model, of rows of `max_length`; None: there is no formula."""
         length = min(self.max_length, blueprint.context or self.max_length)
         rank = run.lora.r if run.lora else None

@@ -32,8 +32,8 @@ def setting(
         help: its description.
         low, high: inclusive bounds of a number; NaN is refused.
         choices: the valid words.
-        needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that has
-            this value, "loss_type=sigmoid|simpo" one that has either.
+        needs: settings without which it has no effect: "beta" must be on, "scale_rewards=softmax" one that
+            has this value, "loss_type=sigmoid|simpo" one that has either.
         otherwise: the default if neither a config nor a method sets it.
         on_resume: what changing it does to a run that is resumed; None: as for the field of
             TrainingArguments, and else another run.

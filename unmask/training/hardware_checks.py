@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
 from unmask.errors import NAMES_ELSEWHERE, ConfigError, TrainingError, did_you_mean, first_line
-from unmask.models.adapters import quantised
+from unmask.models.adapters import quantized
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.sharding import check_sharding, weight_sharding_setting
 
@@ -90,7 +90,7 @@ class TrainedModel:
     attention: str
     dtype: torch.dtype  # of the weights
     adapters: bool  # whether adapters are trained in their place
-    quantised: bool
+    quantized: bool
     split: bool  # whether its layers are on several devices
 
 
@@ -114,7 +114,7 @@ def refuse_unsupported(
                 what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss"
             )
     check_hardware_settings(
-        args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
+        args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantized(lm), is_split(lm))
     )
 
 
@@ -143,11 +143,11 @@ def check_hardware_settings(args: Any, model: TrainedModel, *, planned: bool = F
     """Raise ConfigError for settings that this model ignores or does not support. If two settings conflict,
     `where` names both, joined by " and ". `planned`: the run is only planned here, and other processes will
     make it."""
-    if model.quantised and not model.adapters:
+    if model.quantized and not model.adapters:
         possible = not (args.excludes_adapters or weight_sharding_setting(args))
         remedy = f"{'Train adapters (lora), or load' if possible else 'Load'} it without quantization"
         raise ConfigError(
-            "quantised weights take no gradients", where="model.quantization and lora", remedy=remedy
+            "quantized weights take no gradients", where="model.quantization and lora", remedy=remedy
         )
     check_split(args, model)
     check_sharding(args, adapters=model.adapters, planned=planned)

@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
     "log_memory_usage",
     "log_variance_steps",
     "logging_dir",
-    "score_chunk",
+    "logprob_batch_size",
     "token_cache",
 }
 """The fields of a trainer's own config that do not affect the result."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unmask.diffusion.schedules import SCHEDULES, Noise, Weighting, get_schedule
 from unmask.diffusion.views import (
-    Draw,
+    MaskRNG,
     Views,
     cart_weights,
     complementary_pair,
@@ -92,7 +92,7 @@ def noised_views(
     lm: DiffusionLM,
     group_BT: Tensor,
     document_BT: Tensor,
-    draw: Draw,
+    draw: MaskRNG,
     *,
     views: int = 1,
     complementary: bool = False,

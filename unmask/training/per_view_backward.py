@@ -64,10 +64,10 @@ class PerViewBackward:
         return view_log_probs(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=rows)
 
     def rows_per_pass(self, batch: Any) -> int:
-        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch, or of those of
-        `tokens_together`."""
+        """Noised rows per pass: `logprob_batch_size`, or the number of rows in the micro-batch, or of
+        those of `tokens_together`."""
         rows, length = self.tokens_of(batch)[0].shape
-        return self.args.score_chunk or max(rows, self.tokens_together // length)
+        return self.args.logprob_batch_size or max(rows, self.tokens_together // length)
 
     def chunks(self, lm: DiffusionLM, batch: Any) -> list[Chunk]:
         """The chunks of a batch, one per forward pass."""

@@ -42,7 +42,7 @@ class Reference:
     """
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):
-        self.policy = lm
+        self.remasking = lm
         self.is_base = (
             hasattr(lm.model, "disable_adapter") and not copy and path is None and starts_at_base(lm)
         )
@@ -57,13 +57,15 @@ class Reference:
     @contextmanager
     def model_in_use(self) -> Iterator[DiffusionLM]:
         """Yields the reference; inside, the adapters are switched off if they are part of the policy."""
-        with self.policy.model.disable_adapter() if self.is_base else nullcontext():
+        with self.remasking.model.disable_adapter() if self.is_base else nullcontext():
             yield self.lm
 
     @torch.no_grad()
     def move(self, fraction: float) -> None:
         """Move the weights towards the policy's by this fraction (TR-DPO, Gorbatovski et al. 2024, eq. 3)."""
-        for reference, policy in zip(self.lm.model.parameters(), self.policy.model.parameters(), strict=True):
+        for reference, policy in zip(
+            self.lm.model.parameters(), self.remasking.model.parameters(), strict=True
+        ):
             if policy.requires_grad:
                 reference.lerp_(policy.to(reference.dtype), fraction)
 
@@ -79,7 +81,7 @@ class Reference:
                 weight.copy_(stored[name])
 
     def _moving(self) -> dict[str, torch.Tensor]:
-        trained = {name for name, weight in self.policy.model.named_parameters() if weight.requires_grad}
+        trained = {name for name, weight in self.remasking.model.named_parameters() if weight.requires_grad}
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
 
 
@@ -102,7 +104,7 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     pattern. Raises ConfigError if its tokens or saved settings differ from the policy's, ModelError if it
     cannot be loaded."""
     config, _ = read_config(path, NO_CODE)
-    has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
+    has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"ref_model {path}"
     pattern: dict[str, Any] = (
         {}
         if has_settings

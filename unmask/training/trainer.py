@@ -40,7 +40,7 @@ from unmask.data.report import Rows, print_report, show_rows
 from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
 from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
 from unmask.models.compiled import taken_apart
@@ -212,7 +212,7 @@ class DiffusionTrainer(Trainer):
             show_rows(lm.tokenizer, rows, args.show_rows)
         return rows
 
-    def plan(self, batch: Batch, draw: Draw) -> Views:
+    def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         """The views of this batch: the tokens to hide, the tokens to predict, and the weight of each."""
         raise AssertionError(f"{type(self).__name__} overrides neither plan nor micro_loss")
 
@@ -220,7 +220,7 @@ class DiffusionTrainer(Trainer):
         """The summed loss of a micro-batch: the weighted cross-entropy of its views."""
         return self.cross_entropy(lm, batch, self.plan(batch, self.training_draw(batch)))
 
-    def training_draw(self, batch: Batch) -> Draw:
+    def training_draw(self, batch: Batch) -> MaskRNG:
         """Like `draw`; in training the noise times are also spread evenly over consecutive rows."""
         return replace(self.draw(batch), rows_before_B=batch.get("rows_before"))
 
@@ -228,7 +228,7 @@ class DiffusionTrainer(Trainer):
         """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and
         causal views."""
         log_prob_BMT = view_log_probs(
-            lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.score_chunk
+            lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.logprob_batch_size
         )
         noised = views.count - views.causal
         for name, selected in [("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))][
@@ -242,10 +242,12 @@ class DiffusionTrainer(Trainer):
         """The divisor of the loss: the number of maskable tokens."""
         return batch["maskable"].sum()
 
-    def draw(self, batch: Batch) -> Draw:
+    def draw(self, batch: Batch) -> MaskRNG:
         """Randomness keyed by seed, sample and epoch: the same masks on any number of devices and after a
         resume."""
-        return Draw(self.args.seed, batch["sample_id"], 0 if self.evaluating else int(self.state.epoch or 0))
+        return MaskRNG(
+            self.args.seed, batch["sample_id"], 0 if self.evaluating else int(self.state.epoch or 0)
+        )
 
     @property
     def over(self) -> bool:

@@ -4,7 +4,7 @@ import type { StreamEvent, Summary } from "../wire/types";
 import { Recording } from "./recording";
 import { type Decoding, revises } from "./settings";
 
-export type Status = "waiting" | "running" | "done" | "cancelled" | "failed";
+export type Status = "waiting" | "running" | "done" | "canceled" | "failed";
 
 export class Run {
   status: Status = "waiting";
@@ -77,7 +77,7 @@ export class Run {
       }
       this.status = "done";
     } catch (error) {
-      this.status = signal.aborted ? "cancelled" : "failed";
+      this.status = signal.aborted ? "canceled" : "failed";
       if (!signal.aborted) this.error = error instanceof Error ? error.message : String(error);
     }
     changed();

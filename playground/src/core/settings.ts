@@ -1,8 +1,8 @@
 /** Settings of a generation, and the fields of a request that they become. */
 
 /** The choices of a setting, and what the page calls them. */
-export const POLICIES = {
-  confidence: "confidence",
+export const REMASKING = {
+  low_confidence: "confidence",
   margin: "margin",
   entropy: "entropy",
   random: "random",
@@ -12,7 +12,7 @@ export const RULES = { one: "One", steps: "Steps", tokens_per_step: "Per step", 
 export const AGAIN = { never: "nothing", remask: "improbable when revealed", revise: "improbable now" } as const;
 export const CONSTRAINTS = { none: "None", regex: "Regex", json_schema: "JSON schema" } as const;
 
-export type Policy = keyof typeof POLICIES;
+export type Remasking = keyof typeof REMASKING;
 export type Rule = keyof typeof RULES;
 export type Again = keyof typeof AGAIN;
 export type ConstraintKind = keyof typeof CONSTRAINTS;
@@ -43,7 +43,7 @@ export interface Decoding {
   steps: number;
   tokensPerStep: number;
   threshold: number;
-  policy: Policy;
+  remasking: Remasking;
   again: Again;
   fraction: number;
   temperature: number;
@@ -63,7 +63,7 @@ export const DECODING: Decoding = {
   steps: 32,
   tokensPerStep: 4,
   threshold: 0.9,
-  policy: "confidence",
+  remasking: "low_confidence",
   again: "never",
   fraction: 0.2,
   temperature: 0,
@@ -86,11 +86,11 @@ export function revises(decoding: Decoding): boolean {
 export function diffusionFields(decoding: Decoding, shared: Shared): Record<string, unknown> {
   const fields: Record<string, unknown> = { stream: "frames" };
   if (decoding.rule === "threshold")
-    fields.threshold = decoding.threshold; // orders by confidence, and takes no policy
-  else fields.policy = decoding.policy;
+    fields.threshold = decoding.threshold; // orders by confidence, and takes no remasking
+  else fields.remasking = decoding.remasking;
   if (decoding.rule === "steps") fields.steps = decoding.steps;
   if (decoding.rule === "tokens_per_step") fields.tokens_per_step = decoding.tokensPerStep;
-  if (revises(decoding) && decoding.again === "remask") fields.remask = decoding.fraction;
+  if (revises(decoding) && decoding.again === "remask") fields.remask_fraction = decoding.fraction;
   if (revises(decoding) && decoding.again === "revise") fields.revise = { eta: decoding.fraction };
   const constraint = constraintOf(shared);
   return constraint ? { ...fields, constraint, top_forbidden: FORBIDDEN } : fields;
@@ -119,7 +119,7 @@ export function describe(decoding: Decoding): string {
     threshold: `threshold ${decoding.threshold}`,
   };
   const said = [rules[decoding.rule]];
-  if (decoding.rule !== "threshold" && decoding.policy !== "confidence") said.push(POLICIES[decoding.policy]);
+  if (decoding.rule !== "threshold" && decoding.remasking !== "low_confidence") said.push(REMASKING[decoding.remasking]);
   if (revises(decoding)) said.push(`${decoding.again} ${decoding.fraction}`);
   if (decoding.temperature) said.push(`temperature ${decoding.temperature}`);
   return said.join(", ");

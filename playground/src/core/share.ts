@@ -1,7 +1,7 @@
 /** What a link says: the mode, its text or conversation, the model and the settings, in the fragment, which browsers do not send to the server. */
 
 import type { Message } from "../wire/types";
-import { AGAIN, CONSTRAINTS, DECODING, type Decoding, NUMBERS, POLICIES, RULES, SHARED, type Shared } from "./settings";
+import { AGAIN, CONSTRAINTS, DECODING, type Decoding, NUMBERS, REMASKING, RULES, SHARED, type Shared } from "./settings";
 
 export const MODES = { chat: "Chat", completion: "Completion", infill: "Infill" } as const;
 export type Mode = keyof typeof MODES;
@@ -71,7 +71,7 @@ export function fromFragment(fragment: string): Setup {
 const CHOICES: Record<string, object> = {
   mode: MODES,
   rule: RULES,
-  policy: POLICIES,
+  remasking: REMASKING,
   again: AGAIN,
   constraint: CONSTRAINTS,
 };

@@ -1,4 +1,4 @@
-/** How strongly a cell is coloured, in percent, and the colours of pictures. */
+/** How strongly a cell is colored, in percent, and the colors of pictures. */
 
 import type { Cell } from "./recording";
 
@@ -11,7 +11,7 @@ export const MUTED: Rgb = [102, 99, 92];
 export const BLANK: Rgb = [232, 230, 225];
 const ACCENT: Rgb = [184, 67, 15];
 
-/** Between two colours; 0: the first one. */
+/** Between two colors; 0: the first one. */
 export function mix(from: Rgb, to: Rgb, part: number): Rgb {
   const channel = (index: 0 | 1 | 2) => Math.round(from[index] + (to[index] - from[index]) * part);
   return [channel(0), channel(1), channel(2)];

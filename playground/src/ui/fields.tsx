@@ -1,4 +1,4 @@
-/** Labelled inputs. */
+/** Labeled inputs. */
 
 import type { ComponentChildren } from "preact";
 import { useId, useState } from "preact/hooks";

@@ -8,7 +8,7 @@ import {
   diffusionFields,
   NUMBERS,
   type NumberSetting,
-  POLICIES,
+  REMASKING,
   RULES,
   type Shared,
 } from "../core/settings";
@@ -113,9 +113,9 @@ function DecodingFields({ letter, decoding, onChange }: DecodingProps) {
         <>
           <Select
             label="Which first"
-            value={decoding.policy}
-            options={POLICIES}
-            onChange={(policy) => onChange({ policy })}
+            value={decoding.remasking}
+            options={REMASKING}
+            onChange={(remasking) => onChange({ remasking })}
           />
           <Select label="Hide again" value={decoding.again} options={AGAIN} onChange={(again) => onChange({ again })} />
           {decoding.again !== "never" && <NumberOf name="fraction" {...number} />}

@@ -45,9 +45,9 @@ export function Stage({ letter, run, at, colour, differing }: StageProps) {
           {run.error}
         </p>
       )}
-      {run.status === "cancelled" && (
+      {run.status === "canceled" && (
         <p class="note">
-          {recording ? "Cancelled. What had been revealed stays." : "Cancelled before the first frame."}
+          {recording ? "Canceled. What had been revealed stays." : "Canceled before the first frame."}
         </p>
       )}
       {(recording || run.active) && <Figures run={run} />}

@@ -195,8 +195,8 @@ def test_two_processes_give_the_result_of_one(folder):
         (["--lm-eval", "choices", "--split", "train"], "split: is read by --task only"),
         (["--lm-eval", "choices", "--steps", "3"], "steps: no task generates text"),
         (
-            ["--lm-eval", "choices,texts", "--guidance", "1"],
-            "guidance: likelihoods are computed without guidance",
+            ["--lm-eval", "choices,texts", "--cfg-scale", "1"],
+            "cfg_scale: likelihoods are computed without guidance",
         ),
         (["--lm-eval", "hellaswag", "--protocol", "llada-base"], "Use llada-base/without-guidance"),
         (["--lm-eval", "choices", "--include-path", "nowhere"], "nowhere: is not a folder"),

@@ -415,10 +415,10 @@ def test_a_loaded_model_is_an_argument(tmp_path):
 
 
 def test_guidance_is_refused_by_likelihoods():
-    model = HarnessLM(toy.toy(), guidance=1.0)
+    model = HarnessLM(toy.toy(), cfg_scale=1.0)
     assert generated(model, ["ab"], max_gen_toks=4)
     for ask in (measured, lambda model: rolling(model, ["ab"])):
-        with pytest.raises(ConfigError, match="guidance: likelihoods are computed without guidance"):
+        with pytest.raises(ConfigError, match="cfg_scale: likelihoods are computed without guidance"):
             ask(model)
 
 
@@ -702,8 +702,8 @@ def test_models_that_are_noised_score_texts_whose_tokens_cross_their_context(kin
         ),
         ({"temperature": 0.7}, {"temperature": 0.7}),
         (
-            {"steps": 4, "block_size": 2, "policy": "margin"},
-            {"steps": 4, "block_size": 2, "policy": "margin"},
+            {"steps": 4, "block_size": 2, "remasking": "margin"},
+            {"steps": 4, "block_size": 2, "remasking": "margin"},
         ),
     ],
 )

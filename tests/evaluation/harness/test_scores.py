@@ -14,7 +14,7 @@ from tests.evaluation.harness.local_tasks import TASKS, write_task
 from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.harness import HarnessLM, evaluate_with_harness
-from unmask.evaluation.harness.answers import LogLikelihood, Text
+from unmask.evaluation.harness.answers import AnswerText, LogLikelihood
 from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
 
 DOCUMENTS = [
@@ -172,9 +172,9 @@ def test_groups_of_tasks_have_scores(folder, monkeypatch):
         (["texts"], {"samples": 3}, ConfigError, "samples: no task measures likelihoods.*texts"),
         (
             ["texts", "choices"],
-            {"sampler": SamplerConfig(guidance=1.0)},
+            {"sampler": SamplerConfig(cfg_scale=1.0)},
             ConfigError,
-            "guidance: likelihoods.*choices",
+            "cfg_scale: likelihoods.*choices",
         ),
         (
             ["choices"],
@@ -197,7 +197,7 @@ def test_bad_input_is_refused(folder, monkeypatch, tasks, asked, error, words):
 
 
 def test_answers_survive_other_processes_and_caches():
-    value, text = LogLikelihood(-1.5, (0.3, 0.4)), Text("ab", 3, 2, 1)
+    value, text = LogLikelihood(-1.5, (0.3, 0.4)), AnswerText("ab", 3, 2, 1)
     again, words = pickle.loads(pickle.dumps((value, text)))
     assert (again, again.differences, again.standard_error) == (-1.5, (0.3, 0.4), 0.5)
     assert (words, words.tokens, words.steps, words.passes) == ("ab", 3, 2, 1)

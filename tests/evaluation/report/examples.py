@@ -11,7 +11,7 @@ from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import Commands, Denoising, Notes, Report, Section
 from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
-from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, Trace
+from unmask.evaluation.result_file import EvaluationResult, Item, ItemTrace, Metric, TaskScores
 from unmask.evaluation.statistics import mean_interval
 
 WORDS = re.findall(
@@ -94,7 +94,7 @@ def result(name: str, color: int, skill: float, steps: int | None = None, items:
         ),
         "distinct-2": Metric(mean=0.61),
     }
-    protocol = {"sampler": {"steps": steps, "policy": "confidence", "temperature": 0.0}, "seed": 0}
+    protocol = {"sampler": {"steps": steps, "remasking": "low_confidence", "temperature": 0.0}, "seed": 0}
     told = TaskScores(
         task="stories",
         protocol=protocol,
@@ -130,7 +130,7 @@ def _item(rng: random.Random, number: int, skill: float, used: int) -> Item:
         tokens=len(WORDS),
         steps=used,
         passes=used,
-        traces=[Trace(tokens=[f"{word} " for word in WORDS], steps=steps)],
+        traces=[ItemTrace(tokens=[f"{word} " for word in WORDS], steps=steps)],
     )
 
 

@@ -11,7 +11,6 @@ import pytest
 from tests.evaluation.report.examples import example, sudoku
 from unmask.evaluation.report.content import (
     Answer,
-    Cell,
     Chart,
     Charts,
     Commands,
@@ -24,6 +23,7 @@ from unmask.evaluation.report.content import (
     Section,
     Series,
     Table,
+    TableCell,
 )
 from unmask.evaluation.report.page import cell_kinds, column_classes, write_page
 
@@ -118,16 +118,16 @@ def test_the_page_shows_everything_in_the_report(render):
 
 def test_names_numbers_and_intervals_of_a_table(render):
     cells = [
-        Cell(text="grpo", detail="on rewards", color=1),
-        Cell(text="68.4%"),
-        Cell(text="", detail="[64.2, 72.3]"),
-        Cell(text="", span=(0.1, 0.2, 0.4)),
+        TableCell(text="grpo", detail="on rewards", color=1),
+        TableCell(text="68.4%"),
+        TableCell(text="", detail="[64.2, 72.3]"),
+        TableCell(text="", span=(0.1, 0.2, 0.4)),
     ]
     table = Table(
         caption="Scores",
         header=["Model", "Score", "Interval", ""],
         groups=[("solved", [cells])],
-        total=[Cell(text="all")],
+        total=[TableCell(text="all")],
         note="a note",
     )
     _, page = render(section(table))
@@ -140,9 +140,11 @@ def test_names_numbers_and_intervals_of_a_table(render):
 
 
 def test_an_interval_without_bounds_stays_on_its_bar(render):
-    cell = Cell(text="", span=(float("-inf"), 0.5, float("inf")))
+    cell = TableCell(text="", span=(float("-inf"), 0.5, float("inf")))
     _, page = render(
-        section(Table(caption="t", header=["", ""], groups=[("", [[Cell(text="one"), cell]])], centered=True))
+        section(
+            Table(caption="t", header=["", ""], groups=[("", [[TableCell(text="one"), cell]])], centered=True)
+        )
     )
     styles = [attrs["style"] for tag, attrs in page.elements if tag in ("i", "b")]
     assert styles == ["left: 0.00%; right: 0.00%", "left: 50.00%"]
@@ -182,7 +184,7 @@ def test_commands_are_lines_to_copy_each_after_what_it_does(render):
 
 def hostile(text: str) -> Report:
     """The text wherever a report takes one."""
-    cell = Cell(text=text, detail=text, color=0)
+    cell = TableCell(text=text, detail=text, color=0)
     blocks = [
         Table(
             caption=text,

@@ -70,7 +70,7 @@ def valid(config: SamplerConfig, pattern: str) -> SamplerConfig:
             "constraint": ConstraintConfig(regex=pattern),
             "allowed_tokens": None,
             "forbidden_tokens": None,
-            "drafts": 0,
+            "num_speculative_tokens": 0,
         }
     )
 
@@ -109,13 +109,13 @@ def complete_all(pattern: str, rounds: int, seed: int) -> int:
     ):
         lm = tiny("phi", attention, block_size, eos_bias=1.0)
         choices = [
-            {"policy": policy, "temperature": temperature, **rule}
-            for policy in ("confidence", "margin", "entropy", "random", "left_to_right")
+            {"remasking": remasking, "temperature": temperature, **rule}
+            for remasking in ("low_confidence", "margin", "entropy", "random", "left_to_right")
             for temperature in (0.0, 0.5, 1.0, 1.3)
             for rule in ({}, {"tokens_per_step": 3}, {"tokens_per_step": 12})
         ]
         choices += [{"threshold": 0.3, "temperature": t} for t in (0.0, 1.0)] + [
-            {"remask": 0.4, "temperature": 1.0, "top_p": 0.5}
+            {"remask_fraction": 0.4, "temperature": 1.0, "top_p": 0.5}
         ]
         for turn in range(rounds):
             chosen = choices[(seed * 7 + turn * 11 + number * 5) % len(choices)]
@@ -277,7 +277,7 @@ def test_a_canvas_in_which_nothing_fits_is_refused_with_the_shortest_length():
     with pytest.raises(GenerationError, match="no text meets it with the tokens that are allowed"):
         sampler.generate(lm, [[4]], config.model_copy(update={"allowed_tokens": [4, 5]}))
     with pytest.raises(ConfigError, match="cannot be combined with a constraint"):
-        SamplerConfig(drafts=2, constraint=ConstraintConfig(regex="a"))
+        SamplerConfig(num_speculative_tokens=2, constraint=ConstraintConfig(regex="a"))
 
 
 def test_a_text_without_any_probability_is_an_error():
@@ -287,8 +287,8 @@ def test_a_text_without_any_probability_is_an_error():
         sampler.generate(lm, [[5]], SamplerConfig(max_new_tokens=3, constraint=ConstraintConfig(regex="a+")))
 
 
-@pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
-def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(policy):
+@pytest.mark.parametrize("remasking", ["low_confidence", "entropy", "margin"])
+def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(remasking):
     """top_p leaves the end token alone, which `reveal_last` leaves out, and the constraint demands another
     one."""
     lm = tiny("phi", "bidirectional", None, False, eos_bias=-2.0)
@@ -296,7 +296,7 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
         "top_p": 0.3,
         "filtered_confidence": True,
         "reveal_last": [2],
-        "policy": policy,
+        "remasking": remasking,
         "stop_at_eos": False,
     }
     config = SamplerConfig(max_new_tokens=2, constraint=ConstraintConfig(regex="c*"), **own)
@@ -308,9 +308,9 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
 
 
 @partly_slow("dtype", [torch.float64, torch.float32, torch.bfloat16], 1, 2)
-@pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
+@pytest.mark.parametrize("remasking", ["low_confidence", "entropy", "margin"])
 @partly_slow("generate", [naive.generate, sampler.generate], 1)
-def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, generate):
+def test_positions_that_have_one_token_left_are_equally_certain(dtype, remasking, generate):
     """Rounding differs by machine, and must not say which of them is revealed first, nor keep one below a
     threshold of 1."""
     lm, prompts = tiny("phi", "bidirectional").frozen_copy(), [[token] for token in range(4, 10)]
@@ -322,8 +322,10 @@ def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, g
             "temperature": temperature,
             "seed": 3,
         }
-        assert generate(lm, prompts, SamplerConfig(policy=policy, **settings)).steps == [[*range(12)]] * 6
-        if policy == "confidence":
+        assert (
+            generate(lm, prompts, SamplerConfig(remasking=remasking, **settings)).steps == [[*range(12)]] * 6
+        )
+        if remasking == "low_confidence":
             assert generate(lm, prompts, SamplerConfig(threshold=1.0, **settings)).forward_passes == [1] * 6
 
 

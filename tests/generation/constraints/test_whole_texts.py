@@ -40,7 +40,12 @@ def texts_of(hidden: int) -> list[list[int]]:
 
 
 def over_text(config: SamplerConfig, pattern: str = PATTERN) -> SamplerConfig:
-    kept = {"allowed_tokens": None, "forbidden_tokens": None, "drafts": 0, "stop_at_eos": False}
+    kept = {
+        "allowed_tokens": None,
+        "forbidden_tokens": None,
+        "num_speculative_tokens": 0,
+        "stop_at_eos": False,
+    }
     return config.model_copy(update=kept | {"constraint": ConstraintConfig(regex=pattern, over="text")})
 
 

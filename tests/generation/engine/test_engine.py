@@ -26,7 +26,7 @@ from unmask.generation.requests import make_requests
 @examples(4)
 @given(data=st.data())
 def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, block_size, data):
-    """Each has its own settings; some are submitted later, some are cancelled."""
+    """Each has its own settings; some are submitted later, some are canceled."""
     bias, context, time = (
         data.draw(st.sampled_from([-9.0, 0.0, 2.0])),
         data.draw(st.booleans()),
@@ -42,23 +42,23 @@ def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, bl
         batch_size=data.draw(st.integers(1, 4)),
         max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])),
     )
-    expected, results, cancelled, drafting = {}, {}, set(), set()
+    expected, results, canceled, drafting = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
         config = data.draw(configs(attention, block_size))
         # drafts beside sequences of these
-        if (block_size or 1) > 1 and not (config.guidance or config.remask or config.revise):
-            config = config.model_copy(update={"drafts": data.draw(st.integers(0, 3))})
+        if (block_size or 1) > 1 and not (config.cfg_scale or config.remask_fraction or config.revise):
+            config = config.model_copy(update={"num_speculative_tokens": data.draw(st.integers(0, 3))})
         requests = make_requests(lm, prompts, config)
         traces = naive.complete(lm, requests, config).trace
         tickets = [engine.submit(request, config) for request in requests]
         expected |= dict(zip(tickets, traces, strict=True))
-        drafting |= set(tickets) if config.drafts else set()
+        drafting |= set(tickets) if config.num_speculative_tokens else set()
         for _ in range(data.draw(st.integers(0, 3))):
             results |= dict(engine.step())
         if data.draw(st.booleans()):
-            cancelled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
+            canceled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
     results |= dict(engine.run())
-    assert results.keys() == expected.keys() - cancelled
+    assert results.keys() == expected.keys() - canceled
     for ticket, trace in results.items():
         assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
         saved = expected[ticket].forward_passes - trace.forward_passes
@@ -86,7 +86,7 @@ def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
 def test_memory_is_bounded_by_the_configuration(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     drafts = 2 * block_size if (block_size or 1) > 1 else 0
-    config = SamplerConfig(max_new_tokens=8, drafts=2 if drafts else 0)
+    config = SamplerConfig(max_new_tokens=8, num_speculative_tokens=2 if drafts else 0)
     engine = Engine(lm, batch_size=9, max_batch_tokens=30 + drafts)
     prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
     tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
@@ -145,7 +145,7 @@ def test_reused_prompt_tokens_are_counted(attention, block_size):
 @given(data=st.data())
 def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, data):
     """Prompts share some or all of their tokens; some are guided, one is all mask tokens. Some are submitted
-    when others are ahead, cancelled or finished."""
+    when others are ahead, canceled or finished."""
     parts = (
         {"causal_context": data.draw(st.booleans()), "time_embedding": data.draw(st.booleans())}
         if block_size
@@ -160,7 +160,7 @@ def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, da
         guidance = data.draw(st.sampled_from([0.0, 0.0, 0.7])) if block_size else 0.0
         drafts = data.draw(st.integers(0, 2)) if (block_size or 1) > 1 and not guidance else 0
         config = SamplerConfig(
-            max_new_tokens=3, temperature=1.0, guidance=guidance, drafts=drafts, trace=True
+            max_new_tokens=3, temperature=1.0, cfg_scale=guidance, num_speculative_tokens=drafts, trace=True
         )
         prompts = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4))
         requests = make_requests(lm, prompts, config, [data.draw(st.integers(0, 99)) for _ in prompts])
@@ -193,7 +193,11 @@ def test_some_sequences_are_guided_while_others_draft(guidances):
     engine, expected = Engine(lm), {}
     for key, guidance in enumerate(guidances):
         config = SamplerConfig(
-            max_new_tokens=7, temperature=1.0, guidance=guidance, drafts=0 if guidance else 2, trace=True
+            max_new_tokens=7,
+            temperature=1.0,
+            cfg_scale=guidance,
+            num_speculative_tokens=0 if guidance else 2,
+            trace=True,
         )
         requests = make_requests(lm, [[4, 5, 6, 7, 8, 9, 4, 5, 6]], config, [key])
         expected[engine.submit(requests[0], config)] = naive.complete(lm, requests, config).trace[0]
@@ -216,12 +220,14 @@ def test_drafts_change_no_token(logit_shift, attention, block_size, data):
     )
     prompts = data.draw(prompt_lists(int(logit_shift)))
     config = data.draw(configs(attention, block_size)).model_copy(
-        update={"remask": 0.0, "revise": None, "guidance": 0.0}
+        update={"remask_fraction": 0.0, "revise": None, "cfg_scale": 0.0}
     )
     requests = make_requests(lm, prompts, config)
     engine, results = Engine(lm, batch_size=config.batch_size), {}
     for request in requests:
-        engine.submit(request, config.model_copy(update={"drafts": data.draw(st.integers(0, 4))}))
+        engine.submit(
+            request, config.model_copy(update={"num_speculative_tokens": data.draw(st.integers(0, 4))})
+        )
     results = dict(engine.run())
     for ticket, expected in enumerate(naive.complete(lm, requests, config).trace):
         assert (results[ticket].canvas, results[ticket].steps) == (expected.canvas, expected.steps)
@@ -235,7 +241,7 @@ def test_confirmed_drafts_save_passes():
     passes = {}
     for drafts in (0, 1, 3):
         engine = Engine(lm)
-        engine.submit(requests[0], SamplerConfig(max_new_tokens=19, drafts=drafts))
+        engine.submit(requests[0], SamplerConfig(max_new_tokens=19, num_speculative_tokens=drafts))
         passes[drafts] = dict(engine.run())[0].forward_passes
     assert passes[0] == 19 > passes[1] >= passes[3] >= 10
 
@@ -297,7 +303,7 @@ def test_a_freed_slot_keeps_no_nan_keys(attention, block_size):
 def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
     lm, config = (
         tiny("phi", "block_causal", 4, eos_bias=-9.0),
-        SamplerConfig(max_new_tokens=6, drafts=2, trace=True),
+        SamplerConfig(max_new_tokens=6, num_speculative_tokens=2, trace=True),
     )
     requests = make_requests(lm, ["ab", "ba", "cdef"], config)
     expected = [trace.canvas for trace in naive.complete(lm, requests, config).trace]
@@ -327,7 +333,10 @@ def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
 
 
 def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
-    lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=9, drafts=2)
+    lm, config = (
+        tiny("phi", "block_causal", 4, eos_bias=-9.0),
+        SamplerConfig(max_new_tokens=9, num_speculative_tokens=2),
+    )
     (request,) = make_requests(lm, ["ab"], config)
     engine, begun = Engine(lm), set()
 
@@ -356,8 +365,8 @@ def test_an_engine_refuses_requests_that_it_cannot_run():
     (request,) = make_requests(lm, ["ab"], config)
     with pytest.raises(GenerationError, match="made with other settings"):
         Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, threshold=0.5))
-    with pytest.raises(GenerationError, match="guidance: a causal model"):
-        Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, guidance=1.0))
+    with pytest.raises(GenerationError, match="cfg_scale: a causal model"):
+        Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, cfg_scale=1.0))
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
@@ -387,7 +396,7 @@ def test_sequences_may_use_different_numbers_of_drafts(temperature):
         [4 + (start + index) % 6 for index in range(length)]
         for start, length in enumerate((5, 9, 3, 16, 8, 9))
     ]
-    config = SamplerConfig(max_new_tokens=12, drafts=2, temperature=temperature, trace=True)
+    config = SamplerConfig(max_new_tokens=12, num_speculative_tokens=2, temperature=temperature, trace=True)
     requests = make_requests(lm, prompts, config)
     engine = Engine(lm)
     tickets = [engine.submit(request, config) for request in requests]

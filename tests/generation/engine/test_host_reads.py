@@ -21,9 +21,9 @@ LENGTHS = (16, 24, 20, 31, 9, 16, 40, 12)
 SETTINGS = [
     {},
     {"temperature": 0.7, "top_p": 0.9},
-    {"policy": "random", "remask": 0.3},
+    {"remasking": "random", "remask_fraction": 0.3},
     {"revise": {"eta": 0.5}},
-    {"guidance": 1.0},
+    {"cfg_scale": 1.0},
     {"repetition_penalty": 1.2, "trace": True, "top_log_probs": 3},
 ]
 
@@ -105,11 +105,11 @@ def test_noise_of_parts_is_that_of_the_whole(monkeypatch):
     assert whole.steps == parts.steps
 
 
-@pytest.mark.parametrize("policy", ["confidence", "random"])
-def test_only_the_sequence_with_nan_predictions_fails(policy):
+@pytest.mark.parametrize("remasking", ["low_confidence", "random"])
+def test_only_the_sequence_with_nan_predictions_fails(remasking):
     lm, config = (
         model("bidirectional", None),
-        SamplerConfig(max_new_tokens=8, policy=policy, stop_at_eos=False),
+        SamplerConfig(max_new_tokens=8, remasking=remasking, stop_at_eos=False),
     )
     with torch.no_grad():
         lm.model.get_input_embeddings().weight[3] = torch.nan

@@ -19,7 +19,7 @@ from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.engine import Engine
-from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.slots import BatchEntry, BatchState
 from unmask.generation.requests import make_requests
 
 MODE = "self-speculative"
@@ -30,8 +30,8 @@ def speculating(draw) -> SamplerConfig:
     return SamplerConfig(
         mode=MODE,
         max_new_tokens=draw(st.integers(1, 9)),
-        drafts=draw(st.integers(0, 9)),
-        candidates=draw(st.sampled_from([1, 1, 2, 3, 7])),
+        num_speculative_tokens=draw(st.integers(0, 9)),
+        num_branches=draw(st.sampled_from([1, 1, 2, 3, 7])),
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
         top_k=draw(st.sampled_from([0, 4])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
@@ -79,7 +79,7 @@ def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
 @examples(4)
 @given(data=st.data())
 def test_other_modes_share_the_engine(data):
-    """Requests of several settings, some submitted later, one cancelled."""
+    """Requests of several settings, some submitted later, one canceled."""
     lm = tiny(
         "phi", "block_causal", 4, True, causal_context=True, eos_bias=data.draw(st.sampled_from([-9.0, 1.0]))
     )
@@ -90,22 +90,25 @@ def test_other_modes_share_the_engine(data):
     )
     modes = [
         speculating(data.draw),
-        SamplerConfig(max_new_tokens=7, guidance=0.5),
+        SamplerConfig(max_new_tokens=7, cfg_scale=0.5),
         speculating(data.draw),
-        SamplerConfig(drafts=1, max_new_tokens=6),
+        SamplerConfig(num_speculative_tokens=1, max_new_tokens=6),
     ]
     for config in modes:
         config = config.model_copy(
-            update={"drafts": min(config.drafts, 2), "candidates": min(config.candidates, 2)}
+            update={
+                "num_speculative_tokens": min(config.num_speculative_tokens, 2),
+                "num_branches": min(config.num_branches, 2),
+            }
         )
         requests = make_requests(lm, PROMPTS[:4], config)
         tickets = [engine.submit(request, config) for request in requests]
         traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
         expected |= {ticket: trace.canvas for ticket, trace in zip(tickets, traces, strict=True)}
         results |= dict(engine.step())
-    cancelled = data.draw(st.sampled_from(sorted(expected.keys() - results.keys()) or [99]))
-    if engine.cancel(cancelled):
-        del expected[cancelled]
+    canceled = data.draw(st.sampled_from(sorted(expected.keys() - results.keys()) or [99]))
+    if engine.cancel(canceled):
+        del expected[canceled]
     results |= dict(engine.run())
     assert {ticket: trace.canvas for ticket, trace in results.items()} == expected
     assert engine.slots.count == 0 and not engine.running
@@ -125,7 +128,7 @@ def test_the_cache_holds_the_kept_drafts_at_their_positions():
     """The keys of the decided tokens are those of a plain pass over the text, while a tree is verified."""
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     for config in (
-        SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates) for candidates in (1, 4)
+        SamplerConfig(mode=MODE, max_new_tokens=24, num_branches=candidates) for candidates in (1, 4)
     ):
         engine = Engine(lm)
         for request in make_requests(lm, PROMPTS, config):
@@ -137,7 +140,7 @@ def test_the_cache_holds_the_kept_drafts_at_their_positions():
                 break
             for sequence in engine.running:
                 slot, count = sequence.slots[0], sequence.num_cached
-                plain = Slots(lm.device, lm.mask_token_id)
+                plain = BatchState(lm.device, lm.mask_token_id)
                 plain.reserve(1, count + 1)
                 plain.create_cache()
                 plain.add_all([(engine.slots.ids_SC[slot, :count].tolist(), [False] * count)])
@@ -162,7 +165,7 @@ def test_memory_is_bounded_by_the_configuration():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     # 2 * 3 drafts in place of 3, and 4 masks after each of 1 + 6 nodes
     for candidates, more in ((1, 16), (2, 31)):
-        config = SamplerConfig(mode=MODE, max_new_tokens=8, candidates=candidates)
+        config = SamplerConfig(mode=MODE, max_new_tokens=8, num_branches=candidates)
         engine = Engine(lm, batch_size=9, max_batch_tokens=60 + 2 * more)
         for request in make_requests(lm, [[4], [4] * 20, [4] * 5, [4] * 22], config):
             engine.submit(request, config)
@@ -186,7 +189,12 @@ def small_verifier(logit_shift: bool):
 def test_another_causal_model_verifies(logit_shift, temperature, candidates):
     lm, verifier = small_verifier(logit_shift)
     config = SamplerConfig(
-        mode=MODE, max_new_tokens=9, temperature=temperature, candidates=candidates, batch_size=3, trace=True
+        mode=MODE,
+        max_new_tokens=9,
+        temperature=temperature,
+        num_branches=candidates,
+        batch_size=3,
+        trace=True,
     )
     generation, expected = (
         make(lm, PROMPTS, config, verifier=verifier) for make in (sampler.generate, naive.generate)

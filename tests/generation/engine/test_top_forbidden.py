@@ -29,7 +29,7 @@ SETTINGS = [
     {"temperature": 0.7, "top_log_probs": 2},
     {"constraint": {"regex": "[^a]*a[^a]*"}, "top_forbidden": 20, "tokens_per_step": 2},
     {"constraint": {"regex": "[^a]*a[^a]*"}, "temperature": 1.0},
-    {"constraint": {"regex": "[abc]*f"}, "top_forbidden": 1, "top_log_probs": 4, "remask": 0.5},
+    {"constraint": {"regex": "[abc]*f"}, "top_forbidden": 1, "top_log_probs": 4, "remask_fraction": 0.5},
 ]
 
 
@@ -54,8 +54,8 @@ def canvases(lm, pattern: str, width: int) -> np.ndarray:
     [
         {},
         {"temperature": 1.0},
-        {"tokens_per_step": 2, "temperature": 1.3, "policy": "random"},
-        {"remask": 0.5, "top_p": 0.5},
+        {"tokens_per_step": 2, "temperature": 1.3, "remasking": "random"},
+        {"remask_fraction": 0.5, "top_p": 0.5},
     ],
 )
 @torch.no_grad()

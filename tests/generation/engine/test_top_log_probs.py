@@ -19,7 +19,7 @@ SETTINGS = [
     {"temperature": 0.7, "top_k": 4},
     {"top_log_probs": 20, "tokens_per_step": 2},
     {"top_log_probs": 1, "threshold": 0.3, "forbidden_tokens": [5]},
-    {"top_log_probs": 2, "remask": 0.5, "stop_at_eos": False},
+    {"top_log_probs": 2, "remask_fraction": 0.5, "stop_at_eos": False},
 ]
 
 

@@ -102,16 +102,16 @@ def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
     settings = AppSettings(admin_key="admin", weights_from=(tmp_path,))
     monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
     with served(
-        copied(other, tmp_path / "other"), settings, more={"policy": copied(lm, tmp_path / "model")}
+        copied(other, tmp_path / "other"), settings, more={"remasking": copied(lm, tmp_path / "model")}
     ) as url:
         server, first = (
-            make_backend(to_server(url, model="policy"), lm, tmp_path),
+            make_backend(to_server(url, model="remasking"), lm, tmp_path),
             make_backend(to_server(url), other, tmp_path),
         )
         server.sync(changed(lm), step=1)
         found, untouched = server.generate(PROMPTS, CONFIG, KEYS), first.generate(PROMPTS, CONFIG, KEYS)
         with pytest.raises(
-            GenerationError, match=r"has no model 'absent'\. Set rollout\.model to one of tiny, policy"
+            GenerationError, match=r"has no model 'absent'\. Set rollout\.model to one of tiny, remasking"
         ):
             make_backend(to_server(url, model="absent"), lm, tmp_path)
         server.close()

@@ -13,7 +13,7 @@ from tests.serving.servers import served
 from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.generation.remote.backends import make_backend
 from unmask.serving.app import AppSettings
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_rollout_asks_for_no_more_than_the_server_lets_wait(
 ) -> None:
     lm, prompts = tiny(), [[4, 5, 6], [7], [9, 8, 7, 6]] * 5
     config = SamplerConfig(max_new_tokens=6, temperature=1.0, seed=5, trace=True, **settings)
-    with served(lm, AppSettings(Limits(sequences=4)), batch_size=2, queue_size=4) as url:
+    with served(lm, AppSettings(RequestLimits(sequences=4)), batch_size=2, queue_size=4) as url:
         server = make_backend(RolloutConfig(backend="server", url=url), lm, tmp_path)
         found = server.generate(prompts, config, range(15))
         server.close()

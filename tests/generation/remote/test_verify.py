@@ -46,7 +46,7 @@ def pair():
 @partly_slow("more", [{}, {"forbidden_tokens": [5, 6]}, {"temperature": 1.0, "top_p": 0.9}], 1, 2, ids=str)
 def test_the_text_is_that_of_the_model_on_the_server(more, candidates):
     lm, verifier = pair()
-    config, server = SamplerConfig(**MODE, candidates=candidates, **more), Served(verifier)
+    config, server = SamplerConfig(**MODE, num_branches=candidates, **more), Served(verifier)
     found, expected = (sampler.generate(lm, PROMPTS, config, verifier=each) for each in (server, verifier))
     assert (found.tokens, found.forward_passes, found.accepted_drafts) == (
         expected.tokens,

@@ -164,7 +164,7 @@ def test_refusals_name_the_reason():
             {"threshold": 0.9},
             {"steps": 4},
             {"cache": "dual"},
-            {"drafts": 2},
+            {"num_speculative_tokens": 2},
             {"mode": "self-speculative"},
         ):
             with pytest.raises(
@@ -297,7 +297,7 @@ def test_vllm_gives_the_tokens_of_the_engine(vllm):
 def test_vllm_verifies_drafts(vllm, candidates):
     model = str(vllm.model)
     lm = with_pattern(unmask.load(model), "block_causal", 4, True, causal_context=True)
-    config = SamplerConfig(mode="self-speculative", max_new_tokens=24, candidates=candidates)
+    config = SamplerConfig(mode="self-speculative", max_new_tokens=24, num_branches=candidates)
     prompts = ["Once upon a time", "The dog", "Lily and her mom went to the"]
     with RemoteLM(vllm.url, model) as remote:
         found, expected = (

@@ -162,7 +162,9 @@ def test_what_a_model_does_after_its_head_must_be_known(monkeypatch):
 
     monkeypatch.setattr(lm.model, "forward", scaled)
     for _ in range(2):  # not only the first time
-        with pytest.raises(ModelError, match=r"output head: the model changes the logits.*score_chunk"):
+        with pytest.raises(
+            ModelError, match=r"output head: the model changes the logits.*logprob_batch_size"
+        ):
             lm.log_probs(*asked(lm))
     assert nothing_left(lm)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 10**9)

@@ -15,7 +15,7 @@ from tests.models.configurations import CONFIGURATIONS, VOCABULARY, WINDOW, rand
 from unmask import log_likelihood
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
-from unmask.diffusion.views import Draw, Views, exact_count_views
+from unmask.diffusion.views import MaskRNG, Views, exact_count_views
 from unmask.errors import ModelError
 from unmask.generation import naive, sampler
 from unmask.models.hooks.time_embedding import TimeEmbedding
@@ -211,7 +211,7 @@ def test_the_sampler_gives_the_tokens_of_the_reference(attention, block_size, fa
     outcomes = []
     for config in (
         SamplerConfig(max_new_tokens=6, steps=4),
-        SamplerConfig(max_new_tokens=4, temperature=1.0, policy="random", batch_size=2),
+        SamplerConfig(max_new_tokens=4, temperature=1.0, remasking="random", batch_size=2),
     ):
         fast, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
         assert fast.tokens == slow.tokens and fast.steps == slow.steps
@@ -267,7 +267,7 @@ def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, c
     ids, passes = torch.stack([toy.random_row(8, seed) for seed in range(3)]), []
     documents = torch.tensor([[1] * 5 + [2] * 3, [1] * 8, [1] * 6 + [0] * 2])
     maskable = (documents > 0) & (torch.arange(8) > 0)
-    views = exact_count_views(torch.where(maskable, 0, -1), Draw(0, torch.arange(3)), num_views=2)
+    views = exact_count_views(torch.where(maskable, 0, -1), MaskRNG(0, torch.arange(3)), num_views=2)
     lm.model.register_forward_hook(lambda *_: passes.append(1))
     scores = view_log_probs(lm, ids, documents, views.with_causal(maskable, 0.1), chunk=chunk)
     assert len(passes) == {None: 1, 1: 6, 3: 3}[chunk]

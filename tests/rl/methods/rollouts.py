@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.generation.tiny_models import tiny
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.generation import sampler
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import count_items, token_weights
@@ -98,9 +98,9 @@ def config(name, **more):
     return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more)
 
 
-def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -> Views:
-    """A method's views, with tokens after the end treated as `beyond_eos` says."""
-    draw, args = Draw(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more)
+def plan(name, rollout, key_B=None, seed=0, iteration=0, end="mask", **more) -> Views:
+    """A method's views, with tokens after the end treated as `after_eos` says."""
+    draw, args = MaskRNG(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more)
     return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, end)
 
 
@@ -129,15 +129,15 @@ def made_up(
     old_BMT, reference_BMT = (around(policy_BMT, spread) for _ in range(2))
     kept_B1 = (keys(rollout) != 2)[:, None]
     advantage_B1 = torch.tensor([1.5, -1.0, 3.0, 0.5, -2.0, -0.5], dtype=torch.float64)[: len(kept_B1), None]
-    learnt_BT = learnable(rollout, views) & kept_B1
-    aggregation = args.build_method().aggregation
-    unit_BT = averaging_units(rollout, views, aggregation)
-    token_weight_BT = token_weights(learnt_BT, aggregation, unit_BT, args.max_completion_length)
+    loss_mask_BT = learnable(rollout, views) & kept_B1
+    loss_type = args.build_method().loss_type
+    unit_BT = averaging_units(rollout, views, loss_type)
+    token_weight_BT = token_weights(loss_mask_BT, loss_type, unit_BT, args.max_completion_length)
     held_to = (old_BMT if args.kl_to == "old" else reference_BMT) if args.beta else None
     scores = LossInputs(
         policy_BMT.requires_grad_(), old_BMT, held_to, rollout, views, advantage_B1, token_weight_BT
     )
-    return scores, count_items(learnt_BT, aggregation, unit_BT)
+    return scores, count_items(loss_mask_BT, loss_type, unit_BT)
 
 
 @dataclass(frozen=True)

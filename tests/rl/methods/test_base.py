@@ -133,21 +133,21 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
 
 
 @every_method
-@pytest.mark.parametrize("end", ["hidden", "shown", "learnt"])
+@pytest.mark.parametrize("end", ["mask", "noise", "train"])
 def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     lm, rollout = usual("bidirectional", stop_at_eos=False)
-    tail_BT, rollout = rollout.beyond_BT, rollout.whole() if end == "learnt" else rollout
+    tail_BT, rollout = rollout.beyond_BT, rollout.whole() if end == "train" else rollout
     args, views = config(name), plan(name, rollout, end=end)
     scores, _ = made_up(rollout, views, args)
     assert tail_BT.any()
     changed = replace(scores, policy_BMT=torch.where(tail_BT[:, None], -7.0, scores.policy_BMT))
     before, after = (args.build_method().loss(part).total for part in (scores, changed))
-    assert (before != after) == (end == "learnt")
-    assert (scores.token_weight_BT[tail_BT] > 0).any() == (end == "learnt")
-    if end == "learnt" or name in REPLAYS:  # these show what the sampler saw
+    assert (before != after) == (end == "train")
+    assert (scores.token_weight_BT[tail_BT] > 0).any() == (end == "train")
+    if end == "train" or name in REPLAYS:  # these show what the sampler saw
         return
     noised = plan(name, rollout.whole())  # as if it were the completion's
-    assert end == "hidden" or torch.equal(views.hidden_BMT, noised.hidden_BMT)
+    assert end == "mask" or torch.equal(views.hidden_BMT, noised.hidden_BMT)
     other_BT = torch.where(tail_BT, 4, rollout.ids_BT)
     with torch.no_grad():
         here, there = (
@@ -155,7 +155,7 @@ def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
             for ids_BT in (rollout.ids_BT, other_BT)
         )
     assert not torch.equal(rollout.ids_BT, other_BT)
-    assert torch.equal(here, there) == (end == "hidden" or not get_method(name).partial)
+    assert torch.equal(here, there) == (end == "mask" or not get_method(name).partial)
 
 
 def test_what_was_never_revealed_stays_hidden():
@@ -164,7 +164,7 @@ def test_what_was_never_revealed_stays_hidden():
     assert never_BT.any()
     for views in (
         plan("coupled-grpo", rollout),
-        plan("coupled-grpo", rollout, end="shown"),
+        plan("coupled-grpo", rollout, end="noise"),
         plan("coupled-grpo", rollout.whole()),
     ):
         assert (
@@ -173,43 +173,43 @@ def test_what_was_never_revealed_stays_hidden():
         )
 
 
-# What defines each method: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight
+# What defines each method: advantage, clip range, ratio, KL (kind, weight, to what), loss_type. A weight
 # that only d1's recipes give is 0 here: they come with the recipes of tasks.
 D1 = ("k3", 0.0, "reference")
 TABLE = {
-    "diffu-grpo": ("r-mean", (0.5, 0.5), "token", D1, "token"),
-    "uni-grpo": ("z-score", (0.5, 0.5), "sequence", D1, "sequence"),
-    "coupled-grpo": ("leave-one-out", (0.5, 0.5), "token", ("k3", 0.01, "reference"), "token"),
+    "diffu-grpo": ("none", (0.5, 0.5), "token", D1, "dapo"),
+    "uni-grpo": ("group", (0.5, 0.5), "sequence", D1, "grpo"),
+    "coupled-grpo": ("leave-one-out", (0.5, 0.5), "token", ("k3", 0.01, "reference"), "dapo"),
     "wd1": ("softmax", None, None, None, "sum"),
-    "spg": ("r-mean", None, None, None, "token"),
-    "espo": ("leave-one-out", (0.2, 0.2), None, ("k2", 1e-3, "reference"), "sequence"),
-    "gdpo": ("r-mean", (0.5, 0.5), "sequence", D1, "sequence"),
-    "bgpo": ("z-score", None, None, None, "sequence"),
-    "cj-grpo": ("r-mean", (0.5, 0.5), "token", D1, "step"),
-    "step-merge": ("r-mean", (0.5, 0.5), "token", D1, "token"),
-    "trace-rl": ("population-z-score", (0.2, 0.2), "token", ("k3", 0.01, "old"), "view"),
-    "dipo": ("z-score", (0.2, 0.28), "token", None, "token"),
-    "agrpo": ("r-mean", None, None, None, "constant"),
-    "exact-gradient": ("leave-one-out", None, None, None, "constant"),
-    "just-grpo": ("z-score", None, None, None, "constant"),
+    "spg": ("none", None, None, None, "dapo"),
+    "espo": ("leave-one-out", (0.2, 0.2), None, ("k2", 1e-3, "reference"), "grpo"),
+    "gdpo": ("none", (0.5, 0.5), "sequence", D1, "grpo"),
+    "bgpo": ("group", None, None, None, "grpo"),
+    "cj-grpo": ("none", (0.5, 0.5), "token", D1, "step"),
+    "step-merge": ("none", (0.5, 0.5), "token", D1, "dapo"),
+    "trace-rl": ("population", (0.2, 0.2), "token", ("k3", 0.01, "old"), "view"),
+    "dipo": ("group", (0.2, 0.28), "token", None, "dapo"),
+    "agrpo": ("none", None, None, None, "dr_grpo"),
+    "exact-gradient": ("leave-one-out", None, None, None, "dr_grpo"),
+    "just-grpo": ("group", None, None, None, "dr_grpo"),
 }
 OTHERS = {
     "wd1": {"softmax_temperature": 1.0, "prompt_mask_rate": 0.15},
     "diffu-grpo": {"prompt_mask_rate": 0.15},
     "spg": {"samples": 2, "eubo_beta": 1.5, "eubo_share": 0.5},
     "espo": {"samples": 1},
-    "bgpo": {"samples": 16, "dual_clip": 3.0, "epsilon": None},
+    "bgpo": {"samples": 16, "delta": 3.0, "epsilon": None},
     "trace-rl": {"shrink": 1, "difficulty": [0.2, 0.8]},
-    "dipo": {"log_ratio_clamp": 10.0, "drop_equal_groups": True},
+    "dipo": {"log_ratio_clamp": 10.0, "filter_zero_std_groups": True},
     "agrpo": {"samples": 8},
-    "exact-gradient": {"policy": "random", "beyond_eos": "learnt"},
+    "exact-gradient": {"remasking": "random", "after_eos": "train"},
     "step-merge": {"prompt_mask_rate": 0.0},
-    "just-grpo": {"drop_equal_groups": True},
+    "just-grpo": {"filter_zero_std_groups": True},
     "gdpo": {"samples": 3, "log_ratio_clamp": 20.0},
 }
 SWITCHES = {
-    **{"dual_clip": None, "log_ratio_clamp": None, "stop_at_eos": True, "beyond_eos": "hidden"},
-    **{"difficulty": None, "drop_equal_groups": False},
+    **{"delta": None, "log_ratio_clamp": None, "stop_at_eos": True, "after_eos": "mask"},
+    **{"difficulty": None, "filter_zero_std_groups": False},
 }
 
 
@@ -238,17 +238,17 @@ def test_the_docs_have_every_setting_of_every_method():
 
 @every_method
 def test_the_settings_of_a_method_are_those_of_the_table(name):
-    advantage, clip, ratio, kl, aggregation = TABLE[name]
+    advantage, clip, ratio, kl, loss_type = TABLE[name]
     args = config(name)
-    assert (args.advantage, args.build_method().aggregation) == (advantage, aggregation)
+    assert (args.scale_rewards, args.build_method().loss_type) == (advantage, loss_type)
     if clip is not None:
         assert (args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high) == clip
-    assert ratio is None or args.ratio == ratio
+    assert ratio is None or args.importance_sampling_level == ratio
     assert args.beta == 0 if kl is None else (args.kl, args.beta, args.kl_to) == kl
     assert args.needs_reference == (name in ("coupled-grpo", "espo"))
     for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
         assert getattr(args, setting) == value, setting
-    given = {"advantage": "r-mean", "difficulty": [0.1, 0.9], "epsilon": 0.125}
+    given = {"scale_rewards": "none", "difficulty": [0.1, 0.9], "epsilon": 0.125}
     given = {
         key: value
         for key, value in given.items()
@@ -356,16 +356,16 @@ def test_losses_by_tokens_are_their_formulas(name):
 
 
 def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_by_blocks():
-    assert_loss("trace-rl", trace_rl(LENGTH), aggregation="view-constant")
+    assert_loss("trace-rl", trace_rl(LENGTH), loss_type="view-constant")
     args = GRPOConfig(output_dir="unused", method="trace-rl", use_cpu=True)
-    assert args.aggregation is None
+    assert args.loss_type is None
     by_blocks = args.build_method("block_causal")
-    assert (by_blocks.aggregation, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
+    assert (by_blocks.loss_type, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
     with pytest.raises(
         ConfigError,
-        match=r"^aggregation: averages by view, but coupled-grpo predicts a token in several views",
+        match=r"^loss_type: averages by view, but coupled-grpo predicts a token in several views",
     ):
-        config("coupled-grpo", aggregation="view")
+        config("coupled-grpo", loss_type="view")
 
 
 def test_dipo_bounds_the_logarithm_of_a_ratio():
@@ -385,7 +385,7 @@ def test_dr_grpo_divides_by_a_constant():
     def by_hand(batch, args):
         return over_completions(batch, lambda c: token_terms(c, 0.5, 0.5), lambda c: LENGTH)
 
-    assert_loss("diffu-grpo", by_hand, aggregation="constant")
+    assert_loss("diffu-grpo", by_hand, loss_type="dr_grpo")
 
 
 def test_gspo_has_one_ratio_for_a_completion():
@@ -401,7 +401,12 @@ def test_gspo_has_one_ratio_for_a_completion():
         return total / len(batch)
 
     assert_loss(
-        "diffu-grpo", by_hand, ratio="sequence", aggregation="sequence", epsilon=0.003, epsilon_high=0.004
+        "diffu-grpo",
+        by_hand,
+        importance_sampling_level="sequence",
+        loss_type="grpo",
+        epsilon=0.003,
+        epsilon_high=0.004,
     )
 
 
@@ -415,7 +420,7 @@ def test_the_divergence_times_the_ratio_is_that_of_the_policy_whoever_sampled():
     method = TokenMethod(beta=1.0)
     weight = old.detach().exp()  # the mean over samples
     found = method.surrogate(
-        policy - old.detach(), reference - policy, torch.zeros(6), weight, kl_unbiased=True
+        policy - old.detach(), reference - policy, torch.zeros(6), weight, use_bias_correction_kl=True
     ).total
     torch.testing.assert_close(found, exact)
     torch.testing.assert_close(
@@ -479,12 +484,12 @@ def test_a_method_of_ones_own_is_named_by_a_config(monkeypatch):
     class Mine(get_method("diffu-grpo")):
         name = "mine"
         epsilon: float = 0.125
-        aggregation: str = "sum"
+        loss_type: str = "sum"
         depth: int = 3  # a setting that no config has
 
     assert get_method("mine") is Mine
     args = config("mine", beta=0.5)
-    assert (args.epsilon, args.aggregation, args.beta, args.advantage) == (0.125, "sum", 0.5, "r-mean")
+    assert (args.epsilon, args.loss_type, args.beta, args.scale_rewards) == (0.125, "sum", 0.5, "none")
     method = args.build_method()
     assert (method.epsilon, method.beta, method.depth, method.prompt_mask_rate) == (0.125, 0.5, 3, 0.15)
 

@@ -16,8 +16,8 @@ import torch
 from tests.generation.tiny_models import every_pattern
 from tests.rl.methods.rollouts import keys, made_up, rollout_of, stopping
 from tests.training.tiny_runs import PAIRS, equal, settings, tiny, weights
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, get_method, masking
@@ -67,7 +67,7 @@ def test_only_the_completion_is_scored_where_it_is_hidden_and_all_behind_it_is_h
     rollout = sampled(attention, block_size)
     assert rollout.beyond_BT.any()
     settings = config(masking=name, method="coupled-grpo")
-    views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
+    views = find_masking(settings).plan(rollout, MaskRNG(0, keys(rollout)), settings, 0.5)
     assert views.target_BMT.any((1, 2)).all() and (views.weight_BMT > 0).equal(views.target_BMT)
     assert not (views.target_BMT & ~rollout.completion_BT[:, None]).any()
     assert torch.equal(views.hidden_BMT, views.target_BMT | rollout.beyond_BT[:, None])
@@ -79,15 +79,15 @@ def test_plans_follow_from_the_completion_and_its_key_alone(name):
     strategy, key_B = find_masking(settings), keys(rollout) * 1000
     torch.manual_seed(3)
     states = torch.get_rng_state(), random.getstate()
-    views = strategy.plan(rollout, Draw(0, key_B), settings, 0.5)
+    views = strategy.plan(rollout, MaskRNG(0, key_B), settings, 0.5)
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
-    assert same(views, strategy.plan(rollout, Draw(0, key_B), settings, 0.5))
+    assert same(views, strategy.plan(rollout, MaskRNG(0, key_B), settings, 0.5))
     for row in range(len(key_B)):  # by itself, by a strategy that has seen nothing yet
         at = slice(row, row + 1)
-        alone = find_masking(settings).plan(rollout.select(at), Draw(0, key_B[at]), settings, 0.5)
+        alone = find_masking(settings).plan(rollout.select(at), MaskRNG(0, key_B[at]), settings, 0.5)
         assert same(alone, views.select(at))
     others = {
-        str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BMT.tolist())
+        str(strategy.plan(rollout, MaskRNG(0, key_B, iteration), settings, 0.5).hidden_BMT.tolist())
         for iteration in range(3)
     }
     assert len(others) == 3
@@ -100,7 +100,7 @@ def test_plans_follow_from_the_completion_and_its_key_alone(name):
 @every_pattern
 def test_a_strategy_is_the_plan_of_the_method_that_it_is_named_after(name, method, attention, block_size):
     rollout, settings = sampled(attention, block_size), config(masking=name, method=method)
-    draw = Draw(3, keys(rollout), 1)  # below the number of patterns
+    draw = MaskRNG(3, keys(rollout), 1)  # below the number of patterns
     # strategies hide nothing of prompts
     own = config(method=method, **({"prompt_mask_rate": 0.0} if method == "spg" else {}))
     assert same(
@@ -113,7 +113,7 @@ def test_tokens_weigh_what_the_loss_takes_them_to_weigh(attention, block_size):
     rollout = sampled(attention, block_size)
     for method in REPLACEABLE:
         settings = config(method=method)
-        views = Diffusion().plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
+        views = Diffusion().plan(rollout, MaskRNG(0, keys(rollout)), settings, 0.5)
         assert views.count == 3
         if get_method(method).estimator == "token":
             torch.testing.assert_close(views.weight_BMT.sum(1), views.target_BMT.any(1).float())
@@ -135,9 +135,9 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
     rollout = sampled(attention, block_size)
     settings = config(masking="adaptive", mask_rate=[0.2, 1.0])
     group_BT = rollout.groups_of(rollout.completion_BT)
-    views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, progress)
+    views = find_masking(settings).plan(rollout, MaskRNG(0, keys(rollout)), settings, progress)
     weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(
-        rollout, Draw(0, keys(rollout)), settings, progress
+        rollout, MaskRNG(0, keys(rollout)), settings, progress
     )
     assert torch.equal(views.target_BMT, weighted.target_BMT)
     for row, group_T in enumerate(group_BT):
@@ -163,8 +163,8 @@ def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkey
     for rollout in (short, long, short.select(slice(2, 4)), long):
         key_B = torch.arange(len(rollout.ids_BT)) + 10**12
         for iteration in (0, 1):
-            views = strategy.plan(rollout, Draw(7, key_B, iteration), settings, 0.5)
-            assert same(views, settings.build_method().plan(rollout, Draw(7, key_B % 4, iteration)))
+            views = strategy.plan(rollout, MaskRNG(7, key_B, iteration), settings, 0.5)
+            assert same(views, settings.build_method().plan(rollout, MaskRNG(7, key_B % 4, iteration)))
     stats = strategy.get_cache_stats()
     assert len(set(calls)) == len(calls) == stats["misses"] == stats["size"] > 0
     assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hit_rate"] == stats["hits"] / (
@@ -181,7 +181,7 @@ def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_o
     plain, weighted = (
         config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True)
     )
-    draw = Draw(0, keys(rollout), 1)
+    draw = MaskRNG(0, keys(rollout), 1)
     views, own = (find_masking(settings).plan(rollout, draw, settings, 0.5) for settings in (weighted, plain))
     assert views.hidden_BMT.equal(own.hidden_BMT) and views.target_BMT.equal(own.target_BMT)
     assert views.weight_BMT.dtype == torch.float32 and not views.weight_BMT[~views.target_BMT].any()
@@ -226,7 +226,7 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
     sums = {}
     for adaptive_loss in (False, True):
         views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(
-            rollout, Draw(0, keys(rollout)), config(method="wd1"), 0.5
+            rollout, MaskRNG(0, keys(rollout)), config(method="wd1"), 0.5
         )
         sums[adaptive_loss] = sum(
             float(views.weight_BMT[0, view, one])
@@ -266,10 +266,10 @@ def test_document_a_reads_the_hit_rate_before_the_first_step_and_after_training(
 
 def test_optimized_wraps_other_strategies():
     rollout, settings = sampled(), config()
-    draw = Draw(0, keys(rollout) + 64)
+    draw = MaskRNG(0, keys(rollout) + 64)
     for inner in (Diffusion(), Adaptive(0.2, 0.6)):
         strategy = Optimized(inner)
-        wanted = inner.plan(rollout, Draw(0, keys(rollout)), settings, 0.3)
+        wanted = inner.plan(rollout, MaskRNG(0, keys(rollout)), settings, 0.3)
         assert (
             same(strategy.plan(rollout, draw, settings, 0.3), wanted)
             and strategy.get_cache_stats()["hits"] == 0
@@ -284,7 +284,7 @@ def test_the_table_is_bounded(monkeypatch):
     monkeypatch.setattr(masking, "TABLES", 3)
     rollout, strategy = sampled(), Optimized(Diffusion())
     for iteration in range(5):
-        strategy.plan(rollout, Draw(0, keys(rollout), iteration), config(), 0.0)
+        strategy.plan(rollout, MaskRNG(0, keys(rollout), iteration), config(), 0.0)
     assert strategy.get_cache_stats() == {"hits": 0, "misses": 10, "rate": 0.0, "hit_rate": 0.0, "size": 3}
 
 
@@ -334,7 +334,7 @@ def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name)
             plain, changed = GRPOConfig(**given), GRPOConfig(**given)
             setattr(changed, setting, value)
             plans = [
-                find_masking(args).plan(rollout, Draw(0, keys(rollout)), args, 0.5)
+                find_masking(args).plan(rollout, MaskRNG(0, keys(rollout)), args, 0.5)
                 for args in (plain, changed)
             ]
             with (
@@ -372,7 +372,7 @@ class Halves(MaskingStrategy):
 
     def plan(self, rollout, draw, config, progress):
         position_BT = torch.arange(rollout.ids_BT.shape[1]).expand_as(rollout.ids_BT)
-        first_B1T = (draw.uniform(position_BT, 1, Stream.MASK) < 0.5) & rollout.completion_BT[:, None]
+        first_B1T = (draw.uniform(position_BT, 1, RngStream.MASK) < 0.5) & rollout.completion_BT[:, None]
         self.calls.append((draw.iteration, progress))
         self.planned.append(
             weighed(rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config)
@@ -387,20 +387,20 @@ def ranks(completions, **_):
     return [float(rank) for rank in range(len(completions))]
 
 
-def trainer(folder, strategy=None, lm=None, **more):
+def trainer(folder, strategy=None, lm=None, kind=GRPOTrainer, **more):
     shape = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
-    return GRPOTrainer(
-        lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy
-    )
+    return kind(lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy)
 
 
-def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path, monkeypatch):
+def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path):
     strategy, used = Halves(), []
-    made = trainer(tmp_path, strategy, max_steps=4, num_iterations=2)
-    micro_loss = made.loss_on
-    monkeypatch.setattr(
-        made, "loss_on", lambda batch, *rest: used.append(batch.views) or micro_loss(batch, *rest)
-    )
+
+    class Noting(GRPOTrainer):
+        def loss_on(self, batch, *rest):
+            used.append(batch.views)
+            return super().loss_on(batch, *rest)
+
+    made = trainer(tmp_path, strategy, kind=Noting, max_steps=4, num_iterations=2)
     before = weights(made.lm)
     made.train()
     assert strategy.calls == [(0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)]
@@ -503,7 +503,7 @@ def test_a_ratio_of_tokens_that_weigh_by_their_mask_rate_is_bounded(by):
         and config(method="uni-grpo", masking="optimized").log_ratio_clamp is None
     )
     rollout = sampled("bidirectional", None)
-    views = Optimized(adaptive_loss=True).plan(rollout, Draw(1, keys(rollout)), settings, 0.0)
+    views = Optimized(adaptive_loss=True).plan(rollout, MaskRNG(1, keys(rollout)), settings, 0.0)
     assert views.weight_BMT.max() * abs(by) > 88
     scores, _ = made_up(rollout, views, settings)
     policy_BMT = torch.where(views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()

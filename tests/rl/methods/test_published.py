@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.published import HEAD_DK, OLD_DK, REFERENCE_DK, scored
 from tests.rl.methods.rollouts import config
-from unmask.diffusion.rng import Stream
+from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import Views
 from unmask.rl.losses import advantages, count_items, token_weights
 from unmask.rl.methods import LossInputs, Rollout
@@ -32,17 +32,17 @@ PROMPT = PUBLISHED["prompt"]
 CASES: dict[str, dict[str, Any]] = {
     "diffu-grpo": {"prompt_mask_rate": 0.5},
     "wd1": {"prompt_mask_rate": 0.5},
-    "coupled-grpo": {"beyond_eos": "shown"},
+    "coupled-grpo": {"after_eos": "noise"},
     "spg": {},
-    "espo": {"beyond_eos": "learnt", "samples": 2},
-    "cj-grpo": {"beyond_eos": "learnt"},
-    "just-grpo": {"beyond_eos": "learnt"},
-    "agrpo": {"beyond_eos": "learnt", "aggregation": "step", "samples": 2},
+    "espo": {"after_eos": "train", "samples": 2},
+    "cj-grpo": {"after_eos": "train"},
+    "just-grpo": {"after_eos": "train"},
+    "agrpo": {"after_eos": "train", "loss_type": "step", "samples": 2},
     "step-merge": {"prompt_mask_rate": 0.5, "segments": 3},
-    "bgpo": {"beyond_eos": "learnt", "samples": 4},
-    "gdpo": {"beyond_eos": "learnt", "advantage": "z-score", "method_settings": {"exact_counts": False}},
-    "trace-rl, llada": {"beyond_eos": "learnt", "aggregation": "view"},
-    "trace-rl, sdar": {"beyond_eos": "learnt", "aggregation": "view-constant", "log_ratio_clamp": 10.0},
+    "bgpo": {"after_eos": "train", "samples": 4},
+    "gdpo": {"after_eos": "train", "scale_rewards": "group", "method_settings": {"exact_counts": False}},
+    "trace-rl, llada": {"after_eos": "train", "loss_type": "view"},
+    "trace-rl, sdar": {"after_eos": "train", "loss_type": "view-constant", "log_ratio_clamp": 10.0},
 }
 """With what gives the published method, beside the settings that it was run with."""
 
@@ -60,7 +60,7 @@ def made(record: dict[str, Any]) -> Rollout:
 
 
 class Injected:
-    """A Draw by which a plan hides what the published code hid."""
+    """A MaskRNG by which a plan hides what the published code hid."""
 
     rows_before_B = None
 
@@ -68,18 +68,20 @@ class Injected:
         self.name, self.hidden_BMT, self.samples, self.key_B = name, hidden_BMT, samples, torch.arange(BATCH)
         self.rate, self.drawn = record.get("rate", 0.5), record.get("drawn")
 
-    def per_sequence(self, views: int, stream: Stream) -> Tensor:
-        if stream == Stream.ORDER:  # of AGRPO's steps
+    def per_sequence(self, views: int, stream: RngStream) -> Tensor:
+        if stream == RngStream.ORDER:  # of AGRPO's steps
             return torch.tensor(
                 [[([*drawn, step]).index(step) for step in range(views)] for drawn in self.drawn],
                 dtype=torch.float64,
             )
-        assert stream == Stream.TIME
+        assert stream == RngStream.TIME
         # coupled-GRPO's fraction
         return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)
 
-    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
-        if stream == Stream.TIME:  # counts, each in the middle of its stratum: ESPO's from 0, BGPO's from 1
+    def uniform(self, position_BT: Tensor, views: int, stream: RngStream) -> Tensor:
+        if (
+            stream == RngStream.TIME
+        ):  # counts, each in the middle of its stratum: ESPO's from 0, BGPO's from 1
             size, first = (LENGTH - PROMPT + 1, 0) if self.name == "espo" else (LENGTH - PROMPT, 1)
             count_BM = self.hidden_BMT[:, : self.samples, PROMPT:].sum(2)
             time_BM = (count_BM - first + 0.5) / size * self.samples - torch.arange(self.samples)
@@ -94,7 +96,7 @@ def views_of(name: str, rollout: Rollout, hidden_BMT: Tensor, args: Any, record:
         target_BMT = hidden_BMT & rollout.completion_BT[:, None]
         return Views(hidden_BMT, target_BMT, target_BMT / target_BMT.sum(2, keepdim=True))
     draw: Any = Injected(name, record, hidden_BMT, args.samples)
-    return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, args.beyond_eos)
+    return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, args.after_eos)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,11 +108,11 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
     args = config(name, **settings | CASES[case])
     args.max_completion_length = LENGTH - PROMPT
     rollout, hidden_BMT = made(record), torch.tensor(record["hidden"]).bool().transpose(0, 1)
-    rollout = rollout.whole() if args.beyond_eos == "learnt" else rollout
+    rollout = rollout.whole() if args.after_eos == "train" else rollout
     views = views_of(name, rollout, hidden_BMT, args, record)
     assert torch.equal(views.hidden_BMT, hidden_BMT)  # the published masks, by our plan
 
-    advantage_B = advantages(REWARD_B, torch.zeros(BATCH, dtype=torch.long), args.advantage)
+    advantage_B = advantages(REWARD_B, torch.zeros(BATCH, dtype=torch.long), args.scale_rewards)
     if name != "wd1":  # whose published advantage is weighed in its loss
         torch.testing.assert_close(advantage_B, torch.tensor(record["advantage"]))
     head_DK = HEAD_DK.clone().requires_grad_()
@@ -118,8 +120,8 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
     reference_BMT = (
         (old_BMT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
     )
-    learnt_BT, unit_BT = learnable(rollout, views), averaging_units(rollout, views, args.aggregation)
-    token_weight_BT = token_weights(learnt_BT, args.aggregation, unit_BT, args.max_completion_length)
+    loss_mask_BT, unit_BT = learnable(rollout, views), averaging_units(rollout, views, args.loss_type)
+    token_weight_BT = token_weights(loss_mask_BT, args.loss_type, unit_BT, args.max_completion_length)
     scores = LossInputs(
         scored(IDS_BT, head_DK, views),
         old_BMT,
@@ -129,7 +131,7 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
         advantage_B[:, None].double(),
         token_weight_BT.double(),
     )
-    loss = args.build_method().loss(scores).total / count_items(learnt_BT, args.aggregation, unit_BT)
+    loss = args.build_method().loss(scores).total / count_items(loss_mask_BT, args.loss_type, unit_BT)
     # Published as a sum over the group; as a sum over the two tokens of a step.
     loss = loss * {"wd1": BATCH, "agrpo": 2}.get(name, 1)
     loss.backward()

@@ -232,7 +232,7 @@ def gdpo(batch, args):
             bound(c, part, lambda v, size, k: weight_M[v] / 2 * size / k)
             for part in (c.policy, c.old, c.reference)
         )
-        if args.ratio == "product":
+        if args.importance_sampling_level == "product":
             return (clipped((new - old).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference, new)) / len(
                 c.tokens
             )
@@ -262,18 +262,18 @@ def test_espo_compares_bounds_by_the_token_and_holds_them_by_half_their_squared_
     assert_loss("espo", espo, samples=samples)
 
 
-@pytest.mark.parametrize("ratio", ["sequence", "product"])
-def test_gdpo_compares_whole_bounds_by_the_token_or_by_their_product(ratio):
-    assert_loss("gdpo", gdpo, beta=0.04, ratio=ratio)
-    with pytest.raises(ConfigError, match=r"^ratio: gdpo has one bound per sequence"):
-        config("gdpo", ratio="token")
+@pytest.mark.parametrize("level", ["sequence", "product"])
+def test_gdpo_compares_whole_bounds_by_the_token_or_by_their_product(level):
+    assert_loss("gdpo", gdpo, beta=0.04, importance_sampling_level=level)
+    with pytest.raises(ConfigError, match=r"^importance_sampling_level: gdpo has one bound per sequence"):
+        config("gdpo", importance_sampling_level="token")
 
 
 def test_both_ratios_of_gdpo_have_the_same_gradient_at_the_first_update():
     _, rollout = usual("bidirectional")
     gradients = []
-    for ratio in ("sequence", "product"):
-        args = config("gdpo", ratio=ratio)
+    for level in ("sequence", "product"):
+        args = config("gdpo", importance_sampling_level=level)
         scores, _ = made_up(rollout, plan("gdpo", rollout), args)
         same = replace(scores, old_BMT=scores.policy_BMT.detach())
         gradients.append(torch.autograd.grad(args.build_method().loss(same).total, scores.policy_BMT)[0])
@@ -284,7 +284,7 @@ def test_both_ratios_of_gdpo_have_the_same_gradient_at_the_first_update():
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
     _, rollout = usual("bidirectional")
-    args = config("gdpo", ratio="product", beta=0.04, kl=kl)
+    args = config("gdpo", importance_sampling_level="product", beta=0.04, kl=kl)
     scores, _ = made_up(rollout, plan("gdpo", rollout), args, spread=500.0)
     policy_BMT = scores.policy_BMT.detach().float().requires_grad_()
     total = args.build_method().loss(replace(scores, policy_BMT=policy_BMT)).total
@@ -322,9 +322,12 @@ def test_k3_of_espos_whole_bounds_is_bounded(by):
 @pytest.mark.parametrize("by", [-30.0, 30.0])
 @pytest.mark.parametrize("name", ["diffu-grpo", "uni-grpo", "cj-grpo"])
 def test_a_product_over_all_tokens_is_bounded_in_every_method(name, by):
-    assert config(name, ratio="product").log_ratio_clamp == 20.0 and config(name).log_ratio_clamp is None
-    assert config(name, ratio="product", log_ratio_clamp=3.0).log_ratio_clamp == 3.0
-    for total in far_apart(name, by, ratio="product"):
+    assert (
+        config(name, importance_sampling_level="product").log_ratio_clamp == 20.0
+        and config(name).log_ratio_clamp is None
+    )
+    assert config(name, importance_sampling_level="product", log_ratio_clamp=3.0).log_ratio_clamp == 3.0
+    for total in far_apart(name, by, importance_sampling_level="product"):
         assert total.isfinite().all()
 
 
@@ -341,7 +344,7 @@ def test_bgpo_is_linear_where_the_advantage_is_positive_and_exponential_up_to_3_
 def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():
     """It is a bound, as promised."""
     _, rollout = rollout_of(stopping("bidirectional"))
-    args = config("bgpo", dual_clip=None)
+    args = config("bgpo", delta=None)
     scores, _ = made_up(rollout, plan("bgpo", rollout), args, spread=2.0)
     gap_BT = scores.of_tokens(scores.policy_BMT - scores.old_BMT)
     exact = -(

@@ -26,7 +26,7 @@ from tests.rl.methods.rollouts import (
     usual,
     whole,
 )
-from unmask.diffusion.views import Draw
+from unmask.diffusion.views import MaskRNG
 from unmask.rl.methods.masking import Diffusion
 from unmask.rl.methods.spg import lower_bound, upper_bound
 from unmask.rl.rollout import plan_views
@@ -207,9 +207,9 @@ def test_tokens_that_no_view_hides_are_left_out_of_the_upper_bound():
 
 def test_views_that_hide_what_stands_behind_the_end_too_count_with_the_mean_over_the_completions_tokens():
     _, rollout = usual("bidirectional", stop_at_eos=False)
-    args = config("spg", masking="diffusion", samples=8, beyond_eos="shown")
+    args = config("spg", masking="diffusion", samples=8, after_eos="noise")
     views = plan_views(
-        lambda canvas: Diffusion().plan(canvas, Draw(0, keys(rollout)), args, 0.0), rollout, "shown"
+        lambda canvas: Diffusion().plan(canvas, MaskRNG(0, keys(rollout)), args, 0.0), rollout, "noise"
     )
     scores, _ = made_up(rollout, views, args)
     assert not views.target_BMT.any(2).all()  # some hide nothing of a completion

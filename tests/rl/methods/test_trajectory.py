@@ -97,21 +97,21 @@ def sets(views, row):
 @pytest.mark.parametrize("logit_shift", [False, True])
 @examples(5)
 @given(
-    policy=st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]),
+    remasking=st.sampled_from(["low_confidence", "margin", "entropy", "random", "left_to_right"]),
     steps=st.none() | st.integers(1, 8),
     decoding_block=st.sampled_from([None, 1, 2, 4, 8]),
     stop_at_eos=st.booleans(),
     chunk=st.none() | st.integers(1, 5),
 )
 def test_scores_are_the_log_probs_of_the_sampler(
-    attention, block_size, logit_shift, policy, steps, decoding_block, stop_at_eos, chunk
+    attention, block_size, logit_shift, remasking, steps, decoding_block, stop_at_eos, chunk
 ):
     lm = stopping(attention, block_size, logit_shift)
     decoding_block = decoding_block if attention == "bidirectional" else None
     unit = {"causal": 1, "block_causal": block_size}.get(attention, decoding_block or LENGTH)
     steps = steps and max(steps, math.ceil(LENGTH / unit))  # every block takes one
     generation, rollout = rollout_of(
-        lm, policy=policy, steps=steps, block_size=decoding_block, stop_at_eos=stop_at_eos
+        lm, remasking=remasking, steps=steps, block_size=decoding_block, stop_at_eos=stop_at_eos
     )
     views = plan("cj-grpo", rollout)
     rows = [replayed(rollout, row, within(rollout, row)) for row in range(len(PROMPTS))]
@@ -211,7 +211,7 @@ def test_just_grpo_replays_what_was_decoded_from_left_to_right(
     attention, block_size, logit_shift, stop_at_eos
 ):
     lm = stopping(attention, block_size, logit_shift)
-    generation, rollout = rollout_of(lm, policy="left_to_right", stop_at_eos=stop_at_eos)
+    generation, rollout = rollout_of(lm, remasking="left_to_right", stop_at_eos=stop_at_eos)
     views, replay = plan("just-grpo", rollout), plan("cj-grpo", rollout)
     # where blocks that were never begun may be hidden or not
     for row in range(len(PROMPTS)) if attention != "block_causal" else ():
@@ -238,7 +238,7 @@ def test_just_grpo_scores_each_token_from_those_before_it(attention, block_size)
 
 
 class Orders:
-    """A Draw that lists every order of the steps."""
+    """A MaskRNG that lists every order of the steps."""
 
     def __init__(self, orders):
         self.order_NV = torch.tensor(orders, dtype=torch.float64)
@@ -271,7 +271,7 @@ def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
         args = config("agrpo", samples=samples)
         log_prob_BMT = torch.where(views.target_BMT, token_T, 0)
         token_weight_BT = token_weights(
-            learnable(part, views), args.aggregation, part.step_BT.clamp_min(0), LENGTH
+            learnable(part, views), args.loss_type, part.step_BT.clamp_min(0), LENGTH
         )
         scores = LossInputs(
             log_prob_BMT,
@@ -317,7 +317,7 @@ def test_a_completion_of_few_steps_keeps_them_all():
 
 def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
     """The sampler saw them when it drew later tokens of the completion."""
-    _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False, policy="random")
+    _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False, remasking="random")
     views = plan("cj-grpo", rollout)
     shown_BMT = rollout.beyond_BT[:, None] & ~views.hidden_BMT & views.target_BMT.any(2, keepdim=True)
     assert shown_BMT.any() and not (views.target_BMT & rollout.beyond_BT[:, None]).any()
@@ -352,21 +352,21 @@ def error(method, lm, paths, reward_B, exact):
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy", "more"),
+    ("kind", "remasking", "more"),
     [
-        ("bidirectional", "confidence", {"tokens_per_step": 2}),
+        ("bidirectional", "low_confidence", {"tokens_per_step": 2}),
         ("bidirectional", "entropy", {}),
         ("bidirectional", "random", {"block_size": 1}),
-        ("blocks of two", "confidence", {}),
+        ("blocks of two", "low_confidence", {}),
         ("token by token", "left_to_right", {}),
     ],
 )
-def test_the_listed_paths_are_those_of_the_sampler(kind, policy, more):
-    lm, paths, *_ = listed(kind, policy=policy, **more)
+def test_the_listed_paths_are_those_of_the_sampler(kind, remasking, more):
+    lm, paths, *_ = listed(kind, remasking=remasking, **more)
     config = SamplerConfig(
         temperature=1.0,
         max_new_tokens=policy_gradient.LENGTH,
-        policy=policy,
+        remasking=remasking,
         trace=True,
         batch_size=500,
         **more,
@@ -385,43 +385,44 @@ def test_the_listed_paths_are_those_of_the_sampler(kind, policy, more):
     assert stats.chisquare(*pairs).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("policy", ["confidence", "entropy", "random"])
-def test_the_exact_gradient_is_the_slope_of_the_expected_reward(policy):
-    lm, _, reward_B, exact = listed(policy=policy)
+@pytest.mark.parametrize("remasking", ["low_confidence", "entropy", "random"])
+def test_the_exact_gradient_is_the_slope_of_the_expected_reward(remasking):
+    lm, _, reward_B, exact = listed(remasking=remasking)
     parameters, size, means = list(lm.model.parameters()), 1e-6, []
     direction = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start = torch.nn.utils.parameters_to_vector(parameters).detach()
     for sign in (1, -1):
         torch.nn.utils.vector_to_parameters(start + sign * size * direction, parameters)
-        paths = policy_gradient.enumerate_paths(lm, SamplerConfig(temperature=1.0, policy=policy))
+        paths = policy_gradient.enumerate_paths(lm, SamplerConfig(temperature=1.0, remasking=remasking))
         means.append((paths.probability_B * reward_B).sum().item())
     assert (means[0] - means[1]) / (2 * size) == pytest.approx((exact @ direction).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("policy", ["random", "left_to_right", "margin", "entropy"])
-def test_the_gradient_is_exact_where_the_order_does_not_depend_on_the_drawn_tokens(kind, steps, policy):
-    assert error(get_method("exact-gradient")(), *listed(kind, policy=policy, **STEPS[steps])) < 1e-9
+@pytest.mark.parametrize("remasking", ["random", "left_to_right", "margin", "entropy"])
+def test_the_gradient_is_exact_where_the_order_does_not_depend_on_the_drawn_tokens(kind, steps, remasking):
+    assert error(get_method("exact-gradient")(), *listed(kind, remasking=remasking, **STEPS[steps])) < 1e-9
 
 
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_the_gradient_is_exact_by_decoding_blocks(block_size):
-    assert error(get_method("exact-gradient")(), *listed(policy="random", block_size=block_size)) < 1e-9
+    assert error(get_method("exact-gradient")(), *listed(remasking="random", block_size=block_size)) < 1e-9
 
 
 def test_the_gradient_is_biased_where_it_does_or_where_tokens_after_the_end_are_left_out():
-    assert error(get_method("exact-gradient")(), *listed(policy="confidence")) > 0.05
-    assert error(get_method("agrpo")(), *listed(policy="random")) > 0.01
+    assert error(get_method("exact-gradient")(), *listed(remasking="low_confidence")) > 0.05
+    assert error(get_method("agrpo")(), *listed(remasking="random")) > 0.01
     # what comes after the end is drawn later
-    assert error(get_method("agrpo")(), *listed(policy="left_to_right")) < 1e-9
+    assert error(get_method("agrpo")(), *listed(remasking="left_to_right")) < 1e-9
 
 
 def test_the_table_in_the_docs_has_zeros_where_the_gradient_is_exact():
-    names = ("exact-gradient", "agrpo", "agrpo`, `beyond_eos: learnt", "just-grpo")
+    names = ("exact-gradient", "agrpo", "agrpo`, `after_eos: train", "just-grpo")
     made = policy_gradient.table({name: policy_gradient.methods()[name] for name in names}, range(1))
     docs = (ROOT / "docs" / "rl.md").read_text().splitlines()
-    assert set(made[:2]) <= set(docs)
+    docs = docs[docs.index(made[0]) :]
+    assert docs[1] == made[1]
     for line in made[2:]:
         cells, written = (
             line.split(" | "),
@@ -432,15 +433,15 @@ def test_the_table_in_the_docs_has_zeros_where_the_gradient_is_exact():
 
 def test_the_exact_gradient_is_one_setting():
     args = config("exact-gradient")
-    assert (args.policy, args.beyond_eos, args.aggregation, args.advantage) == (
+    assert (args.remasking, args.after_eos, args.loss_type, args.scale_rewards) == (
         "random",
-        "learnt",
-        "constant",
+        "train",
+        "dr_grpo",
         "leave-one-out",
     )
-    biased = {"score_temperature": 0.5, "mask_truncated": True, "constraint": {"regex": "a*"}}
+    biased = {"logprob_temperature": 0.5, "mask_truncated_completions": True, "constraint": {"regex": "a*"}}
     for name, value in (
-        {"policy": "confidence", "beyond_eos": "hidden", "aggregation": "token", "advantage": "z-score"}
+        {"remasking": "low_confidence", "after_eos": "mask", "loss_type": "dapo", "scale_rewards": "group"}
         | biased
     ).items():
         with pytest.raises(ConfigError) as raised:
@@ -451,5 +452,5 @@ def test_the_exact_gradient_is_one_setting():
 def test_a_causal_model_takes_the_exact_gradient_as_it_is():
     """Nothing after the end has a part in it, and its order is fixed."""
     config("exact-gradient").refuse_for_causal_models()
-    with pytest.raises(ConfigError, match="beyond_eos"):
-        config("cj-grpo", beyond_eos="learnt").refuse_for_causal_models()
+    with pytest.raises(ConfigError, match="after_eos"):
+        config("cj-grpo", after_eos="train").refuse_for_causal_models()

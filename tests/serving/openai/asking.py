@@ -11,14 +11,14 @@ import httpx2 as httpx
 from starlette.types import ASGIApp
 
 from unmask.serving.app import AppSettings, make_app
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import Scheduler
 
 
 @lru_cache(maxsize=8)
-def app_of(scheduler: Scheduler, limits: Limits | None = None) -> ASGIApp:
+def app_of(scheduler: Scheduler, limits: RequestLimits | None = None) -> ASGIApp:
     """The application of a scheduler that runs."""
-    return make_app(scheduler, AppSettings(limits or Limits()))
+    return make_app(scheduler, AppSettings(limits or RequestLimits()))
 
 
 def client_of(app: ASGIApp) -> httpx.AsyncClient:
@@ -42,7 +42,9 @@ def get(scheduler: Scheduler, path: str) -> httpx.Response:
     return asyncio.run(ask())
 
 
-def ask(scheduler: Scheduler, path: str, limits: Limits | None = None, /, **body: Any) -> httpx.Response:
+def ask(
+    scheduler: Scheduler, path: str, limits: RequestLimits | None = None, /, **body: Any
+) -> httpx.Response:
     """The answer to one request; the model need not be named."""
     return asyncio.run(post(app_of(scheduler, limits), path, {"model": next(iter(scheduler.models)), **body}))
 

@@ -10,7 +10,7 @@ import pytest
 from tests.generation.tiny_models import tiny
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import ConfigError
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai import plans
 from unmask.serving.openai.plans import Context, plan_chat, plan_completion
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest
@@ -23,7 +23,7 @@ async def planned(lm: Any, plan: Any, body: Any) -> Any:
     scheduler = Scheduler({"tiny": lm})
     scheduler.start()
     try:
-        return await plan(Context(scheduler, scheduler.models["tiny"], Limits(), "a"), body)
+        return await plan(Context(scheduler, scheduler.models["tiny"], RequestLimits(), "a"), body)
     finally:
         await scheduler.stop(0)
 

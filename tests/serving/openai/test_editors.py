@@ -9,7 +9,7 @@ import unmask
 from tests.serving.models import CONTEXT, model
 from tests.serving.openai.asking import answer, ask, stream
 from unmask.config.run import SamplerConfig
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.edits import edit_prompt, edited_region
 from unmask.serving.openai.plans import EDIT_MARGIN
 
@@ -127,7 +127,7 @@ def test_an_edit_of_continue(system, service):
     assert streamed[streamed.index("```\n") + 4 : streamed.rindex("\n\n```")]  # as Continue reads it
 
 
-def edited(region: str, scheduler, limits: Limits | None = None, **asked):
+def edited(region: str, scheduler, limits: RequestLimits | None = None, **asked):
     message = {"role": "user", "content": f"<|code_to_edit|>\n{region}<|/code_to_edit|>"}
     return ask(scheduler, "edit/completions", limits, messages=[message], **asked)
 
@@ -138,14 +138,14 @@ def edited(region: str, scheduler, limits: Limits | None = None, **asked):
 def test_an_edit_may_be_longer_than_its_region_within_the_limits(region, most, service):
     scheduler = service("block_causal", 4)
     usage = edited(
-        region, scheduler, Limits(max_tokens=most), diffusion={"stop_at_eos": False, "threshold": 1e-9}
+        region, scheduler, RequestLimits(max_tokens=most), diffusion={"stop_at_eos": False, "threshold": 1e-9}
     ).json()["usage"]
     expected = min(len(region) + EDIT_MARGIN, most, CONTEXT - usage["prompt_tokens"])
     assert len(region) < usage["completion_tokens"] == expected
 
 
 def test_a_region_without_room_for_it_is_refused(service):
-    for region, limits in (("a" * 61, Limits(max_tokens=60)), ("a" * 1000, Limits())):
+    for region, limits in (("a" * 61, RequestLimits(max_tokens=60)), ("a" * 1000, RequestLimits())):
         error = edited(region, service("block_causal", 4), limits).json()["error"]
         assert (
             error["param"] == "messages"

@@ -16,7 +16,7 @@ from tests.serving.servers import running
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import error_of
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai import plans
 from unmask.serving.openai.answers import to_json
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
@@ -432,7 +432,7 @@ def test_what_is_nested_too_deep(more, param, service):
 def test_what_is_too_much_is_refused_before_it_is_encoded(path, body, param, service, monkeypatch):
     for name in ("encode_prompt", "encode_completion"):
         monkeypatch.setattr(plans, name, lambda *_: pytest.fail("was encoded"))
-    response = ask(service(), path, Limits(sequences=8, n=2), **body)
+    response = ask(service(), path, RequestLimits(sequences=8, n=2), **body)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
@@ -443,9 +443,9 @@ def test_what_is_too_much_is_refused_before_it_is_encoded(path, body, param, ser
 def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_context(
     path, body, service, monkeypatch
 ):
-    assert ask(service(), path, Limits(length=64), **body).status_code == 200
+    assert ask(service(), path, RequestLimits(length=64), **body).status_code == 200
     monkeypatch.setattr(DiffusionLM, "context_length", None)
-    response = ask(service(), path, Limits(length=64), **body)
+    response = ask(service(), path, RequestLimits(length=64), **body)
     assert response.status_code == 400 and response.json()["error"]["param"] in body, response.text
 
 
@@ -585,7 +585,7 @@ def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
     ],
 )
 def test_a_constraint_that_is_too_large_is_named_as_it_was_given(more, param, service):
-    response = ask(service(), "chat/completions", Limits(schema_bytes=100), **CHAT | more)
+    response = ask(service(), "chat/completions", RequestLimits(schema_bytes=100), **CHAT | more)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
@@ -610,7 +610,7 @@ def test_an_error_after_the_first_chunk_is_the_last_event(service, monkeypatch):
 
 
 def test_limits_of_the_server(service):
-    limits = Limits(max_tokens=8, n=2, steps=4, schema_bytes=40)
+    limits = RequestLimits(max_tokens=8, n=2, steps=4, schema_bytes=40)
     for more, param in (
         ({"max_tokens": 9}, "max_tokens"),
         ({"n": 3}, "n"),
@@ -637,5 +637,8 @@ def test_time_limits_and_priorities_reach_the_scheduler(service, monkeypatch):
 
     monkeypatch.setattr(scheduler, "submit", note)
     for asked in ({}, {"timeout": 3, "priority": 2}):
-        assert ask(scheduler, "completions", Limits(timeout=50.0), **TEXT, diffusion=asked).status_code == 200
+        assert (
+            ask(scheduler, "completions", RequestLimits(timeout=50.0), **TEXT, diffusion=asked).status_code
+            == 200
+        )
     assert submitted == [(0, 50.0), (2, 3)]

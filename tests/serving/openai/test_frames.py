@@ -142,7 +142,7 @@ def test_tokens_that_are_hidden_again(service):
         "completions",
         prompt="ab",
         **settings,
-        diffusion={"stream": "frames", "remask": 0.5, "steps": 6},
+        diffusion={"stream": "frames", "remask_fraction": 0.5, "steps": 6},
     )
     for index in range(2):
         canvas, text, last, frames = replayed(chunks, index)
@@ -195,7 +195,7 @@ def random_request(draw: random.Random, lm: Any) -> tuple[str, dict[str, Any]]:
         {},
         {"steps": draw.randint(1, size) if lm.attention == "bidirectional" else size},
         {"threshold": 0.3},
-        {"tokens_per_step": 2, "policy": "random"},
+        {"tokens_per_step": 2, "remasking": "random"},
         {"factor": 0.5},
     ]
     asked["diffusion"] = draw.choice(rules)

@@ -29,7 +29,7 @@ from tests.serving.openai.asking import answer, app_of, idle, post
 from tests.serving.servers import http_get, http_post, served
 from unmask.config.run import SamplerConfig
 from unmask.serving.app import AppSettings, make_app
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.requests import DiffusionSettings
 from unmask.serving.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ COMMON = {
 COMMON |= {
     "stream_options": {"include_usage": True},
     "user": "u",
-    "diffusion": {"steps": 2, "policy": "entropy", "trace": True, "top_k": 3},
+    "diffusion": {"steps": 2, "remasking": "entropy", "trace": True, "top_k": 3},
 }
 CALLED = {
     "role": "assistant",
@@ -274,7 +274,7 @@ def test_a_long_text_in_any_field_takes_a_time_that_its_length_bounds(size, coun
     took 10 seconds and more."""
     draw, app, slow = (
         random.Random(count),
-        make_app(service(), AppSettings(Limits(compile_seconds=3), log_requests=True)),
+        make_app(service(), AppSettings(RequestLimits(compile_seconds=3), log_requests=True)),
         {},
     )
     asked = []
@@ -340,7 +340,7 @@ def send(url: str, count: int, seed: int) -> Counter[int]:
 
 def test_requests_from_the_schema_of_the_api_are_answered_as_it_says():
     """Over a socket."""
-    limits = Limits(max_tokens=8, steps=8, n=2, sequences=4, compile_seconds=1.0)
+    limits = RequestLimits(max_tokens=8, steps=8, n=2, sequences=4, compile_seconds=1.0)
     with served(make_model(), AppSettings(limits)) as url:
         statuses = send(url, 15, 0)
         assert statuses[200] > 10 and statuses[400] > 100

@@ -300,7 +300,7 @@ def test_biases_forbid_and_allow_tokens(service):
 
 
 def test_settings_of_diffusion_reach_the_sampler(service):
-    settings = {"steps": 3, "policy": "random", "constraint": {"regex": "[ab ]{4,9}"}}
+    settings = {"steps": 3, "remasking": "random", "constraint": {"regex": "[ab ]{4,9}"}}
     asked = {
         "prompt": "ab",
         "max_tokens": 12,

@@ -73,10 +73,10 @@ def test_only_what_may_still_change_is_marked(page: Page, sent: list[dict], agai
     complete(page)
     fields = {
         "nothing": {},
-        "improbable when revealed": {"remask": 0.5},
+        "improbable when revealed": {"remask_fraction": 0.5},
         "improbable now": {"revise": {"eta": 0.5}},
     }[again]
-    settings = {"policy": "confidence", "steps": 32, **fields}
+    settings = {"remasking": "low_confidence", "steps": 32, **fields}
     assert sent[0]["diffusion"] == {"stream": "frames", **settings}
     assert shown(page) == answer(max_new_tokens=64, **settings)
     drafts, text = page.locator(".text .draft"), page.locator(".text")

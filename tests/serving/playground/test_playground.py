@@ -22,7 +22,10 @@ AXE = REPOSITORY / "playground" / "node_modules" / "axe-core" / "axe.min.js"
 def test_type_and_watch(page: Page, sent: list[dict]) -> None:
     complete(page)
     [body] = sent
-    assert body["prompt"] == BEGINNING and body["diffusion"] == {"stream": "frames", "policy": "confidence"}
+    assert body["prompt"] == BEGINNING and body["diffusion"] == {
+        "stream": "frames",
+        "remasking": "low_confidence",
+    }
     assert shown(page) == answer(max_new_tokens=64)
     assert page.locator(".figures dd").first.inner_text() == "64"
     expect(page.get_by_role("status").filter(has_text="Done: 64 tokens in 64 passes.")).to_have_count(1)
@@ -144,18 +147,18 @@ def test_cancelling_frees_the_server_and_keeps_what_was_revealed(page: Page, add
         name = f'unmask_sequences_total{{model="tiny",outcome="{outcome}"}} '
         return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
 
-    before = ended("cancelled")
+    before = ended("canceled")
     page.get_by_label("Tokens", exact=True).fill("600")
     page.get_by_label("Prompt").fill(BEGINNING)
     page.get_by_role("button", name="Complete").click()
     expect(page.locator(".text .cell:not(.hidden)").nth(2)).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.get_by_text("Cancelled. What had been revealed stays.")).to_be_visible()
+    expect(page.get_by_text("Canceled. What had been revealed stays.")).to_be_visible()
     for _ in range(200):
-        if ended("cancelled") > before:
+        if ended("canceled") > before:
             break
         page.wait_for_timeout(50)
-    assert ended("cancelled") == before + 1
+    assert ended("canceled") == before + 1
     assert 3 <= page.locator(".text .cell:not(.hidden)").count() < 600
 
 
@@ -293,7 +296,7 @@ CUT = """select => {
 def test_nothing_is_cut_off_and_the_message_is_on_the_first_screen(
     width: int, height: int, chromium: Browser
 ) -> None:
-    other = "organisation/another-model-with-a-long-name-8B"
+    other = "organization/another-model-with-a-long-name-8B"
     with served(reciting(), more={other: reciting()}) as address:
         page = chromium.new_page(viewport={"width": width, "height": height})
         page.goto(address)

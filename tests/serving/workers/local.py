@@ -13,7 +13,7 @@ from typing import Any
 from tests.serving.servers import listening
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.app import AppSettings
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import GracefulServer, make_server, open_port
 from unmask.serving.workers.front import FrontMetrics, make_front
@@ -25,7 +25,7 @@ from unmask.serving.workers.worker import UNLIMITED, WorkerApp, bound
 class LocalWorker:
     """A worker whose connections can be cut as those of a process that is killed."""
 
-    def __init__(self, lm: DiffusionLM, path: str, limits: Limits, **scheduling: Any):
+    def __init__(self, lm: DiffusionLM, path: str, limits: RequestLimits, **scheduling: Any):
         self.path, self.scheduler = path, Scheduler({"tiny": lm}, **scheduling)
         self.server: GracefulServer = make_server(
             WorkerApp(self.scheduler, limits), self.scheduler, connections=UNLIMITED, grace=0

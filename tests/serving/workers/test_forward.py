@@ -21,7 +21,7 @@ from tests.serving.servers import connect, http_get, http_post, read_all, served
 from tests.serving.workers.local import LocalPool, serving_locally
 from unmask.config.run import SamplerConfig
 from unmask.serving.app import AppSettings
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.workers.forward import OWNER, whole_events
 from unmask.serving.workers.pool import client_of
@@ -168,7 +168,7 @@ def test_workers_learn_whose_a_request_is_from_the_server_alone(monkeypatch: pyt
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait(stalled: threading.Semaphore) -> None:
     with (
-        serving_locally([make_model()], AppSettings(Limits(n=8)), batch_size=1, queue_size=8) as local,
+        serving_locally([make_model()], AppSettings(RequestLimits(n=8)), batch_size=1, queue_size=8) as local,
         ThreadPoolExecutor(3) as clients,
     ):
         waiting = [clients.submit(complete, local.url, n=8) for _ in range(3)]

@@ -53,7 +53,9 @@ def damage(checkpoint: Path, number: int) -> str:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    make("grpo", folder, **SAVING, num_iterations=4, reference_sync_steps=4, beta=0.1).train()
+    make(
+        "grpo", folder, **SAVING, num_iterations=4, sync_ref_model=True, ref_model_sync_steps=4, beta=0.1
+    ).train()
     return folder
 
 

@@ -34,7 +34,12 @@ OWN = {
     "convert": ['training.stages=[{"share": 1}, {"share": 1}]'],
     "sft": [],
     "dpo": ["training.log_variance_steps=6"],
-    "grpo": ["training.beta=0.1", "training.reference_sync_steps=2", "training.log_completions_steps=4"],
+    "grpo": [
+        "training.beta=0.1",
+        "training.sync_ref_model=true",
+        "training.ref_model_sync_steps=2",
+        "training.log_completions_steps=4",
+    ],
 }
 """dpo stores the reference's scores of three epochs, and of eight redraws; grpo saves a reference that moves,
 and completions."""

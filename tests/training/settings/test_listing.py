@@ -105,15 +105,18 @@ def test_a_wrong_key_type_or_value_gets_the_error_of_the_config_itself(
                 "eval_strategy": "no",
             },
         ),
-        ("grpo", {"method": "parity.py:Parity", "method_settings": {"a": 1}, "policy": "margin", "beta": 0}),
-        ("grpo", {"method": "diffu-grpo", "kl": "k3", "reference_sync_steps": 8}),
+        (
+            "grpo",
+            {"method": "parity.py:Parity", "method_settings": {"a": 1}, "remasking": "margin", "beta": 0},
+        ),
+        ("grpo", {"method": "diffu-grpo", "kl": "k3", "sync_ref_model": True}),
         (
             "sft",
             {
                 "logging_dir": None,
                 "fsdp_config": {"version": 2},
                 "optim": "adamw_torch",
-                "aggregation": "sequence",
+                "loss_type": "sequence_nll",
             },
         ),
     ],
@@ -136,10 +139,10 @@ def test_what_is_out_of_range_is_refused_before_torch_is_imported(verb: str) -> 
 
 def test_an_unknown_word_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown aggregation 'tokn'. Use one of token, sequence"
+        ConfigError, match=r"unknown loss_type 'tokn'. Use one of nll, sequence_nll"
     ) as refused:
-        check_training("sft", {"aggregation": "tokn"})
-    assert refused.value.where == "training.aggregation"
+        check_training("sft", {"loss_type": "tokn"})
+    assert refused.value.where == "training.loss_type"
 
 
 @pytest.mark.parametrize("verb", VERBS)

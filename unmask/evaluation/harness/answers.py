@@ -43,7 +43,7 @@ class LogLikelihood(float):
         )
 
 
-class Text(str):
+class AnswerText(str):
     """A generated text.
 
     Attributes:
@@ -56,7 +56,7 @@ class Text(str):
     steps: int
     passes: int
 
-    def __new__(cls, text: str, tokens: int = 0, steps: int = 0, passes: int = 0) -> Text:
+    def __new__(cls, text: str, tokens: int = 0, steps: int = 0, passes: int = 0) -> AnswerText:
         self = super().__new__(cls, text)
         self.tokens, self.steps, self.passes = tokens, steps, passes
         return self

@@ -25,7 +25,7 @@ from unmask.config.run import OF_NEW_MODELS, ModelConfig, SamplerConfig
 from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean
-from unmask.evaluation.harness.answers import LogLikelihood, Text
+from unmask.evaluation.harness.answers import AnswerText, LogLikelihood
 from unmask.evaluation.likelihood import (
     Estimator,
     common_length,
@@ -190,9 +190,9 @@ class HarnessLM(TemplateLM):
     def samples_of(self, task: str | None) -> int:
         """The views per likelihood of a task's requests. Raises ConfigError if the authors generate its
         answers, or for guidance."""
-        if self.sampler.guidance:
+        if self.sampler.cfg_scale:
             remedy = f"Leave it out, or evaluate without {task}"
-            raise ConfigError("likelihoods are computed without guidance", where="guidance", remedy=remedy)
+            raise ConfigError("likelihoods are computed without guidance", where="cfg_scale", remedy=remedy)
         protocol = self.protocol_of(task)
         if protocol is None:
             return self.samples
@@ -203,7 +203,7 @@ class HarnessLM(TemplateLM):
                 where=where,
                 remedy="Choose another task",
             )
-        if protocol.guidance:
+        if protocol.cfg_scale:
             remedy = f"Use {protocol.name}/without-guidance"
             raise ConfigError(
                 f"{task} has guidance, and likelihoods are computed without it", where=where, remedy=remedy
@@ -333,7 +333,7 @@ class HarnessLM(TemplateLM):
                     for at, (number, until) in enumerate(zip(numbers, untils, strict=True)):
                         steps = max(made.steps[at], default=-1) + 1
                         text, tokens = cut(made.texts[at], until), len(made.tokens[at])
-                        answer = Text(text, tokens, steps, made.forward_passes[at])
+                        answer = AnswerText(text, tokens, steps, made.forward_passes[at])
                         answers[number] = kept[names[number]] = answer
         return answers
 

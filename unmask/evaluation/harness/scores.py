@@ -16,7 +16,7 @@ import numpy as np
 from lm_eval.api.group import Group
 from lm_eval.utils import handle_non_serializable
 
-from unmask.evaluation.harness.answers import LogLikelihood, Text
+from unmask.evaluation.harness.answers import AnswerText, LogLikelihood
 from unmask.evaluation.result_file import Item, Metric, TaskScores
 from unmask.evaluation.statistics import group_interval, mean_interval, ratio
 
@@ -199,7 +199,7 @@ def _item(sample: Sample, scores: dict[str, float], repeats: int) -> Item:
         [answer for responses in sample["resps"] for answer in responses[:repeats]],
     )
     texts = [answer for answer in answers if isinstance(answer, str)]
-    work = [text for text in texts if isinstance(text, Text)]
+    work = [text for text in texts if isinstance(text, AnswerText)]
     details: dict[str, Any] = {
         "target": json.loads(json.dumps(sample["target"], default=handle_non_serializable))
     }

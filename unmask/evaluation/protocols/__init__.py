@@ -57,7 +57,7 @@ class Protocol(Config):
     """Those strings, for a task of Unmask that is not lm-eval's: its answers are cut before them."""
     likelihood_samples: int | None = Field(default=None, ge=1)
     """Masks per likelihood (`mc_num`); None: answers are generated."""
-    guidance: float = Field(default=0.0, ge=0)
+    cfg_scale: float = Field(default=0.0, ge=0)
     """The scale of classifier-free guidance (`cfg`), for likelihoods too."""
     logits_eos_inf: bool = False
     """Whether EOS is never produced."""
@@ -115,7 +115,7 @@ class Protocol(Config):
             remedy = "Give the tokenizer an EOS token, or choose another protocol"
             what = "has rules about end tokens, and the model has none"
             raise ConfigError(what, where=where, remedy=remedy)
-        settings: dict[str, Any] = self.generation | ({"guidance": self.guidance} if self.guidance else {})
+        settings: dict[str, Any] = self.generation | ({"cfg_scale": self.cfg_scale} if self.cfg_scale else {})
         if self.logits_eos_inf:
             settings["forbidden_tokens"] = [lm.eos_token_id]
         if self.confidence_eos_eot_inf:

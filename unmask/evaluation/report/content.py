@@ -17,7 +17,7 @@ Verdict = Literal["", "gain", "loss", "unclear"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class TableCell:
     """A cell of a table. Fractions are of the width of the column."""
 
     text: str
@@ -39,8 +39,8 @@ class Table:
     kind: ClassVar = "table"
     caption: str
     header: Sequence[str]
-    groups: Sequence[tuple[str, Sequence[Sequence[Cell]]]]
-    total: Sequence[Cell] = ()
+    groups: Sequence[tuple[str, Sequence[Sequence[TableCell]]]]
+    total: Sequence[TableCell] = ()
     note: str = ""
     centered: bool = False
     """Whether intervals are of differences: their scale has 0 in the middle."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from unmask.evaluation.comparison import Difference, differences_of, shared_items
 from unmask.evaluation.curve import SPEEDS
-from unmask.evaluation.report.content import Cell, Chart, Charts, Record, Section, Series, Table, Verdict
+from unmask.evaluation.report.content import Chart, Charts, Record, Section, Series, Table, TableCell, Verdict
 from unmask.evaluation.report.pictures import minus
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, is_fraction, with_settings
 
@@ -25,7 +25,7 @@ class Result(NamedTuple):
     content: EvaluationResult
 
 
-class Entry(NamedTuple):
+class ScoreEntry(NamedTuple):
     """The scores of a model on a task; the name has the settings in which its evaluations of the task
     differ."""
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     scores: TaskScores
 
 
-def entries_by_task(results: Sequence[Result]) -> dict[str, list[Entry]]:
+def entries_by_task(results: Sequence[Result]) -> dict[str, list[ScoreEntry]]:
     """The scores of all models by task."""
     found: dict[str, list[tuple[Result, TaskScores]]] = {}
     for result in results:
@@ -45,7 +45,9 @@ def entries_by_task(results: Sequence[Result]) -> dict[str, list[Entry]]:
     for task, pairs in found.items():
         samplers = [scores.sampler for _, scores in pairs]
         named[task] = [
-            Entry(result.name, with_settings(result.name, scores.sampler, samplers), result.color, scores)
+            ScoreEntry(
+                result.name, with_settings(result.name, scores.sampler, samplers), result.color, scores
+            )
             for result, scores in pairs
         ]
     return named
@@ -63,7 +65,7 @@ def tables(results: Sequence[Result]) -> Section:
     return Section(title="Scores", blocks=blocks, intro=intro)
 
 
-def score_table(task: str, entries: Sequence[Entry]) -> Table:
+def score_table(task: str, entries: Sequence[ScoreEntry]) -> Table:
     """A row for each model under each metric, with its interval; `work_table` has those of speed."""
     groups = []
     for metric in dict.fromkeys(name for entry in entries for name in entry.scores.metrics):
@@ -72,7 +74,7 @@ def score_table(task: str, entries: Sequence[Entry]) -> Table:
         found = [(entry, entry.scores.metrics[metric]) for entry in entries if metric in entry.scores.metrics]
         figures = Figures(metric, [value for _, value in found])
         rows = [
-            [Cell(text=entry.name, color=entry.color), *figures.cells(value, entry.color)]
+            [TableCell(text=entry.name, color=entry.color), *figures.cells(value, entry.color)]
             for entry, value in found
         ]
         groups.append((figures.heading, rows))
@@ -80,7 +82,7 @@ def score_table(task: str, entries: Sequence[Entry]) -> Table:
     return Table(caption=task, header=header, groups=groups, note=_problems(entries))
 
 
-def _problems(entries: Sequence[Entry]) -> str:
+def _problems(entries: Sequence[ScoreEntry]) -> str:
     """The number of problems by status, said once where it is the same for all models."""
     lines = {}
     for entry in entries:
@@ -137,7 +139,7 @@ class Figures:
         ends = ("∞" if math.isinf(end) else self.text(end, "", sign) for end in (low, high))
         return f"[{', '.join(ends)}]"
 
-    def cells(self, value: Metric, color: int) -> list[Cell]:
+    def cells(self, value: Metric, color: int) -> list[TableCell]:
         """The mean, its interval, and both drawn."""
         error = value.standard_error
         detail = "" if error is None else f"± {self.text(error, '')} by its masks"
@@ -146,8 +148,12 @@ class Figures:
             ends = (bounds_of(value)[0], value.mean, bounds_of(value)[1])
             low, middle, high = ((end - self.low) / (self.high - self.low) for end in ends)
             span = (low, middle, high)
-        mean = Cell(text=self.text(value.mean), detail=detail)
-        return [mean, Cell(text="", detail=interval), Cell(text="", span=span, color=color if span else None)]
+        mean = TableCell(text=self.text(value.mean), detail=detail)
+        return [
+            mean,
+            TableCell(text="", detail=interval),
+            TableCell(text="", span=span, color=color if span else None),
+        ]
 
 
 def bounds_of(value: Metric) -> tuple[float, float]:
@@ -155,12 +161,12 @@ def bounds_of(value: Metric) -> tuple[float, float]:
     return -math.inf if value.low is None else value.low, math.inf if value.high is None else value.high
 
 
-def passes_per_answer(entry: Entry) -> float:
+def passes_per_answer(entry: ScoreEntry) -> float:
     """Forward passes per completion; 0 where there are none."""
     return entry.scores.total("passes") / (entry.scores.answers or 1)
 
 
-def work_table(task: str, entries: Sequence[Entry]) -> Table | None:
+def work_table(task: str, entries: Sequence[ScoreEntry]) -> Table | None:
     """Tokens, steps and forward passes per answer; None where nothing was generated."""
     rows = []
     for entry in entries:
@@ -168,18 +174,20 @@ def work_table(task: str, entries: Sequence[Entry]) -> Table | None:
         tokens, steps, passes = (entry.scores.total(name) for name in ("tokens", "steps", "passes"))
         if answers and passes:
             cells = [
-                Cell(text=f"{number:,.1f}")
+                TableCell(text=f"{number:,.1f}")
                 for number in (tokens / answers, steps / answers, passes / answers, tokens / passes)
             ]
-            rows.append([Cell(text=entry.name, color=entry.color), Cell(text=f"{answers:,}"), *cells])
+            rows.append(
+                [TableCell(text=entry.name, color=entry.color), TableCell(text=f"{answers:,}"), *cells]
+            )
     header = ["Model", "Answers", "Tokens each", "Steps each", "Passes each", "Tokens per pass"]
     return Table(caption=f"{task}: work for an answer", header=header, groups=[("", rows)]) if rows else None
 
 
-def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
+def difference_table(task: str, entries: Sequence[ScoreEntry]) -> Table | None:
     """Each model, where it took the most forward passes, against the one before it, on the problems that both
     have; None where no two models share any."""
-    by_model: dict[str, list[Entry]] = {}
+    by_model: dict[str, list[ScoreEntry]] = {}
     for entry in entries:
         by_model.setdefault(entry.model, []).append(entry)
     slowest = [max(found, key=passes_per_answer) for found in by_model.values()]
@@ -195,7 +203,10 @@ def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
     ends = [abs(end) for each in changes for end in (each.low, each.mean, each.high) if math.isfinite(end)]
     largest = max(ends) or 1.0
     rows = [
-        [Cell(text=f"{b.name} against {a.name}", color=b.color), *_difference_cells(each, figures, largest)]
+        [
+            TableCell(text=f"{b.name} against {a.name}", color=b.color),
+            *_difference_cells(each, figures, largest),
+        ]
         for a, b, each in found
     ]
     unit = "percentage points" if figures.fraction else "its own units"
@@ -209,13 +220,13 @@ def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
     )
 
 
-def _differences(before: Entry, after: Entry) -> Iterator[Difference]:
+def _differences(before: ScoreEntry, after: ScoreEntry) -> Iterator[Difference]:
     """The differences of two models in each metric that shared items have."""
     pairs = shared_items(before.scores, after.scores, (before.name, after.name))
     return differences_of(after.scores.task, after.name, before.scores, pairs)
 
 
-def _difference_cells(difference: Difference, figures: Figures, largest: float) -> list[Cell]:
+def _difference_cells(difference: Difference, figures: Figures, largest: float) -> list[TableCell]:
     """The difference, its interval, a verdict, and a bar, of which half is `largest` wide."""
     change = difference.change
     better = (change.mean > 0) == difference.higher_is_better
@@ -223,14 +234,14 @@ def _difference_cells(difference: Difference, figures: Figures, largest: float) 
     interval = figures.interval(change.low, change.high, "+")
     low, mean, high = (0.5 + end / largest / 2 for end in (change.low, change.mean, change.high))
     return [
-        Cell(text=figures.text(change.mean, "", "+"), verdict=verdict),
-        Cell(text="", detail=interval),
-        Cell(text=WORDS[verdict], verdict=verdict),
-        Cell(text="", span=(low, mean, high) if interval else None, verdict=verdict),
+        TableCell(text=figures.text(change.mean, "", "+"), verdict=verdict),
+        TableCell(text="", detail=interval),
+        TableCell(text=WORDS[verdict], verdict=verdict),
+        TableCell(text="", span=(low, mean, high) if interval else None, verdict=verdict),
     ]
 
 
-def in_words(entries: Sequence[Entry]) -> list[str]:
+def in_words(entries: Sequence[ScoreEntry]) -> list[str]:
     """For the stages of a pipeline, evaluated on the same problems: how many each solved, and the change from
     the stage before."""
     figures = Figures("solved", [entry.scores.metrics["solved"] for entry in entries])
@@ -267,7 +278,7 @@ def speed(results: Sequence[Result]) -> Section:
     )
 
 
-def _speed_chart(task: str, entries: Sequence[Entry]) -> Chart | None:
+def _speed_chart(task: str, entries: Sequence[ScoreEntry]) -> Chart | None:
     metric = next(iter(entries[0].scores.metrics), "")
     known = [(entry, entry.scores.metrics[metric]) for entry in entries if metric in entry.scores.metrics]
     series = []

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from unmask.evaluation.report.content import Answer, HeatMap, Problem, Section
-from unmask.evaluation.report.scores import Entry, Result, entries_by_task
-from unmask.evaluation.result_file import Item, Trace
+from unmask.evaluation.report.scores import Result, ScoreEntry, entries_by_task
+from unmask.evaluation.result_file import Item, ItemTrace
 
 ANSWERS_IN_MAP, POSITIONS_IN_MAP = 40, 160
 PROBLEMS_SHOWN = 3
@@ -26,7 +26,7 @@ def decoding_order(results: Sequence[Result]) -> Section:
     return Section(title="Decoding order", blocks=maps, intro=intro)
 
 
-def _heat(task: str, entry: Entry) -> HeatMap | None:
+def _heat(task: str, entry: ScoreEntry) -> HeatMap | None:
     traces = [
         trace
         for item in entry.scores.items
@@ -51,12 +51,12 @@ def _heat(task: str, entry: Entry) -> HeatMap | None:
     )
 
 
-def _fractions(trace: Trace) -> list[float | None]:
+def _fractions(trace: ItemTrace) -> list[float | None]:
     last = max(max(trace.steps), 1)
     return [step / last if step >= 0 else None for step in trace.steps[:POSITIONS_IN_MAP]]
 
 
-def _order(traces: Sequence[Trace]) -> str:
+def _order(traces: Sequence[ItemTrace]) -> str:
     """How far decoding goes from left to right."""
     pairs = [
         pair for trace in traces for pair in zip(trace.steps, trace.steps[1:], strict=False) if min(pair) >= 0
@@ -82,8 +82,8 @@ def answers(results: Sequence[Result]) -> Section:
     return Section(title="Answers", blocks=blocks, intro=intro)
 
 
-def _problems(task: str, entries: Sequence[Entry]) -> list[Problem]:
-    by_id: dict[str, list[tuple[Entry, Item]]] = {}
+def _problems(task: str, entries: Sequence[ScoreEntry]) -> list[Problem]:
+    by_id: dict[str, list[tuple[ScoreEntry, Item]]] = {}
     for entry in entries:
         for item in entry.scores.items:
             if item.traces and item.traces[0].tokens:
@@ -98,7 +98,7 @@ def _problems(task: str, entries: Sequence[Entry]) -> list[Problem]:
     ]
 
 
-def _answer(entry: Entry, item: Item) -> Answer:
+def _answer(entry: ScoreEntry, item: Item) -> Answer:
     scores = [f"{name} {value:.4g}" for name, value in item.scores.items()]
     work = [
         f"{count} {name}"

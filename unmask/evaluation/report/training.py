@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.console import format_duration
-from unmask.evaluation.report.content import Cell, Chart, Charts, Point, Record, Section, Series, Table, Texts
+from unmask.evaluation.report.content import (
+    Chart,
+    Charts,
+    Point,
+    Record,
+    Section,
+    Series,
+    Table,
+    TableCell,
+    Texts,
+)
 
 UNITS = {
     "loss": "loss",
@@ -89,10 +99,10 @@ def overview(runs: Sequence[Run]) -> Section:
     rows = [_overview_row(run) for run in runs]
     total = sum(sum(run.values("train_runtime")) for run in runs)
     foot = [
-        Cell(text="all runs"),
-        *(Cell(text=""),) * 3,
-        Cell(text=format_duration(total)),
-        *(Cell(text=""),) * 3,
+        TableCell(text="all runs"),
+        *(TableCell(text=""),) * 3,
+        TableCell(text=format_duration(total)),
+        *(TableCell(text=""),) * 3,
     ]
     kept = [0, *(column for column in range(1, len(header)) if any(row[column].text != NONE for row in rows))]
     table = Table(
@@ -107,7 +117,7 @@ def overview(runs: Sequence[Run]) -> Section:
 NONE = "\N{EM DASH}"
 
 
-def _overview_row(run: Run) -> list[Cell]:
+def _overview_row(run: Run) -> list[TableCell]:
     seconds, memory = run.values("train_runtime"), run.values("memory_gb")
     rates = run.values("tokens_per_second")
     done = max(run.values("step"), default=0)
@@ -116,14 +126,16 @@ def _overview_row(run: Run) -> list[Cell]:
         None,
     )
     return [
-        Cell(text=run.name, detail=run.description, color=run.color),
-        Cell(text=run.verb),
-        Cell(text=run.state or NONE),
-        Cell(text=f"{done:,.0f} of {run.steps:,}" if run.steps and done != run.steps else f"{done:,.0f}"),
-        Cell(text=format_duration(sum(seconds)) if seconds else NONE),
-        Cell(text=f"{max(memory):.2f} GB" if memory else NONE),
-        Cell(text=f"{sum(rates) / len(rates):,.0f}" if rates else NONE),
-        Cell(text=f"{last[1]:.4g}", detail=last[0].replace("_", " ")) if last else Cell(text=NONE),
+        TableCell(text=run.name, detail=run.description, color=run.color),
+        TableCell(text=run.verb),
+        TableCell(text=run.state or NONE),
+        TableCell(
+            text=f"{done:,.0f} of {run.steps:,}" if run.steps and done != run.steps else f"{done:,.0f}"
+        ),
+        TableCell(text=format_duration(sum(seconds)) if seconds else NONE),
+        TableCell(text=f"{max(memory):.2f} GB" if memory else NONE),
+        TableCell(text=f"{sum(rates) / len(rates):,.0f}" if rates else NONE),
+        TableCell(text=f"{last[1]:.4g}", detail=last[0].replace("_", " ")) if last else TableCell(text=NONE),
     ]
 
 
@@ -230,14 +242,14 @@ def _by_phase(run: Run, before: str, after: str) -> dict[str, float]:
 
 def _phase_row(
     run: Run, name: str, times: Mapping[str, float], longest: float, peak: float | None, largest: float
-) -> list[Cell]:
+) -> list[TableCell]:
     return [
-        Cell(text=name),
-        Cell(text=f"{times[name]:.{2 if longest >= 1 else 4}f}"),
-        Cell(text="", length=times[name] / longest, color=run.color),
-        Cell(text=f"{times[name] / sum(times.values()):.0%}"),
-        Cell(text=NONE if peak is None else f"{peak:.2f} GB"),
-        Cell(text="", length=None if peak is None else peak / largest, color=run.color),
+        TableCell(text=name),
+        TableCell(text=f"{times[name]:.{2 if longest >= 1 else 4}f}"),
+        TableCell(text="", length=times[name] / longest, color=run.color),
+        TableCell(text=f"{times[name] / sum(times.values()):.0%}"),
+        TableCell(text=NONE if peak is None else f"{peak:.2f} GB"),
+        TableCell(text="", length=None if peak is None else peak / largest, color=run.color),
     ]
 
 

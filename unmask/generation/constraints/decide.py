@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from unmask.config.sampler import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import GenerationError
 from unmask.generation.constraints.automaton import TokenAutomaton
 from unmask.generation.constraints.distribution import ClassWeights, Paths, class_weights
 from unmask.generation.constraints.gaps import Gap
 from unmask.generation.policies import (
     Decision,
-    Given,
+    GivenTokens,
     best,
     decide,
     draw,
     keep_likely,
-    penalise_and_ban,
+    penalize_and_ban,
     weights,
 )
 
@@ -91,17 +91,17 @@ def decide_given(
     """
     if logits_NV.isnan().any():
         return decide(logits_NV, config, key_N, step_N, position_N, present_NV)  # the error
-    adjusted_NV = penalise_and_ban(logits_NV, config, present_NV)
+    adjusted_NV = penalize_and_ban(logits_NV, config, present_NV)
     temperature = config.temperature or 1.0
     scaled_NV = adjusted_NV if temperature == 1 else adjusted_NV / temperature
     filtered = config.top_k > 0 or config.top_p < 1
-    ranks_by_rows = config.policy in ("entropy", "margin") or config.early_commit is not None
+    ranks_by_rows = config.remasking in ("entropy", "margin") or config.early_commit is not None
     believed_NV = logits_NV.clone() if config.trace or ranks_by_rows else None
     forbidden_NV = torch.zeros_like(logits_NV, dtype=torch.bool) if config.top_forbidden else None
     drawn_from_NV = adjusted_NV.clone() if config.trace or config.filtered_confidence or filtered else None
     token_N = torch.zeros_like(position_N)
     log_prob_N = torch.full(token_N.shape, torch.nan, dtype=torch.float64, device=token_N.device)
-    uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
+    uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=RngStream.TOKEN)
     for window in windows:
         row_N = window.row_N
         predicted = window.by_class(logits_NV)
@@ -127,11 +127,11 @@ def decide_given(
         class_N = window.class_V[token_N[row_N]].cpu().numpy()
         ratio_N = ratio_NC[np.arange(len(class_N)), class_N]
         # of the same sums: they cancel where one token is left
-        shift_N = np.where(ratio_N == 0, np.nan, ratio_N - predicted.normaliser_W)
+        shift_N = np.where(ratio_N == 0, np.nan, ratio_N - predicted.normalizer_W)
         log_prob_N[row_N] = logits_NV[row_N, token_N[row_N]].double() + torch.from_numpy(shift_N).to(
             log_prob_N.device
         )
-    given = Given(token_N, log_prob_N, believed_NV, drawn_from_NV, forbidden_NV)
+    given = GivenTokens(token_N, log_prob_N, believed_NV, drawn_from_NV, forbidden_NV)
     return decide(logits_NV, config, key_N, step_N, position_N, given=given)
 
 

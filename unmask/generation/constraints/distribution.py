@@ -35,12 +35,12 @@ class ClassWeights(NamedTuple):
     Attributes:
         log_prob_WC: the log of the summed probability of the tokens of each class.
         largest_WC: their largest logit.
-        normaliser_W: the log of the sum of the exponentials of all logits.
+        normalizer_W: the log of the sum of the exponentials of all logits.
     """
 
     log_prob_WC: np.ndarray
     largest_WC: np.ndarray
-    normaliser_W: np.ndarray
+    normalizer_W: np.ndarray
 
 
 def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeights:
@@ -63,9 +63,9 @@ def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeight
         1, class_WV, weight_WV.double()
     )
     log_WC = offset_WC.double() + sum_WC.log()
-    normaliser_W = log_WC.logsumexp(-1)
+    normalizer_W = log_WC.logsumexp(-1)
     return ClassWeights(
-        *(each.cpu().numpy() for each in (log_WC - normaliser_W[:, None], largest_WC.double(), normaliser_W))
+        *(each.cpu().numpy() for each in (log_WC - normalizer_W[:, None], largest_WC.double(), normalizer_W))
     )
 
 

@@ -82,12 +82,12 @@ def schema_pattern(schema: Any, where: str) -> str:
         GenerationError: a part is invalid or cannot be enforced; `where` is its path.
     """
     try:
-        return Reader(schema, where).read(schema, where)
+        return SchemaReader(schema, where).read(schema, where)
     except RecursionError:
         refuse("is nested too deep", where, "Write it flatter")
 
 
-class Reader:
+class SchemaReader:
     """Reads the parts of a schema. Each part that is referred to is read once."""
 
     def __init__(self, schema: Any, where: str):
@@ -368,7 +368,7 @@ def may_be(value: Any, schema: dict[str, Any]) -> bool:
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
-    mine, point = limits(schema, ""), Limits(value, value)
+    mine, point = limits(schema, ""), SchemaLimits(value, value)
     return not (mine.below(point) or point.below(mine))
 
 
@@ -439,7 +439,7 @@ def _some(pairs: Sequence[str]) -> str:
     return f"(?:{_some(pairs[:half])}{following}|{_some(pairs[half:])})"
 
 
-class Limits(NamedTuple):
+class SchemaLimits(NamedTuple):
     """Limits of numbers. None: there is none; `above`, `under`: whether the number itself is outside."""
 
     low: Decimal | float | None
@@ -447,22 +447,22 @@ class Limits(NamedTuple):
     above: bool = False
     under: bool = False
 
-    def whole(self) -> Limits:
+    def whole(self) -> SchemaLimits:
         """The limits of whole numbers."""
         low = None if self.low is None else math.floor(self.low) + 1 if self.above else math.ceil(self.low)
         high = (
             None if self.high is None else math.ceil(self.high) - 1 if self.under else math.floor(self.high)
         )
-        return Limits(low, high)
+        return SchemaLimits(low, high)
 
-    def below(self, other: Limits) -> bool:
+    def below(self, other: SchemaLimits) -> bool:
         """Whether all numbers within are smaller than those of the other."""
         if self.high is None or other.low is None:
             return False
         return self.high < other.low or (self.high == other.low and (self.under or other.above))
 
 
-def limits(schema: dict[str, Any], where: str) -> Limits:
+def limits(schema: dict[str, Any], where: str) -> SchemaLimits:
     """The limits in a schema of numbers, the strictest where there are two on a side."""
     given = {}
     for name in sorted(LIMITS & schema.keys()):
@@ -481,10 +481,10 @@ def limits(schema: dict[str, Any], where: str) -> Limits:
     ]
     highs = [(given[name], name == "maximum") for name in ("maximum", "exclusiveMaximum") if name in given]
     (low, above), (high, closed) = max(lows, default=(None, False)), min(highs, default=(None, True))
-    return Limits(low, high, above, not closed)
+    return SchemaLimits(low, high, above, not closed)
 
 
-def integer_patterns(within: Limits) -> list[str]:
+def integer_patterns(within: SchemaLimits) -> list[str]:
     """Patterns of the whole numbers within limits; with a limit on a side they have at most `MOST_DIGITS`
     digits there."""
     low, high, _, _ = within.whole()
@@ -493,7 +493,7 @@ def integer_patterns(within: Limits) -> list[str]:
     )
 
 
-def decimal_patterns(within: Limits) -> list[str]:
+def decimal_patterns(within: SchemaLimits) -> list[str]:
     """Patterns of the numbers without exponents within limits, which are rounded to `MOST_DIGITS` places."""
     scale = 10**MOST_DIGITS
     low, high = _as_float(within.low, within.above, math.inf), _as_float(within.high, within.under, -math.inf)

@@ -23,7 +23,7 @@ from unmask.generation.engine.host import moved, moved_together
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.recorded_passes import forward, num_columns
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry
+from unmask.generation.engine.slots import BatchEntry, BatchState, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
@@ -64,7 +64,7 @@ class Queries:
         return self.slot_BQ[:, None], self.column_BQ[:, None]
 
 
-class Plan(NamedTuple):
+class ForwardPlan(NamedTuple):
     """The queries of a pass over blocks, which stay the same until one of the sequences goes on to another
     block."""
 
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 def cached_pass(
     lm: DiffusionLM,
-    slots: Slots,
+    slots: BatchState,
     entries: Sequence[BatchEntry],
     member_N: np.ndarray,
     position_N: Tensor,
@@ -118,7 +118,7 @@ def cached_pass(
     return run_pass(lm, slots, entries, queries, columns, index_N)
 
 
-def _plan(lm: DiffusionLM, slots: Slots, extents: Sequence[Extent]) -> Plan:
+def _plan(lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent]) -> ForwardPlan:
     """The queries of a pass over these parts of sequences, without their tokens."""
     slot_B1, first_B1, base_B1, stop_B1, drafts_B1 = np.array(extents).T[:, :, None]
     num_clean, width = int((base_B1 - first_B1).max()), int((stop_B1 - base_B1).max())
@@ -130,13 +130,13 @@ def _plan(lm: DiffusionLM, slots: Slots, extents: Sequence[Extent]) -> Plan:
     # a draft has columns after the block, and attends to these and to the clean tokens
     draft_start_BQ = stop_B1 + (ahead_Q - 1) * width
     drafts = (ahead_Q, draft_start_BQ, draft_start_BQ + offset_Q) if copies > 1 else None
-    return Plan(
+    return ForwardPlan(
         num_clean, width, _queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts)
     )
 
 
 def cache_clean_tokens(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], cache: SlotCache | None = None
+    lm: DiffusionLM, slots: BatchState, entries: Sequence[BatchEntry], cache: SlotCache | None = None
 ) -> None:
     """Cache the keys and values of the clean tokens before the current blocks; `cache` as for `run_pass`."""
     slot_B1, start_B1, base_B1 = np.array(
@@ -159,7 +159,7 @@ def stale_positions(sequence: SequenceState) -> tuple[int, int]:
 
 def partial_pass(
     lm: DiffusionLM,
-    slots: Slots,
+    slots: BatchState,
     entries: Sequence[BatchEntry],
     member_N: np.ndarray,
     position_N: Tensor,
@@ -190,7 +190,7 @@ def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
 
 def _queries(
     lm: DiffusionLM,
-    slots: Slots,
+    slots: BatchState,
     slot_B1: np.ndarray,
     position_BQ: np.ndarray,
     real_BQ: np.ndarray,
@@ -242,7 +242,7 @@ def _queries(
     )
 
 
-def _fill_in(lm: DiffusionLM, slots: Slots, queries: Queries) -> None:
+def _fill_in(lm: DiffusionLM, slots: BatchState, queries: Queries) -> None:
     """The present tokens of the queries."""
     at = (queries.slot_BQ, queries.position_BQ)
     queries.ids_BQ = slots.ids_SC[at]
@@ -251,7 +251,7 @@ def _fill_in(lm: DiffusionLM, slots: Slots, queries: Queries) -> None:
 
 def run_pass(
     lm: DiffusionLM,
-    slots: Slots,
+    slots: BatchState,
     entries: Sequence[BatchEntry | SpeculativeEntry],
     queries: Queries,
     columns: int,

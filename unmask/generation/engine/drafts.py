@@ -15,12 +15,12 @@ from torch import Tensor
 from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.host import first_true, members, moved, moved_together
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import Draft, Slots
+from unmask.generation.engine.slots import BatchState, Draft
 from unmask.generation.engine.steps import choose, decide_all, reveal
 
 
 def follow_drafts(
-    slots: Slots,
+    slots: BatchState,
     sequences: list[SequenceState],
     predictions: Predictions,
     advance: Callable[[list[SequenceState]], None],
@@ -29,7 +29,7 @@ def follow_drafts(
     states of the sequences that stay in their block, from the predictions for the last draft that each
     used."""
     used, active = dict.fromkeys(range(len(sequences)), 0), list(range(len(sequences)))
-    for ahead in range(1, 1 + max(sequence.config.drafts for sequence in sequences)):
+    for ahead in range(1, 1 + max(sequence.config.num_speculative_tokens for sequence in sequences)):
         active = _confirmed(slots, [i for i in active if sequences[i].step], sequences, ahead)
         if not active:
             break
@@ -40,7 +40,9 @@ def follow_drafts(
         advance(stepping)
     for sequence in sequences:
         sequence.draft = None
-    drafting = [i for i, sequence in enumerate(sequences) if sequence.step and sequence.config.drafts]
+    drafting = [
+        i for i, sequence in enumerate(sequences) if sequence.step and sequence.config.num_speculative_tokens
+    ]
     if drafting:
         used_B = np.array(list(used.values()))
         latest_N = predictions.ahead_N == used_B[predictions.member_N]
@@ -62,7 +64,9 @@ def _predictions_of(
     return part._replace(slot_N=moved(slot_B[part.member_N], part.position_N.device))
 
 
-def _confirmed(slots: Slots, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
+def _confirmed(
+    slots: BatchState, candidates: list[int], sequences: list[SequenceState], ahead: int
+) -> list[int]:
     """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that was
     reached."""
     drafted, equal = list[int](), list[Tensor]()
@@ -80,14 +84,14 @@ def _confirmed(slots: Slots, candidates: list[int], sequences: list[SequenceStat
     return [i for i, same in zip(drafted, torch.stack(equal).tolist(), strict=True) if same]
 
 
-def _draft(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
+def _draft(slots: BatchState, sequences: list[SequenceState], predictions: Predictions) -> None:
     """Draft the states after the next steps, as if the predictions stayed the same."""
     device = predictions.position_N.device
     start_B = np.array([sequence.span[0] for sequence in sequences])
     at = slots.blocks(tuple((sequence.slots[0], *sequence.span) for sequence in sequences))
     ids_BW, hidden_BW = slots.ids_SC[at], slots.hidden_SC[at]
     left, states = [[sequence.num_hidden for sequence in sequences]], list[tuple[Tensor, Tensor]]()
-    for ahead in range(max(sequence.config.drafts for sequence in sequences)):
+    for ahead in range(max(sequence.config.num_speculative_tokens for sequence in sequences)):
         member_N, start_N = moved_together(device, predictions.member_N, start_B[predictions.member_N])
         hidden_N = hidden_BW[member_N, predictions.position_N - start_N]
         if not any(left[-1]):
@@ -106,7 +110,11 @@ def _draft(slots: Slots, sequences: list[SequenceState], predictions: Prediction
     ids_GBW, hidden_GBW = (torch.stack(tables) for tables in zip(*states, strict=True))
     for member, sequence in enumerate(sequences):
         # without, it needs no pass
-        num_hidden = [counts[member] for counts in left[1 : 1 + sequence.config.drafts] if counts[member]]
+        num_hidden = [
+            counts[member]
+            for counts in left[1 : 1 + sequence.config.num_speculative_tokens]
+            if counts[member]
+        ]
         if count := len(num_hidden):
             size = sequence.span[1] - sequence.span[0]
             sequence.draft = Draft(

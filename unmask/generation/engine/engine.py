@@ -28,7 +28,7 @@ from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.noise import num_numbers
 from unmask.generation.engine.recorded_passes import check_graphs, passes_of
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.slots import BatchEntry, BatchState
 from unmask.generation.engine.speculate import Verifier, begin, speculate
 from unmask.generation.engine.steps import reveal
 from unmask.generation.output import Trace
@@ -96,7 +96,7 @@ class Engine:
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
-        self.slots = Slots(lm.device, lm.mask_token_id)
+        self.slots = BatchState(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
             self.slots.create_cache(passes_of(lm).memory if lm.cuda_graphs else None)
@@ -143,12 +143,12 @@ class Engine:
             sequence.num_columns += num_columns(self.lm, config)
             sequence.speculation = begin(self.lm, request, config)
         else:
-            sequence.num_columns += config.drafts * (self.lm.block_size or 1)
+            sequence.num_columns += config.num_speculative_tokens * (self.lm.block_size or 1)
             self.slots.create_noise(num_numbers(request, config))
         columns = sequence.num_columns
         if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
             what = (
-                f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed "
+                f"{columns} tokens{' twice, for guidance,' if config.cfg_scale else ''} exceed "
                 f"{self.max_batch_tokens}"
             )
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
@@ -181,7 +181,7 @@ class Engine:
         config, forbidden = sequence.config, None
         if sequence.speculation is not None:
             num_final = sequence.speculation.position
-        elif config.remask > 0 or config.revise is not None:
+        elif config.remask_fraction > 0 or config.revise is not None:
             num_final = sequence.span[0]
         else:
             num_final = [*self.slots.hidden_SC[at].tolist(), True].index(True)

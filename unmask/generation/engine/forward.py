@@ -18,12 +18,12 @@ from torch.nn.functional import logsigmoid
 from unmask.generation.engine.cached_forward import cached_pass, partial_pass
 from unmask.generation.engine.host import moved, slot_index, starts
 from unmask.generation.engine.recorded_passes import forward
-from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.slots import BatchEntry, BatchState
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 WASTE = 1024  # tokens of padding above which a separate pass is cheaper
-Pass = Callable[[DiffusionLM, Slots, Sequence[BatchEntry], np.ndarray, Tensor, np.ndarray], Tensor]
+Pass = Callable[[DiffusionLM, BatchState, Sequence[BatchEntry], np.ndarray, Tensor, np.ndarray], Tensor]
 
 
 class Predictions(NamedTuple):
@@ -62,10 +62,12 @@ class Predictions(NamedTuple):
         return taken._replace(ahead_N=self.ahead_N[index_J])
 
 
-def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Predictions:
-    """Logits at the positions of the current blocks that `Slots.hidden_positions` names. Sequences in equal
-    states are computed once. Sequences of very different lengths have separate passes. With `alone`, every
-    sequence has a pass of its own."""
+def predict(
+    lm: DiffusionLM, slots: BatchState, entries: Sequence[BatchEntry], alone: bool = False
+) -> Predictions:
+    """Logits at the positions of the current blocks that `BatchState.hidden_positions` names. Sequences in
+    equal states are computed once. Sequences of very different lengths have separate passes. With `alone`,
+    every sequence has a pass of its own."""
     member_N, slot_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
     judged = any(entry.revise == "quality" for entry in entries)
@@ -114,7 +116,7 @@ def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
 
 def full_pass(
     lm: DiffusionLM,
-    slots: Slots,
+    slots: BatchState,
     entries: Sequence[BatchEntry],
     member_N: np.ndarray,
     position_N: Tensor,
@@ -151,7 +153,7 @@ def _passes(
             yield [members[index] for index in bucket], run
 
 
-def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], list[int]]:
+def _distinct(slots: BatchState, entries: Sequence[BatchEntry]) -> tuple[list[int], list[int]]:
     """The members to compute, and for every member the computed one with the same state, which may be itself.
     The host reads which states of sequences with the same prompt are equal."""
     groups: dict[tuple, list[int]] = {}

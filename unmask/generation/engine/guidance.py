@@ -12,7 +12,7 @@ import torch
 from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.host import members, moved, moved_together, starts
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.slots import BatchEntry, BatchState
 from unmask.generation.policies import guide
 
 
@@ -31,13 +31,13 @@ def guided_predictions(
     is_guided_J = copy_B[member_J] >= count
     row_J = np.where(is_guided_J, row_B[copy_B[member_J]] + index_J - row_B[member_J], index_J)
     conditional, device = predictions.at(index_J), predictions.position_N.device
-    weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in sequences])
+    weight_B = predictions.logits_NV.new_tensor([sequence.config.cfg_scale for sequence in sequences])
     weight_J1 = weight_B[moved(member_J, device)][:, None]
     unconditional_JV = predictions.logits_NV[moved(row_J, device)]
     return conditional._replace(logits_NV=guide(conditional.logits_NV, unconditional_JV, weight_J1))
 
 
-def show_in_copies(slots: Slots, sequences: list[SequenceState]) -> None:
+def show_in_copies(slots: BatchState, sequences: list[SequenceState]) -> None:
     """Show what was decoded in the copies with a hidden prompt too."""
     spans = [(*sequence.slots, *sequence.span) for sequence in sequences if sequence.num_slots == 2]
     if not spans:

@@ -13,11 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.rng import Stream, uniform
+from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.host import moved, moved_together, ranks
-from unmask.generation.engine.sequence import Noise, SequenceState
-from unmask.generation.engine.slots import Slots
+from unmask.generation.engine.sequence import SequenceNoise, SequenceState
+from unmask.generation.engine.slots import BatchState
 from unmask.generation.policies import streams
 from unmask.generation.requests import Request
 
@@ -31,12 +31,12 @@ def num_numbers(request: Request, config: SamplerConfig) -> int:
 
 
 def numbers(
-    slots: Slots,
+    slots: BatchState,
     sequences: Sequence[SequenceState],
     config: SamplerConfig,
     predictions: Predictions,
     ahead: int,
-) -> dict[Stream, Tensor]:
+) -> dict[RngStream, Tensor]:
     """The random numbers of `policies.streams` at these positions of sequences, all with these settings, for
     the step that comes `ahead` steps after the current one."""
     drawn = streams(config)
@@ -68,10 +68,10 @@ def _has(sequence: SequenceState, ahead: int) -> bool:
 
 
 def _make(
-    slots: Slots,
+    slots: BatchState,
     sequences: Iterable[SequenceState],
     config: SamplerConfig,
-    drawn: Sequence[Stream],
+    drawn: Sequence[RngStream],
     ahead: int,
 ) -> None:
     """Make the numbers of this step and of those after it."""
@@ -84,7 +84,7 @@ def _make(
         key_M, slot_M = np.full_like(step_M, request.key), np.full_like(step_M, sequence.slots[0])
         cell_M, stride_M = step_M * width + column_M, np.full_like(step_M, len(blocks) * width)
         parts.append(np.stack([key_M, first + step_M, start_K[step_M] + column_M, slot_M, cell_M, stride_M]))
-        made.append((sequence, Noise(first, blocks, width)))
+        made.append((sequence, SequenceNoise(first, blocks, width)))
     key_M, step_M, position_M, slot_M, cell_M, stride_M = np.concatenate(parts, 1)
     key, step, position, slot, *cells = moved_together(
         slots.noise_SU.device,

@@ -1,5 +1,5 @@
-"""Hiding tokens again: the least probable of those that were revealed (`remask`), and those that a step's own
-predictions doubt (`revise`).
+"""Hiding tokens again: the least probable of those that were revealed (`remask_fraction`), and those that a
+step's own predictions doubt (`revise`).
 
 Shapes: B sequences, N positions with predictions, J some of them, W positions of a block.
 """
@@ -21,14 +21,14 @@ from unmask.generation.engine.host import (
     padded,
 )
 from unmask.generation.engine.sequence import SequenceState, by_settings
-from unmask.generation.engine.slots import Slots
+from unmask.generation.engine.slots import BatchState
 from unmask.generation.revise import doubts, present_log_probs
 
 At = tuple[Tensor, Tensor]  # slots and positions
 
 
 def tokens_to_hide(
-    slots: Slots, sequences: list[SequenceState], predictions: Predictions
+    slots: BatchState, sequences: list[SequenceState], predictions: Predictions
 ) -> tuple[Predictions, list[At], list[int]]:
     """The predictions of hidden positions, the slots and positions of the tokens to hide again, and how many
     these are in each sequence."""
@@ -41,7 +41,7 @@ def tokens_to_hide(
     return predictions, hide_at, again
 
 
-def _unlikely(slots: Slots, sequences: list[SequenceState], again: list[int]) -> At:
+def _unlikely(slots: BatchState, sequences: list[SequenceState], again: list[int]) -> At:
     """The least probable tokens among those that earlier steps of the blocks revealed."""
     device = slots.ids_SC.device
     spans = tuple((sequence.slots[0], *sequence.span) for sequence in sequences)
@@ -58,7 +58,7 @@ def _unlikely(slots: Slots, sequences: list[SequenceState], again: list[int]) ->
 
 
 def _doubted(
-    slots: Slots, sequences: list[SequenceState], predictions: Predictions
+    slots: BatchState, sequences: list[SequenceState], predictions: Predictions
 ) -> tuple[Predictions, At, list[int]]:
     """The predictions of hidden positions, the slots and positions of the visible tokens to hide, and how
     many these are in each sequence."""

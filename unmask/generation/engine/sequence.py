@@ -19,7 +19,7 @@ from unmask.generation.policies import count_remasked
 from unmask.generation.requests import Request
 
 
-class Noise(NamedTuple):
+class SequenceNoise(NamedTuple):
     """The steps whose random numbers a slot holds: for each step and stream those of a block, `width`
     positions apart."""
 
@@ -57,7 +57,7 @@ class SequenceState:
     num_cached: int = 0  # positions whose keys and values are cached, from the first one on
     draft: Draft | None = None  # the predicted states after the next steps
     speculation: Speculation | None = None  # in mode self-speculative
-    noise: Noise | None = None  # its random numbers that are made already
+    noise: SequenceNoise | None = None  # its random numbers that are made already
     num_hidden: int = field(init=False)  # hidden tokens of the current block
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class SequenceState:
     @property
     def num_remasked(self) -> int:
         """The number of tokens that the step hides again. It reveals as many more than its count."""
-        return count_remasked(self.counts, self.step, self.config.remask)
+        return count_remasked(self.counts, self.step, self.config.remask_fraction)
 
     @property
     def num_revised(self) -> int:
@@ -113,7 +113,7 @@ class SequenceState:
     @property
     def num_slots(self) -> int:
         """2 with guidance, else 1."""
-        return 1 + (self.config.guidance > 0)
+        return 1 + (self.config.cfg_scale > 0)
 
 
 def by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:

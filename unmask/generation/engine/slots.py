@@ -127,7 +127,7 @@ def as_columns(values: Sequence[tuple[int, ...]], device: torch.device) -> tuple
     return torch.tensor(values, device=device)[:, :, None].unbind(1)
 
 
-class Slots:
+class BatchState:
     """Tables with a slot (a row) per sequence. The first `count` are in use: when a sequence leaves, the last
     one moves to its slot.
 

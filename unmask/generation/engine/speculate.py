@@ -18,7 +18,7 @@ from unmask.config.run import SamplerConfig
 from unmask.generation.engine.forward import buckets
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.sequence import SequenceState, Speculation
-from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
+from unmask.generation.engine.slots import BatchState, SpeculativeEntry, as_columns
 from unmask.generation.engine.speculative_forward import draft_pass, speculative_pass
 from unmask.generation.output import end_of
 from unmask.generation.policies import Decision
@@ -41,7 +41,11 @@ def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculati
 
 
 def speculate(
-    lm: DiffusionLM, verifier: Verifier | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
+    lm: DiffusionLM,
+    verifier: Verifier | None,
+    slots: BatchState,
+    sequences: Sequence[SequenceState],
+    alone: bool,
 ) -> list[SequenceState]:
     """One round of each sequence. Those of different settings or very different lengths have separate passes;
     with `alone`, all have. Returns the finished ones. `verifier`: the causal model that verifies, here or on
@@ -74,7 +78,7 @@ def _entries(sequences: Sequence[SequenceState], num_masks: int) -> list[Specula
     return entries
 
 
-def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
+def _round(lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState]) -> list[SequenceState]:
     tree, width = _tree(lm, sequences[0].config), num_drafts(lm, sequences[0].config) + 1
     entries = _entries(sequences, width)
     causal_BJV, masked_BJDV = speculative_pass(lm, slots, entries, tree)
@@ -87,7 +91,7 @@ def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> lis
 
 
 def _round_of_two(
-    lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: list[SequenceState]
+    lm: DiffusionLM, verifier: Verifier, slots: BatchState, sequences: list[SequenceState]
 ) -> list[SequenceState]:
     """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
     count = num_drafts(lm, sequences[0].config)
@@ -112,11 +116,15 @@ def _round_of_two(
 
 
 def _tree(lm: DiffusionLM, config: SamplerConfig) -> Tree:
-    return draft_tree(num_drafts(lm, config), config.candidates)
+    return draft_tree(num_drafts(lm, config), config.num_branches)
 
 
 def _reveal(
-    lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, cache: SlotCache | None
+    lm: DiffusionLM,
+    slots: BatchState,
+    sequences: list[SequenceState],
+    logits_BJV: Tensor,
+    cache: SlotCache | None,
 ) -> tuple[list[int], list[SequenceState]]:
     """Reveal the tokens that are decided. Returns the last node of each sequence that was kept, and the
     finished sequences.
@@ -163,7 +171,7 @@ def _reveal(
 
 
 def _verify(
-    slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tree: Tree
+    slots: BatchState, sequences: list[SequenceState], logits_BJV: Tensor, tree: Tree
 ) -> tuple[Decision, Tensor]:
     """The token after each node [B * J] if the path to it is kept, and the rank of the candidate that it is,
     or -1."""
@@ -192,7 +200,7 @@ def _verify(
     return verify(logits_BJV.flatten(0, 1), candidates, config, key_N, position_N, present_NV)
 
 
-def _draft(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BDV: Tensor) -> None:
+def _draft(lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], logits_BDV: Tensor) -> None:
     """Draw the candidates of the next tokens, as far as the sequence goes."""
     config, tree, (count, vocabulary) = (
         sequences[0].config,
@@ -225,7 +233,7 @@ def _keys(sequences: list[SequenceState], offset_J: Tensor) -> tuple[Tensor, Ten
     return key_B1.repeat(1, len(offset_J)).flatten(), (position_B1 + offset_J).flatten()
 
 
-def _present(slots: Slots, sequences: list[SequenceState], count: int, vocabulary: int) -> Tensor:
+def _present(slots: BatchState, sequences: list[SequenceState], count: int, vocabulary: int) -> Tensor:
     """The tokens that occur in each sequence [B * count, V]."""
     slot_B = torch.tensor([sequence.slots[0] for sequence in sequences], device=slots.ids_SC.device)
     return slots.present(slot_B, vocabulary).repeat_interleave(count, 0)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from unmask.generation.engine.cached_forward import Queries, run_pass
 from unmask.generation.engine.kv_cache import SlotCache
-from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
+from unmask.generation.engine.slots import BatchState, SpeculativeEntry, as_columns
 from unmask.generation.speculation import Tree, draft_tree
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -40,7 +40,7 @@ class _Plan:
     path_QG: Tensor  # the drafts that a query sees
 
 
-def draft_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry]) -> Tensor:
+def draft_pass(lm: DiffusionLM, slots: BatchState, entries: Sequence[SpeculativeEntry]) -> Tensor:
     """Logits [B, W, V] of the tokens from `base` on, for entries without drafts. With a logit shift the last
     clean token predicts the first one."""
     clean_BJV, masked_BJWV = speculative_pass(lm, slots, entries, draft_tree(0, 1), skipped=0)
@@ -49,7 +49,7 @@ def draft_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry
 
 def speculative_pass(
     lm: DiffusionLM,
-    slots: Slots,
+    slots: BatchState,
     entries: Sequence[SpeculativeEntry],
     tree: Tree,
     skipped: int = 1,
@@ -100,7 +100,7 @@ def _plan(entries: Sequence[SpeculativeEntry], tree: Tree, device: torch.device)
 
 
 def _queries(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], plan: _Plan, columns: int
+    lm: DiffusionLM, slots: BatchState, entries: Sequence[SpeculativeEntry], plan: _Plan, columns: int
 ) -> Queries:
     assert slots.cache is not None
     extents = [

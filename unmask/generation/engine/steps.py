@@ -21,11 +21,11 @@ from unmask.generation.engine.host import first_by_priority, moved, padded
 from unmask.generation.engine.noise import numbers
 from unmask.generation.engine.revision import tokens_to_hide
 from unmask.generation.engine.sequence import SequenceState, by_settings
-from unmask.generation.engine.slots import Slots
+from unmask.generation.engine.slots import BatchState
 from unmask.generation.policies import Decision, decide_by, num_accepted
 
 
-def reveal(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
+def reveal(slots: BatchState, sequences: list[SequenceState], predictions: Predictions) -> None:
     """One denoising step, without its forward pass."""
     predictions, hide_at, again = tokens_to_hide(slots, sequences, predictions)
     decision = decide_all(slots, sequences, predictions)
@@ -44,7 +44,7 @@ def reveal(slots: Slots, sequences: list[SequenceState], predictions: Prediction
 
 
 def decide_all(
-    slots: Slots, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0
+    slots: BatchState, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0
 ) -> Decision:
     """The token that would be revealed at each position, by the settings of its sequence."""
     member_N, device = predictions.member_N, predictions.position_N.device
@@ -72,7 +72,7 @@ def decide_all(
 
 
 def _decide_given(
-    slots: Slots, sequence: SequenceState, member: int, predictions: Predictions, ahead: int
+    slots: BatchState, sequence: SequenceState, member: int, predictions: Predictions, ahead: int
 ) -> tuple[Tensor, Decision]:
     """The predictions of one sequence, and its tokens given its constraint. The host reads which are hidden,
     and the chances of texts."""

@@ -121,7 +121,7 @@ class RowSelector:
             raise ModelError(
                 "the model changes the logits of its head in an unknown way",
                 where="output head",
-                remedy="Use fewer rows per pass (in training: score_chunk)",
+                remedy="Use fewer rows per pass (in training: logprob_batch_size)",
             )
         self._checked = True
         results = [each.to(first_V.device) for each in self.reduced]

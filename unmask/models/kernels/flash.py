@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 
-class Documents(NamedTuple):
+class DocumentSpans(NamedTuple):
     """The positions of a batch's documents."""
 
     index_N: Tensor  # flat indices into [B * T] of the tokens without padding
@@ -25,14 +25,14 @@ class Documents(NamedTuple):
     causal: bool  # whether tokens attend only to earlier ones
 
 
-def documents(document_BT: Tensor, *, causal: bool) -> Documents:
+def documents(document_BT: Tensor, *, causal: bool) -> DocumentSpans:
     """The documents of tokens whose document numbers are `document_BT`, with 0 for padding."""
     row_BT = torch.arange(len(document_BT), device=document_BT.device)[:, None].expand_as(document_BT)
     index_N = document_BT.flatten().nonzero().squeeze(1)
     key_2N = torch.stack([row_BT.flatten(), document_BT.flatten()])[:, index_N]
     starts_S = (key_2N[:, 1:] != key_2N[:, :-1]).any(0).nonzero().squeeze(1) + 1
     bounds_P = torch.cat([starts_S.new_zeros(1), starts_S, starts_S.new_full((1,), len(index_N))])
-    return Documents(index_N, bounds_P.int(), int(bounds_P.diff().max()), causal)
+    return DocumentSpans(index_N, bounds_P.int(), int(bounds_P.diff().max()), causal)
 
 
 def usable(query_BHTD: Tensor) -> bool:
@@ -53,7 +53,12 @@ def _dtype(query_BHTD: Tensor) -> torch.dtype:
 
 
 def attend(
-    query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, documents: Documents, *, scaling: float | None
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    documents: DocumentSpans,
+    *,
+    scaling: float | None,
 ) -> Tensor:
     """Scaled dot-product attention within the documents, [B, T, H, D], 0 at padding; fewer key heads serve
     groups of query heads."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from unmask.config.user_code import load_class, naming_setting, refuse_file_alone
 from unmask.diffusion.log_probs import sum_over_views
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.models.hooks.head import flat_indices
-from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, kl_divergence
+from unmask.rl.losses import Divergence, LossType, ScaleRewards, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
 
 Estimator = Literal["token", "mean", "bound"]
@@ -111,10 +111,10 @@ def loss_of(method: Method, inputs: LossInputs) -> Loss:
     return loss
 
 
-def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
+def averaging_units(rollout: Rollout, views: Views, loss_type: str | None) -> Tensor:
     """The unit [B, T] over whose tokens `token_weights` averages: the view in which a token is a target, else
     the step that revealed it."""
-    by_view = aggregation is not None and aggregation.startswith("view")
+    by_view = loss_type is not None and loss_type.startswith("view")
     return views.target_BMT.int().argmax(1) if by_view else rollout.step_BT.clamp_min(0)
 
 
@@ -149,9 +149,9 @@ class Method:
             "bound" a bound on the sequence's likelihood.
         has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`),
             which corrects for completions of older weights (`max_staleness`).
-        partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather
-            than replay its sampling.
-        aggregation: None: `for_attention` sets it.
+        partial: whether `after_eos: noise` changes anything: views hide any part of a completion, rather than
+            replay its sampling.
+        loss_type: None: `for_attention` sets it.
     """
 
     name: ClassVar[str]
@@ -161,17 +161,17 @@ class Method:
     partial: ClassVar[bool] = True
     biased_by: ClassVar[tuple[str, ...]] = ()
 
-    advantage: AdvantageKind = "r-mean"
-    aggregation: Aggregation | None = "token"
+    scale_rewards: ScaleRewards = "none"
+    loss_type: LossType | None = "dapo"
     difficulty: list[float] | None = None
-    drop_equal_groups: bool = False
+    filter_zero_std_groups: bool = False
     num_iterations: int = 1
-    policy: str = "confidence"
+    remasking: str = "low_confidence"
     steps: int | None = None
     stop_at_eos: bool = True
-    beyond_eos: str = "hidden"
+    after_eos: str = "mask"
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """The views of one inner iteration, for the policy, the old policy and the reference; `draw` is the
         source of randomness."""
         raise NotImplementedError
@@ -206,7 +206,7 @@ class ClippedMethod(DivergenceMethod):
 
     epsilon: float = 0.5
     epsilon_high: float | None = None
-    dual_clip: float | None = None
+    delta: float | None = None
     log_ratio_clamp: float | None = None
 
     def clamped(self, log_ratio: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class ClippedMethod(DivergenceMethod):
         *,
         importance: Tensor | None = None,
         kl_weight: Tensor | float = 1.0,
-        kl_unbiased: bool = False,
+        use_bias_correction_kl: bool = False,
     ) -> Loss:
         """The clipped surrogate and the divergence of elements of any shape, summed by weight.
 
@@ -236,20 +236,20 @@ class ClippedMethod(DivergenceMethod):
                 divergence.
             importance: a factor of the surrogate.
             kl_weight: a factor of the divergence, in addition to `beta`.
-            kl_unbiased: multiply the divergence by the ratio, as the samples are the old policy's
+            use_bias_correction_kl: multiply the divergence by the ratio, as the samples are the old policy's
                 (DeepSeek-AI 2025, DeepSeek-V3.2).
         """
         log_ratio = self.clamped(log_ratio)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         clipped = clipped_surrogate(
-            log_ratio, advantage, clip_low=self.epsilon, clip_high=high, dual_clip=self.dual_clip
+            log_ratio, advantage, clip_low=self.epsilon, clip_high=high, delta=self.delta
         )
         loss = clipped.loss if importance is None else importance * clipped.loss
         kl = torch.zeros_like(log_ratio)
         if reference_log_ratio is not None:
             # clamped: k3 is an exponential too
             kl = kl_divergence(self.clamped(reference_log_ratio), self.kl)
-        if kl_unbiased:
+        if use_bias_correction_kl:
             kl = log_ratio.exp() * kl
         return weighted_sum(loss + self.beta * kl_weight * kl, weight, clipped.ratio, clipped.clipped, kl)
 
@@ -259,13 +259,14 @@ class TokenMethod(ClippedMethod):
     """The clipped surrogate of every token, and the divergence from the reference.
 
     Attributes:
-        ratio: "token": each token has its own. "sequence": all tokens of a completion have the geometric mean
-            of theirs (GSPO, Zheng et al. 2025). "product": all have the ratio of the whole completion.
+        importance_sampling_level: "token": each token has its own. "sequence": all tokens of a completion
+            have the geometric mean of theirs (GSPO, Zheng et al. 2025). "product": all have the ratio of the
+            whole completion.
     """
 
-    ratio: str = "token"
-    kl_unbiased: bool = False
-    importance_cap: float | None = 2.0
+    importance_sampling_level: str = "token"
+    use_bias_correction_kl: bool = False
+    vllm_importance_sampling_cap: float | None = 2.0
 
     def loss(self, inputs: LossInputs) -> Loss:
         return self.token_loss(inputs)
@@ -274,9 +275,9 @@ class TokenMethod(ClippedMethod):
         """The loss; `kl_weight` [B, T] is a factor of the divergence."""
         policy_BT, old_BT = inputs.of_tokens(inputs.policy_BMT), inputs.of_tokens(inputs.old_BMT)
         log_ratio_BT = policy_BT - old_BT
-        if self.ratio != "token":
+        if self.importance_sampling_level != "token":
             whole_B1 = log_ratio_BT.sum(1, keepdim=True)
-            if self.ratio == "sequence":
+            if self.importance_sampling_level == "sequence":
                 whole_B1 = whole_B1 / inputs.views.target_BMT.any(1).sum(1, keepdim=True).clamp_min(1)
             log_ratio_BT = whole_B1.expand_as(log_ratio_BT)
         reference_BT = (
@@ -289,11 +290,11 @@ class TokenMethod(ClippedMethod):
             inputs.token_weight_BT,
             importance=inputs.importance_BT,
             kl_weight=kl_weight,
-            kl_unbiased=self.kl_unbiased,
+            use_bias_correction_kl=self.use_bias_correction_kl,
         )
 
     def sums_over_views(self) -> bool:
-        return self.separable and self.ratio == "token"
+        return self.separable and self.importance_sampling_level == "token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +302,7 @@ class PolicyGradientMethod(DivergenceMethod):
     """-advantage times the log-probability of every token, without a ratio: the policy is, or is assumed to
     be, the one that sampled."""
 
-    importance_cap: float | None = 2.0
+    vllm_importance_sampling_cap: float | None = 2.0
 
     def loss(self, inputs: LossInputs) -> Loss:
         loss_BT = -inputs.advantage_BT * inputs.of_tokens(inputs.policy_BMT)

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import torch
 
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, Views, columns
-from unmask.rl.losses import AdvantageKind
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, Views, columns
+from unmask.rl.losses import ScaleRewards
 from unmask.rl.methods.base import TokenMethod, register
 from unmask.rl.rollout import Rollout
 
 LOW, HIGH = 0.2, 0.8
 
 
-def coupled_views(rollout: Rollout, draw: Draw) -> Views:
+def coupled_views(rollout: Rollout, draw: MaskRNG) -> Views:
     """All hidden, weight 1/2; a fraction rho ~ U(.2, .8) of the tokens, and the others, weights 1/rho and
     1/(1 - rho), halved.
 
     A token's weighted sum is not a log-probability: a small rho inflates its ratio.
     """
     completion_B1T = rollout.completion_BT[:, None]
-    rate_B11 = LOW + (HIGH - LOW) * draw.per_sequence(1, Stream.TIME)[:, :, None]
-    chosen_B1T = draw.uniform(columns(rollout.ids_BT), 1, Stream.MASK) < rate_B11
+    rate_B11 = LOW + (HIGH - LOW) * draw.per_sequence(1, RngStream.TIME)[:, :, None]
+    chosen_B1T = draw.uniform(columns(rollout.ids_BT), 1, RngStream.MASK) < rate_B11
     target_BMT = torch.cat([completion_B1T, completion_B1T & chosen_B1T, completion_B1T & ~chosen_B1T], 1)
     weight_BM1 = torch.cat([torch.ones_like(rate_B11), 1 / rate_B11, 1 / (1 - rate_B11)], 1) / 2
     return rollout.hiding(target_BMT, torch.where(target_BMT, weight_BM1, 0))
@@ -33,8 +33,8 @@ class CoupledGRPO(TokenMethod):
     """coupled-GRPO."""
 
     name = "coupled-grpo"
-    advantage: AdvantageKind = "leave-one-out"
+    scale_rewards: ScaleRewards = "leave-one-out"
     beta: float = 0.01
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         return coupled_views(rollout, draw)

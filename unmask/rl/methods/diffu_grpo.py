@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unmask.diffusion.views import Draw, Views, all_masked_views
-from unmask.rl.losses import AdvantageKind, Aggregation
+from unmask.diffusion.views import MaskRNG, Views, all_masked_views
+from unmask.rl.losses import LossType, ScaleRewards
 from unmask.rl.methods.base import PolicyGradientMethod, TokenMethod, plan_setting, register
 from unmask.rl.rollout import Rollout
 
 
-def completion_hidden(rollout: Rollout, draw: Draw, prompt_mask_rate: float) -> Views:
+def completion_hidden(rollout: Rollout, draw: MaskRNG, prompt_mask_rate: float) -> Views:
     """The completion hidden, all of it targets; prompt tokens hidden with probability `prompt_mask_rate`."""
     views = all_masked_views(rollout.completion_BT, rollout.prompt_BT, draw, prompt_rate=prompt_mask_rate)
     return replace(views, hidden_BMT=views.hidden_BMT | rollout.beyond_BT[:, None])
@@ -29,7 +29,7 @@ class DiffuGRPO(TokenMethod):
     partial = False
     prompt_mask_rate: float = plan_setting(0.15)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         return completion_hidden(rollout, draw, self.prompt_mask_rate)
 
 
@@ -40,9 +40,9 @@ class WD1(PolicyGradientMethod):
 
     name = "wd1"
     partial = False
-    advantage: AdvantageKind = "softmax"
-    aggregation: Aggregation | None = "sum"
+    scale_rewards: ScaleRewards = "softmax"
+    loss_type: LossType | None = "sum"
     prompt_mask_rate: float = plan_setting(0.15)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         return completion_hidden(rollout, draw, self.prompt_mask_rate)

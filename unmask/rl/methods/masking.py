@@ -4,7 +4,7 @@ the method's loss.
 Your own strategy is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
 
     class Growing(MaskingStrategy): def plan(self, rollout, draw, config, progress): hidden_BMT =
-        draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress return
+        draw.uniform(columns(rollout.ids_BT), config.samples, RngStream.MASK) < 0.2 + 0.6 * progress return
         weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
 
 Shapes: B completions, M views, T positions, N patterns, C completions times views; L tokens of a group, k of
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide
 from unmask.errors import ConfigError, did_you_mean
 from unmask.rl.methods.base import Estimator, get_method
 from unmask.rl.methods.coupled import coupled_views
@@ -41,7 +41,7 @@ class MaskingStrategy:
     uses: tuple[str, ...] | None = ("samples",)
     """The settings that its plan reads; None: those of the method's own plan."""
 
-    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         """The views of one inner iteration.
 
         They depend only on the completion and the draw, not on the rest of the batch, the global generators
@@ -100,7 +100,7 @@ class Diffusion(MaskingStrategy):
     > 0.
     """
 
-    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=config.samples)
         return weighed(rollout, views.target_BMT, config)
 
@@ -127,7 +127,7 @@ class Adaptive(MaskingStrategy):
             )
         self.start, self.end, self.adaptive_loss = start, end, adaptive_loss
 
-    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         group_BT = rollout.groups_of(rollout.completion_BT)
         rate = self.start + (self.end - self.start) * progress
         count_B1T = (rate * group_sizes(group_BT)[:, None]).round().long().clamp_min(1)
@@ -141,7 +141,7 @@ class Block(MaskingStrategy):
 
     estimators = ("token", "mean")
 
-    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         return weighed(rollout, block_by_block(rollout, draw, config.samples)[0], config)
 
 
@@ -151,17 +151,17 @@ class Coupled(MaskingStrategy):
     estimators = ("token",)
     uses = ()
 
-    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         return coupled_views(rollout, draw)
 
 
 @dataclass(frozen=True)
-class CachedDraw(Draw):
+class CachedDraw(MaskRNG):
     """A draw of few keys, whose numbers are looked up."""
 
     numbers: Callable[..., Tensor] = field(kw_only=True)
 
-    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+    def uniform(self, position_BT: Tensor, views: int, stream: RngStream) -> Tensor:
         length = position_BT.shape[1]
         width = 1 << (length - 1).bit_length()  # the next power of two, so that few tables cover all lengths
         cached_NMT = self.numbers(self.seed, self.iteration, stream, views, width, position_BT.device)
@@ -197,7 +197,7 @@ class Optimized(MaskingStrategy):
         self.uses = None if inner is None else inner.uses
         self.numbers = lru_cache(maxsize=TABLES)(partial(drawn_patterns, patterns))
 
-    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         cached = CachedDraw(
             draw.seed, draw.key_B % self.patterns, draw.iteration, draw.rows_before_B, numbers=self.numbers
         )
@@ -228,13 +228,13 @@ def drawn_patterns(
     num_patterns: int,
     seed: int,
     iteration: int,
-    stream: Stream,
+    stream: RngStream,
     num_views: int,
     length: int,
     device: torch.device,
 ) -> Tensor:
-    """`Draw.uniform` of the keys below `num_patterns` at all positions [N, M, T]."""
-    draw = Draw(seed, torch.arange(num_patterns, device=device), iteration)
+    """`MaskRNG.uniform` of the keys below `num_patterns` at all positions [N, M, T]."""
+    draw = MaskRNG(seed, torch.arange(num_patterns, device=device), iteration)
     return draw.uniform(torch.arange(length, device=device).expand(num_patterns, -1), num_views, stream)
 
 

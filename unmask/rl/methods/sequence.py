@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from unmask.diffusion.rng import Stream, uniform
-from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
-from unmask.rl.losses import MAX_EXPONENT, AdvantageKind, Aggregation, Divergence, kl_divergence
+from unmask.diffusion.rng import RngStream, uniform
+from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide, pairs_of_counts
+from unmask.rl.losses import MAX_EXPONENT, Divergence, LossType, ScaleRewards, kl_divergence
 from unmask.rl.methods.base import (
     ClippedMethod,
     Loss,
@@ -30,15 +30,15 @@ class UniGRPO(TokenMethod):
     iterations."""
 
     name = "uni-grpo"
-    ratio: str = "sequence"
-    aggregation: Aggregation | None = "sequence"
-    advantage: AdvantageKind = "z-score"
+    importance_sampling_level: str = "sequence"
+    loss_type: LossType | None = "grpo"
+    scale_rewards: ScaleRewards = "group"
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """One view of ceil(t L) hidden tokens, with weight 1: t is random in the first inner iteration, the
         others follow at equal distances, modulo 1."""
         group_BT = rollout.groups_of(rollout.completion_BT)
-        start_B = uniform(draw.seed, draw.key_B, stream=Stream.TIME)
+        start_B = uniform(draw.seed, draw.key_B, stream=RngStream.TIME)
         time_B11 = ((start_B + draw.iteration / self.num_iterations) % 1.0)[:, None, None]
         count_B1T = (time_B11 * group_sizes(group_BT)[:, None]).ceil().long().clamp_min(1)
         hidden_BMT = hide(group_BT, draw, count_B1T)
@@ -47,19 +47,19 @@ class UniGRPO(TokenMethod):
 
 @register
 class ESPO(ClippedMethod):
-    """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `beyond_eos:
+    """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `after_eos:
     learnt`."""
 
     name = "espo"
     estimator = "bound"
     epsilon: float = 0.2
-    advantage: AdvantageKind = "leave-one-out"
+    scale_rewards: ScaleRewards = "leave-one-out"
     kl: Divergence = "k2"
     beta: float = 1e-3
-    aggregation: Aggregation | None = "sequence"
+    loss_type: LossType | None = "grpo"
     samples: int = plan_setting(1)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         views = pairs_of_counts(rollout.groups_of(rollout.completion_BT), draw, pairs=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
@@ -86,22 +86,23 @@ class GDPO(ClippedMethod):
     """GDPO (Rojas et al. 2025): the ratio of bounds that are computed by quadrature.
 
     Attributes:
-        ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the authors' page
-            and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence": normalized by length in
-            the exponent, as in ports of their code. At the first update both have the same gradient.
+        importance_sampling_level: "product": exp(bound - old bound), whose loss is divided by the length, as
+            on the authors' page and in eq. 9; it overflows float32 at a difference of 88 nats. "sequence":
+            normalized by length in the exponent, as in ports of their code. At the first update both have the
+            same gradient.
         exact_counts: False: views as in published code (`plan`).
     """
 
     name = "gdpo"
     estimator = "bound"
-    ratio: str = "sequence"
-    aggregation: Aggregation | None = "sequence"
+    importance_sampling_level: str = "sequence"
+    loss_type: LossType | None = "grpo"
     log_ratio_clamp: float | None = 20.0
-    kl_unbiased: bool = False
+    use_bias_correction_kl: bool = False
     samples: int = plan_setting(3)
     exact_counts: bool = plan_setting(True)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """At each of `samples` Gauss-Legendre nodes t a view of k = ceil(t L) hidden tokens, with the node's
         weight times L/k.
 
@@ -132,13 +133,17 @@ class GDPO(ClippedMethod):
             None if inputs.reference_BMT is None else inputs.of_sequences(inputs.reference_BMT) - policy_B1
         )
         weight_B1 = inputs.weight_B1
-        if self.ratio == "product":
+        if self.importance_sampling_level == "product":
             weight_B1 = weight_B1 / length_B1
         else:
             log_ratio_B1 = log_ratio_B1 / length_B1
             reference_B1 = None if reference_B1 is None else reference_B1 / length_B1
         return self.surrogate(
-            log_ratio_B1, reference_B1, inputs.advantage_B1, weight_B1, kl_unbiased=self.kl_unbiased
+            log_ratio_B1,
+            reference_B1,
+            inputs.advantage_B1,
+            weight_B1,
+            use_bias_correction_kl=self.use_bias_correction_kl,
         )
 
 
@@ -156,18 +161,18 @@ class BGPO(Method):
     has_ratio = True
     epsilon: float | None = None
     epsilon_high: float | None = None
-    dual_clip: float | None = 3.0
-    advantage: AdvantageKind = "z-score"
-    aggregation: Aggregation | None = "sequence"
+    delta: float | None = 3.0
+    scale_rewards: ScaleRewards = "group"
+    loss_type: LossType | None = "grpo"
     samples: int = plan_setting(16)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """Views of k ~ U{1..L} hidden tokens, stratified, with weight L / (k M)."""
         views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """1 + delta_v where the advantage is positive, exp(delta_v), at most `dual_clip`, where it is
+        """1 + delta_v where the advantage is positive, exp(delta_v), at most `delta`, where it is
         negative; delta_v is the change of the view's estimate per token (eq. 7)."""
         views, count = inputs.views, inputs.views.count
         delta_BM = (views.weight_BMT * (inputs.policy_BMT - inputs.old_BMT)).sum(2) * count / inputs.length_B1
@@ -177,7 +182,7 @@ class BGPO(Method):
         plain_BM = torch.where(advantage_B1 > 0, 1 + delta_BM, ratio_BM)
         low = torch.inf if self.epsilon is None else self.epsilon
         high = low if self.epsilon_high is None else self.epsilon_high
-        bound = torch.inf if self.dual_clip is None else self.dual_clip
+        bound = torch.inf if self.delta is None else self.delta
         value_BM = torch.where(
             advantage_B1 > 0, (1 + delta_BM).clamp_max(1 + high), ratio_BM.clamp(1 - low, bound)
         )

@@ -11,20 +11,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, Views, columns, hide
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, Views, columns, hide
 from unmask.rl.methods.base import Loss, LossInputs, Method, plan_setting, register, weighted_sum
 from unmask.rl.rollout import Rollout
 
 
-def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, Tensor]:
+def block_by_block(rollout: Rollout, draw: MaskRNG, samples: int) -> tuple[Tensor, Tensor]:
     """The hidden tokens of the completion and the clean tokens [B, M, T]. Each view has a decoding block of
     its own, of which a random number of tokens are hidden; the prompt and the blocks before it are clean,
     those after it hidden."""
     block_BT = torch.where(rollout.completion_BT, rollout.block_BT, -1)
     blocks_B = block_BT.amax(1) + 1
     number = max(int(blocks_B.max()), 1)
-    order_BK = draw.per_sequence(number, Stream.ORDER)
+    order_BK = draw.per_sequence(number, RngStream.ORDER)
     exists_BK = torch.arange(number, device=block_BT.device) < blocks_B[:, None]
     ranked_BK = torch.where(exists_BK, order_BK, torch.inf).argsort(1)
     turn_M = torch.arange(samples, device=block_BT.device)
@@ -32,7 +32,7 @@ def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, 
     chosen_BM1 = ranked_BK.gather(1, turn_M % blocks_B.clamp_min(1)[:, None])[:, :, None]
     within_BMT = block_BT[:, None] == chosen_BM1
     size_BM1 = within_BMT.sum(2, keepdim=True)
-    time_BM1 = draw.per_sequence(samples, Stream.TIME)[:, :, None]
+    time_BM1 = draw.per_sequence(samples, RngStream.TIME)[:, :, None]
     count_BMT = (1 + (time_BM1 * size_BM1).long()).expand_as(within_BMT)
     hidden_BMT = (within_BMT & hide(block_BT, draw, count_BMT)) | (block_BT[:, None] > chosen_BM1)
     clean_BMT = (rollout.prompt_BT | rollout.completion_BT)[:, None] & (block_BT[:, None] < chosen_BM1)
@@ -74,7 +74,7 @@ class SPG(Method):
     eubo_beta: float = 1.5
     eubo_share: float = 0.5
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """Views as in sampling block by block (`block_by_block`). The weight of a target is 1 / (targets of
         its view).
 
@@ -83,7 +83,9 @@ class SPG(Method):
         permutation of the canvas's blocks modulo the completion's.
         """
         hidden_BMT, clean_BMT = block_by_block(rollout, draw, self.samples)
-        noise_BMT = draw.uniform(columns(rollout.ids_BT), self.samples, Stream.PROMPT) < self.prompt_mask_rate
+        noise_BMT = (
+            draw.uniform(columns(rollout.ids_BT), self.samples, RngStream.PROMPT) < self.prompt_mask_rate
+        )
         hidden_BMT = hidden_BMT | (clean_BMT & noise_BMT)
         target_BMT = hidden_BMT & rollout.completion_BT[:, None]
         views = rollout.hiding(target_BMT, target_BMT / target_BMT.sum(2, keepdim=True).clamp_min(1))

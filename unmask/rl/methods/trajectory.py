@@ -2,7 +2,7 @@
 one shortly before.
 
 With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does
-not depend on the drawn tokens (`policy` random, left_to_right, margin or entropy) and tokens after the end
+not depend on the drawn tokens (`remasking` random, left_to_right, margin or entropy) and tokens after the end
 are trained on (from left to right they need not be). `confidence` keeps the tokens that were likely, which
 are not distributed as the model draws them (figures in docs/rl.md). Each token is a target in one view, so
 that the loss is a sum over views.
@@ -21,9 +21,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from unmask.diffusion.rng import Stream
-from unmask.diffusion.views import Draw, Views, columns
-from unmask.rl.losses import AdvantageKind, Aggregation
+from unmask.diffusion.rng import RngStream
+from unmask.diffusion.views import MaskRNG, Views, columns
+from unmask.rl.losses import LossType, ScaleRewards
 from unmask.rl.methods.base import (
     Loss,
     LossInputs,
@@ -61,13 +61,13 @@ def replay(rollout: Rollout, order_BT: Tensor) -> Views:
     return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
-def sampled_steps(rollout: Rollout, draw: Draw, samples: int) -> Views:
+def sampled_steps(rollout: Rollout, draw: MaskRNG, samples: int) -> Views:
     """K = `samples` of each completion's S steps, without replacement, with weight S/K."""
     views = replay(rollout, steps_within(rollout))
     has_targets_BM = views.target_BMT.any(2)
-    chosen_BM = torch.where(has_targets_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(
-        1
-    )[:, :samples]
+    chosen_BM = torch.where(
+        has_targets_BM, draw.per_sequence(views.count, RngStream.ORDER), torch.inf
+    ).argsort(1)[:, :samples]
     chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
     num_steps_B1 = has_targets_BM.sum(1, keepdim=True)
     weight_B11 = (num_steps_B1 / num_steps_B1.clamp(1, samples))[:, :, None]
@@ -84,7 +84,7 @@ class ReplayMethod(TokenMethod):
     separable = True
     partial = False
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         return replay(rollout, steps_within(rollout))
 
 
@@ -103,7 +103,7 @@ class CJGRPO(ReplayMethod):
     """CJ-GRPO (Zhou et al. 2025)."""
 
     name = "cj-grpo"
-    aggregation: Aggregation | None = "step"
+    loss_type: LossType | None = "step"
 
 
 @register
@@ -115,7 +115,7 @@ class StepMerge(ReplayMethod):
     segments: int = plan_setting(4)
     prompt_mask_rate: float = plan_setting(0.0)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """With S steps and N segments, segment i begins at step floor(i S / N)."""
         step_BT = steps_within(rollout)
         num_steps_B1 = step_BT.amax(1, keepdim=True) + 1
@@ -135,31 +135,31 @@ class TraceRL(ReplayMethod):
 
     name = "trace-rl"
     epsilon: float = 0.2
-    advantage: AdvantageKind = "population-z-score"
+    scale_rewards: ScaleRewards = "population"
     beta: float = 0.01
     kl_to: str = "old"
-    aggregation: Aggregation | None = None
+    loss_type: LossType | None = None
     difficulty: list[float] | None = field(default_factory=lambda: [0.2, 0.8])
     shrink: int = plan_setting(1)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         step_BT = steps_within(rollout)
         return replay(rollout, torch.where(step_BT >= 0, step_BT // self.shrink, -1))
 
     def loss(self, inputs: LossInputs) -> Loss:
-        """The surrogate of tokens. With `aggregation: view` the divergence is summed over a view's tokens,
+        """The surrogate of tokens. With `loss_type: view` the divergence is summed over a view's tokens,
         where the surrogate is their mean, as in the code for LLaDA."""
         weight_BT = inputs.token_weight_BT
         return self.token_loss(
-            inputs, torch.where(weight_BT > 0, 1 / weight_BT, 0) if self.aggregation == "view" else 1.0
+            inputs, torch.where(weight_BT > 0, 1 / weight_BT, 0) if self.loss_type == "view" else 1.0
         )
 
     def for_attention(self, attention: str) -> Self:
         if attention != "block_causal":
-            return replace(self, aggregation=self.aggregation or "view")
+            return replace(self, loss_type=self.loss_type or "view")
         return replace(
             self,
-            aggregation=self.aggregation or "view-constant",
+            loss_type=self.loss_type or "view-constant",
             log_ratio_clamp=self.log_ratio_clamp or 10.0,
         )
 
@@ -172,20 +172,20 @@ class DiPO(ReplayMethod):
     epsilon: float = 0.2
     epsilon_high: float | None = 0.28
     log_ratio_clamp: float | None = 10.0
-    advantage: AdvantageKind = "z-score"
-    drop_equal_groups: bool = True
+    scale_rewards: ScaleRewards = "group"
+    filter_zero_std_groups: bool = True
 
 
 @register
 class AGRPO(OnPolicyReplayMethod):
     """AGRPO (2510.04019): `samples` random steps of each completion. The published code means over them:
-    `aggregation: step`."""
+    `loss_type: step`."""
 
     name = "agrpo"
-    aggregation: Aggregation | None = "constant"
+    loss_type: LossType | None = "dr_grpo"
     samples: int = plan_setting(8)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         return sampled_steps(rollout, draw, self.samples)
 
 
@@ -199,15 +199,15 @@ class ExactGradient(OnPolicyReplayMethod):
     """
 
     name = "exact-gradient"
-    biased_by = ("score_temperature", "mask_truncated", "constraint")
-    advantage: AdvantageKind = fixed("leave-one-out")
-    aggregation: Aggregation | None = fixed("constant")
+    biased_by = ("logprob_temperature", "mask_truncated_completions", "constraint")
+    scale_rewards: ScaleRewards = fixed("leave-one-out")
+    loss_type: LossType | None = fixed("dr_grpo")
     difficulty: list[float] | None = fixed(None)
-    drop_equal_groups: bool = fixed(False)
-    policy: str = fixed("random")
-    beyond_eos: str = fixed("learnt")
+    filter_zero_std_groups: bool = fixed(False)
+    remasking: str = fixed("random")
+    after_eos: str = fixed("train")
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         return replay(rollout, steps_within(rollout))
 
 
@@ -216,13 +216,13 @@ class JustGRPO(OnPolicyReplayMethod):
     """JustGRPO (2601.15165): sampled and predicted from left to right, one token at a time."""
 
     name = "just-grpo"
-    advantage: AdvantageKind = "z-score"
-    aggregation: Aggregation | None = "constant"
-    drop_equal_groups: bool = True
-    policy: str = fixed("left_to_right")
+    scale_rewards: ScaleRewards = "group"
+    loss_type: LossType | None = "dr_grpo"
+    filter_zero_std_groups: bool = True
+    remasking: str = fixed("left_to_right")
     steps: int | None = fixed(None)
 
-    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """A view for every token, which hides it and all that comes after it (in a block-causal model: within
         its block)."""
         canvas_BT = rollout.completion_BT | rollout.beyond_BT

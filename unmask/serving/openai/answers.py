@@ -30,7 +30,7 @@ from unmask.serving.openai.choices import (
     InfillWriter,
     TextWriter,
 )
-from unmask.serving.openai.plans import Context, Plan
+from unmask.serving.openai.plans import Context, RequestPlan
 from unmask.serving.openai.requests import SamplingRequest
 from unmask.serving.submission import Event, Events
 
@@ -65,7 +65,7 @@ INFILL = Kind("infill", "infill.chunk", "infill", InfillWriter)
 class Reply:
     """The answer to one request."""
 
-    def __init__(self, context: Context, body: SamplingRequest, plan: Plan, kind: Kind):
+    def __init__(self, context: Context, body: SamplingRequest, plan: RequestPlan, kind: Kind):
         self.body, self.plan, self.kind, self.config = body, plan, kind, plan.work[0].config
         self.writers = [kind.writer(context.lm, body, plan, index) for index in range(len(plan.work))]
         self.version: str | None = None  # of the weights, known from the first event on

@@ -23,7 +23,7 @@ from unmask.generation.frames import Frame
 from unmask.generation.output import Trace, end_of, make_generation
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.openai.edits import edited_region
-from unmask.serving.openai.plans import Plan
+from unmask.serving.openai.plans import RequestPlan
 from unmask.serving.openai.requests import ChatRequest, EditRequest, SamplingRequest
 from unmask.serving.openai.tools import Call, CallReader, held_back
 from unmask.serving.submission import Event
@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChoiceOutcome:
     """An answer.
 
     Attributes:
@@ -71,14 +71,14 @@ class Outcome:
 class TextWriter:
     """A choice of a completion: the pieces that its events commit, and what is answered in the end."""
 
-    def __init__(self, lm: DiffusionLM, body: SamplingRequest, plan: Plan, index: int):
+    def __init__(self, lm: DiffusionLM, body: SamplingRequest, plan: RequestPlan, index: int):
         self.lm, self.tokenizer, self.body = lm, lm.tokenizer, body
         self.work, self.region = plan.work[index], plan.regions[index]
         request, region, prompt = self.work.request, self.region, self.region.prompt
         self.before = request.ids[: region.start]
         # what is answered, as it was at first, and which of it is hidden
         self.given = request.ids[region.start : region.stop], request.hidden[region.start : region.stop]
-        self._outcome: Outcome | None = None
+        self._outcome: ChoiceOutcome | None = None
         self._ids = list(request.ids)  # as far as the events say
         self._log_probs = [0.0] * len(self._ids)
         self._text, self._growing = CommittedText(body.stops), GrowingText(self.tokenizer, self.before)
@@ -96,7 +96,7 @@ class TextWriter:
         return self._outcome is not None
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ChoiceOutcome:
         """The answer, once it is known."""
         assert self._outcome is not None
         return self._outcome
@@ -166,7 +166,7 @@ class TextWriter:
         finish: str,
         steps: int,
         trace: Trace | None = None,
-    ) -> Outcome:
+    ) -> ChoiceOutcome:
         text, top = whole, []
         if self._text.stop is not None:
             text = whole[: self._text.stop[0]]
@@ -176,7 +176,9 @@ class TextWriter:
             first = self.region.start - self.work.request.start
             pairs = zip(trace.top_ids[first:], trace.top_log_probs[first:], strict=True)
             top = [list(zip(*pair, strict=True)) for pair in pairs][: len(tokens)]
-        return Outcome(text, tokens, log_probs, sum(self.given[1][: len(tokens)]), finish, steps, trace, top)
+        return ChoiceOutcome(
+            text, tokens, log_probs, sum(self.given[1][: len(tokens)]), finish, steps, trace, top
+        )
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return text_after(self.tokenizer, self.before, tokens, self.lm.eos_token_ids)
@@ -311,7 +313,7 @@ class InfillWriter(TextWriter):
 class ChatWriter(TextWriter):
     """A choice of a chat."""
 
-    def __init__(self, lm: DiffusionLM, body: SamplingRequest, plan: Plan, index: int):
+    def __init__(self, lm: DiffusionLM, body: SamplingRequest, plan: RequestPlan, index: int):
         super().__init__(lm, body, plan, index)
         self._calls = plan.calls
         self.reader = self._make_reader()

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from unmask.serving.errors import NotFoundError
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import ModelEngine
 
 
@@ -54,7 +54,7 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-def model_card(model: ModelEngine, limits: Limits) -> ModelCard:
+def model_card(model: ModelEngine, limits: RequestLimits) -> ModelCard:
     """A model, and the most that may be asked of it."""
     lm = model.lm
     return {

@@ -16,7 +16,7 @@ class Cost(TypedDict):
     forward_passes: int | None
 
 
-class Usage(TypedDict):
+class UsageObject(TypedDict):
     """Tokens of all choices. A prompt counts once."""
 
     prompt_tokens: int
@@ -45,30 +45,30 @@ class ChoiceFacts(TypedDict):
     trace: NotRequired[dict[str, Any] | None]
 
 
-class Answer(TypedDict):
+class AnswerObject(TypedDict):
     """What all answers have."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str | None
-    usage: Usage
+    usage: UsageObject
     diffusion: Keys
 
 
-class CalledFunction(TypedDict):
+class CalledFunctionObject(TypedDict):
     """A function, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
-class ToolCall(TypedDict):
+class ToolCallObject(TypedDict):
     """A call."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: CalledFunctionObject
 
 
 class AnswerMessage(TypedDict):
@@ -77,7 +77,7 @@ class AnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[ToolCallObject]]
 
 
 class Logprob(TypedDict):
@@ -152,35 +152,35 @@ class InfillChoice(TextChoice):
     gaps: list[FilledGap]
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerObject):
     """An answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
-class EditCompletion(Answer):
+class EditCompletion(AnswerObject):
     """An answer of /v1/edit/completions."""
 
     object: Literal["edit.completion"]
     choices: list[ChatChoice]
 
 
-class TextCompletion(Answer):
+class TextCompletion(AnswerObject):
     """An answer of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
-class FimCompletion(Answer):
+class FimCompletion(AnswerObject):
     """An answer of /v1/fim/completions."""
 
     object: Literal["text_completion"]
     choices: list[FimChoice]
 
 
-class Infill(Answer):
+class Infill(AnswerObject):
     """An answer of /v1/infill."""
 
     object: Literal["infill"]

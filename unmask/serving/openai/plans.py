@@ -26,7 +26,7 @@ from unmask.generation.requests import Request, check_ids, make_infill_requests,
 from unmask.models.chat_template import without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import UnsupportedError, check_depth
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.edits import REGION, edit_prompt, region_to_edit
 from unmask.serving.openai.requests import (
     NO_SUFFIX,
@@ -65,7 +65,7 @@ class Context:
 
     scheduler: Scheduler
     model: ModelEngine
-    limits: Limits
+    limits: RequestLimits
     owner: str
 
     @property
@@ -130,7 +130,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RequestPlan:
     """What answers a request.
 
     Attributes:
@@ -149,7 +149,7 @@ class Plan:
     calls: CallFormat | None = None
 
 
-async def plan_completion(context: Context, body: CompletionRequest | FimRequest) -> Plan:
+async def plan_completion(context: Context, body: CompletionRequest | FimRequest) -> RequestPlan:
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
     context.check_answers(len(prompts), body)
@@ -172,8 +172,8 @@ async def _with_echoes(
     body: CompletionRequest | FimRequest,
     prompts: Sequence[str | list[int]],
     encoded: list[list[int]],
-    plan: Plan,
-) -> Plan:
+    plan: RequestPlan,
+) -> RequestPlan:
     """A plan whose answers begin with the text of their prompts, and with its log-probabilities if they are
     wanted."""
     lm, logprobs, weights = context.lm, body.logprobs, None
@@ -202,7 +202,7 @@ async def _plan_middle(
     body: CompletionRequest | FimRequest,
     prompts: Sequence[str | list[int]],
     suffix: str,
-) -> Plan:
+) -> RequestPlan:
     """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion
     of a prompt that has both."""
     lm, prompt = context.lm, prompts[0]
@@ -235,7 +235,7 @@ async def _plan_middle(
     return replace(plan, regions=[region] * body.n, weights=weights)
 
 
-async def plan_infill(context: Context, body: InfillRequest) -> Plan:
+async def plan_infill(context: Context, body: InfillRequest) -> RequestPlan:
     """A text with its gaps filled."""
     context.check_answers(1, body)
     lm, limits = context.lm, context.limits
@@ -249,7 +249,7 @@ async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     return replace(plan, regions=regions, weights=weights)
 
 
-async def plan_chat(context: Context, body: ChatRequest) -> Plan:
+async def plan_chat(context: Context, body: ChatRequest) -> RequestPlan:
     """The answers to messages.
 
     Raises:
@@ -279,7 +279,7 @@ async def plan_chat(context: Context, body: ChatRequest) -> Plan:
         raise error.moved(cause + where.removeprefix("constraint")) from None
 
 
-async def plan_edit(context: Context, body: EditRequest) -> Plan:
+async def plan_edit(context: Context, body: EditRequest) -> RequestPlan:
     """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one
     region."""
     context.check_answers(1, body)
@@ -298,7 +298,7 @@ async def plan_edit(context: Context, body: EditRequest) -> Plan:
 
 async def _plan_prompts(
     context: Context, body: SamplingRequest, encoded: list[list[int]], config: SamplerConfig
-) -> Plan:
+) -> RequestPlan:
     """Completions of token ids."""
     context.check_length(max(map(len, encoded)) + config.max_new_tokens)
     return await _plan(context, body, make_requests, encoded, config)
@@ -310,7 +310,7 @@ async def _plan(
     make: Callable[..., list[Request]],
     encoded: list[list[int]],
     config: SamplerConfig,
-) -> Plan:
+) -> RequestPlan:
     """The plan of token ids, of which `make` makes requests."""
     repeated = [ids for ids in encoded for _ in range(body.n)]
     requests = await context.make(
@@ -319,7 +319,7 @@ async def _plan(
     )
     work = [Work(request, config, body.watched) for request in requests]
     regions = [Region(request.start, request.length) for request in requests]
-    return Plan(work, regions, sum(request.hidden.count(False) for request in requests[:: body.n]))
+    return RequestPlan(work, regions, sum(request.hidden.count(False) for request in requests[:: body.n]))
 
 
 async def _with_lengths(
@@ -338,7 +338,7 @@ async def _with_lengths(
     return await context.search(search)
 
 
-def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[int]]:
+def _parts(lm: DiffusionLM, body: InfillRequest, limits: RequestLimits) -> list[list[int]]:
     """The ids between gaps whose length is searched; those of gaps whose length is known are mask tokens."""
     if (body.text is None) == (body.segments is None):
         raise GenerationError("give either text or segments", where="text", remedy="Give one of them")
@@ -375,7 +375,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
 
 
 def _chat_prompt(
-    lm: DiffusionLM, body: ChatRequest, limits: Limits
+    lm: DiffusionLM, body: ChatRequest, limits: RequestLimits
 ) -> tuple[list[int], CallFormat | None, ConstraintConfig | None]:
     """What the model reads, how it writes calls, if it may, and what the answer has to match."""
     constraint = format_constraint(body.response_format)
@@ -422,7 +422,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def sampler_config(
     lm: DiffusionLM,
     request: SamplingRequest,
-    limits: Limits,
+    limits: RequestLimits,
     *,
     default_tokens: int | None = None,
     constraint: ConstraintConfig | None = None,
@@ -471,7 +471,7 @@ def sampler_config(
     return config
 
 
-def edit_length(lm: DiffusionLM, request: EditRequest, limits: Limits, prompt_tokens: int) -> int:
+def edit_length(lm: DiffusionLM, request: EditRequest, limits: RequestLimits, prompt_tokens: int) -> int:
     """The tokens of an edit that does not say how many it wants: those of the region and `EDIT_MARGIN`, in
     whole decoding blocks, as far as there is room. Raises GenerationError if there is none for the region
     itself."""

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from unmask.serving.connections import DisconnectedError, while_connected
 from unmask.serving.errors import OpenAIRoute, documented
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.answers import (
     CHAT,
     EDIT,
@@ -34,7 +34,14 @@ from unmask.serving.openai.objects import (
     Infill,
     TextCompletion,
 )
-from unmask.serving.openai.plans import Context, Plan, plan_chat, plan_completion, plan_edit, plan_infill
+from unmask.serving.openai.plans import (
+    Context,
+    RequestPlan,
+    plan_chat,
+    plan_completion,
+    plan_edit,
+    plan_infill,
+)
 from unmask.serving.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -49,12 +56,12 @@ from unmask.serving.submission import Events, ReplacedError, TimeLimitError
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
 Asked = TypeVar("Asked", bound=SamplingRequest)
-Planning = Callable[[Context, Asked], Coroutine[Any, Any, Plan]]
+Planning = Callable[[Context, Asked], Coroutine[Any, Any, RequestPlan]]
 
 router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
 
 
-def add_routes(app: FastAPI, scheduler: Scheduler, limits: Limits) -> None:
+def add_routes(app: FastAPI, scheduler: Scheduler, limits: RequestLimits) -> None:
     """Add the routes of a scheduler's models. The owner of a request, who takes turns with others, is
     `request.state.owner` where a middleware sets it, else the client's address."""
     app.state.scheduler, app.state.limits = scheduler, limits

@@ -33,7 +33,7 @@ from unmask.errors import ConfigError, UnmaskError
 from unmask.serving.app import HEALTH, METRICS, AppSettings, make_app
 from unmask.serving.connections import ConnectionLimits
 from unmask.serving.errors import error_of
-from unmask.serving.limits import Limits
+from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import ModelEngine, Scheduler
 from unmask.serving.served_models import ServedModels, description
 from unmask.serving.server import make_server
@@ -60,7 +60,7 @@ class WorkerApp:
     the server itself asks, in requests that have no owner. No request of a client gets there, whatever its
     path."""
 
-    def __init__(self, scheduler: Scheduler, limits: Limits):
+    def __init__(self, scheduler: Scheduler, limits: RequestLimits):
         self.app, self.internal = make_app(scheduler, AppSettings(limits)), make_internal(scheduler)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

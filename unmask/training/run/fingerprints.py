@@ -50,7 +50,7 @@ def _of_rows(rows: Iterable[Row]) -> dict[str, Any]:
 
 def reads_first_weights(args: Any) -> bool:
     """Whether training reads the weights that the model had before training."""
-    return getattr(args, "needs_reference", False) and args.reference_model is None
+    return getattr(args, "needs_reference", False) and args.ref_model is None
 
 
 def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:

@@ -33,11 +33,11 @@ METHOD = "method"
 """The group of the settings in no other one."""
 SAMPLING, REWARDS, MEMORY, LOGS = "sampling of completions", "rewards", "memory and speed", "logs"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "optimisation": ("learning_rate", "lr_scheduler_type", "bf16"),
+    "optimization": ("learning_rate", "lr_scheduler_type", "bf16"),
     SAMPLING: (),
     REWARDS: (),
     "noise": ("schedule", "weighting", "min_time", "max_time", "num_timesteps", "exact_count", "cart_p"),
-    MEMORY: ("score_chunk", "flash_attention", "optimizer_offload", "fsdp", "cudnn_benchmark"),
+    MEMORY: ("logprob_batch_size", "flash_attention", "optimizer_offload", "fsdp", "cudnn_benchmark"),
     LOGS: ("logging_steps", "report_to", "logging_dir", "log_memory_usage", "log_variance_steps"),
     "data": (
         "max_length",
@@ -55,13 +55,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
 OF_GRPO: dict[str, tuple[str, ...]] = {
     SAMPLING: (
         "temperature",
-        "score_temperature",
+        "logprob_temperature",
         "max_completion_length",
         "steps",
         "block_size",
-        "policy",
+        "remasking",
         "stop_at_eos",
-        "beyond_eos",
+        "after_eos",
         "constraint",
         "rollout",
         "max_staleness",
@@ -75,13 +75,13 @@ OF_GRPO: dict[str, tuple[str, ...]] = {
         "overlong_buffer",
         "difficulty",
         "difficulty_reward",
-        "drop_equal_groups",
-        "dynamic_sampling",
+        "filter_zero_std_groups",
+        "max_resample_rounds",
         "curriculum",
-        "mask_truncated",
+        "mask_truncated_completions",
     ),
     MEMORY: ("rollout_batch_size",),
-    LOGS: ("log_completions_steps", "log_completions_rows", "performance_log_interval"),
+    LOGS: ("log_completions_steps", "num_completions_to_print", "performance_log_interval"),
 }
 """The same for the settings of `grpo`: `block_size` of a conversion is another setting."""
 VERBS = ("pretrain", "convert", "sft", "dpo", "grpo")
