@@ -84,13 +84,13 @@ def story_pairs(texts: Sequence[str]) -> Pairs:
 
 def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
     texts = load_rows(path)["text"]
-    learnt, held_out = texts[: -stories.HELD_OUT], texts[-stories.HELD_OUT :]
+    trained, held_out = texts[: -stories.HELD_OUT], texts[-stories.HELD_OUT :]
     if not (folder / "converted").exists():
-        lm, _ = stories.train(model, texts=learnt, **CONVERSION)
+        lm, _ = stories.train(model, texts=trained, **CONVERSION)
         lm.save(folder / "converted")
     policy = unmask.load(folder / "converted")
     trainer = unmask.DPOTrainer(
-        policy, unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)), story_pairs(learnt)
+        policy, unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)), story_pairs(trained)
     )
     trainer.train()
     log = [line for line in trainer.state.log_history if "margin" in line]
@@ -222,7 +222,7 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
 
 
 def byte_pair_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
-    """Learnt from the texts."""
+    """Trained on the texts."""
     learner = ByteLevelBPETokenizer()
     learner.train_from_iterator(
         texts, vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False

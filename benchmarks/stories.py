@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     texts = load_rows(options.stories)["text"]
-    learnt, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
+    trained, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
     causal = unmask.load(options.model)
     exact = nats_per_token(causal, held_out) if RANK == 0 else 0.0
     if RANK == 0:
@@ -116,7 +116,7 @@ def main() -> None:
         print(f"block 1 with shift equals the causal model: {same}", flush=True)
     for recipe in options.recipes:
         for steps in options.steps:
-            lm, seconds = train(options.model, recipe, learnt, steps, options.batch, options.rate)
+            lm, seconds = train(options.model, recipe, trained, steps, options.batch, options.rate)
             if RANK == 0:
                 if options.save:
                     lm.save(Path(options.save) / f"{recipe}-{steps}")

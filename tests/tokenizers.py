@@ -75,10 +75,10 @@ def _byte_level(space: bool) -> Tokenizer:
 
 def _sentencepiece(kind: str) -> Tokenizer:
     """With byte fallback; unlike those that are trained, its bytes are no special tokens."""
-    learnt = Tokenizer(models.BPE())
-    learnt.pre_tokenizer = pre_tokenizers.Metaspace()
-    learnt.train_from_iterator(TEXT * 2, trainers.BpeTrainer(vocab_size=200, show_progress=False))
-    model = json.loads(learnt.to_str())["model"]
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(TEXT * 2, trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
     vocabulary = [*SPECIAL, *BYTES, *sorted(model["vocab"], key=model["vocab"].get), "▁▁", "▁▁▁▁"]
     merges = [*map(tuple, model["merges"]), ("▁", "▁"), ("▁▁", "▁▁")]
     ids = {name: number for number, name in enumerate(dict.fromkeys(vocabulary))}

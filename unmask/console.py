@@ -27,8 +27,7 @@ PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a term
 BAR_WIDTH = 24
 SHORT = 12  # characters of a cell whose text stays on one line
 JOINT = " · "  # between the parts of a line
-# of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs
-# as much
+# weight of the expected times in the estimate of the time left: as much as this fraction of the run
 PRIOR_WEIGHT = 0.05
 
 Item = TypeVar("Item")
@@ -72,8 +71,7 @@ class Phase:
         self._changed()
 
     def fitting(self, width: int) -> str:
-        """Name and value of the first metrics, which are those that matter most, as many as fit into so many
-        columns."""
+        """Name and value of the first metrics, which matter most, as many as fit into `width` columns."""
         figures = [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
         while len(JOINT.join(figures)) > width and figures:
             figures.pop()

@@ -350,7 +350,7 @@ def run_demo(
     if overwrite or earlier != (wanted, "running"):
         check_output_folder(output, overwrite=overwrite)
         refuse_other_files(output, earlier)
-        for name in STAGES:  # what a later stage, or a demo that goes on, would read
+        for name in STAGES:  # what a later stage, or a demo that continues, would read
             for path in (output / name / EVALUATION, *(output / name).glob("*.safetensors")):
                 path.unlink(missing_ok=True)
     demo = Demo(task, output, seed, settings)

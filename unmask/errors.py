@@ -79,7 +79,7 @@ class TrainingError(UnmaskError):
 
 
 class UnmaskWarning(RuntimeWarning):
-    """What a user should know of a run that goes on. The command line shows these, and no warnings of
+    """What a user should know of a run that continues. The command line shows these, and no warnings of
     libraries."""
 
 

@@ -163,7 +163,7 @@ def _quoted(word: str) -> str:
 
 
 def _bytes(character: str) -> bytes:
-    """Of a character as in a file's name, where half of one stands for a byte that is not UTF-8."""
+    """The bytes of a character as in a file's name, where half of one stands for a byte that is not UTF-8."""
     return character.encode(
         "utf-8", "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass"
     )

@@ -266,9 +266,9 @@ def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_
                 assert all(torch.equal(after[name][row], before[name][row]) for name in after)
                 continue
             chosen.add((step, row))
-            learnt = after["maskable"][row].nonzero().flatten()
-            start, stop = learnt[0].item(), learnt[-1].item() + 1
-            assert learnt.tolist() == list(range(start, stop)) and start >= 1 and stop - start <= 6
+            trained = after["maskable"][row].nonzero().flatten()
+            start, stop = trained[0].item(), trained[-1].item() + 1
+            assert trained.tolist() == list(range(start, stop)) and start >= 1 and stop - start <= 6
             assert stop - start == 6 or after["input_ids"][row, stop - 1] == trainer.lm.eos_token_id
             assert torch.equal(after["input_ids"][row, :start], before["input_ids"][row, :start])
             assert after["documents"][row].tolist() == [1] * stop + [0] * (
@@ -301,8 +301,8 @@ def test_the_loss_is_divided_by_what_is_left_to_learn(tmp_path):
     trainer = on_policy(tmp_path, on_policy=1.0)
     trainer.state.max_steps, rows = 4, [batch(trainer, 0, 1), batch(trainer, 2, 3)]
     batches, items = trainer.get_batch_samples(iter(rows), 2, torch.device("cpu"))
-    learnt = sum(int(one["maskable"].sum()) for one in batches)
-    assert items == learnt <= 4 * 6 < sum(int(one["maskable"].sum()) for one in rows)
+    trained = sum(int(one["maskable"].sum()) for one in batches)
+    assert items == trained <= 4 * 6 < sum(int(one["maskable"].sum()) for one in rows)
 
 
 @pytest.mark.parametrize("rows", [LONG, TEXTS, PAIRS], ids=["long", "short", "pairs"])

@@ -168,11 +168,11 @@ def test_of_rows_for_fine_tuning_the_answers_are_measured(row, tmp_path):
     """The tokens that `unmask sft` learns, but for those that fill a block, given all before them."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     lm = chat_model()
-    [learnt] = pair_rows(
+    [trained] = pair_rows(
         lm.tokenizer, [row], RowLimits(128), DataReport("rows"), ends=lm.eos_token_ids, learn="all"
     )
-    by_token = prompt_log_probs(lm, learnt["input_ids"], 0, lambda part: part()).log_probs
-    expected = [value for value, maskable in zip(by_token, learnt["maskable"], strict=True) if maskable]
+    by_token = prompt_log_probs(lm, trained["input_ids"], 0, lambda part: part()).log_probs
+    expected = [value for value, maskable in zip(by_token, trained["maskable"], strict=True) if maskable]
     scores = measured(lm, str(tmp_path / "rows.jsonl"))
     assert scores.items[0].details["tokens"] == scores.protocol["tokens"] == len(expected) > 1
     assert scores.items[0].details["log_likelihood"] == pytest.approx(sum(expected), rel=1e-5)

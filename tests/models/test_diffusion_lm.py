@@ -171,7 +171,7 @@ def test_a_row_longer_than_the_context_is_an_error():
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_documents_that_each_fit_the_context_may_share_a_longer_row(pattern):
-    """Also beside as much padding: positions are learnt, and there are 64 of them."""
+    """Also beside as much padding: positions are trained on, and there are 64 of them."""
     lm = tiny_lm("gpt2", pattern, BLOCKS[pattern])
     parts, padding = [random_ids(1, 64, seed=seed) for seed in (1, 2)], torch.zeros(1, 128, dtype=torch.long)
     packed = torch.cat([torch.cat(parts, 1), torch.cat([parts[0][:, :5], padding[:, 5:]], 1)])

@@ -246,7 +246,7 @@ def test_views_by_estimator(attention, block_size, more, count, tmp_path):
 
 def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The ids of every chosen response with its prompt, then of every rejected one, and which tokens are
-    learnt."""
+    trained."""
     places = [
         (row, rows["documents"][row] == side) for side in (1, 2) for row in range(len(rows["documents"]))
     ]
@@ -346,8 +346,8 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     bound_N = trainer.response_log_probs(trainer.lm, prepared)
     term = (
         sum(
-            bound_N[number].item() / int(learnt.sum())
-            for number, (_, learnt) in enumerate(each_response(rows)[:3])
+            bound_N[number].item() / int(trained.sum())
+            for number, (_, trained) in enumerate(each_response(rows)[:3])
         )
         / 3
     )

@@ -281,7 +281,7 @@ def test_divergences_are_their_formulas(gap_BT):
 
 # Loss types.
 
-LEARNT = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
+TRAINED = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
 STEPS = torch.tensor([[-1, 0, 0, 2, 2, 2, 5, -1], [7, 7, 0, 3, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
 LIMIT = 10
 BY_HAND = {
@@ -298,6 +298,6 @@ BY_HAND = {
 @pytest.mark.parametrize("kind", get_args(LossType))
 def test_each_token_has_its_share_and_each_batch_its_items(kind):
     expected, items = BY_HAND[kind]
-    weight_BT = token_weights(LEARNT, kind, STEPS, LIMIT)
+    weight_BT = token_weights(TRAINED, kind, STEPS, LIMIT)
     torch.testing.assert_close(weight_BT, torch.tensor([*expected, [0] * 8], dtype=torch.float32))
-    assert count_items(LEARNT, kind, STEPS) == items
+    assert count_items(TRAINED, kind, STEPS) == items

@@ -152,9 +152,9 @@ ENDED = CHAT_TEMPLATE.replace(
 )
 
 
-@pytest.mark.parametrize(("learn", "learnt"), [("all", "cd</s>ghg</s>"), ("last", "ghg</s>")])
+@pytest.mark.parametrize(("learn", "trained"), [("all", "cd</s>ghg</s>"), ("last", "ghg</s>")])
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
-def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, learnt, tmp_path):
+def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, trained, tmp_path):
     lm = tiny()
     lm.tokenizer.chat_template = ENDED
     speakers = {"user": "human", "assistant": "gpt"}
@@ -164,7 +164,7 @@ def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, lea
     rows = batch(trainer, 0)
     hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BMT.any(1)
     assert lm.tokenizer.decode(rows["input_ids"][0]) == "<s>abcd</s>efghg</s>"
-    assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == learnt
+    assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == trained
 
 
 CHATML = (

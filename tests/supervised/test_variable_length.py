@@ -24,7 +24,7 @@ def with_tokens(**more):
 
 
 def rows_of(count: int, length: int, prompt: int = 3, first: int = 0) -> dict:
-    """Rows whose tokens are all different: BOS, a prompt, and learnt tokens with EOS."""
+    """Rows whose tokens are all different: BOS, a prompt, and trained tokens with EOS."""
     ids = [1, *range(20, 18 + length), 2]
     return Collator(0)(
         [

@@ -681,7 +681,7 @@ def test_rows_are_shown_with_what_is_learnt_of_them(verb, tmp_path, capsys):
     shown = capsys.readouterr().out
     for part, text in enumerate(SHOWN[verb], start=1):
         where = "row 0" + f", part {part} of {len(SHOWN[verb])}" * (len(SHOWN[verb]) > 1)
-        assert f"{where}, learnt between ⟦ and ⟧:\n{text}\n" in shown
+        assert f"{where}, trained on between ⟦ and ⟧:\n{text}\n" in shown
     assert "row 1" in shown and "row 2" not in shown
     assert data_reports(trainer)["train"]["rows"][0] == SHOWN[verb]
     make(verb, tmp_path)

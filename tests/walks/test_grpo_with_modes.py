@@ -19,7 +19,7 @@ from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.rl.methods import METHODS, register
-from unmask.rl.methods.masking import STRATEGIES, MaskingStrategy, weighed
+from unmask.rl.methods.masking import STRATEGIES, MaskingStrategy, weighted_views
 from unmask.tasks import get_task
 
 HERE = [
@@ -348,7 +348,7 @@ def test_what_plans_samples_and_compares_can_be_replaced(monkeypatch):
         def plan(self, rollout, draw, config, progress):
             planned.append(progress)
             even_T = torch.arange(rollout.ids_BT.shape[1]) % 2 == 0
-            return weighed(rollout, (rollout.completion_BT & even_T)[:, None], config)
+            return weighted_views(rollout, (rollout.completion_BT & even_T)[:, None], config)
 
     class Greedy(package.GRPOTrainer):
         def sample(self, rows, *, temperature, step):

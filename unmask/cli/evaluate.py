@@ -77,7 +77,7 @@ def evaluate(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Also write the result to this file, as JSON; a killed evaluation goes on."
+            metavar="FILE", help="Also write the result to this file, as JSON; a killed evaluation continues."
         ),
     ] = None,
     overwrite: OverwriteFile = False,

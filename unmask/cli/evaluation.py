@@ -125,7 +125,7 @@ def evaluate(
     expected: EvaluationResult | None = None,
 ) -> EvaluationResult:
     """Run an evaluation, and write its result to `output`. Items are kept beside it as they finish: a killed
-    evaluation goes on.
+    evaluation continues.
 
     Args:
         harness: for tasks of lm-eval.

@@ -72,7 +72,7 @@ def measure_retention(
 
     Args:
         output: the file of the result of `model`; that of the other one is `result_before(output)`. A killed
-            evaluation goes on.
+            evaluation continues.
         reuse: whether an existing result of the earlier model is used, and the model not measured again.
         replace: whether any other file in its place is replaced.
 

@@ -22,7 +22,7 @@ class OnResume(StrEnum):
     """The kinds of settings. A setting that declares none is of the kind of its section, and else OTHER."""
 
     ACTS = "takes effect from here on"
-    NEUTRAL = "changes nothing that is learnt"
+    NEUTRAL = "does not change what is trained"
     OTHER = "makes another run"
 
 

@@ -25,9 +25,9 @@ class Setting:
     key: str
     """Dotted, as in `training.learning_rate`."""
     type: str
-    """As `type_name` gives it."""
+    """The type in words (`type_name`)."""
     default: Any
-    """Of JSON types; None: unset."""
+    """A value of a JSON type; None: unset."""
     help: str
     stock: bool = False
     """Whether it is a field of `transformers.TrainingArguments` that Unmask leaves as it is."""

@@ -334,7 +334,7 @@ def encode_turns(
             _require_prefix(before, through, messages[:turn])
             _require_prefix(through, whole, messages[: turn + 1])
             ended, message = through, messages[turn]
-            # an end cannot be told from a call: the template writes a plain answer
+            # an end looks like a call: the template writes a plain answer
             if message.get("tool_calls"):
                 message = {"role": "assistant", "content": ANSWER}
                 ended = render_template(tokenizer, [*messages[:turn], message], **options)

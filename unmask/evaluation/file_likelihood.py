@@ -37,7 +37,7 @@ Part = tuple[list[int], list[int]]
 @dataclass(frozen=True)
 class Documents:
     """Documents whose likelihood is measured: of a text the tokens after the first, of a conversation or a
-    pair the answers, as they are learnt by `unmask sft`; up to the model's context."""
+    pair the answers, as they are trained on by `unmask sft`; up to the model's context."""
 
     by_id: Mapping[str, tuple[Any, list[Part]]]
     """The text or the prompt of each, and its parts, which have a token or more to measure."""
@@ -150,7 +150,7 @@ class Documents:
         )
 
     def _standard_error(self, items: Sequence[Item]) -> float | None:
-        """Of the metric, over the random masks; None where it is exact or not known."""
+        """The metric's standard error over the random masks; None where it is exact or not known."""
         errors = [item.details.get("standard_error", 0.0) for item in items]
         if None in errors or not any(errors):
             return None
@@ -165,11 +165,11 @@ def _parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
     options = template_options(lm.tokenizer, row)
     if "messages" not in row:
         return [encode_pair(lm.tokenizer, row["prompt"], row["completion"], lm.eos_token_ids, options)]
-    before, answer, learnt = encode_turns(lm.tokenizer, row["messages"], "all", lm.eos_token_ids, options)
+    before, answer, trained = encode_turns(lm.tokenizer, row["messages"], "all", lm.eos_token_ids, options)
     ids, turns, start = [*before, *answer], list[Part](), 0
-    for is_learnt, run in groupby([*learnt, *[True] * len(answer)]):
+    for is_trained, run in groupby([*trained, *[True] * len(answer)]):
         stop = start + len(list(run))
-        turns += [(ids[:start], ids[start:stop])] if is_learnt else []
+        turns += [(ids[:start], ids[start:stop])] if is_trained else []
         start = stop
     return turns
 

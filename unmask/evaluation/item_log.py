@@ -1,4 +1,4 @@
-"""The items of an evaluation as they finish, in JSON lines beside its result: a killed evaluation goes on
+"""The items of an evaluation as they finish, in JSON lines beside its result: a killed evaluation continues
 from them."""
 
 from __future__ import annotations

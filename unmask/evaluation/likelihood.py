@@ -34,7 +34,7 @@ Estimator = Literal["elbo", "exact"]
 ROWS_PER_PASS, TOKENS_PER_PASS = 128, 32_768
 """Noised rows of a forward pass at most: a function of the row's length alone."""
 FEWEST_DIFFERENCES = 4
-"""Of which an interval is made."""
+"""The fewest differences from which an interval is made."""
 EXACT_BLOCK = 4
 """The largest attention block over whose orders `default_estimator` sums."""
 
@@ -46,7 +46,7 @@ class LogLikelihoods:
     values: Tensor
     """[B], in nats, on the CPU."""
     differences: list[Tensor]
-    """Of each pair [P]: `Bound.difference_BP`; empty where the value is exact."""
+    """`Bound.difference_BP` of each pair [P]; empty where the value is exact."""
 
     @property
     def standard_errors(self) -> Tensor:

@@ -51,7 +51,7 @@ class Metric(_Part):
     low: float | None = None
     high: float | None = None
     standard_error: float | None = None
-    """Of the estimate itself, over its random masks (Monte Carlo); None: the score of each item is exact."""
+    """The standard error of the estimate over its random masks (Monte Carlo); None: scores are exact."""
     higher_is_better: bool = True
 
     @classmethod
@@ -90,7 +90,7 @@ class Item(_Part):
     """One problem: its prompt, its completions and their scores."""
 
     id: str
-    """Of the problem alone: the same in every evaluation of the task."""
+    """Names the problem: the same in every evaluation of the task."""
     group: str
     """Items of one group are not independent: intervals are over whole groups."""
     status: str = "ok"
@@ -146,7 +146,7 @@ class EvaluationResult(_Part):
     model: dict[str, Any]
     """Path, revision, fingerprint of the weights, attention pattern."""
     arguments: dict[str, Any]
-    """Of `unmask evaluate`: they run it again. Empty in results of training."""
+    """Arguments of `unmask evaluate` that run it again. Empty in results of training."""
     tasks: list[TaskScores]
     environment: dict[str, Any] = {}
     """Versions, machine, command."""

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from unmask.errors import DataError, require
 
 CONFIDENCE = 0.95
-"""Of all intervals."""
+"""The confidence level of all intervals."""
 SAMPLES = 10_000
 """Flips of a test."""
 FLIPPED_AT_ONCE = 2_000_000  # signs of groups: 16 MB

@@ -115,7 +115,7 @@ GRPO_FLAGS: Table = {
 def prompt_kept(value: Any) -> Settings:
     if not truth(value):
         raise DroppedError(
-            "prompts are not learnt in sft; give them as part of the completion, or use convert"
+            "prompts are not trained on in sft; give them as part of the completion, or use convert"
         )
     return {}
 

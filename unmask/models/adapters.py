@@ -208,8 +208,8 @@ def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft
 
 @contextmanager
 def _untied(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, PEFT treats the head as untied from the embedding table: it would compute the whole head anew
-    in each pass."""
+    """Let PEFT treat the head as untied from the embedding table, because it would compute the whole head
+    again in each pass."""
     tied, lm.model.config.tie_word_embeddings = lm.model.config.tie_word_embeddings, False
     try:
         yield

@@ -23,10 +23,10 @@ from unmask.models.attention import ATTENTION_NAME, Layout, make_mask
 from unmask.models.compiled import description
 
 LENGTH, WINDOW, VOCABULARY, WIDTH, EXPERTS = 9, 4, 32, 16, 4
-"""Of the row, and of the small copy: its sliding windows, tokens, MLPs, and experts."""
+"""Sizes of the row and of the small copy: tokens, sliding windows, vocabulary, MLPs and experts."""
 TOLERANCE = 1e-2
-"""Of logits in float32, in their standard deviation. Another mask or position changes them by tens of this,
-rounding by a thousandth."""
+"""The tolerance for float32 logits, in their standard deviations. Another mask or position changes them by
+tens of this, rounding by a thousandth."""
 REMEDY = "Use a model of a type that docs/models.md lists"
 INNER = re.compile(r".*intermediate_size|.*ffn_dim|ffn_hidden_size|n_inner|mlp_hidden_size")
 MANY = re.compile(r"num_.*experts|n_routed_experts|moe_num_experts")

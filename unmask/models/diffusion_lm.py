@@ -423,13 +423,12 @@ class DiffusionLM:
         return seen[0]
 
     def capturing(self) -> AbstractContextManager[list[Tensor]]:
-        """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor
-        per pass."""
+        """Collect the hidden states [N, D] that the head reads at the selected rows, one tensor per pass."""
         return self._head.capturing()
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
-        """Inside, every pass calls the same modules, for processes that synchronize at each module."""
+        """Let every pass call the same modules, for processes that synchronize at each module."""
         self._fraction.in_every_pass = True
         try:
             yield

@@ -79,8 +79,8 @@ class Family:
 
     @contextlib.contextmanager
     def converting(self) -> Iterator[None]:
-        """Inside, transformers converts weights between their published and their stock names, also where a
-        tensor holds several weights. Elsewhere stock models of the class are saved under their own names."""
+        """Let transformers convert weights between their published and their stock names, also where a tensor
+        holds several weights. Elsewhere stock models of the class are saved under their own names."""
         conversions = [
             WeightRenaming(published, stock)
             if isinstance(stock, str)

@@ -425,7 +425,7 @@ def _load_model(
 
 @contextlib.contextmanager
 def _loading_unsharded() -> Iterator[None]:
-    """Inside, transformers loads whole weights. With ZeRO 3 it would partition them before a mask token could
+    """Let transformers load whole weights. With ZeRO 3 it would partition them before a mask token could
     be added; the trainer partitions them later."""
     reference = zero._hf_deepspeed_config_weak_ref
     zero.unset_hf_deepspeed_config()

@@ -34,7 +34,7 @@ COUNTS = re.compile(r"\w*layers|n_layer|_?num_labels")
 
 @contextmanager
 def reading(what: str, where: str, remedy: str) -> Iterator[None]:
-    """Inside, every error that is not Unmask's is a ModelError with these words."""
+    """Raise every error that is not Unmask's as a ModelError with these words."""
     try:
         yield
     except UnmaskError:

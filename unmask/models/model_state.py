@@ -34,7 +34,7 @@ def fingerprint(model: nn.Module) -> str:
 
 @contextmanager
 def evaluating(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, the model is in eval mode; each module's mode is restored afterwards."""
+    """Put the model in eval mode, and restore each module's mode afterwards."""
     training, modules = [], [lm.model]
     while modules:  # `modules()` takes as long as a small model's forward pass
         module = modules.pop()

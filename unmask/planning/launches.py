@@ -41,22 +41,22 @@ class PassCosts:
 # Launches, counted on real steps and passes. `tests/planning/test_launches.py` counts them again: change them
 # here when it fails.
 LAUNCHES_OF_STEP = 75
-"""Of a training step: metrics, clipping and the update, which a fused optimizer launches for all parameters
-together."""
+"""Launches of a training step: metrics, clipping and the update, which a fused optimizer launches for all
+parameters together."""
 LAUNCHES_OF_NOISE = 225
-"""Of drawing the views of a batch of noised rows."""
+"""Launches that draw the views of a batch of noised rows."""
 LAUNCHES_OF_HEAD = 47
-"""Of every pass of training: inputs, mask, head and loss."""
+"""Launches of every pass of training: inputs, mask, head and loss."""
 LAUNCHES_OF_ADAPTER = {"float32": 10, "mixed": 16, "bfloat16": 16}
-"""Of the adapter of one matrix, forward and backward, by precision."""
+"""Launches of the adapter of one matrix, forward and backward, by precision."""
 LAUNCHES_PER_PARAMETER = {"adamw": 0, "adamw_8bit": 1}
-"""Of an update, for each tensor of parameters."""
+"""Launches of an update, for each tensor of parameters."""
 LAUNCHES_OF_CACHE = 3
-"""Of a layer's cache of keys and values in a pass of generation."""
+"""Launches of a layer's cache of keys and values in a pass of generation."""
 LAUNCHES_OF_SAMPLER = 55
-"""Of a pass of generation: inputs, head, choice of tokens and bookkeeping."""
+"""Launches of a pass of generation: inputs, head, choice of tokens and bookkeeping."""
 LAUNCHES_OF_DRAW = 25
-"""Of a pass of generation above temperature 0."""
+"""Launches of a pass of generation above temperature 0."""
 
 TRAFFIC_OF_ADAPTER = {"float32": (12, 32), "mixed": (12, 24), "bfloat16": (18, 38)}
 """Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and

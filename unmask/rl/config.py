@@ -354,7 +354,7 @@ class GRPOConfig(TrainingConfig):
             raise ConfigError(
                 f"{self.method} always hides what is after the end, or keeps it as sampled",
                 where="after_eos",
-                remedy="Use hidden or learnt, or a masking strategy",
+                remedy="Use mask or train, or a masking strategy",
             )
         read = set(settings_of(method, plan=own_plan and not exact))
         if strategy is not None and strategy.uses is not None:

@@ -190,7 +190,7 @@ def token_weights(loss_mask_BT: Tensor, kind: LossType, unit_BT: Tensor, limit: 
     sum / limit (TraceRL on SDAR). dr_grpo: 1 / limit. sum: the sum over tokens (wd1).
 
     Args:
-        loss_mask_BT: the tokens that are learnt from.
+        loss_mask_BT: the tokens that are trained on.
         unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below
             T; any elsewhere.
         limit: tokens of the longest possible completion.
@@ -200,20 +200,20 @@ def token_weights(loss_mask_BT: Tensor, kind: LossType, unit_BT: Tensor, limit: 
     """
     check_tensors(loss_mask_BT=loss_mask_BT, unit_BT=unit_BT)
     _check_kind(kind, LossType)
-    learnt = loss_mask_BT.float()
+    trained = loss_mask_BT.float()
     if kind == "grpo":
-        return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
+        return trained / trained.sum(1, keepdim=True).clamp_min(1)
     if kind in ("step", "view"):
         tokens_BU = tokens_per_unit(loss_mask_BT, unit_BT)
-        weight_BT = learnt / tokens_BU.gather(1, torch.where(loss_mask_BT, unit_BT, 0)).clamp_min(1)
+        weight_BT = trained / tokens_BU.gather(1, torch.where(loss_mask_BT, unit_BT, 0)).clamp_min(1)
         return weight_BT / (tokens_BU > 0).sum(1, keepdim=True).clamp_min(1) if kind == "step" else weight_BT
-    return learnt / limit if kind in ("dr_grpo", "view-constant") else learnt
+    return trained / limit if kind in ("dr_grpo", "view-constant") else trained
 
 
 def tokens_per_unit(loss_mask_BT: Tensor, unit_BT: Tensor) -> Tensor:
     """The number of trained tokens of each step or view of a completion [B, U], U being T."""
-    learnt = loss_mask_BT.float()
-    return torch.zeros_like(learnt).scatter_add_(1, torch.where(loss_mask_BT, unit_BT, 0), learnt)
+    trained = loss_mask_BT.float()
+    return torch.zeros_like(trained).scatter_add_(1, torch.where(loss_mask_BT, unit_BT, 0), trained)
 
 
 def count_items(loss_mask_BT: Tensor, kind: LossType, unit_BT: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, averaging_units, loss_of
-from unmask.rl.methods.masking import weighed
+from unmask.rl.methods.masking import weighted_views
 from unmask.rl.rollout import Rollout, Update, learnable
 from unmask.tensor_checks import check_tensors
 from unmask.training.per_view_backward import Chunk
@@ -37,7 +37,7 @@ def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: MaskRN
     _check_method(method)
     check_tensors(ids_BT=rollout.ids_BT, key_B=draw.key_B)
     if lm.autoregressive:
-        return weighed(rollout, rollout.completion_BT[:, None], None, method.estimator)
+        return weighted_views(rollout, rollout.completion_BT[:, None], None, method.estimator)
     return method.plan(rollout, draw)
 
 

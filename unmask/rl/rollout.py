@@ -151,7 +151,7 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
     batch, length = rollout.ids_BT.shape
     remedy = (
         "Return Views of hidden tokens, targets (boolean) and weights (floating), [batch, views, tokens]; "
-        "`weighed` makes them"
+        "`weighted_views` makes them"
     )
     if not isinstance(views, Views):
         raise TrainingError(f"returned {type(views).__name__}, not Views", where=where, remedy=remedy)

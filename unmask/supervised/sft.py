@@ -61,13 +61,13 @@ class SFTConfig(NoisingConfig, PairConfig):
         choices=("nll", "sequence_nll"),
     )
     learn: Learn = setting(
-        "all", "The assistant's turns that are learnt: all, or the last", choices=get_args(Learn)
+        "all", "The assistant's turns to train on: all, or the last", choices=get_args(Learn)
     )
     packing: bool = setting(False, "Pack examples into rows of max_length; they do not attend to one another")
     truncate_completion: bool = setting(
         False,
         (
-            "Cut a completion that is too long. No end token is then learnt, because the cut is not the "
+            "Cut a completion that is too long. Its end token is not trained on, because the cut is not the "
             "end of the answer"
         ),
     )
@@ -88,7 +88,7 @@ class SFTConfig(NoisingConfig, PairConfig):
         None,
         (
             "Learn to fill gaps of unknown length, of up to this many tokens, with an expand and a delete "
-            "token; unset: not learnt"
+            "token; unset: no gaps"
         ),
         low=1,
     )

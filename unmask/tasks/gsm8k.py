@@ -52,7 +52,7 @@ AFTER_BOX = re.compile(r"(?:[ $,;/]*(?:(?:and|not)\b.*)?|[^.\n=]*\bor\b.*)[0-9]"
 HOPE = re.compile(r" ?I hope (?:it|this) is correct[.!]*$", re.IGNORECASE)
 """How answers to a common few-shot prompt end (Lewkowycz et al. 2022)."""
 GOES_ON = re.compile(r"\n[*_# ]*(?:Q|Question|Problem)(?: ?[0-9]+)?[*_ ]*:")
-"""How a base model goes on after its answer."""
+"""How a base model continues after its answer."""
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float:
@@ -109,7 +109,7 @@ class GSM8K(Task):
         the only "answer is" (or, at the end, "total is"), else in a single statement, else the whole text.
         What else is offered has to be the same number.
 
-        A base model goes on after its answer, with another question.
+        A base model continues after its answer, with another question.
         """
         text = HOPE.sub("", answer_of(completion) or "")
         first = GOES_ON.split(text, maxsplit=1)[0]

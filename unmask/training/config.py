@@ -137,7 +137,7 @@ class TrainingConfig(TrainingArguments):
     )
     show_rows: int = setting(
         0,
-        "Training rows to print as text, with the learnt tokens marked; also in data_report.json",
+        "Training rows to print as text, with the trained tokens marked; also in data_report.json",
         low=0,
         on_resume=NEUTRAL,
     )

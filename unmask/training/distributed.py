@@ -147,7 +147,7 @@ def connected_processes(*, cpu: bool) -> PartialState:
 
 
 def check_processes(training_together: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the launcher was told of more processes than train together: each would be a run
+    """Raise ConfigError if the launcher was given more processes than train together: each would be a run
     of its own."""
     started = started_processes(environ)
     alone = all(name in environ for name in OF_ACCELERATE) and not any(name in environ for name in SIZES)

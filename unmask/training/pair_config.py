@@ -19,7 +19,7 @@ class PairConfig(TrainingConfig):
 
     canvas_length: int | None = setting(
         None,
-        "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the "
+        "Fill completions with EOS to this many tokens, all trained on: bidirectional sampling fills the "
         "whole canvas. Unset: only the rest of "
         "the last block of a block-causal model",
         low=1,

@@ -36,7 +36,7 @@ def set_tensorboard_dir(callbacks: Iterable[TrainerCallback], logging_dir: str |
 
 
 class TrackedRuns(TrainerCallback):
-    """The runs of Weights & Biases, MLflow, Trackio and TensorBoard: a training that is resumed goes on in
+    """The runs of Weights & Biases, MLflow, Trackio and TensorBoard: a training that is resumed continues in
     them.
 
     It comes before the trackers. What they report of steps that are made again is there twice, but in

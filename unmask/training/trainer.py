@@ -347,7 +347,7 @@ class DiffusionTrainer(Trainer):
         self.metrics.rewind(step)
 
     def show_changes(self, max_steps: int) -> None:
-        """Print where the run goes on, and what was changed. `max_steps`: of the whole run."""
+        """Print where the run continues, and what was changed. `max_steps`: of the whole run."""
         if self.args.should_save:
             self.run_record.show(self.changed, self.state.global_step, max_steps)
 

@@ -29,7 +29,7 @@ from unmask.rl.methods.masking import (
     MaskingStrategy,
     Optimized,
     find_masking,
-    weighed,
+    weighted_views,
 )
 from unmask.rl.trainer import GRPOTrainer
 
@@ -204,7 +204,7 @@ class EverySet(MaskingStrategy):
         hidden_MT = torch.zeros(len(sets), rollout.ids_BT.shape[1], dtype=torch.bool)
         for view, chosen in enumerate(sets):
             hidden_MT[view, list(chosen)] = True
-        return weighed(rollout, hidden_MT.expand(len(rollout.ids_BT), -1, -1), config)
+        return weighted_views(rollout, hidden_MT.expand(len(rollout.ids_BT), -1, -1), config)
 
 
 def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
@@ -375,7 +375,9 @@ class Halves(MaskingStrategy):
         first_B1T = (draw.uniform(position_BT, 1, RngStream.MASK) < 0.5) & rollout.completion_BT[:, None]
         self.calls.append((draw.iteration, progress))
         self.planned.append(
-            weighed(rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config)
+            weighted_views(
+                rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config
+            )
         )
         return self.planned[-1]
 
@@ -441,7 +443,7 @@ class Wrong(MaskingStrategy):
             "a target is not hidden",
         ),
         (
-            lambda views, rollout: weighed(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()),
+            lambda views, rollout: weighted_views(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()),
             "a target is outside the completion",
         ),
     ],

@@ -113,7 +113,7 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
     assert torch.equal(views.hidden_BMT, hidden_BMT)  # the published masks, by our plan
 
     advantage_B = advantages(REWARD_B, torch.zeros(BATCH, dtype=torch.long), args.scale_rewards)
-    if name != "wd1":  # whose published advantage is weighed in its loss
+    if name != "wd1":  # whose published advantage is weighted_views in its loss
         torch.testing.assert_close(advantage_B, torch.tensor(record["advantage"]))
     head_DK = HEAD_DK.clone().requires_grad_()
     old_BMT = scored(IDS_BT, OLD_DK, views)

@@ -69,7 +69,7 @@ MODEL_FIELDS = set(ModelConfig.model_fields) - {
 }
 SAMPLER_FIELDS = set(SamplerConfig.model_fields) - {"seed", "batch_size"}
 DEFAULT_LENGTH = 256
-"""Of a completion, in tokens, as in lm-eval."""
+"""Tokens of a completion, as in lm-eval."""
 
 
 class HarnessLM(TemplateLM):
@@ -99,7 +99,7 @@ class HarnessLM(TemplateLM):
     """
 
     progress: Phase | None = None
-    """Of a progress display, updated in each list of requests in place of lm-eval's own display."""
+    """The phase of a progress display that each list of requests updates, in place of lm-eval's display."""
 
     def __init__(
         self,
@@ -474,7 +474,7 @@ class HarnessLM(TemplateLM):
 
 def _processes(device: str | None, pretrained: str | DiffusionLM) -> PartialState:
     """The processes of a launcher, connected. Accelerate connects none on a machine without a GPU, unless it
-    is told to use the CPU."""
+    is set to use the CPU."""
     where = pretrained.device.type if isinstance(pretrained, DiffusionLM) else device
     return connected_processes(cpu=where == "cpu" or not torch.accelerator.is_available())
 

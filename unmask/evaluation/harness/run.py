@@ -34,7 +34,7 @@ OPTIONS = {
     "use_cache": None,
     "cache_requests": False,
 }
-"""Of `lm_eval.simple_evaluate`, with their defaults."""
+"""Options of `lm_eval.simple_evaluate`, with their defaults."""
 
 
 @contextmanager

@@ -180,8 +180,8 @@ def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None
 
 
 def _differences(response: Any) -> tuple[float, ...]:
-    """Of an answer to `loglikelihood` (a pair), to `loglikelihood_rolling` (a number), or to `generate_until`
-    (a text: none)."""
+    """The differences of an answer to `loglikelihood` (a pair) or `loglikelihood_rolling` (a number); none of
+    an answer to `generate_until` (a text)."""
     value = response[0] if isinstance(response, tuple | list) and response else response
     return value.differences if isinstance(value, LogLikelihood) else ()
 

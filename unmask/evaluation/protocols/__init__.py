@@ -34,7 +34,7 @@ class Protocol(Config):
     name: str
     task: str
     variant: str | None = None
-    """Of the authors' settings; None: those of their evaluation code."""
+    """The variant of the authors' settings; None: the settings of their evaluation code."""
     model: str
     """The model that they evaluated, by its hub id."""
     sources: list[str] = Field(min_length=1)
@@ -54,7 +54,7 @@ class Protocol(Config):
     ignore_until: bool = False
     """Whether the stop strings of lm-eval's task are ignored."""
     until: list[str] = Field(default_factory=list)
-    """Those strings, for a task of Unmask that is not lm-eval's: its answers are cut before them."""
+    """The stop strings for a task of Unmask that is not lm-eval's: answers are cut before them."""
     likelihood_samples: int | None = Field(default=None, ge=1)
     """Masks per likelihood (`mc_num`); None: answers are generated."""
     cfg_scale: float = Field(default=0.0, ge=0)
@@ -86,7 +86,7 @@ class Protocol(Config):
         return ("" if text.startswith(bos) else bos) + text + self.prefill
 
     def prompt_ids(self, lm: DiffusionLM, prompt: Prompt) -> list[int]:
-        """As `prompt`, for a text or messages: token ids."""
+        """The token ids of a text or of messages, with what `prompt` adds."""
         ids, bos = encode_prompt(lm.tokenizer, prompt), [lm.tokenizer.bos_token_id]
         answer = encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else []
         return bos * (self.add_bos and bos != [None] and ids[:1] != bos) + ids + answer

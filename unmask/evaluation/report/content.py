@@ -28,7 +28,7 @@ class TableCell:
     length: float | None = None
     """Draws a bar of this fraction."""
     color: int | None = None
-    """Of the bar or interval; a cell with neither gets a colored mark before its text."""
+    """The color of the bar or interval; a cell with neither gets a colored mark before its text."""
     verdict: Verdict = ""
 
 

@@ -11,7 +11,7 @@ from unmask.evaluation.result_file import Item, ItemTrace
 
 ANSWERS_IN_MAP, POSITIONS_IN_MAP = 40, 160
 PROBLEMS_SHOWN = 3
-"""Of each task."""
+"""Problems of each task that are shown."""
 
 
 def decoding_order(results: Sequence[Result]) -> Section:

@@ -63,11 +63,11 @@ class Run:
     description: str = ""
     state: str = ""
     steps: int | None = None
-    """Of the whole run, as planned."""
+    """The planned steps of the whole run."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Its manifest."""
     rows: Sequence[Sequence[str]] = ()
-    """The documents of its first training rows, with the learnt tokens marked."""
+    """The documents of its first training rows, with the trained tokens marked."""
 
     def points(self, metric: str) -> list[Point]:
         """The (step, value) pairs of a metric."""
@@ -262,9 +262,9 @@ def learnt_rows(runs: Sequence[Run]) -> Section:
         for text in documents
     ]
     return Section(
-        title="What is learnt",
+        title="What is trained on",
         blocks=[Texts(texts=shown)] if shown else [],
-        intro="The tokens between ⟦ and ⟧ are learnt.",
+        intro="The tokens between ⟦ and ⟧ are trained on.",
     )
 
 

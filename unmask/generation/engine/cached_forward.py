@@ -65,7 +65,7 @@ class Queries:
 
 
 class ForwardPlan(NamedTuple):
-    """The queries of a pass over blocks, which stay the same until one of the sequences goes on to another
+    """The queries of a pass over blocks, which stay the same until one of the sequences moves on to another
     block."""
 
     num_clean: int  # queries of clean tokens

@@ -127,7 +127,7 @@ class CacheMemory:
         )
 
     def serves(self, cache: SlotCache, slots: int, columns: int) -> bool:
-        """Whether the cache has so many slots and columns, perhaps now: without tables, it gets those of a
+        """Whether the cache has that many slots and columns, perhaps now: without tables, it gets those of a
         cache that is gone."""
         if not cache.stored and self._owner() is None and self._stored:
             cache.stored, cache.shape, cache.heads = self._stored, self._shape, self._heads

@@ -98,7 +98,7 @@ class RowSelector:
 
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:
-        """Inside, the hidden states at the rows are collected."""
+        """Collect the hidden states at the rows."""
         seen: list[Tensor] = []
         self.captured = seen
         try:

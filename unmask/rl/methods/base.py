@@ -35,7 +35,7 @@ class LossInputs:
             the old policy); None: no divergence.
         rollout, views: the completions; what the views hide, their targets, and the weight of each.
         advantage_BT: the advantage of each token [B, T] or of each completion [B, 1].
-        token_weight_BT: the weight of each token in the loss; 0 for tokens that are not learnt from.
+        token_weight_BT: the weight of each token in the loss; 0 for tokens that are not trained on.
         importance_BT: the weight that corrects for a server's own log-probabilities; None: 1.
     """
 

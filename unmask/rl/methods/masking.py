@@ -5,7 +5,7 @@ Your own strategy is a class with `plan`, for `GRPOTrainer(..., masking=Growing(
 
     class Growing(MaskingStrategy): def plan(self, rollout, draw, config, progress): hidden_BMT =
         draw.uniform(columns(rollout.ids_BT), config.samples, RngStream.MASK) < 0.2 + 0.6 * progress return
-        weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
+        weighted_views(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
 
 Shapes: B completions, M views, T positions, N patterns, C completions times views; L tokens of a group, k of
 them hidden.
@@ -46,7 +46,7 @@ class MaskingStrategy:
 
         They depend only on the completion and the draw, not on the rest of the batch, the global generators
         or earlier calls. Targets are hidden and belong to the completion; the canvas after its end is hidden
-        (`weighed` does that).
+        (`weighted_views` does that).
 
         Args:
             rollout: the completions.
@@ -62,7 +62,9 @@ class MaskingStrategy:
         return {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
 
 
-def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None) -> Views:
+def weighted_views(
+    rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None
+) -> Views:
     """Views that hide some of the completion and all after its end, with the weights that the method's loss
     needs.
 
@@ -102,7 +104,7 @@ class Diffusion(MaskingStrategy):
 
     def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=config.samples)
-        return weighed(rollout, views.target_BMT, config)
+        return weighted_views(rollout, views.target_BMT, config)
 
 
 class Adaptive(MaskingStrategy):
@@ -132,7 +134,7 @@ class Adaptive(MaskingStrategy):
         rate = self.start + (self.end - self.start) * progress
         count_B1T = (rate * group_sizes(group_BT)[:, None]).round().long().clamp_min(1)
         hidden_BMT = hide(group_BT, draw, count_B1T.expand(-1, config.samples, -1))
-        return weighed(rollout, hidden_BMT, config, "bound" if self.adaptive_loss else None)
+        return weighted_views(rollout, hidden_BMT, config, "bound" if self.adaptive_loss else None)
 
 
 class Block(MaskingStrategy):
@@ -142,7 +144,7 @@ class Block(MaskingStrategy):
     estimators = ("token", "mean")
 
     def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
-        return weighed(rollout, block_by_block(rollout, draw, config.samples)[0], config)
+        return weighted_views(rollout, block_by_block(rollout, draw, config.samples)[0], config)
 
 
 class Coupled(MaskingStrategy):
@@ -283,7 +285,7 @@ def find_masking(
         what = f"{config.method} sums its loss over views of its own, of which a strategy would make others"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
     if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.estimator != "token":
-        what = f"{config.method} weighs the tokens of a view by how many it hides, without this setting too"
+        what = f"{config.method} weights the tokens of a view by how many it hides, also without this setting"
         raise ConfigError(
             what, where="adaptive_loss", remedy="Leave it out, or use a method whose loss is of single tokens"
         )

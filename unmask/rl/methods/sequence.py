@@ -48,7 +48,7 @@ class UniGRPO(TokenMethod):
 @register
 class ESPO(ClippedMethod):
     """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `after_eos:
-    learnt`."""
+    train`."""
 
     name = "espo"
     estimator = "bound"

@@ -62,7 +62,7 @@ class Fleet:
         self._keeping = [asyncio.create_task(self._keep(worker)) for worker in self.pool.workers]
 
     async def stop(self, grace: float = 30.0) -> None:
-        """As of `Engine`."""
+        """Finish running requests for up to `grace` seconds, then stop."""
         self.pool.stopping = True
         until = monotonic() + grace
         while self.pool.in_flight and monotonic() < until:
@@ -119,7 +119,7 @@ class Fleet:
             await worker.leave()
 
     async def _start_again(self, worker: Worker, quick: int) -> bool:
-        """Start a worker that has ended so many times in a row soon after its start. Whether it succeeded; if
+        """Start a worker that has ended this many times in a row soon after its start. Whether it succeeded; if
         not, the server ends."""
         error: UnmaskError | None = None
         for delay in DELAYS[quick - 1 :]:

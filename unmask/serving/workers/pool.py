@@ -50,7 +50,7 @@ class Worker:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Inside it has one request more."""
+        """Count one more request in flight."""
         self.in_flight += 1
         try:
             yield
@@ -96,7 +96,7 @@ class Pool:
 
     @property
     def live(self) -> list[Worker]:
-        """Those that may have requests."""
+        """The workers that may have requests."""
         return [worker for worker in self.workers if worker.live]
 
     @property

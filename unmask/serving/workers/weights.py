@@ -31,7 +31,7 @@ class Given:
     """Weights that replaced the first ones of a model.
 
     Attributes:
-        files: of the folder, by which others that take their place are told from them.
+        files: of the folder; others in their place differ from them.
     """
 
     model: str

@@ -109,8 +109,7 @@ class RunRecord:
         return OnResume.NEUTRAL if name in PARTS_OF_A_STEP and whole else self.kinds.get(name, OnResume.OTHER)
 
     def show(self, changed: Mapping[str, Any], step: int, steps: int) -> None:
-        """Print where the run goes on, and a line for each change. `steps`: of the whole run, of which `step`
-        are done."""
+        """Print where the run continues, and a line for each change. `step` of `steps` steps are done."""
         show_line(f"resumed after step {step} of {steps}")
         for name, old in changed.items():
             line = (
