@@ -62,7 +62,7 @@ def test_steps_of_fine_tuning(tmp_path):
     assert reads <= 2 and operations <= 1600
 
 
-def test_steps_of_preference_optimisation(tmp_path):
+def test_steps_of_preference_optimization(tmp_path):
     """Eight views, which share passes where they are short; also against a reference that is not stored."""
     rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(32)]
     for number, more in enumerate(({}, {"reference": "frozen"})):

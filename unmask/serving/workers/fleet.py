@@ -119,8 +119,8 @@ class Fleet:
             await worker.leave()
 
     async def _start_again(self, worker: Worker, quick: int) -> bool:
-        """Start a worker that has ended this many times in a row soon after its start. Whether it succeeded; if
-        not, the server ends."""
+        """Start a worker that has ended `quick` times in a row soon after its start. Returns whether it
+        started; if not, the server ends."""
         error: UnmaskError | None = None
         for delay in DELAYS[quick - 1 :]:
             await asyncio.sleep(delay)
