@@ -220,7 +220,7 @@ def test_distillation_is_a_share_of_the_loss_and_alignment_is_added(tmp_path):
             tmp_path, tiny("causal"), **DISTILLED | {"packing": False, "max_steps": 1, "stages": [{}]} | more
         )
         trainer.train()
-        return trainer.log_history[0]
+        return trainer.state.log_history[0]
 
     data, teacher, half = (first(distillation=share)["loss"] for share in (0.0, 1.0, 0.5))
     assert half == pytest.approx((data + teacher) / 2, rel=1e-4) and data != pytest.approx(teacher, rel=1e-2)

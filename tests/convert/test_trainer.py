@@ -103,12 +103,12 @@ def test_after_the_first_stage_everything_is_trained(tmp_path):
 def test_the_stages_share_the_steps_and_scale_the_rate(tmp_path):
     trainer = convert(tmp_path, max_steps=10, lr_scheduler_type="constant", eval_dataset=TEXTS[:2])
     trainer.train()
-    lines = [line for line in trainer.log_history if "loss" in line]
+    lines = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["stage"] for line in lines] == [1] + [2] * 6 + [3] * 3
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.5e-2] + [1e-2] * 6 + [0.3e-2] * 3)
     assert ["lm_cross_entropy" in line for line in lines] == [False] * 7 + [True] * 3
-    assert [line["stage"] for line in trainer.log_history if "eval_loss" in line] == [1, 2, 3]
+    assert [line["stage"] for line in trainer.state.log_history if "eval_loss" in line] == [1, 2, 3]
 
 
 def test_a_stage_ends_at_its_final_rate(tmp_path):
@@ -119,7 +119,7 @@ def test_a_stage_ends_at_its_final_rate(tmp_path):
     ]
     trainer = convert(tmp_path, max_steps=12, lr_scheduler_type="constant", stages=stages)
     trainer.train()
-    rates = [line["learning_rate"] for line in trainer.log_history if "loss" in line]
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
     # the rate that a step is made with
     down = [0.5 + 0.5 * math.cos(math.pi * step / 4) for step in range(4)]
     assert rates == pytest.approx(
@@ -133,7 +133,7 @@ def test_a_stage_ends_at_its_final_rate(tmp_path):
 def test_the_shares_add_up(steps, tmp_path):
     trainer = convert(tmp_path, max_steps=steps)
     trainer.train()
-    assert len([line for line in trainer.log_history if "loss" in line]) == steps
+    assert len([line for line in trainer.state.log_history if "loss" in line]) == steps
 
 
 def test_no_stage_repeats_the_masks_of_another(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_no_stage_repeats_the_masks_of_another(tmp_path, monkeypatch):
 def test_epochs_are_shared_out_like_steps(tmp_path):
     trainer = convert(tmp_path, max_steps=-1, num_train_epochs=5.0, packing=False)  # 8 rows in batches of 4
     trainer.train()
-    assert [line["stage"] for line in trainer.log_history if "loss" in line] == [1] + [2] * 6 + [3] * 3
+    assert [line["stage"] for line in trainer.state.log_history if "loss" in line] == [1] + [2] * 6 + [3] * 3
 
 
 def test_the_auxiliary_loss_is_the_causal_one_of_the_same_weights(tmp_path):
@@ -161,7 +161,7 @@ def test_the_auxiliary_loss_is_the_causal_one_of_the_same_weights(tmp_path):
         stage = ConversionStage(share=1, rate=1, lm_loss=lm_loss)
         trainer = convert(tmp_path, stages=[stage], max_steps=1)
         trainer.train()
-        return trainer.log_history[0]
+        return trainer.state.log_history[0]
 
     without, added = losses(0.0), losses(0.25)
     pretrainer = make("pretrain", tmp_path, packing=True)
@@ -325,7 +325,7 @@ def test_a_finished_stage_is_loaded_alone_and_the_log_is_that_of_the_whole_run(l
     assert trained == [
         number for number in (1, 2, 3) if any(name.startswith(f"stage-{number}") for name in lost)
     ]
-    assert logged(tmp_path) == lines and untimed(resumed.log_history) == untimed(straight.log_history)
+    assert logged(tmp_path) == lines and untimed(resumed.state.log_history) == untimed(straight.state.log_history)
     assert equal(weights(resumed.lm), weights(straight.lm))
     told, first = (untimed(trainer.lm.config.unmask_history) for trainer in (resumed, straight))
     assert told == first
@@ -454,7 +454,7 @@ def test_a_conversion_with_adapters_trains_them_and_the_mask_row_and_merges_them
             assert torch.equal(end[name], before) == ("_proj" not in name), name
     ids = torch.tensor([[1, 4, mask, 6]])
     torch.testing.assert_close(loaded.logits(ids), trainer.lm.logits(ids), rtol=0, atol=1e-5)
-    losses = [line["cross_entropy"] for line in trainer.log_history if "loss" in line]
+    losses = [line["cross_entropy"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 10
 
 
@@ -480,7 +480,7 @@ def test_a_model_with_adapters_continues_rows_itself_and_learns_from_a_teacher(t
     trainer.train()
     assert (
         trainer.lm.attention == "bidirectional"
-        and len([line for line in trainer.log_history if "eval_loss" in line]) == 2
+        and len([line for line in trainer.state.log_history if "eval_loss" in line]) == 2
     )
 
 
@@ -594,7 +594,7 @@ def test_with_a_causal_context_the_auxiliary_loss_takes_no_second_pass(context, 
     )
     trainer.train()
     assert len(calls) == 3 * passes and all(
-        line["lm_cross_entropy"] > 0 for line in trainer.log_history if "loss" in line
+        line["lm_cross_entropy"] > 0 for line in trainer.state.log_history if "loss" in line
     )
 
 
@@ -627,7 +627,7 @@ def recipe(name: str, folder: Path, **more: Any) -> ConvertConfig:
 def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_path):
     trainer = ConvertTrainer(tiny("causal"), recipe(name, tmp_path / "run"), LONG)
     trainer.train()
-    assert {line["stage"] for line in trainer.log_history if "loss" in line} >= {
+    assert {line["stage"] for line in trainer.state.log_history if "loss" in line} >= {
         len(trainer.args.stages),
         len(trainer.args.stages) - 1,
     }

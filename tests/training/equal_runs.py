@@ -41,7 +41,7 @@ def run(verb: str, folder: Path, **more: Any) -> dict[str, Any]:
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **VERBS[verb] | more))
         trainer: Any = ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:5])
         trainer.train()
-        lines, evaluation = trainer.log_history, {}
+        lines, evaluation = trainer.state.log_history, {}
     else:
         trainer = make(verb, folder, **VERBS[verb] | more)
         trainer.train()

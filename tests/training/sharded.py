@@ -239,8 +239,8 @@ def run_conversion(mode: str, folder: Path, **more: Any) -> None:
     whole.save_model(str(folder / "model"))
     assert whole.trainer is not None
     report = {} if mode == "ddp" else seen(whole.trainer, mode)
-    report |= {"losses": [line["loss"] for line in whole.log_history if "loss" in line]}
-    report["evaluations"] = [line["eval_loss"] for line in whole.log_history if "eval_loss" in line]
+    report |= {"losses": [line["loss"] for line in whole.state.log_history if "loss" in line]}
+    report["evaluations"] = [line["eval_loss"] for line in whole.state.log_history if "eval_loss" in line]
     first = conversion(folder / "first", **more | {"stages": STAGES[:1], "max_steps": 2})
     first.train()
     first.save_model(str(folder / "first-model"))

@@ -133,7 +133,7 @@ def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
     first.train()
     folder = tmp_path / mode
     losses, evaluations = (
-        [line[name] for line in alone.log_history if name in line] for name in ("loss", "eval_loss")
+        [line[name] for line in alone.state.log_history if name in line] for name in ("loss", "eval_loss")
     )
     for seen in launch(verb, mode, folder):
         assert seen["losses"] == pytest.approx(losses, rel=1e-5, abs=1e-6)

@@ -286,7 +286,7 @@ class ConvertTrainer:
             None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         )
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
-        self.log_history: list[dict[str, float]] = []
+        self.state = TrainerState(max_steps=self.ends[-1])  # of the whole conversion
         self.trainer: StageTrainer | None = None
         self.trackers = RunTrackers(self.args)
         self.changed: dict[str, Any] = {}
@@ -477,9 +477,10 @@ class ConvertTrainer:
                 trainer.train(resume_from_checkpoint=resume)
         if self.eval_rows is not None and (not restored or from_first(log.ends_with_summary)):
             trainer.evaluate()
-        self.log_history += [
+        self.state.log_history += [
             line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history
         ]
+        self.state.global_step = first + trainer.state.global_step
         return trainer
 
 
