@@ -39,7 +39,9 @@ BEFORE_AT = re.compile(r"(?<![^\s?#])[^\s?#]*@")  # where passwords of URLs are
 PASSWORD = re.compile(r"(?<=:/)(/?[^\s/@:?#]*):(?:[^\s/?#]+|(?!\d+/)[^\s?#@]+)@")
 USER = re.compile(r"(\bhttps?:/{1,2})[^\s/@:?#]+@", re.IGNORECASE)
 # user:password@host:port
-OF_HOST = re.compile(r"(?<![^\s/@])(?=[^\s/@]++@[\w.-]++:\d)([^\s/@]*?(?<![\w/:.+-])[\w.+-]++):[^\s/@]++@")
+HOST_CREDENTIALS = re.compile(
+    r"(?<![^\s/@])(?=[^\s/@]++@[\w.-]++:\d)([^\s/@]*?(?<![\w/:.+-])[\w.+-]++):[^\s/@]++@"
+)
 PARAMETER = re.compile(  # of a URL, or in a connection string
     r"((?:[?&#;](?:[\w.-]*(?:token|key|secret|password|pwd|signature|sig|auth|credential)"
     r"|(?:[\w.-]*[_.-])?(?:t?otp|pin|jwt))"
@@ -69,7 +71,7 @@ def masked_text(text: str) -> str:
     text = BEFORE_AT.sub(lambda found: PASSWORD.sub(rf"\1:{MASK}@", found[0]), text)
     for pattern, shown_instead in (
         (USER, rf"\1{MASK}@"),
-        (OF_HOST, rf"\1:{MASK}@"),
+        (HOST_CREDENTIALS, rf"\1:{MASK}@"),
         (PARAMETER, rf"\1{MASK}"),
     ):
         text = pattern.sub(shown_instead, text)

@@ -325,7 +325,9 @@ def test_a_finished_stage_is_loaded_alone_and_the_log_is_that_of_the_whole_run(l
     assert trained == [
         number for number in (1, 2, 3) if any(name.startswith(f"stage-{number}") for name in lost)
     ]
-    assert logged(tmp_path) == lines and untimed(resumed.state.log_history) == untimed(straight.state.log_history)
+    assert logged(tmp_path) == lines and untimed(resumed.state.log_history) == untimed(
+        straight.state.log_history
+    )
     assert equal(weights(resumed.lm), weights(straight.lm))
     told, first = (untimed(trainer.lm.config.unmask_history) for trainer in (resumed, straight))
     assert told == first

@@ -16,7 +16,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.generation.tiny_models import PROMPTS, prompt_lists, stock, tiny
 from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
-from unmask.config.sampler import OF_DENOISING
+from unmask.config.sampler import DENOISING_FIELDS
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler, speculation
 from unmask.models.load import make_diffusion
@@ -369,7 +369,7 @@ def test_candidates_are_of_this_mode():
         SamplerConfig(num_branches=2)
 
 
-@pytest.mark.parametrize("name", OF_DENOISING)
+@pytest.mark.parametrize("name", DENOISING_FIELDS)
 def test_settings_of_denoising_are_refused_by_name(name):
     with pytest.raises(
         ConfigError, match=f"{name}: has no effect with mode 'self-speculative'. Leave it out"

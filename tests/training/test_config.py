@@ -23,15 +23,15 @@ from unmask.config.run import resolve
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
-from unmask.preference.config import OF_MASKS, DPOConfig
+from unmask.preference.config import MASK_FIELDS, DPOConfig
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig
-from unmask.supervised.sft import OF_VIEWS, SFTConfig, SFTTrainer
+from unmask.supervised.sft import VIEW_FIELDS, SFTConfig, SFTTrainer
 from unmask.training import config as stage_config
 from unmask.training import hardware_checks
 from unmask.training.model_history import chosen_settings
-from unmask.training.noise_config import OF_TIMES
+from unmask.training.noise_config import TIME_FIELDS
 
 
 @pytest.fixture
@@ -368,10 +368,10 @@ def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, nam
         (
             SFTConfig,
             {"max_gap": 4},
-            [name for name in OF_VIEWS if name not in ("logprob_batch_size", "num_timesteps")],
+            [name for name in VIEW_FIELDS if name not in ("logprob_batch_size", "num_timesteps")],
         ),
-        (SFTConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
-        (ConvertConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
+        (SFTConfig, {"exact_count": True}, [name for name in TIME_FIELDS if name != "num_timesteps"]),
+        (ConvertConfig, {"exact_count": True}, [name for name in TIME_FIELDS if name != "num_timesteps"]),
     ],
 )
 def test_a_default_that_another_setting_rules_out_is_refused_if_it_is_given(kind, with_, names, tmp_path):
@@ -405,7 +405,7 @@ def test_a_recorded_config_can_be_read_again(verb, more):
 
 def test_a_record_of_dpo_names_masks_that_an_exact_likelihood_does_not_draw(tmp_path):
     causal = SimpleNamespace(attention="causal", block_size=None, autoregressive=True)
-    record = {name: getattr(DPOConfig, name) for name in OF_MASKS}
+    record = {name: getattr(DPOConfig, name) for name in MASK_FIELDS}
     assert config(tmp_path, DPOConfig, **record).exact(causal)
     for name, value in record.items():
         with pytest.raises(ConfigError, match=f"{name}: an exact likelihood draws no masks"):

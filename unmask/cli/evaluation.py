@@ -96,7 +96,7 @@ class EvaluationPart(NamedTuple):
         return part
 
 
-OF_PROBLEMS = ("rows_sha256", "task_sha256")
+PROBLEM_FIELDS = ("rows_sha256", "task_sha256")
 """The parts of a protocol that the options do not say."""
 Section = TypeVar("Section", bound=Config)
 Measure = Callable[[Phase], list[TaskScores]]
@@ -224,7 +224,7 @@ def _unchanged(
     same = all(
         measured.get(name, {}).get(key) == protocol.get(key)
         for name, protocol in protocols.items()
-        for key in OF_PROBLEMS
+        for key in PROBLEM_FIELDS
     )
     return there if same and (there.model, there.arguments) == (model, arguments) else None
 

@@ -16,7 +16,7 @@ from unmask.cli.evaluation import ALONE, EvaluationPart, Harness, Processes, eva
 from unmask.cli.inputs import read_pattern, without_folder
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
-from unmask.config.sampler import OF_DENOISING
+from unmask.config.sampler import DENOISING_FIELDS
 from unmask.console import show_line
 from unmask.errors import ConfigError
 from unmask.evaluation.comparison import Comparison, Difference, Named, compare
@@ -29,9 +29,9 @@ BEFORE, AFTER = "before", "after"
 RESULT = "retention.json"
 SHARED = {"device", "device_map", "dtype", "trust_remote_code", "parse_special_tokens"}
 """The settings by which both models are read."""
-NOT_OF_CAUSAL_MODELS = {*OF_DENOISING, "num_speculative_tokens", "mode"} - {"constraint"}
+NOT_FOR_CAUSAL_MODELS = {*DENOISING_FIELDS, "num_speculative_tokens", "mode"} - {"constraint"}
 """The settings of a sampler that say nothing to a causal model, which writes one token a step."""
-OF_ESTIMATES = {"samples", "estimator"}
+ESTIMATE_FIELDS = {"samples", "estimator"}
 """The settings of likelihoods that are estimates, which those of a causal model are not."""
 
 
@@ -94,10 +94,10 @@ def measure_retention(
     results = []
     for each in (earlier, model):
         causal = each is earlier and is_causal(read_pattern(earlier))
-        without = {"against"} | (OF_ESTIMATES if causal else set())
+        without = {"against"} | (ESTIMATE_FIELDS if causal else set())
         if exact == [each.path]:
             without.add("samples")
-        unread = NOT_OF_CAUSAL_MODELS if causal else None
+        unread = NOT_FOR_CAUSAL_MODELS if causal else None
         result = evaluate(
             each,
             EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=without)),

@@ -26,7 +26,7 @@ from unmask.training.run.fingerprints import code_fingerprint, file_fingerprints
 from unmask.training.run.folder import is_run, refuse_nothing
 from unmask.training.run.record import RunRecord
 
-OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
+RUN_OUTPUT = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
 """The folders that a run writes, replaces and removes."""
 ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
 """Settings that the trainer's arguments or inputs hold, or that belong to a launch."""
@@ -93,7 +93,7 @@ class RunFolder:
         found = [
             name
             for name in names
-            if name in (RUN_CONFIG, RUN_MANIFEST, CONFIG_NAME) or OF_OTHER_RUN.fullmatch(name)
+            if name in (RUN_CONFIG, RUN_MANIFEST, CONFIG_NAME) or RUN_OUTPUT.fullmatch(name)
         ]
         if found and not is_run(self.path):
             raise TrainingError(
@@ -157,7 +157,7 @@ def _refuse_inside(path: Path) -> None:
     inside of it. Other folders in that of a run are left alone by it."""
     place = path.resolve()
     for own, run in pairwise([place, *place.parents]):
-        if OF_OTHER_RUN.fullmatch(own.name) and (
+        if RUN_OUTPUT.fullmatch(own.name) and (
             (run / LOCK_FILE).is_file() or all((run / name).is_file() for name in (RUN_MANIFEST, RUN_CONFIG))
         ):
             remedy = f"Choose a folder beside it, such as {run / f'after-{own.name}'} (--output)"

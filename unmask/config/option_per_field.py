@@ -13,12 +13,12 @@ import typer
 
 from unmask.artifacts import read_file
 from unmask.config.base import Config, section_of
-from unmask.config.run import OF_NEW_MODELS
+from unmask.config.run import NEW_MODEL_FIELDS
 from unmask.errors import ConfigError
 
 TEXTS = {"json_schema": "{", "grammar": "start:"}
 """Fields whose options take a text, which holds this, or a file with the text."""
-UNREAD = {("model", name) for name in OF_NEW_MODELS}
+UNREAD = {("model", name) for name in NEW_MODEL_FIELDS}
 """Fields without an option."""
 
 

@@ -13,8 +13,12 @@ from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 
 NEUTRAL = OnResume.NEUTRAL
-OF_SERVERS = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
-USED_BY = {"local": {"backend"}, "server": OF_SERVERS | {"model"}, "vllm": OF_SERVERS | {"model", "sync"}}
+SERVER_FIELDS = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
+USED_BY = {
+    "local": {"backend"},
+    "server": SERVER_FIELDS | {"model"},
+    "vllm": SERVER_FIELDS | {"model", "sync"},
+}
 VLLM_READS = {
     "max_new_tokens",
     "temperature",

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 Arguments = TypeVar("Arguments")
 AttentionName = Literal["causal", "block_causal", "bidirectional"]
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
-OF_RUN = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
+CHECKPOINT_PATH = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
 """The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
-OF_NEW_MODELS = ("from_scratch", "tokenizer")
+NEW_MODEL_FIELDS = ("from_scratch", "tokenizer")
 """The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
 # from the bytes and special tokens to what memory can be reserved for
@@ -103,7 +103,7 @@ class ModelConfig(Config):
 
     def load_arguments(self) -> dict[str, Any]:
         """The arguments of `unmask.load`, besides the path."""
-        return self.model_dump(exclude={"path", *OF_NEW_MODELS})
+        return self.model_dump(exclude={"path", *NEW_MODEL_FIELDS})
 
     @pydantic.field_validator("tokenizer")
     @classmethod
@@ -361,7 +361,8 @@ def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
     # a checkpoint may be a link, and so may be what names it
     named = (path.resolve(), path.parent.resolve() / path.name)
     return any(
-        place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output))))
+        place == output
+        or (place.is_relative_to(output) and CHECKPOINT_PATH.fullmatch(str(place.relative_to(output))))
         for place in named
     )
 

@@ -12,7 +12,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.revise import ReviseConfig
 from unmask.errors import ConfigError
 
-OF_DENOISING = (
+DENOISING_FIELDS = (
     *(
         "steps",
         "tokens_per_step",
@@ -170,7 +170,7 @@ class SamplerConfig(Config):
 
     def without_effect(self) -> Iterator[ConfigError]:
         if self.self_speculative:
-            for name in OF_DENOISING:
+            for name in DENOISING_FIELDS:
                 yield ConfigError(
                     f"has no effect with mode {self.mode!r}",
                     where=name,

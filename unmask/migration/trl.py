@@ -29,7 +29,7 @@ from unmask.migration.rules import (
     truth,
     words,
 )
-from unmask.training.settings.older_variables import OLDER_OF_GRPO
+from unmask.training.settings.older_variables import OLDER_GRPO_VARIABLES
 
 LOSS_TYPES = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr_grpo"}
 
@@ -170,7 +170,7 @@ def variables_defaults(old: Old, program: str | None) -> Settings:
 
 ROLLOUT_VARIABLES: Table = {
     **static("grpo-variables"),
-    **{name: variable(known) for name, known in OLDER_OF_GRPO.items()},
+    **{name: variable(known) for name, known in OLDER_GRPO_VARIABLES.items()},
     "VLLM_SERVER_HOST": Rule(lambda value, old: server_address(value, old)),
     "GRPO_TEMPERATURE": Rule(lambda value, old: temperature(float(value), old)),
     "GRPO_MAX_PROMPT": GRPO["max_prompt_length"],
@@ -187,7 +187,7 @@ ROLLOUT_VARIABLES: Table = {
 def server_address(value: Any, old: Old) -> Settings:
     if not truth(old.get("GRPO_USE_VLLM", False)):
         raise DroppedError("GRPO_USE_VLLM is off: the trained model samples")
-    return OLDER_OF_GRPO["VLLM_SERVER_HOST"].read(str(value))
+    return OLDER_GRPO_VARIABLES["VLLM_SERVER_HOST"].read(str(value))
 
 
 MOST_SAMPLES = 64

@@ -22,9 +22,9 @@ GRAPHS = 64
 """Graphs of models whose forward passes share a wrapper of transformers, of all configurations together;
 beyond them torch runs a model as it is."""
 
-OF_A_MODULE = r"self(\._modules\['[^']*'\])*\."
-OF_A_CONFIG = re.compile(rf"\b{OF_A_MODULE}config\b")
-OF_A_FINGERPRINT = re.compile(rf"{OF_A_MODULE}{FINGERPRINT}")
+MODULE_PATH = r"self(\._modules\['[^']*'\])*\."
+CONFIG_PATH = re.compile(rf"\b{MODULE_PATH}config\b")
+FINGERPRINT_PATH = re.compile(rf"{MODULE_PATH}{FINGERPRINT}")
 """In names of checks, which start at the module whose forward pass is compiled."""
 
 
@@ -76,9 +76,9 @@ def guards_to_check(model: nn.Module, guards: Sequence[Any]) -> list[bool]:
     (after a graph break), or one that is no longer true (the configuration changed before the first pass),
     checks everything."""
     told_apart = any(
-        OF_A_FINGERPRINT.fullmatch(guard.name) and guard.value == fingerprint(model) for guard in guards
+        FINGERPRINT_PATH.fullmatch(guard.name) and guard.value == fingerprint(model) for guard in guards
     )
-    return [not (told_apart and OF_A_CONFIG.search(guard.name)) for guard in guards]
+    return [not (told_apart and CONFIG_PATH.search(guard.name)) for guard in guards]
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -19,7 +19,7 @@ from unmask.errors import ModelError, UnmaskWarning
 RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model"
 """The resolved config, the manifest and the trained model in the output folder of a run."""
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-OF_STAGE = re.compile(r"(stage|checkpoint)-\d+")
+STAGE_NAME = re.compile(r"(stage|checkpoint)-\d+")
 LFS_POINTER = b"version https://git-lfs"
 """What a file begins with that `git clone` wrote without Git LFS in the place of a large one."""
 AGAIN = "Download the folder again; `hf download NAME --local-dir FOLDER` resumes an interrupted download"
@@ -114,7 +114,7 @@ def _refuse_without_config(folder: Path) -> None:
             remedy="Finish it with --resume, or name another model",
         )
     run = folder
-    while OF_STAGE.fullmatch(run.name):
+    while STAGE_NAME.fullmatch(run.name):
         run = run.parent
     if run != folder and (run / TRAINED_MODEL / CONFIG).is_file():
         found = [run / TRAINED_MODEL]

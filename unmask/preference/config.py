@@ -29,7 +29,7 @@ token doubles them."""
 TOKENS_TOGETHER = 1024
 """Views whose rows have at most this many tokens together share a forward pass. Smaller passes do not fill a
 GPU."""
-OF_MASKS = ("samples", "complementary", "log_variance_steps", "plan_reused")
+MASK_FIELDS = ("samples", "complementary", "log_variance_steps", "plan_reused")
 """Settings without effect on an exact likelihood."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
 """The losses of pairs, and the losses that compare the policy with a reference."""
@@ -255,9 +255,9 @@ class DPOConfig(PairConfig):
             raise ConfigError(
                 "the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out"
             )
-        chosen = [name for name in OF_MASKS if name in self.given]
+        chosen = [name for name in MASK_FIELDS if name in self.given]
         # a record of a run names all with their defaults, as it knows no model
-        if {*OF_MASKS} <= self.given | self.unread():
+        if {*MASK_FIELDS} <= self.given | self.unread():
             chosen = [name for name in chosen if getattr(self, name) != getattr(DPOConfig, name)]
         if exact and chosen:
             raise ConfigError(

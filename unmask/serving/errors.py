@@ -21,7 +21,7 @@ from unmask.errors import DataError, GenerationError, UnmaskError
 from unmask.generation.remote.protocol import OPENAI_NAMES
 from unmask.serving.submission import OverloadedError, ServiceError
 
-OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
+PROTOCOL_FIELDS = ("keys", "version", "priority", "timeout", "length")
 """Fields of `diffusion` that are no settings of `SamplerConfig`."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 STATUSES = {
@@ -37,7 +37,7 @@ STATUSES = {
     503: "The server is ending",
     504: "The time is over",
 }
-OF_ALL = (401, 403, 408, 413, 500)
+COMMON_STATUSES = (401, 403, 408, 413, 500)
 """Errors that any request may have."""
 UNREADABLE = "The request is not valid"
 CODES = {404: "model_not_found", 429: "rate_limit_exceeded"}
@@ -78,7 +78,7 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}}
     described: dict[int | str, dict[str, Any]] = {
         status: {"description": STATUSES[status], "content": content}
-        for status in sorted({*statuses, *OF_ALL})
+        for status in sorted({*statuses, *COMMON_STATUSES})
     }
     # without it FastAPI adds 422
     described["default"] = {"model": ErrorAnswer, "description": "Any other error"}
@@ -162,7 +162,7 @@ def _location(where: str, body: Mapping[str, Any], names: Mapping[str, str]) -> 
     first = re.split(r"[. ]", where, maxsplit=1)[0]
     if first in names:
         return names[first] + where.removeprefix(first)
-    inner = first not in OPENAI_NAMES and (first in SamplerConfig.model_fields or first in OF_PROTOCOL)
+    inner = first not in OPENAI_NAMES and (first in SamplerConfig.model_fields or first in PROTOCOL_FIELDS)
     return f"diffusion.{where}" if inner else where
 
 

@@ -34,7 +34,7 @@ from unmask.training.noise_config import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
 
-OF_VIEWS = (
+VIEW_FIELDS = (
     "views",
     "loss_type",
     "quality_head",
@@ -105,13 +105,13 @@ class SFTConfig(NoisingConfig, PairConfig):
         if self.quality_head != "off" and self.loss_type != "nll":
             what = "the quality head's loss is divided by tokens"
             raise ConfigError(what, where="quality_head and loss_type", remedy="Leave loss_type out")
-        for name in OF_VIEWS if self.max_gap is not None else ():
+        for name in VIEW_FIELDS if self.max_gap is not None else ():
             if name in self.given:
                 what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
                 raise ConfigError(what, where=f"{name} and max_gap", remedy="Leave one of them out")
 
     def unread(self) -> set[str]:
-        return super().unread() | ({*OF_VIEWS} if self.max_gap is not None else set())
+        return super().unread() | ({*VIEW_FIELDS} if self.max_gap is not None else set())
 
     @property
     def excludes_adapters(self) -> str | None:

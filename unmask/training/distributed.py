@@ -25,7 +25,7 @@ from unmask.training.run.lock import sole_run, sole_writer
 Found = TypeVar("Found")
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The variables in which launchers (torchrun, MPI, srun) say how many processes they started."""
-OF_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
+ACCELERATE_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
 """`accelerate launch` sets both for several processes, of which it starts only one on CPUs."""
 
 
@@ -150,7 +150,9 @@ def check_processes(training_together: int, environ: Mapping[str, str] = os.envi
     """Raise ConfigError if the launcher was given more processes than train together: each would be a run
     of its own."""
     started = started_processes(environ)
-    alone = all(name in environ for name in OF_ACCELERATE) and not any(name in environ for name in SIZES)
+    alone = all(name in environ for name in ACCELERATE_VARIABLES) and not any(
+        name in environ for name in SIZES
+    )
     if not alone and started in (1, training_together):
         return
     number = "N" if alone else str(started)

@@ -21,7 +21,7 @@ from unmask.models.adapters import quantized
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.sharding import check_sharding, weight_sharding_setting
 
-OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
+TORCHAO_OPTIMIZERS = ("adamw_torch_8bit", "adamw_torch_4bit")
 # in `optim_args`: unbiased rounding of the updates of bfloat16 weights
 STOCHASTIC_ROUNDING = "bf16_stochastic_round"
 
@@ -161,9 +161,10 @@ def check_rounding(args: Any, model: TrainedModel) -> None:
     if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
         return
     name = OptimizerNames(args.optim).value
-    if name not in OF_TORCHAO:
+    if name not in TORCHAO_OPTIMIZERS:
         what = f"{name} does not support {STOCHASTIC_ROUNDING}"
-        use = f", or use optim {' or '.join(OF_TORCHAO)} and train all weights in bfloat16 (model.dtype)"
+        names = " or ".join(TORCHAO_OPTIMIZERS)
+        use = f", or use optim {names} and train all weights in bfloat16 (model.dtype)"
         remedy = f"Leave optim_args out{'' if args.optimizer_offload else use}"
         raise ConfigError(what, where="optim_args and optim", remedy=remedy)
     if model.adapters or model.dtype != torch.bfloat16:

@@ -23,7 +23,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig
 from unmask.training.config_fields import setting
 
-OF_TIMES = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
+TIME_FIELDS = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 """Settings of times, which exact counts have not."""
 
 
@@ -70,14 +70,14 @@ class NoisingConfig(TrainingConfig):
                 f"{self.min_time} is not above 0", where="min_time", remedy="Use a small time, such as 1e-3"
             )
         _ = self.noise  # raises ConfigError for invalid settings
-        if self.exact_count and not self.given.isdisjoint(OF_TIMES):
+        if self.exact_count and not self.given.isdisjoint(TIME_FIELDS):
             what = "exact counts have no schedule, band of times or weighting"
             raise ConfigError(
                 what, where="exact_count", remedy="Leave out the other noise settings, or exact_count"
             )
 
     def unread(self) -> set[str]:
-        return super().unread() | ({*OF_TIMES} if self.exact_count else set())
+        return super().unread() | ({*TIME_FIELDS} if self.exact_count else set())
 
     @property
     def noise(self) -> Noise:

@@ -14,9 +14,9 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from unmask.errors import ConfigError, first_line, require
-from unmask.training.hardware_checks import OF_TORCHAO
+from unmask.training.hardware_checks import TORCHAO_OPTIMIZERS
 
-OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def check_optimizer(args: TrainingArguments) -> None:
     """Raise ConfigError if torchao or bitsandbytes is needed and not installed, or bitsandbytes cannot work
     on the device or with FSDP."""
     name = OptimizerNames(args.optim).value
-    if name in OF_TORCHAO:
+    if name in TORCHAO_OPTIMIZERS:
         require("torchao", "torchao", where="optim")
     if "torch" in name or not re.search("8bit|bnb|paged|lion|ademamix", name):
         return
@@ -73,8 +73,8 @@ def check_offload(args: Any) -> None:
         what = "the scaler of float16 reads gradients on the GPU"
         raise ConfigError(what, where="optimizer_offload and fp16", remedy="Use bf16")
     name = OptimizerNames(args.optim).value
-    if name not in OF_TORCH:
-        remedy = f"Use one of {', '.join(OF_TORCH)}, or --recipe offload"
+    if name not in TORCH_OPTIMIZERS:
+        remedy = f"Use one of {', '.join(TORCH_OPTIMIZERS)}, or --recipe offload"
         raise ConfigError(
             f"{name} cannot keep its state in host memory", where="optimizer_offload and optim", remedy=remedy
         )

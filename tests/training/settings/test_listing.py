@@ -17,8 +17,8 @@ from unmask.errors import ConfigError
 from unmask.training.settings import listing
 from unmask.training.settings.listing import (
     GROUPS,
+    GRPO_GROUPS,
     METHOD,
-    OF_GRPO,
     SET_BY_RUN,
     SETTINGS,
     check_training,
@@ -162,7 +162,7 @@ def test_the_groups_name_settings_that_there_are() -> None:
         verb: {setting.name for settings in grouped(verb).values() for setting in settings} for verb in VERBS
     }
     assert {name for names in GROUPS.values() for name in names} <= set().union(*own.values())
-    assert {name for names in OF_GRPO.values() for name in names} <= own["grpo"]
+    assert {name for names in GRPO_GROUPS.values() for name in names} <= own["grpo"]
     assert {setting.name for setting in grouped("convert")[METHOD]} >= {"attention", "block_size", "stages"}
     assert "block_size" in {setting.name for setting in grouped("grpo")["sampling of completions"]}
 

@@ -11,7 +11,7 @@ from tests.training.tiny_runs import unmask
 from unmask.config.layers import Layer, Layers, read_layers
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
-from unmask.training.settings.older_variables import OLDER_OF_GRPO, older_layers, with_whole_groups
+from unmask.training.settings.older_variables import OLDER_GRPO_VARIABLES, older_layers, with_whole_groups
 
 
 def read(verb: str = "grpo", **environ: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_each_has_its_rank():
     assert read(**older, UNMASK_TRAINING__PER_DEVICE_TRAIN_BATCH_SIZE="4")["training"] == {
         "per_device_train_batch_size": 4
     }
-    assert not any(read("sft", **{name: "1"}) for name in OLDER_OF_GRPO)
+    assert not any(read("sft", **{name: "1"}) for name in OLDER_GRPO_VARIABLES)
 
 
 def test_without_vllm_its_address_is_passed_over():

@@ -21,7 +21,7 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from unmask.config.run import OF_NEW_MODELS, ModelConfig, SamplerConfig
+from unmask.config.run import NEW_MODEL_FIELDS, ModelConfig, SamplerConfig
 from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean
@@ -61,7 +61,7 @@ LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 OWN = ("until", "do_sample", *LENGTH_NAMES)
 MODEL_FIELDS = set(ModelConfig.model_fields) - {
     "path",
-    *OF_NEW_MODELS,
+    *NEW_MODEL_FIELDS,
     "attention",
     "block_size",
     "logit_shift",

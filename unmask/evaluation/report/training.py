@@ -48,7 +48,7 @@ UNITS = {
 MAIN = ("reward", "loss", "cross_entropy", "accuracy", "margin", "win_rate", "kl")
 """Metrics whose curves are not folded away, beside the parts of the reward."""
 NOT_DRAWN = {"step", "stage", "epoch", "total_flos", "num_input_tokens_seen"}
-OF_AN_EVALUATION = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+EVALUATION_METRICS = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 WHOLE_PROCESS = "memory/allocated_gb"  # of no phase
 
 
@@ -170,7 +170,7 @@ def _metrics(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
 
 def _is_drawn(name: str) -> bool:
     phase = name.startswith(("time/", "memory/")) and name not in (WHOLE_PROCESS, "memory/share")
-    return not (name in NOT_DRAWN or name in OF_AN_EVALUATION or name.startswith("train_") or phase)
+    return not (name in NOT_DRAWN or name in EVALUATION_METRICS or name.startswith("train_") or phase)
 
 
 def _chart(before: str, metric: str, runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> Chart:

@@ -28,7 +28,13 @@ from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.remote.http import HttpClient, RemoteError
-from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES, OTHER_WEIGHTS, differences, model_facts
+from unmask.generation.remote.protocol import (
+    OPENAI_NAMES,
+    OTHER_WEIGHTS,
+    SERVER_SETTINGS,
+    differences,
+    model_facts,
+)
 from unmask.generation.remote.vllm_client import RemoteLM, check_nccl
 from unmask.generation.requests import Request, make_requests
 from unmask.generation.sampler import generate
@@ -284,7 +290,7 @@ class ServerBackend(RemoteBackend):
 
     def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
         settings = config.model_dump(
-            mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER, "trace"}
+            mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *SERVER_SETTINGS, "trace"}
         )
         keys = [request.key for request in requests]
         body = {

@@ -12,7 +12,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 OPENAI_NAMES = {name: name for name in ("temperature", "top_p", "seed")}
 OPENAI_NAMES |= {"max_new_tokens": "max_tokens", "top_log_probs": "top_logprobs"}
 """OpenAI's names of settings of `SamplerConfig`; the others are fields of `diffusion`."""
-OF_SERVER = ("batch_size", "max_batch_tokens", "deterministic", "agreement_prompts")
+SERVER_SETTINGS = ("batch_size", "max_batch_tokens", "deterministic", "agreement_prompts")
 """Settings of `SamplerConfig` that are the server's own, and none of a request."""
 OTHER_WEIGHTS = 409  # the status of a request for weights that the server does not hold
 

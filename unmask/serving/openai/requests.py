@@ -14,7 +14,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES
+from unmask.generation.remote.protocol import OPENAI_NAMES, SERVER_SETTINGS
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -81,7 +81,7 @@ NESTED = {"constraint": _nested(ConstraintConfig), "revise": _nested(ReviseConfi
 _sampler_fields: dict[str, Any] = {
     name: (NESTED.get(name, field.annotation), field)
     for name, field in SamplerConfig.model_fields.items()
-    if name not in {*OPENAI_NAMES, *OF_SERVER}
+    if name not in {*OPENAI_NAMES, *SERVER_SETTINGS}
 }
 _SamplerSettings: Any = pydantic.create_model("SamplerSettings", __base__=Body, **_sampler_fields)
 
@@ -108,7 +108,9 @@ class DiffusionSettings(_SamplerSettings):
     @classmethod
     def _of_clients(cls, values: Any) -> Any:
         given = values if isinstance(values, dict) else {}
-        if (name := next((name for name in OF_SERVER if given.get(name) is not None), None)) is not None:
+        if (
+            name := next((name for name in SERVER_SETTINGS if given.get(name) is not None), None)
+        ) is not None:
             raise PydanticCustomError(
                 "unsupported", "is not supported", {"param": name, "why": ": it is a setting of the server"}
             )

@@ -22,7 +22,7 @@ OWNER = "x-unmask-owner"
 """The header of every request of a client, by which a worker learns whose it is. What the server itself asks
 has none."""
 EVENTS = "text/event-stream"
-OF_CONNECTION = ("connection", "content-length", "date", "keep-alive", "transfer-encoding")
+CONNECTION_HEADERS = ("connection", "content-length", "date", "keep-alive", "transfer-encoding")
 """Headers of an answer that the connection to the client has anew."""
 SOONEST_RETRY = 5  # seconds
 
@@ -114,7 +114,7 @@ def _start(answer: httpx.Response, **more: str) -> dict[str, Any]:
     headers = [
         (name.lower(), value)
         for name, value in answer.headers.raw
-        if name.lower().decode() not in OF_CONNECTION
+        if name.lower().decode() not in CONNECTION_HEADERS
     ]
     headers += [(name.encode(), value.encode()) for name, value in more.items()]
     return {"type": "http.response.start", "status": answer.status_code, "headers": headers}

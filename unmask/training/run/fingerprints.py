@@ -27,7 +27,7 @@ BLOCKS, BLOCK_BYTES = 64, 2**16
 a whole."""
 SAMPLED_WEIGHTS = 1024
 """Values of each weight tensor that are compared, spread over its length."""
-OF_LAUNCH = {"base_model_name_or_path", "revision", "inference_mode"}
+LAUNCH_FIELDS = {"base_model_name_or_path", "revision", "inference_mode"}
 """Settings of adapters that do not change them."""
 
 
@@ -80,7 +80,7 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
         else {}
     )
     described = {
-        name: {key: value for key, value in config.items() if key not in OF_LAUNCH}
+        name: {key: value for key, value in config.items() if key not in LAUNCH_FIELDS}
         for name, config in configs.items()
     }
     return pattern | {

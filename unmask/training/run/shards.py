@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 INDEX = ".metadata"
-OF_INDEX = {
+INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "MetadataIndex",
@@ -37,7 +37,7 @@ class _Index(pickle.Unpickler):
     """Reads an index and makes nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in OF_INDEX.get(module, ()) or (
+        if name in INDEX_CLASSES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)

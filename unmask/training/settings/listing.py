@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 """The settings of each group of `--help`, in the order in which it shows the groups."""
-OF_GRPO: dict[str, tuple[str, ...]] = {
+GRPO_GROUPS: dict[str, tuple[str, ...]] = {
     SAMPLING: (
         "temperature",
         "logprob_temperature",
@@ -176,7 +176,7 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
 
 def grouped(verb: str) -> dict[str, list[Setting]]:
     """The settings that the verb adds to TrainingArguments or changes there, by group."""
-    tables = (OF_GRPO, GROUPS) if verb == "grpo" else (GROUPS,)
+    tables = (GRPO_GROUPS, GROUPS) if verb == "grpo" else (GROUPS,)
     group = {name: title for table in reversed(tables) for title, names in table.items() for name in names}
     groups: dict[str, list[Setting]] = {title: [] for title in (METHOD, *GROUPS)}
     for setting in settings_of_verb(verb):

@@ -38,7 +38,7 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
     Raises:
         ConfigError: an invalid value.
     """
-    variables = OLDER | (OLDER_OF_GRPO if verb == "grpo" else {})
+    variables = OLDER | (OLDER_GRPO_VARIABLES if verb == "grpo" else {})
     texts = {name: text for name in variables if (text := environ.get(name, "").strip())}
     # there is no server, so its address is ignored
     if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:
@@ -149,7 +149,7 @@ OLDER = {
     ),
     "DIFFU_BATCH_SIZE": _number("training.per_device_train_batch_size"),
 }
-OLDER_OF_GRPO = {
+OLDER_GRPO_VARIABLES = {
     "GRPO_USE_VLLM": _switch("training.rollout.backend", ("local", "vllm")),
     "VLLM_SERVER_HOST": Variable(_address, "HOST, HOST:PORT or a URL"),
     "GRPO_USE_TORCH_COMPILE": _switch("training.torch_compile"),
