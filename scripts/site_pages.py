@@ -91,4 +91,6 @@ def moved_link(page: str, target: str) -> str | None:
         return None  # mkdocs warns if it leads nowhere
     pages = {source: page for page, source in OUTSIDE.items()}
     inside = pages.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else "")
+    if inside.endswith(".ipynb") and (shown := inside.removesuffix(".ipynb") + ".md") != page:
+        inside = shown  # a notebook's own page offers the file
     return inside and posixpath.relpath(inside, posixpath.dirname(page) or ".")

@@ -61,6 +61,8 @@ def test_the_menu_has_every_page_once(hook):
         ("security-policy.md", "[b](docs/sandbox.md)", "[b](sandbox.md)"),
         ("rl.md", "[b](../SECURITY.md#what-is-promised)", "[b](security-policy.md#what-is-promised)"),
         ("api/index.md", "[b](../../README.md#start)", "[b](../index.md#start)"),
+        ("start.md", "[b](notebooks/speed.ipynb)", "[b](notebooks/speed.md)"),
+        ("notebooks/speed.md", "[b](speed.ipynb)", "[b](speed.ipynb)"),
         ("rl.md", "[`RunConfig`](../unmask/config/run.py)", "`RunConfig` (`unmask/config/run.py`)"),
         ("rl.md", "[c](results.md), [d](#below) and [e](https://example.org/docs/rl.md)", None),
         ("rl.md", "[c](nothing.md)", None),
