@@ -61,7 +61,7 @@ class DataError(UnmaskError):
         unchanged."""
         if self.reason is None:
             return self
-        remedy = (self.remedy or "Mend the row").rstrip(".")
+        remedy = (self.remedy or "Fix the row").rstrip(".")
         remedy += f"{'' if remedy.endswith('?') else '.'} Or leave such rows out with training.bad_rows=skip"
         return type(self)(self.what, where=self.where, remedy=remedy, reason=self.reason)
 

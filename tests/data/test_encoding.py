@@ -256,8 +256,8 @@ def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(
     )
     assert answer == encode_pair(tokenizer, "", pairs[-1][1])[1] and len(learnt) == len(prompt)
     found, end = [[]], tokenizer.eos_token_id
-    for token, is_learnt in zip(prompt, learnt, strict=True):
-        if is_learnt:
+    for token, is_trained in zip(prompt, learnt, strict=True):
+        if is_trained:
             found[-1].append(token)
         elif found[-1]:
             found.append([])
@@ -287,7 +287,7 @@ def test_white_space_in_an_earlier_answer_is_learnt_where_the_tokenizer_trims_it
     )
     prompt, _, learnt = encode_turns(tokenizer, _conversation([("a  b", " b  c "), ("d", "e")]), "all")
     assert (
-        tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+        tokenizer.decode([token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained])
         == " b  c </s>"
     )
 
@@ -344,7 +344,7 @@ def test_the_end_of_turn_closes_an_answer_without_an_additional_eos(template, en
     pairs = [(question.strip(), answer.strip()) for question, answer in pairs]
     prompt, answer, learnt = encode_turns(tokenizer, _conversation(pairs), "all", ends)
     assert tokenizer.decode(answer) == pairs[-1][1] + end
-    text = tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+    text = tokenizer.decode([token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained])
     assert text == "".join(earlier + end for _, earlier in pairs[:-1])
     ids = encode_example(tokenizer, {"messages": _conversation(pairs)}, ends)[1]
     assert ids[-1] == ends[1] and tokenizer.eos_token_id not in ids
@@ -431,7 +431,7 @@ def test_an_earlier_answer_may_look_like_its_end(start):
     answer = "<|im_end|>"[start:]
     prompt, _, learnt = encode_turns(CHAT, _conversation([("a", answer), ("c", "d")]), "all")
     assert (
-        CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+        CHAT.decode([token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained])
         == answer + "<|im_end|>"
     )
 
@@ -444,7 +444,7 @@ def test_an_earlier_answer_may_be_only_a_tool_call(content):
     tokenizer = _tokenizer(CHATML.replace("{{ m.content }}", said + calls))
     prompt, _, learnt = encode_turns(tokenizer, turns, "all")
     assert (
-        tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+        tokenizer.decode([token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained])
         == "f<|im_end|>"
     )
     with pytest.raises(DataError, match="does not end a turn of the assistant"):
@@ -548,7 +548,7 @@ def test_an_answer_with_an_end_token_inside_is_refused(answer):
     assert caught.value.reason == "empty"
 
 
-def test_language_modelling():
+def test_language_modeling():
     assert (
         encode_example(BARE, {"text": "ab"})
         == encode_pair(BARE, "", "ab")
@@ -676,7 +676,7 @@ def test_a_model_is_shown_its_answer_as_it_wrote_it(kind, template, space):
 
 def _learnt(tokenizer, prompt: list[int], answer: list[int], learnt: list[bool]) -> str:
     return tokenizer.decode(
-        [*(token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt), *answer]
+        [*(token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained), *answer]
     )
 
 

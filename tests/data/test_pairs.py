@@ -1,4 +1,4 @@
-"""Rows of prompts and completions: no token is lost or repeated, and an end token is learnt only if there is
+"""Rows of prompts and completions: no token is lost or repeated, and an end token is trained on only if there is
 one."""
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_a_truncated_text_has_no_end_token(
         assert not (truncate_completion and max_length // block_size * block_size > len(asked))
         return
     ids = row["input_ids"]
-    learnt = [token for token, is_learnt in zip(ids, row["maskable"], strict=True) if is_learnt]
+    learnt = [token for token, is_trained in zip(ids, row["maskable"], strict=True) if is_trained]
     cut = report.truncated["completion"]
     assert len(ids) <= max_length
     assert (
@@ -152,8 +152,8 @@ def test_only_whole_answers_of_a_truncated_conversation_are_learnt(texts, max_le
         assert report.dropped == {"too long": [0]}
         return
     learnt = "".join(
-        CHAT.decode([token]) if is_learnt else "\0"
-        for token, is_learnt in zip(row["input_ids"], row["maskable"], strict=True)
+        CHAT.decode([token]) if is_trained else "\0"
+        for token, is_trained in zip(row["input_ids"], row["maskable"], strict=True)
     )
     answers = [f"{text}</s>" for text in texts[1::2]]
     found = [part for part in learnt.split("\0") if part]
@@ -279,7 +279,7 @@ def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size
     ]
 
     def scores(rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Log-probabilities of all learnt tokens of each row, all hidden."""
+        """Log-probabilities of all trained tokens of each row, all hidden."""
         batch = Collator(0)(rows)
         maskable_B1T = batch["maskable"][:, None]
         with torch.no_grad():

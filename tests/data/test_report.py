@@ -121,7 +121,7 @@ def test_the_report_is_json_and_is_pickled_with_the_rows():
 def test_what_is_learnt_is_marked(parts):
     tokenizer = character_tokenizer("ab c")
     ids = [token for text, _ in parts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    learnt = [is_learnt for text, is_learnt in parts for _ in text]
+    learnt = [is_trained for text, is_trained in parts for _ in text]
     text = marked_text(tokenizer, ids, learnt)
     assert text.replace("⟦", "").replace("⟧", "") == tokenizer.decode(ids)
     inside, found = False, []

@@ -92,7 +92,7 @@ def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(
         lm.tokenizer.bos_token = None
 
     def scores(texts):
-        """Log-probabilities of all learnt tokens, all hidden; with a causal context also those of the clean
+        """Log-probabilities of all trained tokens, all hidden; with a causal context also those of the clean
         half."""
         (row,) = iter_text_rows(lm.tokenizer, texts, 64)
         ids, documents, maskable = (

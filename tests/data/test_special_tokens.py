@@ -102,7 +102,7 @@ def test_earlier_answers_are_learnt_beside_typed_special_tokens() -> None:
         _turn("assistant", "d"),
     ]
     prompt, answer, learnt = encode_turns(CHAT, messages, "all")
-    learnt_text = CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+    learnt_text = CHAT.decode([token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained])
     assert learnt_text.startswith("b") and learnt_text.endswith("b<|im_end|>")
     assert CHAT.decode(answer) == "d<|im_end|>" and CHAT.mask_token_id not in prompt
 

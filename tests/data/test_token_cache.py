@@ -167,7 +167,7 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path):
 
 def test_two_processes_may_create_the_same_cache_at_once(tmp_path):
     class Interrupted:
-        """Texts of which another process creates a cache while they are tokenised."""
+        """Texts of which another process creates a cache while they are tokenized."""
 
         passes = 0
 

@@ -96,7 +96,9 @@ def split(row: dict[str, Any], document: int = 1) -> tuple[list[int], list[int]]
     """Prompt and answer of a row of one answer."""
     tokens = zip(row["input_ids"], row["maskable"], row["documents"], strict=True)
     of_row = [(token, learnt) for token, learnt, number in tokens if number == document]
-    return [token for token, learnt in of_row if not learnt], [token for token, learnt in of_row if learnt]
+    return [token for token, trained in of_row if not trained], [
+        token for token, trained in of_row if trained
+    ]
 
 
 def in_every_verb(

@@ -93,7 +93,9 @@ def serve(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Theirs, as cuda:0,cuda:1; unset: all GPUs in turn, or CPU."),
+        typer.Option(
+            metavar="NAMES", help="Worker devices, e.g. cuda:0,cuda:1. Default: all GPUs, else CPU."
+        ),
     ] = None,
 ) -> None:
     """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of

@@ -78,7 +78,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
         metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."},
     )
     recipe: str | None = setting(None, "The name of these settings in the model card", on_resume=NEUTRAL)
-    canvas_length: int | None = setting(None, "As in SFT, for rows of prompt and completion")
+    canvas_length: int | None = setting(None, "The canvas of rows with prompt and completion; see SFT")
 
     @classmethod
     def for_recipe(cls, recipe: str, **settings: Any) -> ConvertConfig:

@@ -2,14 +2,14 @@
 
 | type | standard | conversational |
 |---|---|---|
-| language modelling | `text`: str | `messages`: a list of messages |
+| language modeling | `text`: str | `messages`: a list of messages |
 | prompt only | `prompt`: str | `prompt`: messages |
 | prompt and completion | `prompt`, `completion`: str | `prompt`, `completion`: messages |
 | preference | `chosen`, `rejected`: str; `prompt`: str, or their common beginning | the same with messages |
 
-A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised separately, because sampling
+A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenized separately, because sampling
 sees only the prompt. The beginning of sequence (BOS) belongs to the prompt, if the tokenizer adds one. A
-completion ends with exactly one end token, which is learnt: the one in the text or from the template,
+completion ends with exactly one end token, which is trained on: the one in the text or from the template,
 otherwise the tokenizer's EOS. Nothing is truncated here.
 
 Special tokens that a user's text spells stay text (`special_tokens.py`), except an end token at the end of a
@@ -43,7 +43,7 @@ Text = str | Sequence[Message]
 Prompt = Text | Sequence[int]
 Side = TypeVar("Side", str, Sequence[Message])
 Learn = Literal["all", "last"]
-"""The assistant's turns that are learnt."""
+"""The assistant's turns that are trained on."""
 Ends = Sequence[int]
 """The ids of end tokens."""
 
@@ -244,7 +244,7 @@ def encode_example(
         _require_messages(example["messages"])
         if any(not _weight(message) for message in example["messages"]):
             raise DataError(
-                "the whole conversation is learnt",
+                "the whole conversation is trained on",
                 where="weight",
                 remedy="Leave the weight out, or fine-tune with sft, which reads it.",
                 reason="with weight",
@@ -288,16 +288,16 @@ def encode_turns(
     options: Options = NO_OPTIONS,
 ) -> tuple[list[int], list[int], list[bool]]:
     """The ids before the last answer of a conversation, the ids of this answer, and which of the former are
-    learnt.
+    trained.
 
-    The ids are those of `encode_pair`, whether all answers are learnt or only the last. Answers with
-    `"weight": 0` are not learnt; messages after the last answer that is are left out. An earlier answer is
-    learnt with the end that the template writes, without white space after it.
+    The ids are those of `encode_pair`, whether all answers are trained on or only the last. Answers with
+    `"weight": 0` are not trained on; messages after the last answer that is are left out. An earlier answer
+    is trained with the end that the template writes, without white space after it.
 
     Raises:
-        DataError: the assistant has no turn that is learnt, or one that follows no other role's; the template
-            renders a turn differently if others follow, or does not end it; the tokenizer has no character
-            offsets.
+        DataError: the assistant has no turn that is trained on, or one that follows no other role's; the
+            template renders a turn differently if others follow, or does not end it; the tokenizer has no
+            character offsets.
     """
     _require_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -324,7 +324,7 @@ def encode_turns(
     messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in messages])
     last = answers.pop()
     prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends, options)
-    learnt = [False] * len(prompt)
+    trained = [False] * len(prompt)
     if learn == "all" and answers:
         options = as_text(tokenizer, options)
         whole = _prompt_text(tokenizer, messages[:last], options)
@@ -341,8 +341,8 @@ def encode_turns(
             _require_end(ended[len(before) :], message)
             inside = _tokens_between(tokenizer, whole, prompt, len(before), len(through))
             for index in inside[: _learnt_length(tokenizer, [prompt[index] for index in inside], ends)]:
-                learnt[index] = True
-    return prompt, answer, learnt
+                trained[index] = True
+    return prompt, answer, trained
 
 
 def encode_preference(
@@ -576,17 +576,17 @@ def _require_differ(name: str, with_it: Callable[[], str], without: Callable[[],
 
 
 def _weight(message: Message) -> bool:
-    """Whether a message that is an answer is learnt."""
+    """Whether a message that is an answer is trained on."""
     return message.get("weight") is None or bool(message["weight"])
 
 
 def _require_end(text: str, message: Message) -> None:
     """Raise a DataError if the template writes no end after an answer that others follow: its end could not
-    be learnt."""
+    be trained on."""
     if text.strip() == str(message.get("content") or "").strip():
         raise DataError(
             "the chat template does not end a turn of the assistant that others follow, so that its end "
-            "cannot be learnt",
+            "cannot be trained on",
             remedy=(
                 "Learn only the last turn with training.learn=last, or use a template that ends turns, as "
                 "data.chat_template=simple."

@@ -2,7 +2,7 @@
 
 | columns | contents | converted to |
 |---|---|---|
-| `text` | text, all of which is learnt | unchanged |
+| `text` | text, all of which is trained on | unchanged |
 | `messages` | a conversation | unchanged |
 | `conversations`, optional `system` | a conversation of ShareGPT | `messages` |
 | `prompt`, `completion` | text or messages | unchanged |
@@ -13,8 +13,8 @@
 | `prompt` | text or messages | unchanged |
 
 A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer
-with `"weight": 0`, or Axolotl's `"train": false`, is not learnt. Beside messages a row may have `tools` and
-`chat_template_kwargs`, which the chat template reads, as in TRL.
+with `"weight": 0`, or Axolotl's `"train": false`, is not trained on. Beside messages a row may have `tools`
+and `chat_template_kwargs`, which the chat template reads, as in TRL.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Token rows of prompts with completions, for supervised fine-tuning and preferences.
 
-Only the completion is learnt, with its end token and the EOS tokens that fill the positions after it, because
-a sampler fills these too: the rest of the last attention block of a block-causal model, or the whole canvas
-if `canvas_length` is set. A truncated completion has neither an end token nor a filling. Rows are as in
-`unmask.data.rows`.
+Only the completion is trained on, with its end token and the EOS tokens that fill the positions after it,
+because a sampler fills these too: the rest of the last attention block of a block-causal model, or the whole
+canvas if `canvas_length` is set. A truncated completion has neither an end token nor a filling. Rows are as
+in `unmask.data.rows`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def pair_rows(
     learn: Learn | None = None,
     packed: bool = False,
 ) -> Rows[Row]:
-    """Token rows in which only the completion is learnt; with `label` if the example has one.
+    """Token rows in which only the completion is trained on; with `label` if the example has one.
 
     Args:
         examples: rows in one of the formats.
@@ -104,7 +104,7 @@ def pair_rows(
         report: counts rows, and skips bad ones or raises their errors.
         ends: the model's end tokens; empty: only the tokenizer's EOS.
         formats: `SUPERVISED` or `UNPAIRED`.
-        learn: which turns of `messages` are learnt; None: the whole conversation.
+        learn: which turns of `messages` are trained on; None: the whole conversation.
         packed: pack several examples into a row, as documents that do not see one another, without labels.
 
     Raises:
@@ -114,18 +114,20 @@ def pair_rows(
     for index, example in enumerate(examples):
         with report.row(index):
             converted = reader.read(example)
-            prompt, completion, learnt = _encode_parts(tokenizer, converted, learn, ends)
+            prompt, completion, trained = _encode_parts(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.unknown.count(tokenizer, [*prompt, *completion], converted)
-            report.record_lengths(prompt=len(prompt) - sum(learnt), completion=sum(learnt) + len(completion))
+            report.record_lengths(
+                prompt=len(prompt) - sum(trained), completion=sum(trained) + len(completion)
+            )
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
             filling = 0 if cut else limits.filling(len(kept), len(answer))
-            row = _row(tokenizer, kept, answer, filling, len(rows), _last(learnt, len(kept)))
+            row = _row(tokenizer, kept, answer, filling, len(rows), _last(trained, len(kept)))
             if "label" in converted:
                 row["label"] = converted["label"]
             rows.append(row)
-            report.answers += 1 + sum(is_learnt for is_learnt, _ in groupby(row["maskable"][: len(kept)]))
+            report.answers += 1 + sum(is_trained for is_trained, _ in groupby(row["maskable"][: len(kept)]))
             report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
     if not packed:
         return report.attach(rows)
@@ -199,7 +201,7 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
 def _encode_parts(
     tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends
 ) -> tuple[Ids, Ids, Sequence[bool]]:
-    """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a
+    """The ids of prompt and completion, and which tokens of the prompt are trained on (earlier answers of a
     conversation)."""
     if learn is not None and "messages" in example:
         return encode_turns(tokenizer, example["messages"], learn, ends, template_options(tokenizer, example))
@@ -207,10 +209,10 @@ def _encode_parts(
     return prompt, completion, [False] * len(prompt)
 
 
-def _last(learnt: Sequence[bool], count: int) -> list[bool]:
-    """`learnt` of the last tokens of a prompt. An answer whose beginning was cut off is not learnt."""
-    kept = learnt[len(learnt) - count :]
-    headless = 0 if count == len(learnt) else sum(1 for _ in takewhile(bool, kept))
+def _last(trained: Sequence[bool], count: int) -> list[bool]:
+    """`trained` of the last tokens of a prompt. An answer whose beginning was cut off is not trained on."""
+    kept = trained[len(trained) - count :]
+    headless = 0 if count == len(trained) else sum(1 for _ in takewhile(bool, kept))
     return [False] * headless + [*kept[headless:]]
 
 
@@ -220,10 +222,10 @@ def _row(
     completion: Ids,
     filling: int,
     sample_id: int,
-    learnt: Sequence[bool],
+    trained: Sequence[bool],
 ) -> Row:
-    """A row filled with EOS. `learnt` says which tokens of the prompt are learnt; the first token never
+    """A row filled with EOS. `trained` says which tokens of the prompt are trained on; the first token never
     is."""
     ids = [*prompt, *completion, *[tokenizer.eos_token_id] * filling]
-    maskable = [*learnt, *[True] * (len(completion) + filling)]
+    maskable = [*trained, *[True] * (len(completion) + filling)]
     return make_row(ids, [1] * len(ids), [False, *maskable[1:]], sample_id)

@@ -1,5 +1,5 @@
 """Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or
-truncated and why; and rows as text in which the learnt tokens are marked."""
+truncated and why; and rows as text in which the trained tokens are marked."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 NAMED = 10
 """Rows listed per reason for skipping."""
-LEARNT = "⟦⟧"
-"""What stands before and after learnt tokens."""
+TRAINED = "⟦⟧"
+"""What stands before and after trained tokens."""
 FEW = 1 / 3
 """A fraction of the rows: if fewer are kept, there is a warning."""
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
@@ -68,7 +68,7 @@ def data_reports(trainer: Any) -> dict[str, dict[str, Any]]:
 
 
 def marked_rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Any], count: int) -> list[list[str]]:
-    """The documents of the first rows as text, with the learnt tokens between `LEARNT`. A prompt of
+    """The documents of the first rows as text, with the trained tokens between `TRAINED`. A prompt of
     reinforcement learning ends with an empty mark, where the completion will be."""
     return [_documents(tokenizer, row) for row in islice(iter(rows), count)]
 
@@ -78,24 +78,24 @@ def show_rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Any], count: in
     for number, documents in enumerate(marked_rows(tokenizer, rows, count)):
         for part, text in enumerate(documents, start=1):
             name = f"row {number}" + f", part {part} of {len(documents)}" * (len(documents) > 1)
-            show_line(for_stdout(f"{name}, learnt between {' and '.join(LEARNT)}:\n{text}\n"))
+            show_line(for_stdout(f"{name}, trained on between {' and '.join(TRAINED)}:\n{text}\n"))
 
 
 def _documents(tokenizer: PreTrainedTokenizerBase, row: Any) -> list[str]:
     if not isinstance(row, Mapping):  # a prompt of reinforcement learning
-        return [marked_text(tokenizer, row.ids, [False] * len(row.ids)) + "".join(LEARNT)]
+        return [marked_text(tokenizer, row.ids, [False] * len(row.ids)) + "".join(TRAINED)]
     row = row.get("response", row)  # of KTO
     tokens = zip(row["documents"], row["input_ids"], row["maskable"], strict=True)
     return [
-        marked_text(tokenizer, *zip(*((token, learnt) for _, token, learnt in part), strict=True))
+        marked_text(tokenizer, *zip(*((token, trained) for _, token, trained in part), strict=True))
         for _, part in groupby(tokens, itemgetter(0))
     ]
 
 
-def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[bool]) -> str:
-    """The text of a row, special tokens included, with the learnt tokens between `LEARNT`."""
+def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], trained: Sequence[bool]) -> str:
+    """The text of a row, special tokens included, with the trained tokens between `TRAINED`."""
     text, before = "", ""
-    for is_learnt, run in groupby(range(len(ids)), learnt.__getitem__):
+    for is_trained, run in groupby(range(len(ids)), trained.__getitem__):
         indices = [*run]
         whole = str(tokenizer.decode(ids[: indices[-1] + 1], clean_up_tokenization_spaces=False))
         part = (
@@ -103,12 +103,12 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: 
             if whole.startswith(before)
             else str(tokenizer.decode(ids[indices[0] : indices[-1] + 1]))
         )
-        text, before = text + (part.join(LEARNT) if is_learnt else part), whole
+        text, before = text + (part.join(TRAINED) if is_trained else part), whole
     return text
 
 
 class DataReport:
-    """Counts the rows of a dataset (`where` in errors) while they are tokenised.
+    """Counts the rows of a dataset (`where` in errors) while they are tokenized.
 
     Args:
         skip: whether bad rows are only counted, or else raise their errors; None: they raise them, and no
@@ -121,7 +121,7 @@ class DataReport:
         self.read = 0  # number of rows read
         self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
         self.dropped: dict[str, list[int]] = {}  # indices of skipped rows, by reason
-        self.answers = 0  # number of answers that are learnt, in the rows that are kept
+        self.answers = 0  # number of answers that are trained on, in the rows that are kept
         # number of truncated rows, by part ("prompt" or "completion")
         self.truncated: Counter[str] = Counter()
         # tokens before truncation of all rows that could be encoded, by part
@@ -131,7 +131,7 @@ class DataReport:
 
     @contextmanager
     def row(self, index: int) -> Iterator[None]:
-        """Counts the row that is tokenised inside. Its error (one with a `reason`) is counted and suppressed
+        """Counts the row that is tokenized inside. Its error (one with a `reason`) is counted and suppressed
         if bad rows are skipped."""
         self.read += 1
         try:
@@ -217,7 +217,7 @@ class DataReport:
         if "chosen" in self.lengths and EQUAL_RESPONSES not in self.dropped:
             counts.append((EQUAL_RESPONSES, "0"))
         if self.answers > self.kept:
-            counts.append(("learnt answers", f"{self.answers:,}"))
+            counts.append(("trained answers", f"{self.answers:,}"))
         counts += [(f"{name} cut", f"{count:,}") for name, count in self.truncated.items()]
         if self.packed is not None:
             counts.append(("packed into", f"{self.packed:,}"))

@@ -1,7 +1,7 @@
 """Token rows for training, made from text, and their batches.
 
 A row is a dict: `input_ids`, `documents` (the number of each token's document, from 1; documents do not see
-one another), `maskable` (which tokens are learnt) and `sample_id`.
+one another), `maskable` (which tokens are trained on) and `sample_id`.
 
 Shapes: B batch, T tokens.
 """
@@ -24,7 +24,7 @@ from unmask.errors import DataError
 from unmask.records import prepending_place, require_text
 
 TEXTS_AT_ONCE = 256
-"""Texts that are tokenised together and held in memory."""
+"""Texts that are tokenized together and held in memory."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -85,8 +85,8 @@ def iter_text_rows(
 
     Packed: the documents are concatenated and cut into rows of `max_length`. Otherwise each row is one
     document, cut to `max_length` (a cut document has no EOS). The first token of a document and of a row is
-    never learnt, because a model with a logit shift predicts a token from the one before. A row with no token
-    to learn is left out.
+    never trained on, because a model with a logit shift predicts a token from the one before. A row with no
+    token to learn is left out.
 
     Raises:
         DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too
@@ -95,16 +95,16 @@ def iter_text_rows(
     unknown = unknown or UnknownTokens()
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     documents = (bos + body for body in _encoded(tokenizer, texts, where, unknown, ends))
-    # A token is its id, the number of its document, and whether it is learnt.
-    tokenised = (
+    # A token is its id, the number of its document, and whether it is trained on.
+    tokenized = (
         zip(document, repeat(number), chain([False], repeat(True)))
         for number, document in enumerate(documents, start=1)
     )
     rows: Iterator[list[tuple[int, int, bool]]] = (
-        list(islice(document, max_length)) for document in tokenised
+        list(islice(document, max_length)) for document in tokenized
     )
     if packed:
-        stream = chain.from_iterable(tokenised)
+        stream = chain.from_iterable(tokenized)
         rows = iter(lambda: list(islice(stream, max_length)), [])  # until the stream is empty
     empty = True
     for sample_id, tokens in enumerate(rows):

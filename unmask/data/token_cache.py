@@ -1,4 +1,4 @@
-"""Rows of a corpus that is too large for memory: streamed, or tokenised once into a cache on disk."""
+"""Rows of a corpus that is too large for memory: streamed, or tokenized once into a cache on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECENT_ROWS = 2**16
 
 
 class StreamedRows(IterableDataset):
-    """An endless stream of text rows, tokenised while training. After the last document it starts again from
+    """An endless stream of text rows, tokenized while training. After the last document it starts again from
     the first.
 
     Every iteration yields the same rows, so that a resumed run, which skips the batches it has seen,

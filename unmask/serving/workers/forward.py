@@ -23,7 +23,7 @@ OWNER = "x-unmask-owner"
 has none."""
 EVENTS = "text/event-stream"
 CONNECTION_HEADERS = ("connection", "content-length", "date", "keep-alive", "transfer-encoding")
-"""Headers of an answer that the connection to the client has anew."""
+"""Headers of an answer that the connection to the client sets itself."""
 SOONEST_RETRY = 5  # seconds
 
 
