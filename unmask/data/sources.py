@@ -370,8 +370,10 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
         if not rows:
             raise _empty(source)
         names: Any = [*map(glob.escape, files)]
-        return (datasets.IterableDataset if streaming else datasets.Dataset).from_parquet(names)
-    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
+        if streaming:
+            return _naming_files(datasets.IterableDataset.from_parquet(names), source)
+        return datasets.Dataset.from_parquet(names)
+    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"not a readable Parquet file: {error.__cause__ or error}",
             where=file,
@@ -387,7 +389,8 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
     except IndexError:  # the error of `datasets` for a saved dataset without rows
         raise _empty(source) from None
     except FileNotFoundError:
-        return _load_dataset(source, None, split, streaming)
+        found = _load_dataset(source, None, split, streaming)
+        return _naming_files(found, source) if streaming else found
     except ValueError as error:
         raise DataError(f"not a saved dataset: {error}", where=source, remedy="Save it again.") from error
     if isinstance(saved, datasets.DatasetDict):
@@ -397,6 +400,31 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
             )
         saved = saved[split]
     return saved.to_iterable_dataset() if streaming else saved
+
+
+def _naming_files(rows: IterableDataset, source: str) -> IterableDataset:
+    """The stream with errors that name the file. It keeps its shards (files), so that they can be
+    shuffled."""
+    import datasets
+
+    count = rows.num_shards
+    names = [f"{source}, part {index + 1} of {count}" if count > 1 else source for index in range(count)]
+    arguments = {"shards": [rows.shard(count, index) for index in range(count)], "names": names}
+    return datasets.IterableDataset.from_generator(
+        _rows_of_shards, features=rows.features, gen_kwargs=arguments
+    )
+
+
+def _rows_of_shards(shards: Iterable[IterableDataset], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    import datasets
+    import pyarrow
+
+    for shard, name in zip(shards, names, strict=True):
+        try:
+            yield from shard
+        except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError) as error:
+            what = f"the rest cannot be read: {' '.join(str(error).split())}"
+            raise DataError(what, where=name, remedy="Write the file again.") from error
 
 
 def _load_dataset(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
