@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 import unmask as package
 from tests.helpers import REPOSITORY
 from tests.serving.servers import http_post, served
-from tests.training.tiny_runs import CHAT_TEMPLATE
+from tests.tiny import PLAIN_TEMPLATE
 from unmask.cli.entry import app
 from unmask.cli.run import training_arguments
 from unmask.config.layers import read_layers
@@ -149,7 +149,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = PLAIN_TEMPLATE
     config = lm.config
     config.vocab_size, config.max_position_embeddings = len(tokenizer), 512
     config.bos_token_id, config.eos_token_id, config.pad_token_id = (

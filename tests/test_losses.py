@@ -16,7 +16,8 @@ from torch import Tensor
 
 import unmask
 from tests.helpers import REPOSITORY, partly_slow
-from tests.training.tiny_runs import ALPHABET, batch, make, ranks, tiny
+from tests.tiny import LLAMA_ALPHABET, llama_lm
+from tests.training.tiny_runs import batch, make, ranks
 from unmask import losses
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.methods import METHODS
@@ -29,9 +30,9 @@ from unmask.training.trainer import DiffusionTrainer
 
 def test_a_loop_of_twenty_lines_learns_a_task():
     """Write a letter four times."""
-    lm = tiny()
+    lm = llama_lm()
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-2)
-    letters, config = list(ALPHABET), unmask.SamplerConfig(max_new_tokens=5, steps=5)
+    letters, config = list(LLAMA_ALPHABET), unmask.SamplerConfig(max_new_tokens=5, steps=5)
     rows = lm.tokenizer([letter * 5 + lm.tokenizer.eos_token for letter in letters], return_tensors="pt")
     ids_BT, key_B = rows["input_ids"], torch.arange(len(letters))
     completion_BT = torch.arange(ids_BT.shape[1]).expand_as(ids_BT) >= 2  # after the start and the letter
@@ -61,7 +62,7 @@ def test_a_loop_of_twenty_lines_learns_a_task():
 @pytest.mark.slow
 def test_a_loop_of_twenty_lines_learns_from_rewards():
     """Write as many a as possible."""
-    lm, method = tiny(), losses.get_method("diffu-grpo")(epsilon=0.2)
+    lm, method = llama_lm(), losses.get_method("diffu-grpo")(epsilon=0.2)
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-2)
     prompts, group_B, found = ["ab"] * 8 + ["cd"] * 8, torch.arange(2).repeat_interleave(8), []
     for step in range(20):
@@ -116,7 +117,7 @@ def moved(trainer: DiffusionTrainer) -> None:
     ("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)]
 )
 def test_supervised_gradients_are_the_trainers_bit_for_bit(attention, block_size, tmp_path):
-    lm = tiny(attention, block_size)
+    lm = llama_lm(attention, block_size)
     trainer = make("sft", tmp_path, lm, **({} if attention == "causal" else {"views": 2}))
     rows = batch(trainer, 4, 0, 6)
 
@@ -136,9 +137,9 @@ def test_supervised_gradients_are_the_trainers_bit_for_bit(attention, block_size
 
 @pytest.mark.slow
 def test_gradients_of_gaps_of_unknown_length_are_the_trainers(tmp_path):
-    trainer = make("sft", tmp_path, tiny(dtype=torch.float64), max_gap=3)
+    trainer = make("sft", tmp_path, llama_lm(dtype=torch.float64), max_gap=3)
     rows = batch(trainer, 4, 0, 6)
-    lm = losses.with_length_tokens(tiny(dtype=torch.float64), 3)
+    lm = losses.with_length_tokens(llama_lm(dtype=torch.float64), 3)
     lm.model.load_state_dict(trainer.lm.model.state_dict())
 
     def backward() -> None:
@@ -151,10 +152,10 @@ def test_gradients_of_gaps_of_unknown_length_are_the_trainers(tmp_path):
 
 @pytest.mark.slow
 def test_gradients_of_a_quality_head_are_the_trainers(tmp_path):
-    trainer = make("sft", tmp_path, tiny(dtype=torch.float64), quality_head="alone", quality_tokens=2)
+    trainer = make("sft", tmp_path, llama_lm(dtype=torch.float64), quality_head="alone", quality_tokens=2)
     rows = batch(trainer, 4, 0, 6)
     lm, draw = (
-        losses.with_quality_head(tiny(dtype=torch.float64)),
+        losses.with_quality_head(llama_lm(dtype=torch.float64)),
         losses.MaskRNG(trainer.args.seed, rows["sample_id"]),
     )
     lm.model.load_state_dict(trainer.lm.model.state_dict())
@@ -187,7 +188,7 @@ def responses(lm: DiffusionLM, rows: dict[str, Tensor], draw: losses.MaskRNG, co
 
 
 def test_gradients_of_preferences_are_the_trainers(tmp_path):
-    trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), reference="frozen")
+    trainer = make("dpo", tmp_path, llama_lm(dtype=torch.float64), reference="frozen")
     lm, rows = trainer.lm, batch(trainer, 4, 0, 6)
     draw, reference = losses.MaskRNG(trainer.args.seed, rows["sample_id"]), lm.frozen_copy()
     moved(trainer)
@@ -202,7 +203,7 @@ def test_gradients_of_preferences_are_the_trainers(tmp_path):
 
 @pytest.mark.slow
 def test_gradients_of_labeled_responses_are_the_trainers(tmp_path):
-    trainer = make("kto", tmp_path, tiny(dtype=torch.float64), reference="frozen")
+    trainer = make("kto", tmp_path, llama_lm(dtype=torch.float64), reference="frozen")
     lm, rows = trainer.lm, batch(trainer, 4, 0, 6, 9)
     reference = lm.frozen_copy()
     moved(trainer)
@@ -237,7 +238,7 @@ def test_gradients_of_policies_are_the_trainers(method, tmp_path):
     trainer = make(
         "grpo",
         tmp_path,
-        tiny(dtype=torch.float64),
+        llama_lm(dtype=torch.float64),
         reward=ranks,
         method=method,
         **{"epsilon": None} | difficulty | more | beta,

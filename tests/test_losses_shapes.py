@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import unmask
-from tests.toy import toy
+from tests.tiny import toy_lm
 from unmask import losses
 from unmask.errors import ConfigError, UnmaskError
 from unmask.supervised.quality import FilledRows
@@ -77,8 +77,8 @@ def filled(t: Tensors) -> FilledRows:
     return FilledRows(ids_BT, ids_BT, filled_BT, filled_BT, None)
 
 
-LM = toy()
-GAP_LM = losses.with_length_tokens(toy(), 2)
+LM = toy_lm()
+GAP_LM = losses.with_length_tokens(toy_lm(), 2)
 NOISE = losses.Noise()
 CALLS: dict[str, Callable[[Tensors], object]] = {
     "noise_groups": lambda t: losses.noise_groups(LM, t.maskable_BT, t.attention_mask_BT),
@@ -274,6 +274,6 @@ def test_what_cannot_be_computed_is_refused_with_a_reason(name):
 def test_a_causal_model_has_one_view():
     rows = rollout(Tensors())
     found = losses.policy_views(
-        toy(attention=("causal", None, True)), losses.get_method("cj-grpo")(), rows, draw(Tensors())
+        toy_lm(attention=("causal", None, True)), losses.get_method("cj-grpo")(), rows, draw(Tensors())
     )
     assert torch.equal(found.target_BMT, rows.completion_BT[:, None]) and found.count == 1

@@ -18,53 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PhiConfig
 from typer.testing import CliRunner
 
 import unmask
 from tests.helpers import REPOSITORY
 from tests.test_console import Terminal
+from tests.tiny import build_lm
 from unmask.cli import app
 from unmask.cli import chat_session as module
 from unmask.cli.chat_session import Chat, interruptible, talk
 from unmask.config.run import SamplerConfig
-from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError
 from unmask.models.chat_template import TEMPLATES
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
 
 SETTINGS = {"max_new_tokens": 12, "tokens_per_step": 3, "temperature": 1.0}
 CONTEXT = 200
 
 
-def make_model(template: str | None) -> DiffusionLM:
-    """A bidirectional model over lower-case letters, with random weights."""
-    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz :\n/.\x1b")
-    tokenizer.chat_template = template
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = PhiConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, initializer_range=0.2, **shape, **ids
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return make_diffusion(
-            AutoModelForCausalLM.from_config(config).eval(),
-            tokenizer,
-            attention="bidirectional",
-            block_size=None,
-        )
+def lm_with(template: str | None) -> DiffusionLM:
+    """A bidirectional Phi of lower-case letters with this chat template."""
+    sizes = {"layers": 1, "context": CONTEXT, "intermediate_size": 24, "initializer_range": 0.2}
+    return build_lm("phi", "abcdefghijklmnopqrstuvwxyz :\n/.\x1b", template=template, **sizes)
 
 
 @pytest.fixture(scope="module")
 def lm() -> DiffusionLM:
-    return make_model(TEMPLATES["simple"])
+    return lm_with(TEMPLATES["simple"])
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +98,7 @@ def test_a_stopped_answer_leaves_no_trace(lm, chat):
 
 
 def test_raw_text_is_completed_without_a_template_and_one_by_one():
-    lm = make_model(None)
+    lm = lm_with(None)
     with pytest.raises(ModelError, match=r"the model: has no chat template. .*--raw"):
         Chat(lm, "the model", SamplerConfig(**SETTINGS))
     chat = Chat(lm, "the model", SamplerConfig(**SETTINGS), raw=True)
@@ -274,7 +254,7 @@ def test_a_conversation_that_is_too_long_says_what_to_do(chat):
 
 
 def test_a_template_may_refuse_a_system_message(lm):
-    lm = make_model("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}a")
+    lm = lm_with("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}a")
     with pytest.raises(DataError, match="no system"):
         Chat(lm, "the model", SamplerConfig(**SETTINGS), system="be brief")
 

@@ -11,10 +11,11 @@ from rich.cells import cell_len
 from rich.text import Text
 from tokenizers import decoders
 
+from tests.generation.cases import PATTERNS, configs, prompt_lists
 from tests.generation.constraints.test_vocabulary import BYTE_LEVEL, SENTENCEPIECE, Named
-from tests.generation.tiny_models import PATTERNS, configs, prompt_lists, tiny
 from tests.helpers import partly_slow
 from tests.test_console import Terminal
+from tests.tiny import float64_lm
 from unmask.cli.denoising_display import (
     HIDDEN,
     MAX_COLUMNS,
@@ -95,7 +96,7 @@ def test_drafts_are_colored_by_probability_and_final_text_is_plain():
 @partly_slow("attention, block_size", PATTERNS, 2, 4)
 @given(st.data())
 def test_the_last_canvas_shows_the_text(attention, block_size, data):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     config, [prompt, *_] = data.draw(configs(attention, block_size)), data.draw(prompt_lists(1))
     prompt = [token for token in prompt if token != lm.mask_token_id] or [4]
     [asked] = make_requests(lm, [prompt], config)
@@ -108,7 +109,7 @@ def test_the_last_canvas_shows_the_text(attention, block_size, data):
 
 
 def test_it_can_be_stopped_between_steps():
-    lm = tiny("phi", "bidirectional", None)
+    lm = float64_lm("phi", "bidirectional", None)
     config = SamplerConfig(max_new_tokens=6, stop_at_eos=False)
     [asked] = make_requests(lm, [[4, 5]], config)
     seen: list[int] = []
@@ -173,7 +174,7 @@ def test_a_terminal_without_a_cursor_gets_lines(xterm):
 
 @pytest.mark.parametrize("infill", [False, True])
 def test_prompts_are_denoised_one_after_the_other(infill):
-    lm = tiny("phi", "bidirectional", None)
+    lm = float64_lm("phi", "bidirectional", None)
     mask = lm.mask_token_id
     prompts = [[4, mask, mask, 5], [mask, 6], [4, mask, mask, 5]] if infill else [[4, 5], [6], [4, 5]]
     config, stream = SamplerConfig(max_new_tokens=6, tokens_per_step=2, temperature=1.0), io.StringIO()

@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from tests.helpers import partly_slow
-from tests.training.tiny_runs import QUICK, make, tiny, unmask
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import QUICK, make, unmask
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
 from unmask.cli.dry_run import dry_run, estimate_run
@@ -159,7 +160,9 @@ LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] 
 def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predicted(
     attention, more, tmp_path, monkeypatch
 ):
-    lm = tiny(attention, hidden_size=64, num_hidden_layers=4, intermediate_size=192, num_attention_heads=4)
+    lm = llama_lm(
+        attention, hidden_size=64, num_hidden_layers=4, intermediate_size=192, num_attention_heads=4
+    )
     lm.save(tmp_path / "model")
     more = {"max_length": 60, "optim": "adamw_torch_fused", "max_steps": 2} | more
     config = run_config(tmp_path / "model", tmp_path, tmp_path).model_copy(

@@ -569,21 +569,11 @@ def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model without its weights."""
-    from transformers import LlamaConfig
-
-    from unmask.data.characters import character_tokenizer
+    from tests.tiny import build_config, tokenizer_of
 
     path = str(tmp_path_factory.mktemp("model"))
-    tokenizer = character_tokenizer("abc")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **sizes,
-    ).save_pretrained(path)
+    tokenizer = tokenizer_of("abc")
+    build_config("llama", tokenizer, intermediate_size=24).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

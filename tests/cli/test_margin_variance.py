@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.tiny_runs import PREFERENCES, make, moved, tiny, unmask
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PREFERENCES, make, moved, unmask
 from unmask.cli.margin_variance import (
     COMPLEMENTARY,
     DEFAULT,
@@ -28,13 +29,13 @@ SHARED = "independent times, shared masks"
 
 def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DPOTrainer:
     """A policy that differs from its reference."""
-    tiny(*pattern).save(folder / "reference")
+    llama_lm(*pattern).save(folder / "reference")
     shape = {
         "reference": "frozen",
         "ref_model": str(folder / "reference"),
         "rows": rows or PREFERENCES[4:6],
     }
-    return make("dpo", folder / "run", moved(tiny(*pattern)), **shape | more)
+    return make("dpo", folder / "run", moved(llama_lm(*pattern)), **shape | more)
 
 
 def copies(trainer: DPOTrainer, count: int) -> Any:
@@ -110,8 +111,8 @@ def rows_file(folder: Path) -> Path:
 def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.cli.margin_variance.TABLE_REDRAWS", 2)
     monkeypatch.setattr("unmask.cli.margin_variance.BUDGETS", (1, 3))
-    tiny(*pattern).save(tmp_path / "reference")
-    moved(tiny(*pattern)).save(tmp_path / "policy")
+    llama_lm(*pattern).save(tmp_path / "reference")
+    moved(llama_lm(*pattern)).save(tmp_path / "policy")
     settings = [
         f"training.ref_model={tmp_path / 'reference'}",
         "data.max_rows=3",

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import REPOSITORY, partly_slow
-from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
+from tests.tiny import PLAIN_TEMPLATE
+from tests.training.tiny_runs import unmask
 from unmask.cli import run
 from unmask.cli.modes import adapt_recipes
 from unmask.cli.run import make_trainer, training_arguments
@@ -63,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "".join(map(chr, range(32, 127))) + "\n"
     lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     tokenizer = character_tokenizer(text)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = PLAIN_TEMPLATE
     config = lm.config
     config.vocab_size, config.max_position_embeddings = len(tokenizer), 8192
     config.bos_token_id, config.eos_token_id, config.pad_token_id = (

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.helpers import REPOSITORY, run_all, shared_path
-from tests.training.tiny_runs import QUICK, equal, tiny, unmask, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.cli.run import forget_earlier_run
 from unmask.config.yaml import parse_yaml
@@ -564,7 +565,7 @@ def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tm
 
 def test_the_ends_of_a_run_are_those_of_its_template_or_as_set(tmp_path):
     lm, rows = (
-        tiny(vocab_size=16),
+        llama_lm(vocab_size=16),
         [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4,
     )
     lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -601,7 +602,7 @@ def test_reasoning_traces_in_the_layout_of_s1k_train_by_the_recipe(tmp_path):
     ]
     (tmp_path / "s1k.jsonl").write_text(lines(*rows))
     # of the words it knows a few letters, and the rest as <unk>
-    tiny(max_position_embeddings=256).save(tmp_path / "tiny")
+    llama_lm(max_position_embeddings=256).save(tmp_path / "tiny")
     small = ["data.chat_template=simple", "lora.r=2"]
     run = [
         "sft",
@@ -819,7 +820,7 @@ def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_p
 
 def test_problems_are_put_as_conversations_and_each_status_is_logged(tmp_path):
     # of the instructions it knows a few letters, and the rest as <unk>
-    lm = tiny(max_position_embeddings=256)
+    lm = llama_lm(max_position_embeddings=256)
     lm.save(tmp_path / "chat")
     task = ["--task", "sudoku", "data.style=chat", UNKNOWN]
     refused = unmask(
@@ -841,14 +842,15 @@ import sys
 from pathlib import Path
 import torch
 from datasets import Dataset
-from tests.training.tiny_runs import TEXTS, make, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import TEXTS, make, weights
 
 folder = Path(sys.argv[1])
 streamed = {"rows": Dataset.from_list(TEXTS).to_iterable_dataset()}
 cached = {"token_cache": str(folder / "cache")}
 runs = [("stream", "pretrain", streamed), ("cache", "pretrain", cached), *((verb, verb, {}) for verb in ("sft", "dpo", "grpo"))]
 for name, verb, more in runs:
-    lm = tiny("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64)
+    lm = llama_lm("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64)
     trainer = make(verb, folder, lm, per_device_train_batch_size=int(sys.argv[2]), optim="sgd", learning_rate=1.0, **more)
     trainer.train()
     if trainer.is_world_process_zero():

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from tests.convert.test_trainer import convert
-from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, weights
 from unmask.convert.distillation import compare, forward_kl
 from unmask.convert.trainer import StageTrainer
 from unmask.diffusion.log_probs import noise_groups
@@ -50,7 +51,10 @@ def pair(
     attention: str = "bidirectional", block_size: int | None = None, shift: bool = False
 ) -> tuple[DiffusionLM, DiffusionLM]:
     """A student and another model as its teacher."""
-    lm, teacher = sharp(tiny(attention, block_size, logit_shift=shift)), sharp(tiny("causal")).frozen_copy()
+    lm, teacher = (
+        sharp(llama_lm(attention, block_size, logit_shift=shift)),
+        sharp(llama_lm("causal")).frozen_copy(),
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in lm.model.parameters():
@@ -120,7 +124,7 @@ def test_equal_predictions_do_not_diverge_even_where_one_token_has_all():
 
 @pytest.mark.parametrize("context", [False, True])
 def test_a_student_that_is_the_teacher_has_nothing_to_learn(context):
-    causal = sharp(tiny("causal"))
+    causal = sharp(llama_lm("causal"))
     lm = with_pattern(causal, "block_causal", 1, True, causal_context=context)
     found = compare(lm, causal.frozen_copy(), IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4)
     assert len(found.distance_N) == MASKABLE.sum()
@@ -191,7 +195,7 @@ def test_where_nothing_is_scored_there_is_a_loss_of_0_with_gradients():
 
 
 def test_the_teacher_is_the_model_before_its_conversion_also_after_a_resume(tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     run = {
         **DISTILLED,
         "alignment": 0.1,
@@ -217,7 +221,9 @@ def test_the_teacher_is_the_model_before_its_conversion_also_after_a_resume(tmp_
 def test_distillation_is_a_share_of_the_loss_and_alignment_is_added(tmp_path):
     def first(**more: Any) -> dict[str, float]:
         trainer = convert(
-            tmp_path, tiny("causal"), **DISTILLED | {"packing": False, "max_steps": 1, "stages": [{}]} | more
+            tmp_path,
+            llama_lm("causal"),
+            **DISTILLED | {"packing": False, "max_steps": 1, "stages": [{}]} | more,
         )
         trainer.train()
         return trainer.state.log_history[0]
@@ -240,7 +246,7 @@ def on_policy(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageT
         "max_steps": 6,
         **more,
     }
-    whole = convert(folder, lm or sharp(tiny("causal")), settings.pop("rows", LONG), **settings)
+    whole = convert(folder, lm or sharp(llama_lm("causal")), settings.pop("rows", LONG), **settings)
     return StageTrainer(
         whole.lm,
         whole.args,

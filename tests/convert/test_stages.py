@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.convert.test_trainer import convert
-from tests.training.tiny_runs import TEXTS, equal, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import TEXTS, equal, weights
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
 from unmask.config.yaml import parse_yaml
@@ -37,7 +38,7 @@ FIVE = """
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
     """Run `unmask convert --config` on the tiny model with these lines in the training section."""
-    tiny("causal").save(tmp_path / "causal")
+    llama_lm("causal").save(tmp_path / "causal")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in TEXTS))
 
     def invoke(training: str, *more: str, steps: int = 5, output: str = "out") -> Any:
@@ -123,7 +124,7 @@ def test_what_is_no_list_of_stages_is_refused_in_python_too(stages):
 
 
 def test_regular_expressions_choose_parameters_by_name(tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     start = weights(lm)
     trainer = convert(tmp_path, lm, stages=[{"train": [r"layers\.1\..*mlp", "norm"]}], max_steps=1)
     trainer.train()
@@ -136,7 +137,7 @@ def test_regular_expressions_choose_parameters_by_name(tmp_path):
     [(["mask_token"], False), (["mask_token", "embed_tokens"], True), (["embed_tokens"], True)],
 )
 def test_the_mask_row_is_alone_but_where_the_table_is_named_as_well(train, whole, tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     start = weights(lm)
     trainer = convert(tmp_path, lm, stages=[{"train": train}], max_steps=1, weight_decay=0.1)
     trainer.train()
@@ -147,7 +148,7 @@ def test_the_mask_row_is_alone_but_where_the_table_is_named_as_well(train, whole
 
 
 def test_what_a_stage_freezes_it_gives_back_even_after_an_error():
-    lm = tiny()
+    lm = llama_lm()
     lm.model.lm_head.weight.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in lm.model.named_parameters()}
     with (

@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from tests.helpers import partly_slow
-from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, make, settings, stock, tiny, weights
+from tests.tiny import llama_causal, llama_lm
+from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, make, settings, weights
 from unmask.cli import app
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
@@ -37,7 +38,7 @@ def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **mor
     names = ("eval_dataset", "progress", "peft_config", "callbacks", "data_collator")
     taken = {name: more.pop(name) for name in names if name in more}
     return ConvertTrainer(
-        lm or tiny("causal"),
+        lm or llama_lm("causal"),
         ConvertConfig(**settings(folder, max_steps=10, max_length=32) | more),
         rows or TEXTS,
         **taken,
@@ -77,7 +78,7 @@ def stage_trainer(folder: Path, rows: Any, **more: Any) -> StageTrainer:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_first_stage_moves_attention_and_the_mask_row_and_nothing_else(tied, tmp_path):
-    lm = tiny("causal", tie_word_embeddings=tied)
+    lm = llama_lm("causal", tie_word_embeddings=tied)
     start = weights(lm)
     end = converted(tmp_path, lm, stages=STAGES[:1], weight_decay=0.1)
     mask = lm.mask_token_id
@@ -93,7 +94,7 @@ def test_the_first_stage_moves_attention_and_the_mask_row_and_nothing_else(tied,
 
 
 def test_after_the_first_stage_everything_is_trained(tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     start = weights(lm)
     end = converted(tmp_path, lm, stages=STAGES[1:2])
     assert not any(torch.equal(end[name], start[name]) for name in start)
@@ -185,7 +186,7 @@ def test_the_auxiliary_loss_is_the_causal_one_of_the_same_weights(tmp_path):
     ids=lambda pattern: " ".join(map(str, pattern.values())),
 )
 def test_the_converted_model_has_its_pattern_and_survives_saving(pattern, tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     trainer = convert(tmp_path / "run", lm, max_steps=6, **pattern)
     trainer.train()
     trainer.save_model(tmp_path / "model")
@@ -251,7 +252,7 @@ def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder
     straight.train()
     # its own folder: the last checkpoint
     convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first")
-    trainer = convert(tmp_path / "second", tiny("causal"), **run)
+    trainer = convert(tmp_path / "second", llama_lm("causal"), **run)
     trainer.train(resume_from_checkpoint=tmp_path / "first" / named)
     assert equal(weights(trainer.lm), weights(straight.lm))
     told, first = (untimed(one.lm.config.unmask_history) for one in (trainer, straight))
@@ -289,7 +290,7 @@ class MineForCausalLM(LlamaForCausalLM):
 
 
 def test_whole_weights_between_sharded_stages_keep_the_code_that_came_with_the_model(tmp_path):
-    tiny("causal").save(tmp_path / "mine")
+    llama_lm("causal").save(tmp_path / "mine")
     (tmp_path / "mine/modeling_mine.py").write_text(OWN_CODE)
     config = json.loads((tmp_path / "mine/config.json").read_text()) | {"architectures": ["MineForCausalLM"]}
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
@@ -406,7 +407,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(tmp_path, attention="bidirectional", block_size=4)
     for empty in ([], [{"text": ""}]):
         with pytest.raises(DataError, match="train_dataset: no text to train on"):
-            ConvertTrainer(tiny("causal"), ConvertConfig(**settings(tmp_path)), empty)
+            ConvertTrainer(llama_lm("causal"), ConvertConfig(**settings(tmp_path)), empty)
     with pytest.raises(DataError, match="train_dataset, row 5: no column 'text'"):
         convert(tmp_path, rows=[*TEXTS[:5], {"prompt": "a"}])
     with pytest.raises(DataError, match="eval_dataset, row 1: no column 'completion'"):
@@ -439,7 +440,7 @@ def lora() -> peft.LoraConfig:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_conversion_with_adapters_trains_them_and_the_mask_row_and_merges_them(tied, tmp_path):
-    lm = tiny("causal", tie_word_embeddings=tied)
+    lm = llama_lm("causal", tie_word_embeddings=tied)
     start, mask = weights(lm), lm.mask_token_id
     trainer = convert(tmp_path / "run", lm, peft_config=lora(), weight_decay=0.1)
     trainer.train()
@@ -499,7 +500,7 @@ def test_a_stage_begins_without_the_optimizer_of_the_one_before(tmp_path):
 
 
 def test_checkpoints_of_adapters_hold_no_table_where_the_mask_token_is_new(tmp_path):
-    model, tokenizer = stock()
+    model, tokenizer = llama_causal()
 
     model.save_pretrained(tmp_path / "causal")
     tokenizer.save_pretrained(tmp_path / "causal")
@@ -589,7 +590,7 @@ def test_annealing_leaves_stages_of_blocks_alone(tmp_path):
 
 @pytest.mark.parametrize(("context", "passes"), [(False, 2), (True, 1)])
 def test_with_a_causal_context_the_auxiliary_loss_takes_no_second_pass(context, passes, tmp_path):
-    lm, calls = tiny("causal"), []
+    lm, calls = llama_lm("causal"), []
     lm.model.register_forward_hook(lambda *_: calls.append(1))
     trainer = convert(
         tmp_path, lm, attention="block_causal", causal_context=context, stages=[{"lm_loss": 0.5}], max_steps=3
@@ -627,7 +628,7 @@ def recipe(name: str, folder: Path, **more: Any) -> ConvertConfig:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_path):
-    trainer = ConvertTrainer(tiny("causal"), recipe(name, tmp_path / "run"), LONG)
+    trainer = ConvertTrainer(llama_lm("causal"), recipe(name, tmp_path / "run"), LONG)
     trainer.train()
     assert {line["stage"] for line in trainer.state.log_history if "loss" in line} >= {
         len(trainer.args.stages),
@@ -660,7 +661,7 @@ def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
             "optim": "sgd",
             "learning_rate": 0.1,
         }
-        lm = tiny("causal", dtype=torch.float64)
+        lm = llama_lm("causal", dtype=torch.float64)
         trainer = ConvertTrainer(lm, recipe(name, tmp_path / str(size), max_grad_norm=1e9, **sizes), LONG)
         start = weights(lm)
         trainer.train()
@@ -681,7 +682,7 @@ def test_a_recipe_gives_way_to_other_settings(tmp_path):
 
 @partly_slow("name", RECIPES, 0, 1)
 def test_recipes_are_a_word_on_the_command_line(name, tmp_path):
-    tiny("causal").save(tmp_path / "causal")
+    llama_lm("causal").save(tmp_path / "causal")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in LONG))
     quick = [
         f"max_steps={STEPS[name]}",

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
-from tests.training.tiny_runs import ALPHABET, PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a, tiny
+from tests.tiny import LLAMA_ALPHABET, llama_lm
+from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
@@ -39,9 +40,9 @@ def counted(tokenizer: PreTrainedTokenizerBase, texts: list[str], limit: float =
     return unknown
 
 
-@given(st.lists(st.text(alphabet=ALPHABET + "xyz", max_size=30), min_size=1, max_size=20))
+@given(st.lists(st.text(alphabet=LLAMA_ALPHABET + "xyz", max_size=30), min_size=1, max_size=20))
 def test_the_fraction_is_that_of_characters_that_the_tokenizer_lacks(texts):
-    unknown, every = counted(character_tokenizer(ALPHABET), texts), "".join(texts)
+    unknown, every = counted(character_tokenizer(LLAMA_ALPHABET), texts), "".join(texts)
     assert unknown.unknown == sum(character in "xyz" for character in every) and unknown.tokens == len(every)
     assert set(unknown.examples) == set(every) & set("xyz")
 
@@ -131,8 +132,8 @@ def test_every_trainer_refuses_text_that_its_tokenizer_lacks_unless_a_setting_al
     with pytest.raises(
         DataError, match=r"^train_dataset[^:]*: \d+\.\d% of the tokens are unknown .*'0'.*max_unknown"
     ):
-        trainer(tiny(attention), config(**settings(tmp_path), **more), rows)
-    trainer(tiny(attention), config(**settings(tmp_path), **more, max_unknown=1.0), rows)
+        trainer(llama_lm(attention), config(**settings(tmp_path), **more), rows)
+    trainer(llama_lm(attention), config(**settings(tmp_path), **more, max_unknown=1.0), rows)
 
 
 @pytest.mark.parametrize("bad_rows", ["error", "skip"])
@@ -141,7 +142,7 @@ def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_wh
 ):
     rows = [{"prompt": "abc", "chosen": "10", "rejected": "01"}]
     with pytest.raises(DataError, match=r": .* unknown to the tokenizer. It lacks '[01]'"):
-        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path), bad_rows=bad_rows), rows)
+        DPOTrainer(llama_lm(), DPOConfig(**settings(tmp_path), bad_rows=bad_rows), rows)
 
 
 class Stream:
@@ -159,20 +160,20 @@ def test_a_stream_is_refused_as_soon_as_too_much_of_it_is_unknown(clean, tmp_pat
     rows = Stream([{"text": "abcd"}] * clean + [{"text": "0101"}] * 300 + [{"text": "abcd"}] * 100_000)
     with pytest.raises(DataError, match=r"train_dataset: .*unknown to the tokenizer"):
         PretrainTrainer(
-            tiny("causal"), PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)), rows
+            llama_lm("causal"), PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)), rows
         ).train()
 
 
 def test_a_token_cache_made_of_unknown_text_is_not_read_by_a_run_that_refuses_it(tmp_path):
     rows, run = [{"text": "0101"}], settings(tmp_path / "run", token_cache=str(tmp_path / "cache"))
-    PretrainTrainer(tiny("causal"), PretrainConfig(**run, max_unknown=1.0), rows)
+    PretrainTrainer(llama_lm("causal"), PretrainConfig(**run, max_unknown=1.0), rows)
     with pytest.raises(DataError, match="unknown to the tokenizer"):
-        PretrainTrainer(tiny("causal"), PretrainConfig(**run), rows)
+        PretrainTrainer(llama_lm("causal"), PretrainConfig(**run), rows)
 
 
 def test_the_report_says_how_much_is_unknown(tmp_path, capsys):
     trainer = SFTTrainer(
-        tiny(),
+        llama_lm(),
         SFTConfig(**settings(tmp_path, disable_tqdm=False), max_unknown=0.5),
         [*PAIRS, {"prompt": "a", "completion": "x1x"}],
     )
@@ -182,8 +183,8 @@ def test_the_report_says_how_much_is_unknown(tmp_path, capsys):
 
 
 def test_counting_takes_little_beside_encoding():
-    tokenizer = character_tokenizer(ALPHABET)
-    texts = [ALPHABET * 20] * 300
+    tokenizer = character_tokenizer(LLAMA_ALPHABET)
+    texts = [LLAMA_ALPHABET * 20] * 300
 
     def count() -> None:
         unknown = UnknownTokens()

@@ -8,15 +8,16 @@ import math
 import pytest
 import torch
 
-from tests import toy
+from tests import enumeration
 from tests.helpers import partly_slow
+from tests.tiny import KINDS, TOY_VOCABULARY, toy_lm
 from unmask.diffusion.likelihood import any_order, elbo, exact_log_likelihood
 from unmask.diffusion.views import MaskRNG, exact_views
 from unmask.errors import GenerationError
 
 PROMPT, LENGTH = 2, 4
 TOTAL = PROMPT + LENGTH
-kinds = pytest.mark.parametrize("kind", toy.KINDS)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
@@ -26,31 +27,33 @@ def no_gradients():
 
 
 def batch(rows=4, length=LENGTH):
-    ids = torch.stack([toy.random_row(PROMPT + length, seed) for seed in range(rows)])
+    ids = torch.stack([enumeration.random_row(PROMPT + length, seed) for seed in range(rows)])
     return ids, (torch.arange(PROMPT + length) >= PROMPT).expand(rows, -1)
 
 
 def tables(lm, row):
-    return [toy.conditionals(lm, row, positions) for positions in toy.groups(lm, PROMPT, len(row))]
+    return [
+        enumeration.conditionals(lm, row, positions) for positions in enumeration.groups(lm, PROMPT, len(row))
+    ]
 
 
 @kinds
 def test_the_exact_likelihood_is_the_mean_over_all_orders(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     ids, maskable = batch()
-    expected = [sum(toy.any_order(table) for table in tables(lm, row)) for row in ids]
+    expected = [sum(enumeration.any_order(table) for table in tables(lm, row)) for row in ids]
     assert exact_log_likelihood(lm, ids, None, maskable).tolist() == pytest.approx(expected, abs=1e-12)
     assert exact_log_likelihood(lm, ids, None, maskable, chunk=3).tolist() == pytest.approx(
         expected, abs=1e-12
     )
 
 
-@partly_slow("kind", [*toy.KINDS, "causal"], 0, 1, 5)
+@partly_slow("kind", [*KINDS, "causal"], 0, 1, 5)
 def test_the_probabilities_of_all_completions_sum_to_1(kind):
-    lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
+    lm = toy_lm(attention=("causal", None, True)) if kind == "causal" else toy_lm(kind)
     length = 3
-    completions = torch.tensor(list(itertools.product(range(toy.VOCABULARY), repeat=length)))
-    ids = torch.cat([toy.random_row(PROMPT).expand(len(completions), -1), completions], 1)
+    completions = torch.tensor(list(itertools.product(range(TOY_VOCABULARY), repeat=length)))
+    ids = torch.cat([enumeration.random_row(PROMPT).expand(len(completions), -1), completions], 1)
     maskable = (torch.arange(PROMPT + length) >= PROMPT).expand_as(ids)
     likelihoods = exact_log_likelihood(lm, ids, None, maskable)
     assert likelihoods.exp().sum().item() == pytest.approx(1, abs=1e-12)
@@ -58,11 +61,11 @@ def test_the_probabilities_of_all_completions_sum_to_1(kind):
 
 @kinds
 def test_the_bound_lies_below_the_exact_likelihood(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     ids, maskable = batch(12)
     exact = exact_log_likelihood(lm, ids, None, maskable)
     bound = torch.tensor(
-        [sum(toy.lower_bound(table) for table in tables(lm, row)) for row in ids], dtype=torch.float64
+        [sum(enumeration.lower_bound(table) for table in tables(lm, row)) for row in ids], dtype=torch.float64
     )
     if kind == "causal without a shift":  # one order only: no gap
         torch.testing.assert_close(bound, exact, rtol=0, atol=1e-12)
@@ -73,7 +76,7 @@ def test_the_bound_lies_below_the_exact_likelihood(kind):
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 8])
 @kinds
 def test_the_estimate_averages_to_the_bound(kind, samples):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     ids, maskable = batch(1)
     number = 200
     estimate = elbo(
@@ -85,7 +88,7 @@ def test_the_estimate_averages_to_the_bound(kind, samples):
         samples=samples,
     ).value_B
     exact, error = (
-        sum(toy.lower_bound(table) for table in tables(lm, ids[0])),
+        sum(enumeration.lower_bound(table) for table in tables(lm, ids[0])),
         estimate.std().item() / math.sqrt(number),
     )
     assert error < 0.05 * abs(exact)
@@ -94,7 +97,7 @@ def test_the_estimate_averages_to_the_bound(kind, samples):
 
 
 def test_chunks_do_not_change_the_estimate():
-    lm = toy.toy()
+    lm = toy_lm()
     ids, maskable = batch()
     draw = MaskRNG(0, torch.arange(4))
     whole = elbo(lm, ids, None, maskable, draw, samples=5).value_B
@@ -103,9 +106,9 @@ def test_chunks_do_not_change_the_estimate():
     )
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+@pytest.mark.parametrize("kind", [*KINDS, "causal"])
 def test_padding_changes_no_likelihood(kind):
-    lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
+    lm = toy_lm(attention=("causal", None, True)) if kind == "causal" else toy_lm(kind)
     ids, maskable = batch(2)
     expected = exact_log_likelihood(lm, ids, None, maskable)
     none = torch.zeros(1, 3, dtype=torch.long)
@@ -116,16 +119,16 @@ def test_padding_changes_no_likelihood(kind):
 
 
 def test_tokens_with_others_between_them_are_revealed_in_any_order_too():
-    lm = toy.toy()
-    row, positions = toy.random_row(TOTAL), [0, 2, 5]
+    lm = toy_lm()
+    row, positions = enumeration.random_row(TOTAL), [0, 2, 5]
     maskable = torch.zeros(1, TOTAL, dtype=torch.bool)
     maskable[0, positions] = True
-    expected = toy.any_order(toy.conditionals(lm, row, positions))
+    expected = enumeration.any_order(enumeration.conditionals(lm, row, positions))
     assert exact_log_likelihood(lm, row[None], None, maskable).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_nothing_to_predict_is_certain():
-    lm = toy.toy()
+    lm = toy_lm()
     ids, maskable = batch()
     nothing = torch.zeros_like(maskable)
     assert exact_log_likelihood(lm, ids, None, nothing).tolist() == [0] * 4
@@ -172,15 +175,15 @@ def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
 def test_too_many_orders_are_refused():
     ids, maskable = batch(1, length=13)
     with pytest.raises(GenerationError, match=r"13 tokens needs 2\*\*13 passes.*estimator='elbo'"):
-        exact_log_likelihood(toy.toy(), ids, None, maskable)
-    exact_log_likelihood(toy.toy("blocks of three"), ids, None, maskable)  # each block on its own
+        exact_log_likelihood(toy_lm(), ids, None, maskable)
+    exact_log_likelihood(toy_lm("blocks of three"), ids, None, maskable)  # each block on its own
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift"])
 @pytest.mark.parametrize("samples", [5, 9, 21])
 def test_the_standard_error_is_that_of_repeated_estimates(kind, samples):
     """Its square averages to the variance of the estimate, which is unbiased for an even number of pairs."""
-    lm, number = toy.toy(kind), 1500 // samples * 4
+    lm, number = toy_lm(kind), 1500 // samples * 4
     ids, maskable = batch(1)
     found = elbo(
         lm,
@@ -200,7 +203,7 @@ def test_the_standard_error_is_that_of_repeated_estimates(kind, samples):
 
 
 def test_an_error_that_the_views_do_not_tell_is_not_known():
-    lm = toy.toy()
+    lm = toy_lm()
     ids, maskable = batch(1)
     for samples in (1, 2, 3, 4):
         assert (
@@ -223,14 +226,14 @@ def seen_masks(lm, monkeypatch, prompt, length, samples=9, **options):
         return torch.zeros(views.hidden_BMT.shape, dtype=torch.float64)
 
     monkeypatch.setattr("unmask.diffusion.likelihood.view_log_probs", record)
-    ids = toy.random_row(prompt + length, seed=prompt + length)[None]
+    ids = enumeration.random_row(prompt + length, seed=prompt + length)[None]
     maskable = (torch.arange(prompt + length) >= prompt)[None]
     elbo(lm, ids, None, maskable, MaskRNG(3, torch.tensor([7])), samples=samples, **options)
     return masks[0]
 
 
 def test_masks_are_those_of_the_key_whatever_is_before_them(monkeypatch):
-    lm = toy.toy()
+    lm = toy_lm()
     assert torch.equal(seen_masks(lm, monkeypatch, 2, 6), seen_masks(lm, monkeypatch, 5, 6))
 
 
@@ -241,7 +244,7 @@ def test_masks_are_those_of_the_key_whatever_is_before_them(monkeypatch):
 def test_completions_of_different_lengths_share_both_ends_of_their_masks(
     options, first, last, apart, monkeypatch
 ):
-    lm = toy.toy()
+    lm = toy_lm()
     longer, shorter = (
         seen_masks(lm, monkeypatch, 2, length, samples=201, **options)[1:] for length in (12, 11)
     )

@@ -7,18 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import toy
+from tests import enumeration
+from tests.tiny import KINDS, toy_lm
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, exact_count_views
 
 PROMPT, LENGTH = 2, 5
 TOTAL = PROMPT + LENGTH
 EXACT = {"rtol": 0, "atol": 1e-12}
-kinds = pytest.mark.parametrize("kind", toy.KINDS)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def batch(rows=3):
-    ids = torch.stack([toy.random_row(TOTAL, seed) for seed in range(rows)])
+    ids = torch.stack([enumeration.random_row(TOTAL, seed) for seed in range(rows)])
     return ids, (torch.arange(TOTAL) >= PROMPT).expand(rows, -1)
 
 
@@ -39,16 +40,18 @@ def every_set_of(positions):
 
 @kinds
 def test_scores_are_the_conditionals_of_inference(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     ids, _ = batch(1)
-    for positions in toy.groups(lm, PROMPT, TOTAL):
+    for positions in enumeration.groups(lm, PROMPT, TOTAL):
         scores = view_log_probs(lm, ids, None, every_set_of(positions))
-        torch.testing.assert_close(scores[0, :, positions], toy.conditionals(lm, ids[0], positions), **EXACT)
+        torch.testing.assert_close(
+            scores[0, :, positions], enumeration.conditionals(lm, ids[0], positions), **EXACT
+        )
         assert scores.count_nonzero() == 2 ** (len(positions) - 1) * len(positions)
 
 
 def test_a_causal_model_is_scored_on_the_clean_row():
-    lm = toy.toy(attention=("causal", None, True))
+    lm = toy_lm(attention=("causal", None, True))
     ids, maskable = batch()
     expected = lm.logits(ids).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
     scores = view_log_probs(lm, ids, None, all_masked_views(maskable))
@@ -56,7 +59,7 @@ def test_a_causal_model_is_scored_on_the_clean_row():
 
 
 def test_what_is_hidden_and_not_scored_is_hidden_all_the_same():
-    lm = toy.toy()
+    lm = toy_lm()
     ids, maskable = batch()
     prompt = ~maskable
     hidden = torch.ones_like(maskable)[:, None]
@@ -72,7 +75,7 @@ def test_what_is_hidden_and_not_scored_is_hidden_all_the_same():
 
 @kinds
 def test_chunks_change_neither_scores_nor_gradients(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     ids, maskable = batch()
     views = planned(lm, ids, maskable)
     scores, gradients = [], []
@@ -89,7 +92,7 @@ def test_chunks_change_neither_scores_nor_gradients(kind):
 
 @kinds
 def test_only_scored_rows_reach_the_head(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     computed = []
     lm.model.get_output_embeddings().register_forward_hook(
         lambda head, args, out: computed.append(out.shape[:-1].numel())
@@ -104,7 +107,7 @@ def test_only_scored_rows_reach_the_head(kind):
 
 
 def test_where_nothing_is_scored_no_pass_is_made_unless_it_takes_gradients():
-    lm = toy.toy()
+    lm = toy_lm()
     calls = []
     lm.model.register_forward_hook(lambda *_: calls.append(1))
     ids, maskable = batch()
@@ -122,9 +125,9 @@ def test_where_nothing_is_scored_no_pass_is_made_unless_it_takes_gradients():
     assert len(calls) == 2 and all(not weight.grad.any() for weight in lm.model.parameters())
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+@pytest.mark.parametrize("kind", [*KINDS, "causal"])
 def test_padding_changes_nothing(kind):
-    lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
+    lm = toy_lm(attention=("causal", None, True)) if kind == "causal" else toy_lm(kind)
     ids, maskable = batch(2)
     views = planned(lm, ids, maskable)
     expected = view_log_probs(lm, ids, None, views)
@@ -146,7 +149,7 @@ def test_padding_changes_nothing(kind):
 
 @kinds
 def test_packed_documents_are_scored_as_they_are_alone(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     ids, maskable = batch(2)
     views = planned(lm, ids, maskable)
     packed = Views(
@@ -161,7 +164,7 @@ def test_packed_documents_are_scored_as_they_are_alone(kind):
 
 
 def test_a_temperature_divides_the_logits():
-    lm = toy.toy()
+    lm = toy_lm()
     ids, maskable = batch()
     logits = lm.logits(torch.where(maskable, lm.mask_token_id, ids))
     expected = (logits / 0.7).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
@@ -170,7 +173,7 @@ def test_a_temperature_divides_the_logits():
 
 
 def test_scores_have_the_precision_of_the_model():
-    lm = toy.toy()
+    lm = toy_lm()
     ids, maskable = batch()
     assert view_log_probs(lm, ids, None, all_masked_views(maskable)).dtype == torch.float64
     lm.model.float()
@@ -192,7 +195,7 @@ def test_scores_have_the_precision_of_the_model():
     ],
 )
 def test_tokens_are_noised_together_by_document_and_block(attention, documents, expected):
-    lm = toy.toy(attention=attention)
+    lm = toy_lm(attention=attention)
     documents = documents and torch.tensor([documents])
     maskable = torch.arange(9)[None] > 0
     if documents is not None:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests import toy
+from tests import enumeration
 from tests.diffusion.test_views import GROUPS, Listed, estimates
 from unmask.diffusion.schedules import SCHEDULES, SIGMA_MAX, SIGMA_MIN, Noise, get_schedule
 from unmask.diffusion.views import MaskRNG, complementary_pair, random_views
@@ -99,7 +99,7 @@ SETS = list(itertools.product([False, True], repeat=TOKENS))
 
 
 def distribution():
-    """Every sequence: its probability, and the conditionals of its tokens as `toy.conditionals` gives
+    """Every sequence: its probability, and the conditionals of its tokens as `enumeration.conditionals` gives
     them."""
     joint = (
         torch.randn([2] * TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -162,7 +162,7 @@ def defined(schedule, timesteps, table):
 def test_discrete_times_average_to_their_bound_which_rises_to_the_continuous_one(schedule):
     exact, bounds = 0.0, dict.fromkeys((1, 2, 4, 8, 16, 32), 0.0)
     for probability, table in distribution():
-        continuous = toy.lower_bound(table)
+        continuous = enumeration.lower_bound(table)
         # its conditionals fit together: there is no gap
         assert continuous == pytest.approx(math.log(probability), rel=1e-9)
         exact += probability * continuous

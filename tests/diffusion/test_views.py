@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.toy import LENGTH, PROMPT, Listed, bound_of, estimates, listed_counts, tables_of
+from tests.enumeration import LENGTH, PROMPT, Listed, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.schedules import SCHEDULES, Noise, get_schedule
 from unmask.diffusion.views import (

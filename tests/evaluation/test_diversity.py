@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import toy
 from tests.helpers import shared_path
+from tests.tiny import toy_lm
 from unmask import log_likelihood
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.diversity import distinct, generative_perplexity, self_bleu, token_entropy
@@ -32,7 +32,7 @@ GROUPS = ["a", "b", "b", "c"]
 
 def test_entropy_by_hand():
     """aab: 2/3 log 3/2 + 1/3 log 3; abab: log 2; b: 0; an empty text: 0."""
-    lm = toy.toy(attention=CAUSAL)
+    lm = toy_lm(attention=CAUSAL)
     found = token_entropy(lm.tokenizer, ["aab", "abab", "b", ""], ["1", "2", "3", "4"])
     assert found.mean == pytest.approx((2 / 3 * math.log(3 / 2) + 1 / 3 * math.log(3) + math.log(2)) / 4)
     assert found.low < found.mean < found.high
@@ -60,7 +60,7 @@ def test_self_bleu_is_the_mean_of_the_library():
 
 
 def test_perplexity_is_that_of_the_likelihoods_of_all_tokens():
-    judge = toy.toy(attention=CAUSAL)
+    judge = toy_lm(attention=CAUSAL)
     prompts, texts = ["ab", "b", "ba", "ab", "b"], ["ab", "abab", "", "ba", "bb"]
     found = generative_perplexity(judge, prompts, texts, list("12345"))
     log_probs = log_likelihood(judge, prompts, texts, "exact")
@@ -74,7 +74,7 @@ def test_perplexity_is_that_of_the_likelihoods_of_all_tokens():
 
 
 def test_without_a_prompt_the_first_token_is_given_and_the_context_bounds_the_text():
-    judge = toy.toy(attention=CAUSAL)
+    judge = toy_lm(attention=CAUSAL)
     given_bos = judge.tokenizer("")["input_ids"]
     found = generative_perplexity(judge, [""], ["ab" * 40], ["1"])
     assert found.tokens == judge.context_length - max(len(given_bos), 1)
@@ -83,7 +83,7 @@ def test_without_a_prompt_the_first_token_is_given_and_the_context_bounds_the_te
 @settings(max_examples=25, deadline=None)
 @given(st.permutations(range(4)))
 def test_the_order_of_texts_does_not_matter(order):
-    judge, texts, prompts = toy.toy(attention=CAUSAL), ["abb", "bbab", "a", "ab"], ["a", "b", "ab", "a"]
+    judge, texts, prompts = toy_lm(attention=CAUSAL), ["abb", "bbab", "a", "ab"], ["a", "b", "ab", "a"]
     shuffled = [[column[index] for index in order] for column in (texts, prompts, GROUPS, TEXTS)]
 
     def figures(texts, prompts, groups, words):
@@ -123,10 +123,10 @@ def test_repetition_lowers_perplexity_and_every_measure_of_diversity():
 
 
 def test_what_cannot_be_measured_is_refused():
-    lm = toy.toy()
+    lm = toy_lm()
     with pytest.raises(ConfigError, match=r"judge: has bidirectional attention\. Give a causal model"):
         generative_perplexity(lm, ["a"], ["b"], ["1"])
-    judge = toy.toy(attention=CAUSAL)
+    judge = toy_lm(attention=CAUSAL)
     with pytest.raises(DataError, match="no text has a token to predict"):
         generative_perplexity(judge, ["a"], [""], ["1"])
     with pytest.raises(DataError, match="self-bleu: there is one text only"):
@@ -134,7 +134,7 @@ def test_what_cannot_be_measured_is_refused():
 
 
 def test_the_judge_may_compute_in_float64_or_float32():
-    judge = toy.toy(attention=CAUSAL)
+    judge = toy_lm(attention=CAUSAL)
     exact = generative_perplexity(judge, ["a"], ["abba"], ["1"]).value.mean
     judge.model.to(torch.float32)
     assert generative_perplexity(judge, ["a"], ["abba"], ["1"]).value.mean == pytest.approx(exact, rel=1e-4)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import toy
+from tests import enumeration
 from tests.helpers import partly_slow, shared_path
-from tests.serving.models import make_random
+from tests.tiny import KINDS, TOY_VOCABULARY, lm_of_tokenizer, toy_lm
 from tests.tokenizers import tokenizer as every_kind
 from unmask import generate, log_likelihood
 from unmask.config.run import SamplerConfig
@@ -27,7 +27,7 @@ CAUSAL = ("causal", None, True)
 
 
 def any_toy(kind):
-    return toy.toy(attention=CAUSAL) if kind == "causal" else toy.toy(kind)
+    return toy_lm(attention=CAUSAL) if kind == "causal" else toy_lm(kind)
 
 
 def tables(lm, prompt, completion):
@@ -37,21 +37,21 @@ def tables(lm, prompt, completion):
     ]
     row = torch.tensor(ids)
     return [
-        toy.conditionals(lm, row, positions)
-        for positions in toy.groups(lm, len(ids) - len(completion), len(ids))
+        enumeration.conditionals(lm, row, positions)
+        for positions in enumeration.groups(lm, len(ids) - len(completion), len(ids))
     ]
 
 
 @pytest.mark.parametrize("estimator", ["exact", "elbo"])
 def test_a_causal_model_has_its_stock_likelihood(tmp_path, estimator):
-    lm = toy.toy(attention=CAUSAL)
+    lm = toy_lm(attention=CAUSAL)
     lm.save(tmp_path)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
     expected = []
     for prompt, completion in PAIRS:
         ids = lm.tokenizer(prompt + completion, return_tensors="pt")["input_ids"]
         log_prob = (
-            stock(ids, attention_mask=torch.ones_like(ids)).logits[0, :-1, : toy.VOCABULARY].log_softmax(-1)
+            stock(ids, attention_mask=torch.ones_like(ids)).logits[0, :-1, :TOY_VOCABULARY].log_softmax(-1)
         )
         expected.append(log_prob.gather(1, ids[0, 1:, None])[len(ids[0]) - 1 - len(completion) :].sum())
     torch.testing.assert_close(
@@ -61,14 +61,14 @@ def test_a_causal_model_has_its_stock_likelihood(tmp_path, estimator):
     )
 
 
-@partly_slow("kind", toy.KINDS, 0, 1)
+@partly_slow("kind", KINDS, 0, 1)
 def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     exact = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")
     assert exact.tolist() == pytest.approx(
-        [sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10
+        [sum(map(enumeration.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10
     )
-    bounds = [sum(map(toy.lower_bound, tables(lm, *pair))) for pair in PAIRS]
+    bounds = [sum(map(enumeration.lower_bound, tables(lm, *pair))) for pair in PAIRS]
     repeats = 20
     estimates = torch.stack(
         [log_likelihood(lm, PROMPTS, COMPLETIONS, "elbo", samples=3, seed=seed) for seed in range(repeats)]
@@ -80,7 +80,7 @@ def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
 
 
 @pytest.mark.parametrize("estimator", ["exact", "elbo"])
-@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+@pytest.mark.parametrize("kind", [*KINDS, "causal"])
 def test_a_pair_does_not_depend_on_its_batch(kind, estimator):
     lm = any_toy(kind)
     together = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=5)
@@ -96,7 +96,7 @@ def test_a_pair_does_not_depend_on_its_batch(kind, estimator):
 
 
 def test_results_are_in_the_order_of_the_pairs():
-    lm = toy.toy()
+    lm = toy_lm()
     prompts, completions = [PROMPTS[i % 6] for i in range(70)], [COMPLETIONS[i % 5] for i in range(70)]
     scores = log_likelihood(lm, prompts, completions, samples=4)
     of_pair = dict(zip(zip(prompts, completions, strict=True), scores.tolist(), strict=True))
@@ -107,7 +107,7 @@ def test_results_are_in_the_order_of_the_pairs():
 
 
 def test_text_and_ids_are_the_same():
-    lm = toy.toy()
+    lm = toy_lm()
     prompts = [lm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     completions = [
         lm.tokenizer(completion, add_special_tokens=False)["input_ids"] for completion in COMPLETIONS
@@ -119,7 +119,7 @@ def test_text_and_ids_are_the_same():
 
 
 def test_messages_are_rendered_by_the_template():
-    lm = toy.toy()
+    lm = toy_lm()
     lm.tokenizer.chat_template = (
         "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}b{% "
         "endif %}"
@@ -130,7 +130,7 @@ def test_messages_are_rendered_by_the_template():
 
 
 def test_only_the_seed_changes_the_estimate():
-    lm = toy.toy()
+    lm = toy_lm()
     before = torch.get_rng_state()
     one = log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3)
     assert torch.equal(torch.get_rng_state(), before)
@@ -144,7 +144,7 @@ def test_only_the_seed_changes_the_estimate():
 
 
 def test_more_samples_are_more_accurate():
-    lm = toy.toy()
+    lm = toy_lm()
     spread = [
         torch.stack([log_likelihood(lm, ["ab"], ["abba"], samples=n, seed=seed) for seed in range(20)]).std()
         for n in (3, 31)
@@ -153,7 +153,7 @@ def test_more_samples_are_more_accurate():
 
 
 def test_the_model_is_unchanged():
-    lm = toy.toy()
+    lm = toy_lm()
     for module in lm.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
@@ -165,23 +165,23 @@ def test_the_model_is_unchanged():
 
 
 def test_the_mask_token_is_refused():
-    lm = toy.toy()
+    lm = toy_lm()
     for estimator in ("exact", "elbo"):
         assert log_likelihood(lm, ["a"], [[4, lm.mask_token_id, 5]], estimator=estimator).item() == -math.inf
 
 
 def test_no_pairs_and_empty_completions():
-    lm = toy.toy()
+    lm = toy_lm()
     assert log_likelihood(lm, [], []).shape == (0,)
     for estimator in ("exact", "elbo"):
         assert log_likelihood(lm, ["ab", "a"], ["", ""], estimator=estimator).tolist() == [0, 0]
         assert log_likelihood(lm, [[]], [[]], estimator=estimator).tolist() == [0]
-    assert log_likelihood(toy.toy(attention=CAUSAL), [[]], [[]]).tolist() == [0]
+    assert log_likelihood(toy_lm(attention=CAUSAL), [[]], [[]]).tolist() == [0]
 
 
 def test_only_a_logit_shift_needs_a_prompt():
-    lm = toy.toy()
-    expected = toy.any_order(toy.conditionals(lm, torch.tensor([4, 5, 4]), [0, 1, 2]))
+    lm = toy_lm()
+    expected = enumeration.any_order(enumeration.conditionals(lm, torch.tensor([4, 5, 4]), [0, 1, 2]))
     assert log_likelihood(lm, [[]], [[4, 5, 4]], estimator="exact").item() == pytest.approx(
         expected, abs=1e-10
     )
@@ -220,11 +220,11 @@ def test_wrong_arguments_are_refused(kind, asked, error, words):
 
 
 def test_a_pair_may_fill_the_context():
-    assert log_likelihood(toy.toy(), ["b"], ["a" * 30], samples=2).isfinite()
+    assert log_likelihood(toy_lm(), ["b"], ["a" * 30], samples=2).isfinite()
 
 
 def test_results_have_the_precision_of_the_model():
-    lm = toy.toy()
+    lm = toy_lm()
     assert log_likelihood(lm, PROMPTS, COMPLETIONS).dtype == torch.float64
     wide = log_likelihood(lm, PROMPTS, COMPLETIONS)
     lm.model.float()
@@ -248,21 +248,21 @@ def test_the_default_is_exact_where_that_is_cheap():
         "causal without a shift": "elbo",
     }
     assert {kind: default_estimator(any_toy(kind)) for kind in kinds} == kinds
-    assert default_estimator(toy.toy(attention=("block_causal", 5, True))) == "elbo"
+    assert default_estimator(toy_lm(attention=("block_causal", 5, True))) == "elbo"
 
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_small_blocks_are_summed_over_all_orders(size, shift):
-    lm = toy.toy(attention=("block_causal", size, shift))
-    expected = [sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS]
+    lm = toy_lm(attention=("block_causal", size, shift))
+    expected = [sum(map(enumeration.any_order, tables(lm, *pair))) for pair in PAIRS]
     assert log_likelihood(lm, PROMPTS, COMPLETIONS).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_completions_of_one_prompt_have_common_masks():
     """Of equal tokens the estimates are equal, those of another prompt's key are not, and `keys` sets
     them."""
-    lm = toy.toy()
+    lm = toy_lm()
     found = log_likelihoods(lm, ["ab"] * 2, ["abbab", "abbaa"], samples=9)
     difference = (found.differences[0] - found.differences[1]).square().sum().sqrt()
     assert difference < found.standard_errors.square().sum().sqrt()
@@ -271,7 +271,7 @@ def test_completions_of_one_prompt_have_common_masks():
     assert torch.equal(log_likelihoods(lm, ["ab"], ["abbab"], samples=9, keys=[2]).values, own.values[1:])
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+@pytest.mark.parametrize("kind", [*KINDS, "causal"])
 def test_the_bits_do_not_depend_on_other_pairs(kind):
     lm = any_toy(kind)
     together = log_likelihoods(lm, PROMPTS, COMPLETIONS, samples=9)
@@ -288,7 +288,7 @@ def test_exact_values_have_no_error():
 
 def test_few_samples_give_no_interval_except_of_what_is_known():
     """Of at most two tokens three views are all that there are."""
-    lm = toy.toy()
+    lm = toy_lm()
     for samples in (1, 4, 9, 16):
         assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=samples).half_widths().isinf().all()
     for completion in ([4], [5, 4]):
@@ -297,7 +297,7 @@ def test_few_samples_give_no_interval_except_of_what_is_known():
             torch.tensor([*encode_prompt(lm.tokenizer, "ab"), *completion]),
             len(encode_prompt(lm.tokenizer, "ab")),
         )
-        truth = toy.lower_bound(toy.conditionals(lm, row_T, list(range(start, len(row_T)))))
+        truth = enumeration.lower_bound(enumeration.conditionals(lm, row_T, list(range(start, len(row_T)))))
         assert float(found.values[0]) == pytest.approx(
             float(truth), abs=1e-6
         ) and found.half_widths().tolist() == [0.0]
@@ -308,11 +308,13 @@ def test_few_samples_give_no_interval_except_of_what_is_known():
 @pytest.mark.parametrize("samples", [17, 33, 128])
 def test_the_interval_holds_the_bound_as_often_as_it_says(samples):
     """2,000 requests, whose bounds are the sums over all masks."""
-    lm, inside = toy.toy(), 0
+    lm, inside = toy_lm(), 0
     for number in range(100):
-        row = toy.random_row(toy.PROMPT + 4 + number % 4, seed=number).tolist()
-        truth = toy.lower_bound(toy.conditionals(lm, torch.tensor(row), list(range(toy.PROMPT, len(row)))))
-        prompts, completions = [row[: toy.PROMPT]] * 20, [row[toy.PROMPT :]] * 20
+        row = enumeration.random_row(enumeration.PROMPT + 4 + number % 4, seed=number).tolist()
+        truth = enumeration.lower_bound(
+            enumeration.conditionals(lm, torch.tensor(row), list(range(enumeration.PROMPT, len(row))))
+        )
+        prompts, completions = [row[: enumeration.PROMPT]] * 20, [row[enumeration.PROMPT :]] * 20
         found = log_likelihoods(
             lm, prompts, completions, "elbo", samples=samples, keys=range(20 * number, 20 * number + 20)
         )
@@ -334,7 +336,7 @@ def test_a_causal_pair_may_be_one_token_longer_than_the_context():
 def test_the_likelihood_of_a_text_is_that_of_the_tokens_that_wrote_it(kind, prompt):
     """Whether text, nothing or a special token precedes it."""
     tokenizer = every_kind(kind)
-    lm, before = make_random(tokenizer, "causal", None), encode_prompt(tokenizer, prompt)
+    lm, before = lm_of_tokenizer(tokenizer, "causal", None), encode_prompt(tokenizer, prompt)
     for text in ("there was a girl", " there was a girl", ", there.", ". then  was"):
         ids = encode_completion(tokenizer, before, text)
         written = text_after(tokenizer, before, ids)
@@ -351,23 +353,23 @@ def test_the_likelihood_of_what_a_model_of_stories_writes():
     )
 
 
-@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+@pytest.mark.parametrize("kind", [*KINDS, "causal"])
 def test_the_greedy_completion_is_what_generation_writes(kind):
     lm = any_toy(kind)
     for seed in range(6):
-        prompt = toy.random_row(3, seed).tolist()
+        prompt = enumeration.random_row(3, seed).tolist()
         written = generate(lm, [prompt], SamplerConfig(max_new_tokens=5, stop_at_eos=False)).tokens[0]
         assert is_greedy(lm, prompt, written)
         for place in range(5):
             other = [
-                (token + 1) % toy.VOCABULARY if index == place else token
+                (token + 1) % TOY_VOCABULARY if index == place else token
                 for index, token in enumerate(written)
             ]
             assert not is_greedy(lm, prompt, other)
 
 
 def test_asking_for_the_greedy_completion_leaves_the_model_as_it_was():
-    lm = toy.toy()
+    lm = toy_lm()
     lm.model.train()
     is_greedy(lm, [4], [5, 4])
     assert lm.model.training

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests import toy
 from tests.evaluation.test_tasks import DRAWN, ROWS, TASK, float64_model
 from tests.helpers import GPU, needs_gpu
+from tests.tiny import toy_lm
 from unmask import log_likelihood
 from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
@@ -32,7 +32,7 @@ def test_a_task_has_the_items_of_a_cpu() -> None:
 @pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"])
 @pytest.mark.parametrize("estimator", ["exact", "elbo"])
 def test_likelihoods_are_those_of_a_cpu(kind: str, estimator: str) -> None:
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     found, expected = (
         log_likelihood(model, ["ab", "b"], ["ba", "abab"], estimator, samples=2).tolist()
         for model in (there(lm), lm)

@@ -13,8 +13,8 @@ from _pytest.mark import ParameterSet
 from torch import nn
 
 from tests.evaluation.authors_samplers import dream, llada, run, sdar
-from tests.generation.tiny_models import stock, tiny
 from tests.helpers import partly_slow
+from tests.tiny import float64_causal, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
@@ -46,7 +46,7 @@ def random_model(name: str) -> DiffusionLM:
     """Of the pattern of the protocol's models, in float64, with two end tokens: EOS and, as a turn's end,
     "f". Both are frequent."""
     attention, block_size = ("block_causal", 4) if name == "sdar" else ("bidirectional", None)
-    model, tokenizer = stock("phi", layers=2)
+    model, tokenizer = float64_causal("phi", layers=2)
     for weight in model.parameters():
         weight.data *= 2 if weight.dim() == 2 else 1  # so that predictions differ from prompt to prompt
     end_of_turn = tokenizer.convert_tokens_to_ids("f")
@@ -175,7 +175,7 @@ def test_the_rule_as_coded_and_as_written_differ():
 
 
 def test_where_only_end_tokens_remain_they_are_revealed_from_left_to_right():
-    lm = tiny("phi", "bidirectional", eos_bias=99.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=99.0)
     config = SamplerConfig(max_new_tokens=6, reveal_last=[lm.eos_token_id], stop_at_eos=False)
     for rule in ({}, {"threshold": 0.5}):
         generation = sampler.generate(lm, [[4, 5]], config.model_copy(update=rule))

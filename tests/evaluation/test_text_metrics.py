@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from tests import toy
+from tests.tiny import toy_lm
 from unmask.cli import app
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
@@ -21,7 +21,7 @@ TEXTS, PROMPTS, GROUPS = ["abab", "<answer>bb</answer>", "aaaa"], ["a", "b", "a"
 
 
 def test_every_metric_is_that_of_its_function():
-    judge = toy.toy(attention=("causal", None, True))
+    judge = toy_lm(attention=("causal", None, True))
     of = GeneratedTexts(
         texts=TEXTS,
         prompts=PROMPTS,

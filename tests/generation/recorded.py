@@ -7,9 +7,8 @@ import hashlib
 from functools import cache
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from unmask.data.characters import character_tokenizer
+from tests.tiny import build_causal
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
@@ -23,17 +22,8 @@ SCALES = {"lm_head.weight": 2.4, "model.embed_tokens.weight": 2.0}
 def recorded_model(attention: str, block_size: int | None, logit_shift: bool, seed: int = 0) -> DiffusionLM:
     """A Llama of two layers: weight number i of a parameter is uniform around 0, by (seed, hash of its name,
     i); norms are 1."""
-    tokenizer = character_tokenizer(ALPHABET)
-    shape = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**shape, max_position_embeddings=128, eos_token_id=tokenizer.eos_token_id)
-    ).eval()
+    sizes = {"width": 32, "intermediate_size": 64, "heads": 4, "context": 128}
+    model, tokenizer = build_causal("llama", ALPHABET, ids=["eos_token_id"], **sizes)
     for name, weight in model.named_parameters():
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         number = uniform(

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from tests.generation.tiny_models import PROMPTS, every_pattern, tiny
+from tests.generation.cases import PROMPTS, every_pattern
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("dynamo_as_it_was")
 @pytest.mark.slow
 @every_pattern
 def test_few_graphs_serve_a_whole_generation(attention, block_size):
-    plain, graphs = tiny("phi", attention, block_size, eos_bias=-9.0), []
+    plain, graphs = float64_lm("phi", attention, block_size, eos_bias=-9.0), []
     config = SamplerConfig(
         max_new_tokens=12, temperature=0.7, tokens_per_step=2 if attention != "causal" else None
     )

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import ALPHABET, PROMPTS, every_pattern, tiny
+from tests.generation.cases import PROMPTS, every_pattern
 from tests.models.test_end_tokens import EOS, IM_END, A, write
+from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.generation import naive, sampler
@@ -22,7 +23,7 @@ ENDS = (2, 5, 8)  # EOS and two letters
 
 def ending(attention: str = "causal", block_size: int | None = None):
     """A model with three end tokens: EOS and two letters."""
-    lm = copy.copy(tiny("phi", attention, block_size, eos_bias=0.5))
+    lm = copy.copy(float64_lm("phi", attention, block_size, eos_bias=0.5))
     lm.eos_token_ids = ENDS
     return lm
 
@@ -39,7 +40,7 @@ def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
     assert sum(tokens[-1] == IM_END for tokens in generation.tokens) > 3
     assert not any(IM_END in tokens[:-1] or EOS in tokens[:-1] for tokens in generation.tokens)
     assert sum(generation.forward_passes) < 8 * 12 / 2  # the blocks after it are not decoded
-    assert set("".join(generation.texts)) <= set(ALPHABET)
+    assert set("".join(generation.texts)) <= set(FLOAT64_ALPHABET)
 
 
 @every_pattern

@@ -7,8 +7,8 @@ import copy
 import pytest
 from transformers import AutoTokenizer
 
-from tests.generation.tiny_models import stock, tiny
 from tests.helpers import shared_path
+from tests.tiny import float64_causal, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.fill_in_the_middle import FORMATS, FillFormat, fill_format, fim_prompt
@@ -25,7 +25,7 @@ def tokens_of(known: FillFormat) -> list[str]:
 
 def family(known: FillFormat, *, ends: bool = True) -> DiffusionLM:
     """A tiny causal model with the tokens of a family."""
-    model, tokenizer = stock()
+    model, tokenizer = float64_causal()
     tokenizer.add_special_tokens({"extra_special_tokens": tokens_of(known)})
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     lm = make_diffusion(model, tokenizer, attention="causal")
@@ -68,7 +68,7 @@ def test_no_space_is_added_before_the_suffix():
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
     codellama = FORMATS[-1]
     tokenizer.add_special_tokens({"extra_special_tokens": tokens_of(codellama)})
-    lm = copy.copy(tiny())
+    lm = copy.copy(float64_lm())
     lm.tokenizer, lm.eos_token_ids = tokenizer, (tokenizer.convert_tokens_to_ids(codellama.ends_middle),)
     pieces = tokenizer.convert_ids_to_tokens(fim_prompt(lm, "the cat", "s and dogs"))
     hole = pieces.index(codellama.hole)
@@ -91,9 +91,9 @@ def test_models_that_cannot_are_refused():
     with pytest.raises(
         GenerationError, match=r"no tokens for fill-in-the-middle. Use a model .*StarCoder.*<fim_prefix>"
     ):
-        fim_prompt(tiny(), "a", "b")
+        fim_prompt(float64_lm(), "a", "b")
     with pytest.raises(GenerationError, match=r"bidirectional attention. Use unmask.infill"):
-        fim_prompt(tiny("phi", "bidirectional"), "a", "b")
+        fim_prompt(float64_lm("phi", "bidirectional"), "a", "b")
     for known in FORMATS:
         lm = family(known, ends=False)
         end = lm.tokenizer.convert_tokens_to_ids(known.ends_middle)

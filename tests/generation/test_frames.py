@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import PATTERNS, configs, prompt_lists, tiny
+from tests.generation.cases import PATTERNS, configs, prompt_lists
 from tests.helpers import partly_slow
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
 from unmask.generation.frames import Frame, replay, watch
@@ -31,7 +32,7 @@ def check(lm, request, config) -> tuple[list[Frame], Generation]:
 @partly_slow("attention, block_size", PATTERNS, 0, 2, 4)
 @given(st.data())
 def test_frames_of_any_settings_make_the_text(attention, block_size, data):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     config, [prompt, *_] = data.draw(configs(attention, block_size)), data.draw(prompt_lists(1))
     prompt = [token for token in prompt if token != lm.mask_token_id] or [4]
     [request] = make_requests(lm, [prompt], config)
@@ -40,7 +41,7 @@ def test_frames_of_any_settings_make_the_text(attention, block_size, data):
 
 
 def test_each_step_is_a_frame():
-    lm = tiny("phi", "bidirectional", None)
+    lm = float64_lm("phi", "bidirectional", None)
     config = SamplerConfig(max_new_tokens=6, tokens_per_step=2, remasking="random", stop_at_eos=False)
     frames, generation = check(lm, make_requests(lm, [[4, 5]], config)[0], config)
     assert [frame.step for frame in frames] == [1, 2, 3] and [len(frame.revealed) for frame in frames] == [
@@ -53,14 +54,14 @@ def test_each_step_is_a_frame():
 
 
 def test_frames_of_drafts_and_infilled_texts():
-    lm = tiny("phi", "block_causal", 4)
+    lm = float64_lm("phi", "block_causal", 4)
     config = SamplerConfig(num_speculative_tokens=2, temperature=0.7)
     mask = lm.mask_token_id
     check(lm, make_infill_requests(lm, [[4, mask, mask, 5, mask, 6]], config)[0], config)
 
 
 def test_frames_of_self_speculation():
-    lm = tiny("phi", "block_causal", 4, causal_context=True)
+    lm = float64_lm("phi", "block_causal", 4, causal_context=True)
     config = SamplerConfig(mode="self-speculative", max_new_tokens=9, temperature=0.8)
     frames, _ = check(lm, make_requests(lm, [[4, 5, 6]], config)[0], config)
     assert all(not frame.hidden for frame in frames)

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.generation.tiny_models import CONTEXT, Watch, tiny
+from tests.generation.cases import Watch
 from tests.helpers import shared_path
+from tests.tiny import FLOAT64_CONTEXT, float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -35,7 +36,7 @@ class Markov(DiffusionLM):
     @classmethod
     def of(cls, rows: torch.Tensor) -> Markov:
         """Letters that follow letters with these probabilities; the first one is any letter."""
-        lm = copy.copy(tiny("phi", "bidirectional", logit_shift=False))
+        lm = copy.copy(float64_lm("phi", "bidirectional", logit_shift=False))
         lm.__class__ = cls
         lm.step_VV = torch.zeros(lm.config.vocab_size, lm.config.vocab_size).double()
         lm.step_VV[LETTERS[0] : LETTERS[-1] + 1, LETTERS[0] : LETTERS[-1] + 1] = rows
@@ -138,7 +139,7 @@ TEXTS = [[[4, 5, 6], [7, 8]], [[4], [5, 9, 6], [7, 7]], [[9, 4, 5, 6, 7, 8], [4,
     "settings", [{}, {"temperature": 1.0, "tokens_per_step": 2, "trace": True}, {"threshold": 0.2}]
 )
 def test_the_result_is_that_of_the_same_text_with_the_lengths_told(logit_shift, settings):
-    lm, config = tiny("phi", "bidirectional", logit_shift=logit_shift), SamplerConfig(**settings)
+    lm, config = float64_lm("phi", "bidirectional", logit_shift=logit_shift), SamplerConfig(**settings)
     found = sampler.infill(lm, TEXTS, config, length="auto", max_gap=7)
     canvases = []
     for segments, gaps in zip(TEXTS, found.gaps, strict=True):
@@ -152,7 +153,7 @@ def test_the_result_is_that_of_the_same_text_with_the_lengths_told(logit_shift, 
 
 
 def test_a_length_does_not_depend_on_other_texts():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     together = sampler.infill(lm, [*TEXTS, TEXTS[0]], length="auto", max_gap=9)
     for number, text in enumerate([*TEXTS, TEXTS[0]]):
         (alone,) = sampler.infill(lm, [text], length="auto", max_gap=9).gaps
@@ -160,7 +161,7 @@ def test_a_length_does_not_depend_on_other_texts():
 
 
 def test_the_search_costs_less_than_to_try_all_lengths():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     with Watch(lm) as watch:
         (found,) = find_lengths(lm, TEXTS[:1], CONFIG, 30, "<gap>")
     (gap,) = found.gaps
@@ -169,7 +170,7 @@ def test_the_search_costs_less_than_to_try_all_lengths():
 
 
 def test_padding_changes_no_score():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     scorer = GapScorer(lm, [1, 4, 5, 6], [7, 8, 9], (4, 3))
     lengths = [1, 3, 20]
     alone = [score for length in lengths for score in scorer.scores([length], 0, 4)]
@@ -177,21 +178,21 @@ def test_padding_changes_no_score():
 
 
 def test_tokens_are_predicted_from_the_gap_on_with_the_rest_of_the_window_hidden():
-    scorer = GapScorer(tiny("phi", "bidirectional"), [4] * 19, [5] * 20, (19, 20))
+    scorer = GapScorer(float64_lm("phi", "bidirectional"), [4] * 19, [5] * 20, (19, 20))
     near, far = [18 - n for n in range(WINDOW)], [22 + n for n in range(WINDOW)]
     assert [*scorer._views(3, 0, 1)] == [(near, 18), (far, 22)]
     assert [*scorer._views(3, 1, 3)] == [(near[1:], 17), (near[2:], 16), (far[1:], 23), (far[2:], 24)]
 
 
 def test_nothing_beyond_another_gap_is_compared():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     mask = lm.mask_token_id
     scorer = GapScorer(lm, [1, 4, mask, mask, 5, 6], [7, mask, 8, mask, 9], (2, 3))
     assert scorer.sides == ([5, 4], [0, 2])
 
 
 def test_a_text_is_cut_at_its_marks_before_it_is_tokenized():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     mask, bos = lm.mask_token_id, lm.tokenizer.bos_token_id
     marked = sampler.infill(
         lm, ["ab[gap]cd" + lm.tokenizer.mask_token + "e"], length="auto", max_gap=9, gap_mark="[gap]"
@@ -201,7 +202,7 @@ def test_a_text_is_cut_at_its_marks_before_it_is_tokenized():
 
 
 def test_no_token_reaches_over_a_mark():
-    lm = copy.copy(tiny("phi", "bidirectional"))
+    lm = copy.copy(float64_lm("phi", "bidirectional"))
     lm.tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
     lm.tokenizer.mask_token = "<mask>"
     first, second = _segments(lm, "Once upon a ti<gap>me, there was", "<gap>", "text 0")
@@ -210,7 +211,7 @@ def test_no_token_reaches_over_a_mark():
 
 
 def test_a_gap_at_the_start_and_several_gaps():
-    lm = tiny("phi", "bidirectional", logit_shift=False)
+    lm = float64_lm("phi", "bidirectional", logit_shift=False)
     generation = sampler.infill(lm, [[[], [4, 5], [6]]], SamplerConfig(seed=3), length="auto", max_gap=5)
     (gaps,), (tokens,) = generation.gaps, generation.tokens
     assert gaps[0].start == 0 and gaps[1].start == gaps[0].length + 2
@@ -219,14 +220,17 @@ def test_a_gap_at_the_start_and_several_gaps():
 
 
 def test_a_gap_holds_no_end_token():
-    lm = tiny("phi", "bidirectional", eos_bias=9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=9.0)
     generation = sampler.infill(lm, TEXTS, SamplerConfig(temperature=1.0), length="auto", max_gap=9)
     assert lm.eos_token_id not in itertools.chain(*generation.tokens)
 
 
 def test_only_lengths_that_fit_the_constraint_are_tried():
     pytest.importorskip("outlines_core")
-    lm, config = tiny("phi", "bidirectional"), SamplerConfig(constraint=ConstraintConfig(regex="(ab){2,5}|f"))
+    lm, config = (
+        float64_lm("phi", "bidirectional"),
+        SamplerConfig(constraint=ConstraintConfig(regex="(ab){2,5}|f")),
+    )
     generation = sampler.infill(lm, TEXTS, config, length="auto", max_gap=9)
     for gap in itertools.chain(*generation.gaps):
         assert gap.length in {1, 4, 6, 8} and set(gap.scores) <= {1, 4, 6, 8}
@@ -257,7 +261,7 @@ def test_only_lengths_that_fit_the_constraint_are_tried():
         ([[], [4]], r"the first token is hidden"),
         (
             [[4] * 20, [5] * 12],
-            rf"32 tokens and 1 gap of up to 9 exceed the context of {CONTEXT}. Set max_gap to at most 8",
+            rf"32 tokens and 1 gap of up to 9 exceed the context of {FLOAT64_CONTEXT}. Set max_gap to at most 8",
         ),
         (
             [[4] * 20, [5] * 5, [5] * 5],
@@ -268,11 +272,11 @@ def test_only_lengths_that_fit_the_constraint_are_tried():
 )
 def test_texts_that_cannot_be_searched_are_refused(text, error):
     with pytest.raises(GenerationError, match=error):
-        sampler.infill(tiny("phi", "bidirectional", logit_shift=True), [text], length="auto", max_gap=9)
+        sampler.infill(float64_lm("phi", "bidirectional", logit_shift=True), [text], length="auto", max_gap=9)
 
 
 def test_searches_that_cannot_be_made_are_refused():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     for mark, error in (
         ("", "it is empty"),
         (lm.tokenizer.mask_token, "it is in the mask token"),
@@ -289,7 +293,7 @@ def test_searches_that_cannot_be_made_are_refused():
             GenerationError,
             match=r"does not see the text after a gap. Use a bidirectional model .*fim_prompt",
         ):
-            sampler.infill(tiny("phi", attention, block_size), ["ab<gap>c"], length="auto", max_gap=9)
+            sampler.infill(float64_lm("phi", attention, block_size), ["ab<gap>c"], length="auto", max_gap=9)
     with pytest.raises(GenerationError, match="length: 'any'"):
         sampler.infill(lm, ["ab<gap>c"], length="any")
     with pytest.raises(GenerationError, match="no mask token"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import unmask
-from tests.generation.tiny_models import tiny
 from tests.helpers import partly_slow
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 
 PROMPTS = ["abc", "f", "fedcba"]
@@ -28,7 +28,7 @@ def rounded(
     dtype: torch.dtype, attention: str, block_size: int | None
 ) -> tuple[unmask.DiffusionLM, unmask.DiffusionLM]:
     """A model in 16 bits, and the same weights in 32."""
-    half = tiny("gpt2", attention, block_size).frozen_copy()
+    half = float64_lm("gpt2", attention, block_size).frozen_copy()
     half.model.to(dtype)
     full = half.frozen_copy()
     full.model.to(torch.float32)

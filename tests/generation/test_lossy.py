@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
-from tests.generation.tiny_models import PATTERNS, PROMPTS, tiny
+from tests.generation.cases import PATTERNS, PROMPTS
 from tests.helpers import partly_slow
+from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
@@ -22,7 +23,7 @@ from unmask.generation.sampler import agreement
 @pytest.mark.parametrize("revise", [None, "probability", "quality"])
 @partly_slow("family", ["phi", "gpt2"], 0)
 def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_shift):
-    lm = tiny(family, "bidirectional", None, logit_shift, quality_head=True)
+    lm = float64_lm(family, "bidirectional", None, logit_shift, quality_head=True)
     chosen = {"revise": revise and ReviseConfig(by=revise, eta=0.5), "refresh_interval": 1}
     config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, **chosen)
     generation = sampler.generate(lm, PROMPTS, config)
@@ -34,7 +35,7 @@ def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_s
 @pytest.mark.parametrize("refresh_interval", [None, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):
     """A key of the first layer depends on its own token only, so any difference is a wrong position."""
-    lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
     shared = {
         "block_size": 4,
         "temperature": 1.0,
@@ -49,7 +50,7 @@ def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift)
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_a_cache_is_refreshed_at_its_interval(cache):
-    lm, seen = tiny("phi", "bidirectional", eos_bias=-9.0), []
+    lm, seen = float64_lm("phi", "bidirectional", eos_bias=-9.0), []
     config = SamplerConfig(max_new_tokens=8, cache=cache, refresh_interval=3, agreement_prompts=0)
     hook = lm.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -60,14 +61,14 @@ def test_a_cache_is_refreshed_at_its_interval(cache):
 
 
 def test_an_empty_prefix_is_exact():
-    lm = tiny("phi", "bidirectional", None, False)
+    lm = float64_lm("phi", "bidirectional", None, False)
     config = SamplerConfig(max_new_tokens=8, cache="prefix")
     assert sampler.generate(lm, [[]], config).tokens == naive.generate(lm, [[]], config).tokens
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_stale_keys_cost_agreement_and_save_work(cache):
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=16, block_size=4, cache=cache, agreement_prompts=8)
     seen = []
     hook = lm.model.register_forward_pre_hook(
@@ -91,7 +92,7 @@ def test_agreement_counts_positions():
 
 
 def test_agreement_of_infilling_counts_hidden_positions(monkeypatch):
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
     text, config = [4, lm.mask_token_id, 5, 6, lm.mask_token_id, 4, 5], SamplerConfig(cache="dual")
     seen = []
     monkeypatch.setattr(sampler, "agreement", lambda exact, lossy: seen.append((exact, lossy)) or 0.5)
@@ -106,7 +107,7 @@ def test_agreement_of_infilling_counts_hidden_positions(monkeypatch):
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
 def test_an_early_commit_ends_a_block_with_confident_predictions(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     generation = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1e-9))
     blocks = {"bidirectional": 1}.get(attention, 12 // (block_size or 12))
     assert (
@@ -121,7 +122,7 @@ def test_an_early_commit_ends_a_block_with_confident_predictions(attention, bloc
 
 @torch.no_grad()
 def test_an_early_commit_waits_for_the_least_confident_position():
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
     (request,) = make_requests(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6))
     ids, hidden = torch.tensor([request.ids]), torch.tensor([request.hidden])
     margins = []
@@ -141,7 +142,7 @@ def test_an_early_commit_waits_for_the_least_confident_position():
 
 
 def test_lossy_and_exact_requests_share_an_engine():
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
 
     lossy = SamplerConfig(max_new_tokens=8, block_size=4, cache="dual")
     exact = SamplerConfig(max_new_tokens=8, block_size=4)
@@ -159,7 +160,7 @@ def test_lossy_and_exact_requests_share_an_engine():
 def test_a_deterministic_run_computes_every_sequence_on_its_own():
     """In float32, where the batch shape changes rounding: the log-probabilities are those of each sequence
     alone, bit for bit."""
-    exact = tiny("phi", "block_causal", 4, eos_bias=-9.0)
+    exact = float64_lm("phi", "block_causal", 4, eos_bias=-9.0)
     lm, rows = exact.bind(copy.deepcopy(exact.model).float()), []
     config = SamplerConfig(max_new_tokens=6, deterministic=True)
     keys = list(range(len(PROMPTS)))

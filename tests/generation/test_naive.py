@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.generation.tiny_models import PATTERNS, stock, tiny
+from tests.generation.cases import PATTERNS
+from tests.tiny import float64_causal, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.models.load import make_diffusion
@@ -27,14 +28,14 @@ def test_the_signature_is_that_of_the_sampler():
 @pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
 @pytest.mark.parametrize("family", ["phi", "gpt2"])
 def test_causal_decoding_is_that_of_transformers(family, generate):
-    model, _ = stock(family)
+    model, _ = float64_causal(family)
     assert model.config._attn_implementation != "unmask"
     expected = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
         expected.append(out[0, len(prompt) :].tolist())
-    lm = make_diffusion(*stock(family))
+    lm = make_diffusion(*float64_causal(family))
     generation = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=20))
     assert generation.tokens == expected
     assert generation.forward_passes == list(map(len, expected))
@@ -44,7 +45,7 @@ def test_causal_decoding_is_that_of_transformers(family, generate):
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
 @pytest.mark.parametrize("steps", [None, 1, 4, 7])
 def test_each_step_is_one_forward_pass(attention, block_size, steps, monkeypatch):
-    lm, seen = tiny("phi", attention, block_size), []
+    lm, seen = float64_lm("phi", attention, block_size), []
     blocks = 1 if attention == "bidirectional" else -(-7 // (block_size or 1))
     steps = steps and max(steps, blocks)
     logits = lm.logits
@@ -63,7 +64,7 @@ def test_each_step_is_one_forward_pass(attention, block_size, steps, monkeypatch
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
 def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, attention, block_size):
     """Every position predicts the same, so all are as probable as the best (Wu et al. 2025: reveal one)."""
-    stock_model, tokenizer = stock()
+    stock_model, tokenizer = float64_causal()
     stock_model.get_output_embeddings().weight.data.zero_()
     lm = make_diffusion(stock_model, tokenizer, attention=attention, block_size=block_size)
     generation = generate(
@@ -74,7 +75,7 @@ def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, atten
 
 def test_the_policies_differ():
     """Otherwise other tests would not notice a remasking without effect."""
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     orders = set()
     for remasking in get_args(SamplerConfig.model_fields["remasking"].annotation):
         generation = naive.generate(

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unmask
+from tests.generation.cases import configs, every_pattern, prompt_lists
 from tests.generation.test_sampler import assert_same
-from tests.generation.test_variable_length import tiny as with_length_tokens
-from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
+from tests.generation.test_variable_length import filling_lm
 from tests.helpers import GPU, needs_cuda, needs_gpu
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation import sampler
@@ -38,7 +39,7 @@ def there(lm: DiffusionLM) -> DiffusionLM:
 
 @cache
 def on_gpu(*pattern: str | int | bool | None) -> DiffusionLM:
-    return there(tiny("gpt2", *pattern))
+    return there(float64_lm("gpt2", *pattern))
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_any_settings_give_the_tokens_of_a_cpu(attention, block_size, logit_shif
     pattern = (attention, block_size, logit_shift)
     assert_same(
         sampler.generate(on_gpu(*pattern), prompts, config),
-        sampler.generate(tiny("gpt2", *pattern), prompts, config),
+        sampler.generate(float64_lm("gpt2", *pattern), prompts, config),
     )
 
 
@@ -90,7 +91,7 @@ def test_each_setting_gives_the_tokens_of_a_cpu(attention, block_size, temperatu
     pattern = (attention, block_size)
     assert_same(
         sampler.generate(on_gpu(*pattern), PROMPTS, config),
-        sampler.generate(tiny("gpt2", *pattern), PROMPTS, config),
+        sampler.generate(float64_lm("gpt2", *pattern), PROMPTS, config),
     )
 
 
@@ -111,7 +112,7 @@ def test_what_must_fit_gives_the_same_tokens(attention, block_size, chosen):
         pytest.skip("blocks of one token have nothing to hide")
     config, lm = (
         SamplerConfig(max_new_tokens=6, trace=True, **CHOSEN[chosen]),
-        tiny("gpt2", attention, block_size),
+        float64_lm("gpt2", attention, block_size),
     )
     found = sampler.generate(there(lm), PROMPTS, config)
     # Where only one token fits, rounding decides which position is revealed first.
@@ -126,7 +127,7 @@ def test_constraints_give_the_tokens_of_a_cpu(constraint):
     )
     assert (
         sampler.generate(on_gpu(*pattern), PROMPTS, config).tokens
-        == sampler.generate(tiny("gpt2", *pattern), PROMPTS, config).tokens
+        == sampler.generate(float64_lm("gpt2", *pattern), PROMPTS, config).tokens
     )
 
 
@@ -135,7 +136,7 @@ def test_constraints_give_the_tokens_of_a_cpu(constraint):
     ("verified", "candidates"), [(False, 1), (True, 1), pytest.param(True, 3, marks=pytest.mark.slow)]
 )
 def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified, candidates):
-    lm = tiny("gpt2", "block_causal", 4, True, causal_context=True)
+    lm = float64_lm("gpt2", "block_causal", 4, True, causal_context=True)
     settings = {
         "max_new_tokens": 8,
         "temperature": temperature,
@@ -143,15 +144,17 @@ def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified, ca
         "stop_at_eos": False,
     }
     config = SamplerConfig(mode="self-speculative", **settings)
-    found = sampler.generate(there(lm), PROMPTS, config, verifier=there(tiny("gpt2")) if verified else None)
+    found = sampler.generate(
+        there(lm), PROMPTS, config, verifier=there(float64_lm("gpt2")) if verified else None
+    )
     assert (
         found.tokens
-        == sampler.generate(lm, PROMPTS, config, verifier=tiny("gpt2") if verified else None).tokens
+        == sampler.generate(lm, PROMPTS, config, verifier=float64_lm("gpt2") if verified else None).tokens
     )
 
 
 def test_gaps_are_found_and_filled_as_on_a_cpu():
-    lm, config = tiny("gpt2", "bidirectional"), SamplerConfig(temperature=1.0)
+    lm, config = float64_lm("gpt2", "bidirectional"), SamplerConfig(temperature=1.0)
     texts = [[[4, 5, 6], [7, 4]], [[5, 5], [6, 7, 4, 5]]]
     found = unmask.infill(there(lm), texts, config, length="auto", max_gap=4)
     assert found.tokens == unmask.infill(lm, texts, config, length="auto", max_gap=4).tokens
@@ -160,7 +163,7 @@ def test_gaps_are_found_and_filled_as_on_a_cpu():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_finds_the_lengths_fills_gaps_as_on_a_cpu(temperature):
     lm, config = (
-        with_length_tokens(expand=2.0, delete=1.0, family="gpt2"),
+        filling_lm(expand=2.0, delete=1.0, family="gpt2"),
         SamplerConfig(temperature=temperature, tokens_per_step=2),
     )
     texts = [[[1, 4, 5, 6], [7, 4]], [[1, 5, 5], [6, 7], [4, 5]]]
@@ -172,7 +175,7 @@ def test_a_model_that_finds_the_lengths_fills_gaps_as_on_a_cpu(temperature):
 @pytest.mark.slow
 @every_pattern
 def test_likelihoods_are_those_of_a_cpu(attention, block_size):
-    lm = tiny("gpt2", attention, block_size)
+    lm = float64_lm("gpt2", attention, block_size)
     estimator = "exact" if lm.autoregressive else "elbo"
     found = unmask.log_likelihood(there(lm), PROMPTS, PROMPTS[::-1], estimator=estimator)
     assert found.tolist() == pytest.approx(
@@ -184,7 +187,7 @@ def test_likelihoods_are_those_of_a_cpu(attention, block_size):
 @every_pattern
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cuda_graphs_give_the_same_tokens(attention, block_size, temperature):
-    lm, graphs = tiny("gpt2", attention, block_size), there(tiny("gpt2", attention, block_size))
+    lm, graphs = float64_lm("gpt2", attention, block_size), there(float64_lm("gpt2", attention, block_size))
     graphs.cuda_graphs = True
     block = 4 if attention == "bidirectional" else None
     config = SamplerConfig(

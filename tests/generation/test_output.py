@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import every_pattern, tiny
+from tests.generation.cases import every_pattern
 from tests.helpers import examples, partly_slow
-from tests.serving.models import make_random
+from tests.tiny import float64_lm, lm_of_tokenizer
 from tests.tokenizers import KINDS
 from tests.tokenizers import tokenizer as every_kind
 from unmask.config.run import SamplerConfig
@@ -22,7 +22,7 @@ from unmask.generation.requests import Request, make_requests
 
 @pytest.mark.parametrize("stop_at_eos", [False, True])
 def test_completions_are_cut_at_their_first_eos_and_traces_are_not(stop_at_eos):
-    lm = tiny()
+    lm = float64_lm()
     eos, mask = lm.eos_token_id, lm.mask_token_id
     canvases = [[4, eos, 5, eos, 6, 7], [4, 5, 6, 7, 8, 9], [eos, 4, mask, mask, mask, mask]]
     steps = [[-1 if token == mask else at for at, token in enumerate(ids)] for ids in canvases]
@@ -70,7 +70,7 @@ cases = st.builds(
 def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, case, decoding_block):
     """For every state, rebuilt from the trace, the model gives the recorded log-probabilities and the greedy
     tokens."""
-    lm = tiny("phi", attention, block_size, logit_shift)
+    lm = float64_lm("phi", attention, block_size, logit_shift)
     size = decoding_block if attention == "bidirectional" else None
     # every block takes a step
     fewest = 8 // {"causal": 1, "block_causal": block_size}.get(attention, size or 8) + 1
@@ -121,7 +121,7 @@ def replay(lm, request: Request, trace: Trace, config: SamplerConfig) -> None:
 def test_texts_are_what_completions_add_to_their_prompts(kind):
     """Also where random bytes make no characters."""
     tokenizer = every_kind(kind)
-    lm = make_random(tokenizer)
+    lm = lm_of_tokenizer(tokenizer)
     prompts = ["Once upon a time", "then", "", [1, 2], "Once 猫"]
     made = sampler.generate(lm, prompts, SamplerConfig(max_new_tokens=20, temperature=1.0, stop_at_eos=False))
     for prompt, tokens, text in zip(made.prompts, made.tokens, made.texts, strict=True):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import published
-from tests.generation.tiny_models import tiny
 from tests.helpers import chi_square_is_likely, partly_slow
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation import naive, sampler
@@ -62,7 +62,7 @@ def prompts_and_keys(seeds: int) -> tuple[list[list[int]], list[int]]:
 @pytest.mark.parametrize("seeds", [SOME, MANY])
 @pytest.mark.parametrize("remasking, attention, block_size", CASES)
 def test_the_engine_gives_the_tokens_of_the_naive_sampler(remasking, attention, block_size, seeds):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     settings = ORDERS[remasking] | (
         {"steps": WIDTH} if attention == "causal" and "steps" in ORDERS[remasking] else {}
     )
@@ -80,7 +80,7 @@ def test_the_engine_gives_the_tokens_of_the_naive_sampler(remasking, attention, 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
 def test_in_float32_sequences_differ_at_near_ties_only(attention, block_size, temperature, seeds, capsys):
-    exact = tiny("phi", attention, block_size, eos_bias=-9.0)
+    exact = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     lm = exact.bind(copy.deepcopy(exact.model).float())
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=temperature, trace=True)
     prompts, keys = prompts_and_keys(seeds)
@@ -137,7 +137,7 @@ def tie(lm, prompt, key, config, one, other) -> float:
 def test_the_published_sampler_gives_the_same_tokens(steps):
     """At temperature 0; the benchmark compares with this sampler."""
     lm, prompt_BP = (
-        tiny("phi", "bidirectional"),
+        float64_lm("phi", "bidirectional"),
         torch.randint(4, 9, (16, 5), generator=torch.Generator().manual_seed(0)),
     )
     config = SamplerConfig(max_new_tokens=WIDTH, block_size=4, steps=steps, stop_at_eos=False)
@@ -164,7 +164,7 @@ def test_the_published_noise_draws_from_the_same_distribution(temperature):
 )
 def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, temperature, filters):
     """A chi-square test of the first revealed token."""
-    lm, count = tiny("gpt2", attention, block_size), 2000
+    lm, count = float64_lm("gpt2", attention, block_size), 2000
     config = SamplerConfig(
         max_new_tokens=1, temperature=temperature, stop_at_eos=False, batch_size=count, **filters
     )

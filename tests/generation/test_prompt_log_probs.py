@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import unmask
-from tests import toy
+from tests import enumeration
+from tests.tiny import KINDS, toy_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation import prompt_log_probs as module
 from unmask.generation.prompt_log_probs import prompt_log_probs
@@ -21,10 +22,10 @@ def measured(lm, ids, top=0):
 
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 30, 10_000])
-@pytest.mark.parametrize("kind", list(toy.KINDS))
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_they_are_those_of_a_text_written_from_left_to_right(kind, tokens_per_pass, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_PASS", tokens_per_pass)
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     config = SamplerConfig(
         max_new_tokens=11,
         remasking="left_to_right",
@@ -46,7 +47,10 @@ def test_they_are_those_of_a_text_written_from_left_to_right(kind, tokens_per_pa
 
 
 def test_a_causal_model_gives_those_of_transformers():
-    lm, ids = toy.toy(attention=("causal", None, True)), toy.random_row(20, seed=3).clamp_min(1).tolist()
+    lm, ids = (
+        toy_lm(attention=("causal", None, True)),
+        enumeration.random_row(20, seed=3).clamp_min(1).tolist(),
+    )
     model = AutoModelForCausalLM.from_config(
         copy.copy(lm.config), dtype=torch.float64, attn_implementation="eager"
     )
@@ -65,8 +69,8 @@ def test_a_causal_model_gives_those_of_transformers():
 
 def test_a_token_that_is_the_most_probable_one_has_its_very_number():
     """Clients compare the two to know whether a text is greedy."""
-    for kind in toy.KINDS:
-        lm = toy.toy(kind)
+    for kind in KINDS:
+        lm = toy_lm(kind)
         greedy = unmask.generate(
             lm, [[4]], SamplerConfig(max_new_tokens=8, remasking="left_to_right", stop_at_eos=False)
         )
@@ -75,4 +79,4 @@ def test_a_token_that_is_the_most_probable_one_has_its_very_number():
 
 
 def test_short_prompts():
-    assert measured(toy.toy(), []).log_probs == [] and measured(toy.toy(), [4], 1).top == [None]
+    assert measured(toy_lm(), []).log_probs == [] and measured(toy_lm(), [4], 1).top == [None]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import CONTEXT, every_pattern, tiny
+from tests.generation.cases import every_pattern
 from tests.helpers import shared_path
+from tests.tiny import FLOAT64_CONTEXT, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import make_infill_requests, make_requests, step_counts
@@ -56,7 +57,7 @@ def test_counts_are_even_with_the_larger_first(sizes, steps):
 def test_blocks_tile_the_completion(attention, block_size, start, blocks, decoding_block, steps):
     size = decoding_block if attention == "bidirectional" else None
     count = blocks * (decoding_block or 1)
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     fewest = math.ceil(
         count / {"causal": 1, "block_causal": block_size, "bidirectional": size or count}[attention]
     )
@@ -81,7 +82,7 @@ def test_blocks_tile_the_completion(attention, block_size, start, blocks, decodi
 def test_sub_blocks_are_aligned_to_their_block(logit_shift, start, count, part):
     """With a logit shift the first token of a block, which the clean text before it predicts, is its own
     sub-block."""
-    lm = tiny("phi", "block_causal", 8, logit_shift)
+    lm = float64_lm("phi", "block_causal", 8, logit_shift)
     (request,) = make_requests(lm, [[4] * start], SamplerConfig(max_new_tokens=count, sub_block_size=part))
     spans = [range(first, stop) for first, stop in request.blocks]
     assert [at for span in spans for at in span] == list(range(start, start + count))
@@ -94,10 +95,13 @@ def test_sub_blocks_are_aligned_to_their_block(logit_shift, start, count, part):
 
 
 def test_the_context_may_be_filled_to_the_last_token():
-    lm = tiny("phi", "bidirectional")
-    assert make_requests(lm, [[4] * 3], SamplerConfig(max_new_tokens=CONTEXT - 3))[0].length == CONTEXT
+    lm = float64_lm("phi", "bidirectional")
+    assert (
+        make_requests(lm, [[4] * 3], SamplerConfig(max_new_tokens=FLOAT64_CONTEXT - 3))[0].length
+        == FLOAT64_CONTEXT
+    )
     with pytest.raises(GenerationError, match="prompt 0"):
-        make_requests(lm, [[4] * 4], SamplerConfig(max_new_tokens=CONTEXT - 3))
+        make_requests(lm, [[4] * 4], SamplerConfig(max_new_tokens=FLOAT64_CONTEXT - 3))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 12))
@@ -149,7 +153,7 @@ def test_the_ancestral_schedule_reveals_tokens_independently():
 
 
 def test_more_steps_than_tokens_fit_a_schedule_that_skips():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     assert (
         sum(
             make_requests(lm, [[4]], SamplerConfig(max_new_tokens=8, steps=40, schedule="dream"))[0].counts[0]
@@ -169,7 +173,7 @@ def test_more_steps_than_tokens_fit_a_schedule_that_skips():
     ],
 )
 def test_fewer_steps_than_blocks_are_refused(attention, block_size, settings, fewest):
-    lm = tiny("phi", attention, block_size, False)
+    lm = float64_lm("phi", attention, block_size, False)
     sampler = SamplerConfig(max_new_tokens=12, steps=fewest, **settings)
     [request] = make_requests(lm, [[4] * 4], sampler)
     assert sum(map(len, request.counts)) == fewest
@@ -186,7 +190,7 @@ def test_fewer_steps_than_blocks_are_refused(attention, block_size, settings, fe
 @every_pattern
 @given(data=st.data())
 def test_infilling_covers_every_hidden_position_once(attention, block_size, data):
-    lm = tiny("phi", attention, block_size, False)
+    lm = float64_lm("phi", attention, block_size, False)
     ids = data.draw(
         st.lists(st.sampled_from([4, 5, lm.mask_token_id]), min_size=1, max_size=20).filter(
             lambda ids: lm.mask_token_id in ids
@@ -347,11 +351,13 @@ def test_settings_that_contradict_one_another(settings, message):
 )
 def test_settings_that_do_not_fit_the_model(attention, block_size, settings, message):
     with pytest.raises(GenerationError, match=message):
-        make_requests(tiny("phi", attention, block_size), [[4]], SamplerConfig(max_new_tokens=8, **settings))
+        make_requests(
+            float64_lm("phi", attention, block_size), [[4]], SamplerConfig(max_new_tokens=8, **settings)
+        )
 
 
 def test_tokens_that_cannot_be_produced():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     with pytest.raises(GenerationError, match="allowed_tokens: all of them are forbidden"):
         make_requests(lm, [[4]], SamplerConfig(allowed_tokens=[lm.mask_token_id], max_new_tokens=4))
     everything = [token for token in range(lm.mask_token_id)]
@@ -360,7 +366,7 @@ def test_tokens_that_cannot_be_produced():
 
 
 def test_texts_that_cannot_be_filled_in():
-    lm = tiny("phi", "bidirectional", None, True)
+    lm = float64_lm("phi", "bidirectional", None, True)
     mask = lm.mask_token_id
     config = SamplerConfig()
     with pytest.raises(GenerationError, match=r"text 1: has no mask token\. Write <"):
@@ -376,7 +382,7 @@ def test_texts_that_cannot_be_filled_in():
 
 
 def test_keys_and_prompts_of_other_types():
-    lm, config = tiny(), SamplerConfig(max_new_tokens=4)
+    lm, config = float64_lm(), SamplerConfig(max_new_tokens=4)
     for key in (2**63, "x", None, 1.5):
         with pytest.raises(GenerationError, match=r"keys: .* is not a 64-bit integer"):
             make_requests(lm, ["ab"], config, [key])
@@ -388,7 +394,7 @@ def test_keys_and_prompts_of_other_types():
 
 
 def test_special_tokens_in_prompts_and_texts_are_text_except_the_mask_to_fill():
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
     mask, end = lm.tokenizer.mask_token, lm.tokenizer.eos_token
     [request] = make_requests(lm, [f"a{mask}{end}"], SamplerConfig(max_new_tokens=2))
     assert lm.mask_token_id not in request.prompt and lm.tokenizer.eos_token_id not in request.prompt

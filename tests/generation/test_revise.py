@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import Watch, revisions, tiny
+from tests.generation.cases import Watch, revisions
 from tests.helpers import examples
+from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -123,7 +124,7 @@ def test_the_draw_is_in_proportion_to_the_exponential():
 
 def test_a_token_that_context_contradicts_is_hidden_and_filled_in_again(monkeypatch):
     """The present probability decides, not that of the time of revealing."""
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
     config = SamplerConfig(
         max_new_tokens=6, tokens_per_step=2, revise={"eta": 0.5}, trace=True, stop_at_eos=False
     )
@@ -157,7 +158,7 @@ def test_a_token_that_context_contradicts_is_hidden_and_filled_in_again(monkeypa
 def test_the_engine_revises_by_quality_as_the_naive_sampler_does(logit_shift, attention, block_size, data):
     """Beside sequences that do not revise, or do by probability."""
     context, time = data.draw(st.booleans()) and attention == "block_causal", data.draw(st.booleans())
-    lm = tiny(
+    lm = float64_lm(
         "phi",
         attention,
         block_size,
@@ -184,7 +185,7 @@ def test_the_engine_revises_by_quality_as_the_naive_sampler_does(logit_shift, at
 
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
 def test_visible_positions_are_computed_only_where_some_may_be_hidden(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     plain = SamplerConfig(max_new_tokens=8, tokens_per_step=2, block_size=block_size or 8, stop_at_eos=False)
     heads = {}
     for name, revise in (("off", None), ("on", ReviseConfig(eta=0.5))):
@@ -201,14 +202,14 @@ def test_visible_positions_are_computed_only_where_some_may_be_hidden(attention,
 
 
 def test_a_request_of_other_settings_is_refused():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     (request,) = make_requests(lm, ["ab"], SamplerConfig(max_new_tokens=4))
     with pytest.raises(GenerationError, match="made with other settings"):
         Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, revise={}))
 
 
 def test_more_steps_than_tokens_are_for_a_loop():
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, steps=9, revise={"schedule": "loop", "eta": 1.0})
     generation = sampler.generate(lm, ["ab"], config)
     assert (

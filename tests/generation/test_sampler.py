@@ -13,17 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import (
-    ALPHABET,
-    PATTERNS,
-    PROMPTS,
-    Watch,
-    configs,
-    every_pattern,
-    prompt_lists,
-    tiny,
-)
+from tests.generation.cases import PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples, partly_slow
+from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
@@ -54,7 +46,7 @@ def assert_same(one, other):
 @examples(5)
 @given(data=st.data())
 def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size, logit_shift, data):
-    lm = tiny(
+    lm = float64_lm(
         family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0]))
     )
     prompts = data.draw(prompt_lists(shortest=int(logit_shift)))
@@ -68,7 +60,7 @@ def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size
 @every_pattern
 @partly_slow("temperature", [0.0, 1.0], 1)
 def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, block_size, temperature):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     steps = 7 if block_size == 1 or attention == "causal" else 4
 
     def by_prompt(prompts, **change):
@@ -92,7 +84,7 @@ def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, b
 @every_pattern
 def test_repeated_prompts_are_computed_once_in_any_order(attention, block_size):
     """Four of twelve sequences run at a time."""
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0, batch_size=4)
     prompts = [[4] * 7, [5] * 7, [6] * 7] * 4
     whole = 7 - 7 % (block_size or 1)
@@ -104,7 +96,7 @@ def test_repeated_prompts_are_computed_once_in_any_order(attention, block_size):
 
 @every_pattern
 def test_equal_prompts_are_sampled_independently_and_decoded_alike(attention, block_size):
-    lm = tiny("gpt2", attention, block_size)
+    lm = float64_lm("gpt2", attention, block_size)
     for temperature, different in ((1.0, 6), (0.0, 1)):
         generation = sampler.generate(
             lm, ["abc"] * 6, SamplerConfig(max_new_tokens=12, temperature=temperature, stop_at_eos=False)
@@ -113,7 +105,7 @@ def test_equal_prompts_are_sampled_independently_and_decoded_alike(attention, bl
 
 
 def test_keys_and_seeds_name_the_noise():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     prompts = [[4, 5], [6], [4, 5]]
     config = SamplerConfig(max_new_tokens=12, temperature=1.0, remasking="random")
     tokens = sampler.generate(lm, prompts, config).tokens
@@ -125,7 +117,7 @@ def test_keys_and_seeds_name_the_noise():
 
 
 def test_neither_the_global_generator_nor_dropout_matters():
-    lm = copy.deepcopy(tiny("gpt2", "bidirectional"))
+    lm = copy.deepcopy(float64_lm("gpt2", "bidirectional"))
     config = SamplerConfig(max_new_tokens=6, temperature=1.0, remasking="random")
     expected = sampler.generate(lm, PROMPTS, config)
     lm.model.train()
@@ -141,7 +133,7 @@ def test_neither_the_global_generator_nor_dropout_matters():
 @every_pattern
 @pytest.mark.parametrize("remasking", ["low_confidence", "margin", "entropy", "random", "left_to_right"])
 def test_the_mask_token_is_never_produced(attention, block_size, remasking):
-    lm = tiny("phi", attention, block_size, mask_bias=50.0)
+    lm = float64_lm("phi", attention, block_size, mask_bias=50.0)
     for temperature in (0.0, 1.0):
         config = SamplerConfig(
             max_new_tokens=8, temperature=temperature, remasking=remasking, stop_at_eos=False
@@ -152,7 +144,7 @@ def test_the_mask_token_is_never_produced(attention, block_size, remasking):
 
 @every_pattern
 def test_a_completion_ends_with_its_first_eos_and_leaves_the_batch(attention, block_size):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     decoding_block = 3 if attention == "bidirectional" else None
     steps = 12 if block_size == 1 or attention == "causal" else 7
     config = SamplerConfig(
@@ -186,18 +178,18 @@ def test_a_completion_ends_with_its_first_eos_and_leaves_the_batch(attention, bl
 
 @every_pattern
 def test_without_the_stop_every_token_is_returned(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=2.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=2.0)
     generation = sampler.generate(
         lm, PROMPTS, SamplerConfig(max_new_tokens=6, stop_at_eos=False, temperature=1.0)
     )
     assert any(lm.eos_token_id in tokens[:-1] for tokens in generation.tokens)
     assert [len(tokens) for tokens in generation.tokens] == generation.forward_passes == [6] * len(PROMPTS)
-    assert set("".join(generation.texts)) <= set(ALPHABET)
+    assert set("".join(generation.texts)) <= set(FLOAT64_ALPHABET)
 
 
 @pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_a_model_without_end_tokens_never_stops(generate):
-    lm = copy.copy(tiny("phi", eos_bias=9.0))
+    lm = copy.copy(float64_lm("phi", eos_bias=9.0))
     eos, lm.eos_token_ids = lm.eos_token_id, ()
     assert generate(lm, [[4], [5, 6]], SamplerConfig(max_new_tokens=3)).tokens == [[eos] * 3] * 2
 
@@ -207,16 +199,16 @@ def test_a_model_without_end_tokens_never_stops(generate):
 def test_blocks_of_one_with_a_shift_are_the_causal_model(family, temperature):
     config = SamplerConfig(max_new_tokens=9, temperature=temperature, trace=True)
     causal, blocks = (
-        sampler.generate(tiny(family, *pattern, True), PROMPTS, config) for pattern in PATTERNS[:2]
+        sampler.generate(float64_lm(family, *pattern, True), PROMPTS, config) for pattern in PATTERNS[:2]
     )
     assert_same(blocks, causal)
-    without = sampler.generate(tiny(family, *PATTERNS[1], False), PROMPTS, config)
+    without = sampler.generate(float64_lm(family, *PATTERNS[1], False), PROMPTS, config)
     assert without.tokens != causal.tokens
 
 
 @pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_prompts_are_strings_ids_or_messages(generate):
-    lm = copy.copy(tiny("phi", "bidirectional"))
+    lm = copy.copy(float64_lm("phi", "bidirectional"))
     lm.tokenizer = copy.deepcopy(lm.tokenizer)
     lm.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     config = SamplerConfig(max_new_tokens=5)
@@ -228,8 +220,8 @@ def test_prompts_are_strings_ids_or_messages(generate):
 
 @pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_no_prompts_and_no_settings(generate):
-    assert generate(tiny(), []).texts == []
-    short = copy.copy(tiny("phi", eos_bias=99.0))
+    assert generate(float64_lm(), []).texts == []
+    short = copy.copy(float64_lm("phi", eos_bias=99.0))
     short.config = SimpleNamespace(vocab_size=short.config.vocab_size)  # does not tell its context length
     assert generate(short, ["abc"]).forward_passes == [1]
 
@@ -238,20 +230,20 @@ def test_no_prompts_and_no_settings(generate):
 def test_requests_that_cannot_be_served(generate):
     fitting = SamplerConfig(max_new_tokens=30)
     with pytest.raises(GenerationError, match=r"prompts: prompts is one string\. Give a list"):
-        generate(tiny(), "abc", fitting)
+        generate(float64_lm(), "abc", fitting)
     with pytest.raises(
         GenerationError,
         match=r"prompt 1: 11 prompt tokens and 30 new ones exceed the context of 40\. .*max_new_tokens",
     ):
-        generate(tiny(), [[4] * 10, [4] * 11], fitting)
+        generate(float64_lm(), [[4] * 10, [4] * 11], fitting)
     with pytest.raises(GenerationError, match=r"prompt 2: the prompt is empty\. Give at least one token"):
-        generate(tiny(), [[4], [5], []], fitting)
+        generate(float64_lm(), [[4], [5], []], fitting)
     with pytest.raises(
         GenerationError, match=r"block_size: decoding block 2 for an attention block of 4\. Leave it out"
     ):
-        generate(tiny("phi", "block_causal", 4), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
+        generate(float64_lm("phi", "block_causal", 4), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
     with pytest.raises(GenerationError, match="decoding block 2 for an attention block of 1"):
-        generate(tiny(), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
+        generate(float64_lm(), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
 
 
 @st.composite
@@ -267,7 +259,7 @@ def texts_with_holes(draw, lm):
 @examples(5)
 @given(data=st.data())
 def test_infilling_is_that_of_the_naive_sampler(logit_shift, attention, block_size, data):
-    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=2.0)
+    lm = float64_lm("phi", attention, block_size, logit_shift, eos_bias=2.0)
     texts = data.draw(texts_with_holes(lm))
     config = data.draw(configs(attention, block_size))
     steps = config.steps and config.steps + max(map(len, texts))  # at least one for each block
@@ -286,7 +278,7 @@ def test_infilling_is_that_of_the_naive_sampler(logit_shift, attention, block_si
 
 def test_remasked_tokens_do_not_depend_on_rounding():
     """After an empty prompt all positions are equal up to rounding."""
-    lm = tiny("phi", "bidirectional", None, False, eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", None, False, eos_bias=-9.0)
     for seed in range(12):
         config = SamplerConfig(
             max_new_tokens=7, tokens_per_step=2, remask_fraction=0.6, stop_at_eos=False, seed=seed
@@ -301,7 +293,7 @@ def test_remasked_tokens_do_not_depend_on_rounding():
 
 @every_pattern
 def test_infilling_reads_up_to_the_end_of_the_block(attention, block_size):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     mask, at = lm.mask_token_id, 5
     block = {"causal": 1, "bidirectional": 9}.get(attention, block_size)
     for changed in (6, 7, 8):
@@ -314,7 +306,7 @@ def test_infilling_reads_up_to_the_end_of_the_block(attention, block_size):
 
 
 def test_infilling_reads_text_with_mask_tokens():
-    lm = tiny("phi", "bidirectional", eos_bias=9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=9.0)
     mark = lm.tokenizer.mask_token
     filled = sampler.infill(lm, [f"ab{mark}{mark}cd"])
     assert filled.texts[0].startswith("ab") and filled.texts[0].endswith("cd") and len(filled.texts[0]) == 6

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import MistralConfig, MistralForCausalLM
 
-from tests.generation.tiny_models import PROMPTS, prompt_lists, stock, tiny
+from tests.generation.cases import PROMPTS, prompt_lists
 from tests.helpers import examples, partly_slow
+from tests.tiny import float64_causal, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.config.sampler import DENOISING_FIELDS
 from unmask.errors import ConfigError, GenerationError
@@ -161,7 +162,7 @@ def causal_greedy(lm, prompts, **settings) -> list[list[int]]:
 @given(data=st.data())
 def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 0.0, 2.0]))
-    lm = tiny(
+    lm = float64_lm(
         family,
         "block_causal",
         block_size,
@@ -183,7 +184,7 @@ def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("logit_shift, block_size, candidates", [(True, 4, 1), (False, 8, 1), (True, 4, 4)])
 def test_greedy_tokens_of_a_thousand_prompts(logit_shift, block_size, candidates):
-    lm = tiny("phi", "block_causal", block_size, logit_shift, causal_context=True)
+    lm = float64_lm("phi", "block_causal", block_size, logit_shift, causal_context=True)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 10, (1 + n % 7,), generator=generator).tolist() for n in range(1000)]
     generation = sampler.generate(
@@ -218,7 +219,7 @@ def chi_square(generation, expected) -> float:
 def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
     """Against enumeration; and the test notices if all first candidates are kept."""
     lm, letters, prompt = (
-        tiny("phi", "block_causal", 4, logit_shift, causal_context=True),
+        float64_lm("phi", "block_causal", 4, logit_shift, causal_context=True),
         [4, 6, 9],
         [5, 4, 7],
     )
@@ -249,7 +250,7 @@ def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, 
 
 
 def test_log_probabilities_are_those_of_the_causal_reading():
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     generation = sampler.generate(
         lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=9, temperature=1.5, top_k=4, trace=True)
     )
@@ -269,7 +270,7 @@ def test_log_probabilities_are_those_of_the_causal_reading():
 def test_right_drafts_save_passes():
     """Every position predicts the same: after a first pass without drafts, each verifies all of them and adds
     one token."""
-    model, tokenizer = stock()
+    model, tokenizer = float64_causal()
     model.get_output_embeddings().weight.data.zero_()
     lm = make_diffusion(model, tokenizer, attention="block_causal", block_size=4, causal_context=True)
     for drafts, passes in ((0, 1 + 4), (1, 1 + 8), (6, 1 + 3)):  # of 17 tokens: 1 + 16 by 4, by 2 and by 7
@@ -281,7 +282,7 @@ def test_right_drafts_save_passes():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_stops_at_the_end_token(temperature):
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=1.5)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=1.5)
     config = SamplerConfig(mode=MODE, max_new_tokens=12, temperature=temperature, trace=True)
     generation = sampler.generate(lm, [[4, 5, n % 6 + 4, lm.eos_token_id] for n in range(20)], config)
     ended = [
@@ -298,7 +299,7 @@ def test_decoding_stops_at_the_end_token(temperature):
 
 
 def test_sliding_windows_apply_as_in_the_causal_model():
-    _, tokenizer = stock()
+    _, tokenizer = float64_causal()
     heads = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -352,7 +353,7 @@ CHANGED = {
 
 
 def test_more_candidates_take_fewer_passes():
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     passes = []
     for candidates in (1, 2, 4, 8):
         generation = sampler.generate(
@@ -387,7 +388,7 @@ def test_settings_of_denoising_are_refused_by_name(name):
     ],
 )
 def test_models_without_a_causal_context_are_refused(attention, block_size, context, what):
-    lm = tiny("phi", attention, block_size, causal_context=context)
+    lm = float64_lm("phi", attention, block_size, causal_context=context)
     with pytest.raises(
         GenerationError,
         match=f"mode: 'self-speculative' {what}.*Use mode 'denoise', or a model of `unmask convert",
@@ -396,7 +397,7 @@ def test_models_without_a_causal_context_are_refused(attention, block_size, cont
 
 
 def test_gaps_and_empty_prompts_are_refused():
-    lm = tiny("phi", "block_causal", 4, False, causal_context=True)
+    lm = float64_lm("phi", "block_causal", 4, False, causal_context=True)
     with pytest.raises(
         GenerationError, match=r"mode: .*the text after a gap would not be read. Use mode 'denoise'"
     ):
@@ -415,7 +416,7 @@ def test_drafts_that_are_nan_are_an_error():
 
 def test_a_tree_too_large_for_a_pass_is_refused():
     lm, config = (
-        tiny("phi", "block_causal", 4, causal_context=True),
+        float64_lm("phi", "block_causal", 4, causal_context=True),
         SamplerConfig(mode=MODE, num_speculative_tokens=32, num_branches=32),
     )
     with pytest.raises(

@@ -13,8 +13,9 @@ from scipy.stats import chisquare
 from torch import nn
 
 import unmask
-from tests.generation.tiny_models import CONTEXT, Watch, stock
+from tests.generation.cases import Watch
 from tests.helpers import partly_slow
+from tests.tiny import FLOAT64_CONTEXT, float64_causal
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler, variable_length
@@ -30,11 +31,13 @@ TEXTS = [
 ]
 
 
-def tiny(
+def filling_lm(
     expand: float = 0.0, delete: float = 0.0, *, logit_shift: bool | None = None, family: str = "phi"
 ) -> DiffusionLM:
     """The tiny model with both tokens, whose logits have these biases."""
-    lm = add_length_tokens(make_diffusion(*stock(family), attention="bidirectional", logit_shift=logit_shift))
+    lm = add_length_tokens(
+        make_diffusion(*float64_causal(family), attention="bidirectional", logit_shift=logit_shift)
+    )
     head = lm.model.get_output_embeddings()
     generator = torch.Generator().manual_seed(4)
     head.weight.data[-2:] += 0.3 * torch.randn(
@@ -62,7 +65,7 @@ SETTINGS = [
 @partly_slow("settings", SETTINGS, 3, 5, 6, 7, 9, ids=str)
 def test_the_tokens_are_those_of_the_naive_sampler_alone_and_in_a_batch(settings):
     for seed, biases in enumerate([(2.0, 1.0), (1.0, 2.5)]):
-        lm, config = tiny(*biases, logit_shift=seed > 0), SamplerConfig(seed=seed, **settings)
+        lm, config = filling_lm(*biases, logit_shift=seed > 0), SamplerConfig(seed=seed, **settings)
         together, one_by_one = (
             sampler.infill(lm, TEXTS, config, length="auto", max_gap=7),
             naive.fill_gaps(lm, TEXTS, config, max_gap=7),
@@ -83,7 +86,7 @@ def test_such_settings_reach_gaps_that_grow_and_gaps_that_shrink(monkeypatch):
     lengths = Counter[int]()
     for biases in ((2.0, 1.0), (1.0, 2.5), (0.5, 0.5)):
         for seed in range(2):
-            config, lm = SamplerConfig(seed=seed, temperature=1.0), tiny(*biases)
+            config, lm = SamplerConfig(seed=seed, temperature=1.0), filling_lm(*biases)
             found = sampler.infill(lm, TEXTS, config, length="auto", max_gap=7)
             assert found.tokens == naive.fill_gaps(lm, TEXTS, config, max_gap=7).tokens
             lengths.update(gap.length for gap in itertools.chain(*found.gaps))
@@ -99,7 +102,7 @@ class Known(DiffusionLM):
 
     @classmethod
     def of(cls, prob: dict[tuple[int, ...], float]) -> Known:
-        lm = copy.copy(tiny(logit_shift=False))
+        lm = copy.copy(filling_lm(logit_shift=False))
         lm.__class__ = cls
         total = sum(prob.values())
         lm.prob, lm.longest = {text: weight / total for text, weight in prob.items()}, max(map(len, prob))
@@ -237,13 +240,15 @@ def test_a_gap_has_1_to_max_gap_tokens_and_every_run_ends(biases, lengths, monke
         (1, 3, 7), ({}, {"temperature": 1.0}, {"tokens_per_step": 5, "temperature": 1.0})
     ):
         monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)
-        found = sampler.infill(tiny(*biases), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7)
+        found = sampler.infill(
+            filling_lm(*biases), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7
+        )
         assert {gap.length for gap in itertools.chain(*found.gaps)} <= lengths
         assert max(found.forward_passes) <= 2 * 2 * 8
 
 
 def test_the_result_names_the_gaps_and_what_was_around_them():
-    lm = tiny(1.0, 1.0)
+    lm = filling_lm(1.0, 1.0)
     with Watch(lm) as watch:
         found = sampler.infill(
             lm, TEXTS[:1], SamplerConfig(temperature=1.0, trace=True), length="auto", max_gap=7
@@ -264,7 +269,7 @@ def test_the_result_names_the_gaps_and_what_was_around_them():
 
 
 def test_mask_tokens_beside_a_gap_stand_for_one_token_each():
-    lm = tiny(0.0, 3.0)
+    lm = filling_lm(0.0, 3.0)
     text = [[1, 4, lm.mask_token_id, 5], [7, lm.mask_token_id, 8]]
     found = sampler.infill(lm, [text], SamplerConfig(temperature=1.0), length="auto", max_gap=7)
     (gap,) = found.gaps[0]
@@ -273,7 +278,7 @@ def test_mask_tokens_beside_a_gap_stand_for_one_token_each():
 
 
 def test_keys_are_of_the_texts():
-    lm, config = tiny(0.5, 0.5), SamplerConfig(temperature=1.0)
+    lm, config = filling_lm(0.5, 0.5), SamplerConfig(temperature=1.0)
     same = sampler.infill(lm, [TEXTS[0]] * 2, config, [7, 7], length="auto", max_gap=7).tokens
     assert same[0] == same[1]
     assert same[0] != sampler.infill(lm, [TEXTS[0]], config, [8], length="auto", max_gap=7).tokens[0]
@@ -282,7 +287,7 @@ def test_keys_are_of_the_texts():
 
 
 def test_elsewhere_both_tokens_are_forbidden():
-    lm = tiny(30.0, 30.0)
+    lm = filling_lm(30.0, 30.0)
     both = {lm.expand_token_id, lm.delete_token_id}
     texts = [[1, 4, *[lm.mask_token_id] * 5, 8]]
     for config in (
@@ -296,16 +301,16 @@ def test_elsewhere_both_tokens_are_forbidden():
             assert not both & set(tokens)
         assert (
             sampler.infill(lm, texts, config).tokens
-            == sampler.infill(tiny(-30.0, -30.0), texts, config).tokens
+            == sampler.infill(filling_lm(-30.0, -30.0), texts, config).tokens
         )
     with pytest.raises(GenerationError, match="allowed_tokens: all of them are forbidden"):
         unmask.generate(lm, [[1, 4]], SamplerConfig(allowed_tokens=sorted(both)))
 
 
 def test_lengths_can_still_be_searched():
-    lm = tiny(1.0, 1.0)
+    lm = filling_lm(1.0, 1.0)
     searched = sampler.infill(lm, TEXTS, length="search", max_gap=7)
-    plain = make_diffusion(*stock("phi"), attention="bidirectional")
+    plain = make_diffusion(*float64_causal("phi"), attention="bidirectional")
     expected = sampler.infill(plain, TEXTS, length="auto", max_gap=7)
     assert searched.tokens == expected.tokens
     assert [[(gap.start, gap.length) for gap in gaps] for gaps in searched.gaps] == [
@@ -334,7 +339,7 @@ def test_settings_that_need_a_length_are_refused(settings):
     with pytest.raises(
         GenerationError, match=rf"{name}: has no meaning while the lengths of gaps are open.*length='search'"
     ):
-        sampler.infill(tiny(), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7)
+        sampler.infill(filling_lm(), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7)
 
 
 @pytest.mark.parametrize(
@@ -342,19 +347,19 @@ def test_settings_that_need_a_length_are_refused(settings):
     [
         ([1, 4], "neither a string nor lists of token ids"),
         ([[1, 4], []], r"gap 1 has no text after it"),
-        ([[1] * 20, [5] * 12], rf"32 tokens and 1 gap of up to 9 exceed the context of {CONTEXT}"),
+        ([[1] * 20, [5] * 12], rf"32 tokens and 1 gap of up to 9 exceed the context of {FLOAT64_CONTEXT}"),
     ],
 )
 def test_texts_that_cannot_be_filled_are_refused(text, error):
     with pytest.raises(GenerationError, match=error):
-        sampler.infill(tiny(), [text], length="auto", max_gap=9)
+        sampler.infill(filling_lm(), [text], length="auto", max_gap=9)
     with pytest.raises(GenerationError, match="max_batch_tokens: text 0 may have 13 tokens, which exceed 12"):
-        sampler.infill(tiny(), TEXTS[:1], SamplerConfig(max_batch_tokens=12), length="auto", max_gap=7)
+        sampler.infill(filling_lm(), TEXTS[:1], SamplerConfig(max_batch_tokens=12), length="auto", max_gap=7)
 
 
 def test_greedy_edits_are_weighed_against_what_may_be_written():
     """An edit is made if it is more probable than all else together that is allowed."""
-    lm = tiny()
+    lm = filling_lm()
     letter, end, size = 4, lm.eos_token_id, lm.config.vocab_size
     probability_V = torch.full((size,), 1e-9, dtype=torch.float64)
     probability_V[[lm.delete_token_id, end, letter]] = torch.tensor([0.45, 0.4, 0.15], dtype=torch.float64)

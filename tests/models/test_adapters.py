@@ -25,7 +25,8 @@ from transformers import (
 
 from tests.helpers import partly_slow
 from tests.models.configurations import ALPHABET, CONFIGURATIONS, GROUPED, LAYERS, SHARED, SIZES
-from tests.training.tiny_runs import TEXTS, equal, prepared, settings, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import TEXTS, equal, prepared, settings, weights
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
@@ -150,7 +151,7 @@ def check_saved(lm: DiffusionLM, folder: Path) -> DiffusionLM:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_saved_model_is_the_trained_one(place, tied, tmp_path):
-    lm = tiny(tie_word_embeddings=tied)
+    lm = llama_lm(tie_word_embeddings=tied)
     start = log_probs(lm)
     adapted = moved(with_adapters(lm, lora(**PLACES[place])))
     assert (log_probs(adapted) - start).abs().max() > 1e-3
@@ -225,7 +226,7 @@ def test_adapters_with_which_the_model_fails_are_refused_before_training():
 def test_every_kind_is_saved_as_trained_or_refused(kind, tmp_path):
     saved = []
     for target in ("q_proj", "embed_tokens"):
-        lm = tiny(tie_word_embeddings=True)
+        lm = llama_lm(tie_word_embeddings=True)
         try:
             adapted = with_adapters(lm, of_kind(kind, target_modules=[target]))
         except ConfigError as error:
@@ -257,13 +258,13 @@ def test_what_cannot_be_merged_is_refused_before_training(kind, tmp_path):
 def test_tied_adapters_of_two_layers_are_refused():
     settings = lora(target_modules=["embed_tokens"], ensure_weight_tying=True)
     with pytest.raises(ConfigError, match="cannot be merged"):  # PEFT's models with them cannot be copied
-        with_adapters(tiny(tie_word_embeddings=True), settings)
+        with_adapters(llama_lm(tie_word_embeddings=True), settings)
 
 
 def test_an_adapter_of_the_head_alone_gets_gradients_in_chunks_too(monkeypatch):
     def gradients() -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        adapted = moved(with_adapters(tiny(dtype=torch.float64), lora(target_modules=["lm_head"])))
+        adapted = moved(with_adapters(llama_lm(dtype=torch.float64), lora(target_modules=["lm_head"])))
         inputs = adapted.noised_inputs(IDS_BT, None, torch.ones(2, 9, dtype=torch.bool))
         adapted.log_probs(inputs, IDS_BT.flatten()).sum().backward()
         return {
@@ -282,7 +283,7 @@ def test_an_adapter_of_the_head_alone_gets_gradients_in_chunks_too(monkeypatch):
 
 def test_adapters_can_be_switched_off_wherever_they_are():
     for place, given in PLACES.items():
-        lm = tiny(tie_word_embeddings=True)
+        lm = llama_lm(tie_word_embeddings=True)
         start = log_probs(lm)
         adapted = moved(add_adapters(lm, lora(**given)))
         if place != "biases":  # PEFT trains those of the base model
@@ -313,7 +314,7 @@ QUICK = {
 )
 def test_every_verb_saves_what_it_trained_and_resumes_it(verb, place, tied, tmp_path):
     def trainer() -> Any:
-        lm = tiny("causal" if verb == "pretrain" else "bidirectional", tie_word_embeddings=tied)
+        lm = llama_lm("causal" if verb == "pretrain" else "bidirectional", tie_word_embeddings=tied)
         adapters = lora(**PLACES[place], init_lora_weights="gaussian")
         return prepared(verb, tmp_path / "run", lm, peft_config=adapters, save_strategy="steps", save_steps=1)
 
@@ -337,7 +338,7 @@ def test_a_conversion_saves_what_it_trained(tied, place, tmp_path):
         **PLACES.get(place, {"target_modules": "all-linear", "use_dora": True}), init_lora_weights="gaussian"
     )
     args = ConvertConfig(**settings(tmp_path / "run", max_steps=10, max_length=32))
-    trainer = ConvertTrainer(tiny("causal", tie_word_embeddings=tied), args, TEXTS, peft_config=adapters)
+    trainer = ConvertTrainer(llama_lm("causal", tie_word_embeddings=tied), args, TEXTS, peft_config=adapters)
     start = log_probs(trainer.lm)
     trainer.train()
     trainer.save_model(tmp_path / "model")

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.training.tiny_runs import tiny
-from unmask.data.characters import character_tokenizer
+from tests.tiny import build_causal, llama_lm
 from unmask.models.alignment import ALIGNMENT, align_weights
 from unmask.models.load import as_diffusion_lm, load
 
@@ -34,7 +32,7 @@ def off_alignment(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("offset", [8, 16, 48])
 def test_weights_off_alignment_are_moved_with_their_values(offset):
-    straight, lm = (tiny("causal", dtype=torch.float64) for _ in range(2))
+    straight, lm = (llama_lm("causal", dtype=torch.float64) for _ in range(2))
     shift(lm.model, offset)
     assert off_alignment(lm.model) == len(list(lm.model.parameters()))
     given = as_diffusion_lm(lm.model, lm.tokenizer)
@@ -44,14 +42,14 @@ def test_weights_off_alignment_are_moved_with_their_values(offset):
 
 
 def test_tied_weights_stay_one_tensor():
-    lm = tiny(tie_word_embeddings=True)
+    lm = llama_lm(tie_word_embeddings=True)
     shift(lm.model, 8)
     align_weights(lm.model)
     assert lm.model.lm_head.weight is lm.model.model.embed_tokens.weight
 
 
 def test_a_loaded_model_is_aligned(tmp_path):
-    tiny().save(tmp_path)
+    llama_lm().save(tmp_path)
     assert off_alignment(load(tmp_path).model) == 0
 
 
@@ -67,7 +65,7 @@ def tensors(holder: Any) -> Iterator[torch.Tensor]:
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_quantized_weights_are_aligned_with_all_that_belongs_to_them(tmp_path, bits):
-    tiny().save(tmp_path / "whole")
+    llama_lm().save(tmp_path / "whole")
     load(tmp_path / "whole", quantization=bits).save(tmp_path / "quantized")
     lm = load(tmp_path / "quantized")
     kept = [tensor for weight in lm.model.parameters() for tensor in tensors(weight)]
@@ -94,14 +92,8 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_loading_a_gigabyte_takes_a_gigabyte(tmp_path):
-    tokenizer = character_tokenizer("abcdefgh")
-    shape = {
-        "hidden_size": 1024,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "intermediate_size": 2816,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    sizes = {"width": 1024, "layers": 20, "heads": 16, "intermediate_size": 2816}
+    model, tokenizer = build_causal("llama", "abcdefgh", **sizes)
     model.save_pretrained(tmp_path, max_shard_size="50GB")
     tokenizer.save_pretrained(tmp_path)
     size = sum(weight.nbytes for weight in model.parameters())

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PhiConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.data.test_encoding import CHATML, LLAMA3
 from tests.models.test_released import END, MASK, write_published
+from tests.tiny import build_causal
 from tests.training.tiny_runs import make
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
@@ -33,16 +34,8 @@ def write(folder: Path, generation: Any = None, template: str | None = None, con
     tokenizer.add_special_tokens({"additional_special_tokens": TURNS})
     assert tokenizer.convert_tokens_to_ids(TURNS[1:]) == [IM_END, EOT, EOM]
     tokenizer.chat_template = template
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-    model = AutoModelForCausalLM.from_config(
-        PhiConfig(vocab_size=ROWS, pad_token_id=0, bos_token_id=1, eos_token_id=config, **shape)
-    )
+    sizes = {"layers": 1, "context": 32, "intermediate_size": 24, "vocab_size": ROWS}
+    model, _ = build_causal("phi", tokenizer, eos_token_id=config, **sizes)
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=generation).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

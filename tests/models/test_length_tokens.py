@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import unmask
-from tests.training.tiny_runs import tiny
+from tests.tiny import llama_lm
 from unmask.diffusion.log_probs import forward_inputs
 from unmask.models.hooks import head
 from unmask.models.length_tokens import DELETE_TOKEN, EXPAND_TOKEN, add_length_tokens, predicting_lengths
@@ -21,7 +21,7 @@ def logits(lm) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_both_tokens_are_added_after_the_others(tied):
-    plain, lm = tiny(tie_word_embeddings=tied), add_length_tokens(tiny(tie_word_embeddings=tied))
+    plain, lm = llama_lm(tie_word_embeddings=tied), add_length_tokens(llama_lm(tie_word_embeddings=tied))
     size = plain.config.vocab_size
     assert (lm.expand_token_id, lm.delete_token_id, lm.config.vocab_size) == (size, size + 1, size + 2)
     assert lm.tokenizer.convert_tokens_to_ids([EXPAND_TOKEN, DELETE_TOKEN]) == [size, size + 1]
@@ -34,7 +34,7 @@ def test_both_tokens_are_added_after_the_others(tied):
 
 
 def test_they_change_no_prediction_of_other_tokens():
-    plain, lm = tiny(), add_length_tokens(tiny())
+    plain, lm = llama_lm(), add_length_tokens(llama_lm())
     assert torch.equal(logits(lm)[..., : plain.config.vocab_size], logits(plain))
     assert (logits(lm)[..., plain.config.vocab_size :] == -torch.inf).all()
     both = [lm.expand_token_id, lm.delete_token_id]
@@ -44,7 +44,7 @@ def test_they_change_no_prediction_of_other_tokens():
 
 
 def test_log_probs_in_chunks_leave_them_out_too(monkeypatch):
-    lm, ids_BT = add_length_tokens(tiny(dtype=torch.float64)), torch.tensor([[1, 4, 5, 6, 7]])
+    lm, ids_BT = add_length_tokens(llama_lm(dtype=torch.float64)), torch.tensor([[1, 4, 5, 6, 7]])
     hidden_B1T = torch.tensor([[[False, False, True, True, True]]])
     found = []
     for predicting in (lm, predicting_lengths(lm)):
@@ -59,7 +59,7 @@ def test_log_probs_in_chunks_leave_them_out_too(monkeypatch):
 
 
 def test_tokens_that_are_there_are_kept(tmp_path):
-    lm = add_length_tokens(tiny())
+    lm = add_length_tokens(llama_lm())
     assert add_length_tokens(lm) is lm and len(lm.tokenizer) == lm.config.vocab_size
     lm.save(tmp_path)
     loaded = unmask.load(tmp_path)
@@ -69,20 +69,20 @@ def test_tokens_that_are_there_are_kept(tmp_path):
 
 
 def test_another_pattern_never_predicts_them_either():
-    lm = add_length_tokens(tiny())
+    lm = add_length_tokens(llama_lm())
     for other in (with_pattern(lm, "block_causal", 2), lm.as_causal(), lm.bind(lm.model), lm.frozen_copy()):
         assert other.never_predicted == (lm.mask_token_id, lm.expand_token_id, lm.delete_token_id)
 
 
 def test_in_users_texts_they_stay_text():
-    lm = add_length_tokens(tiny())
+    lm = add_length_tokens(llama_lm())
     (canvas,) = unmask.infill(lm, [f"ab{EXPAND_TOKEN}<|mask|>c"]).tokens
     assert lm.expand_token_id not in canvas
 
 
 @pytest.mark.parametrize("there", [["<|delete|>"], ["<|expand|>"], ["<|expand|>", "<|delete|>"]])
 def test_rows_that_are_there_are_kept(there):
-    lm = tiny()
+    lm = llama_lm()
     lm.tokenizer.add_tokens(there)
     lm.model.resize_token_embeddings(len(lm.tokenizer))
     numbers = lm.tokenizer.convert_tokens_to_ids(there)

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from tests.models.configurations import tiny_lm
-from tests.training.tiny_runs import tiny
+from tests.tiny import llama_lm
 from unmask.models.load import load
 from unmask.models.model_card import HISTORY_KEY, MARKER, history, render_card
 
@@ -52,7 +52,7 @@ def run_snippet(text: str) -> str:
 @pytest.mark.parametrize("pattern", [("causal", None), ("block_causal", 4), ("bidirectional", None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_snippet_runs_on_the_saved_folder(tmp_path, monkeypatch, capsys, pattern, dtype):
-    lm = tiny(*pattern)
+    lm = llama_lm(*pattern)
     lm.model.to(dtype)
     lm.save(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,7 @@ def test_it_says_what_the_model_is():
 
 
 def test_its_front_matter_is_one_that_the_hub_reads(tmp_path):
-    tiny().save(tmp_path)
+    llama_lm().save(tmp_path)
     data = ModelCard.load(tmp_path / "README.md").data
     assert (
         data.library_name == "unmask"
@@ -89,7 +89,7 @@ def test_its_front_matter_is_one_that_the_hub_reads(tmp_path):
 
 
 def test_a_model_keeps_its_history(tmp_path):
-    lm = tiny("block_causal", 4)
+    lm = llama_lm("block_causal", 4)
     setattr(lm.config, HISTORY_KEY, STAGES)
     lm.save(tmp_path / "one")
     again = load(tmp_path / "one")
@@ -111,7 +111,7 @@ def test_a_model_keeps_its_history(tmp_path):
 
 
 def test_licence_language_and_base_come_from_the_card_of_the_model_it_was_loaded_from(tmp_path):
-    tiny().save(tmp_path / "base")
+    llama_lm().save(tmp_path / "base")
     (tmp_path / "base/README.md").write_text(
         "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: owner/model\n---\n# Theirs\n"
     )
@@ -122,13 +122,13 @@ def test_licence_language_and_base_come_from_the_card_of_the_model_it_was_loaded
 
 
 def test_a_hub_model_is_the_base(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     lm.config._name_or_path = "owner/model"
     assert ModelCard(render_card(lm)).data.base_model == "owner/model"
 
 
 def test_what_somebody_else_wrote_stays(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     (tmp_path / "README.md").write_text("# Mine\n")
     lm.save(tmp_path)
     assert (tmp_path / "README.md").read_text() == "# Mine\n"
@@ -138,6 +138,6 @@ def test_what_somebody_else_wrote_stays(tmp_path):
 
 
 def test_bars_do_not_break_a_table():
-    rows = [line for line in render_card(tiny()).splitlines() if line.startswith("|")]
+    rows = [line for line in render_card(llama_lm()).splitlines() if line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 3 for line in rows)
     assert any(r"`<\|mask\|>`" in line for line in rows)

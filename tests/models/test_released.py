@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.models.released import (
@@ -30,12 +30,12 @@ from tests.models.released import (
     published_weights,
     write_published,
 )
-from tests.training.tiny_runs import TEXTS, settings, stock
+from tests.tiny import build_lm, llama_causal
+from tests.training.tiny_runs import TEXTS, settings
 from unmask.cli import app
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
-from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -236,41 +236,15 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
 
 
 def qwen3(**changes: Any) -> DiffusionLM:
-    tokenizer = character_tokenizer("abcdefgh")
-    shape = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }
-    sizes = {"intermediate_size": 24, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
-    asked = {"attention": "block_causal", "block_size": 4, "logit_shift": False} | {
-        key: changes.pop(key) for key in ("attention", "block_size", "logit_shift") if key in changes
-    }
-    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**shape | sizes | changes, eos_token_id=2))
-    return make_diffusion(model, tokenizer, **asked)
+    pattern = {"attention": "block_causal", "block_size": 4, "logit_shift": False}
+    heads = {"num_key_value_heads": 1, "head_dim": 8, "ids": ["eos_token_id"]}
+    return build_lm("qwen3", "abcdefgh", layers=1, intermediate_size=24, **heads, **pattern | changes)
 
 
 def mixture(**changes: Any) -> DiffusionLM:
-    tokenizer = character_tokenizer("abcdefgh")
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "moe_intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    experts = {
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "vocab_size": len(tokenizer),
-    }
-    model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, **changes))
-    return make_diffusion(model, tokenizer, attention="bidirectional")
+    sizes = {"layers": 1, "heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24}
+    experts = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+    return build_lm("qwen3_moe", "abcdefgh", ids=(), context=None, **sizes, **experts, **changes)
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as published
@@ -311,7 +285,7 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
     [
         (
             "sdar",
-            lambda: make_diffusion(*stock(), attention="block_causal", block_size=4),
+            lambda: make_diffusion(*llama_causal(), attention="block_causal", block_size=4),
             "a LlamaForCausalLM.*Qwen3ForCausalLM",
         ),
         (
@@ -327,19 +301,19 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
         ("sdar", lambda: qwen3(logit_shift=True), "logit_shift=True.*without"),
         (
             "llada",
-            lambda: make_diffusion(*stock(attention_bias=True), attention="bidirectional"),
+            lambda: make_diffusion(*llama_causal(attention_bias=True), attention="bidirectional"),
             "attention_bias=True",
         ),
         (
             "llada",
-            lambda: make_diffusion(*stock(hidden_act="gelu"), attention="bidirectional"),
+            lambda: make_diffusion(*llama_causal(hidden_act="gelu"), attention="bidirectional"),
             "hidden_act='gelu'",
         ),
-        ("llada", lambda: make_diffusion(*stock(head_dim=8), attention="bidirectional"), "head_dim=8"),
+        ("llada", lambda: make_diffusion(*llama_causal(head_dim=8), attention="bidirectional"), "head_dim=8"),
         (
             "llada",
             lambda: make_diffusion(
-                *stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"
+                *llama_causal(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"
             ),
             "rope_par",
         ),

@@ -13,7 +13,8 @@ from peft import IA3Config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.generation.tiny_models import adapted, every_pattern, store, tiny
+from tests.generation.cases import every_pattern
+from tests.tiny import adapted, float64_lm, save_adapters
 from unmask.errors import ModelError
 from unmask.models.adapters import with_adapters, with_trained_mask_row
 from unmask.models.diffusion_lm import DiffusionLM
@@ -36,7 +37,7 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 @pytest.fixture
 def lm() -> DiffusionLM:
     """A model of this test's own."""
-    return tiny(attention="bidirectional").frozen_copy()
+    return float64_lm(attention="bidirectional").frozen_copy()
 
 
 def logits(lm: DiffusionLM) -> Tensor:
@@ -47,7 +48,7 @@ def logits(lm: DiffusionLM) -> Tensor:
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_adapters_compute_as_those_that_were_saved(settings: dict, lm: DiffusionLM, tmp_path: Path) -> None:
     trained = adapted(lm, **settings)
-    loaded = load_adapters(lm, store(trained, tmp_path))
+    loaded = load_adapters(lm, save_adapters(trained, tmp_path))
     assert torch.equal(logits(loaded), logits(trained)) and not torch.allclose(logits(loaded), logits(lm))
 
 
@@ -55,13 +56,13 @@ def test_adapters_compute_as_those_that_were_saved(settings: dict, lm: Diffusion
 def test_a_trained_row_of_the_mask_token_is_loaded(
     attention: str, block_size: int | None, tmp_path: Path
 ) -> None:
-    lm = tiny(attention=attention, block_size=block_size).frozen_copy()
+    lm = float64_lm(attention=attention, block_size=block_size).frozen_copy()
     trained = with_adapters(lm.frozen_copy(), with_trained_mask_row(adapted(lm).model.active_peft_config, lm))
     rows = next(
         weight for name, weight in trained.model.named_parameters() if "trainable_tokens_delta" in name
     )
     rows.data[:, ::2] += 0.5
-    loaded = load_adapters(lm, store(trained, tmp_path))
+    loaded = load_adapters(lm, save_adapters(trained, tmp_path))
     hidden_BT = torch.full_like(IDS_BT, lm.mask_token_id)
     with torch.no_grad():
         found, expected, base = (
@@ -72,7 +73,7 @@ def test_a_trained_row_of_the_mask_token_is_loaded(
 
 def test_weights_exist_once_and_the_model_computes_as_before(lm: DiffusionLM, tmp_path: Path) -> None:
     before, digest = logits(lm), fingerprint(lm.model)
-    folders = [store(adapted(lm, seed), tmp_path / str(seed)) for seed in range(3)]
+    folders = [save_adapters(adapted(lm, seed), tmp_path / str(seed)) for seed in range(3)]
     models = [load_adapters(lm, folder) for folder in folders]
     own = {weight.data_ptr() for weight in lm.model.parameters()}
     for model in models:
@@ -100,7 +101,7 @@ def spoil(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 def of_another_pattern(folder: Path) -> None:
-    tiny(attention="causal").save(folder / "model")
+    float64_lm(attention="causal").save(folder / "model")
     (folder / "model" / "config.json").rename(folder / "config.json")
 
 
@@ -165,8 +166,8 @@ SPOILED = {
 @pytest.mark.parametrize("kind", SPOILED)
 def test_other_folders_are_refused_and_change_nothing(kind: str, lm: DiffusionLM, tmp_path: Path) -> None:
     change, error = SPOILED[kind]
-    good = load_adapters(lm, store(adapted(lm), tmp_path / "good"))
-    bad, before, digest = store(adapted(lm, 1), tmp_path / "bad"), logits(good), fingerprint(lm.model)
+    good = load_adapters(lm, save_adapters(adapted(lm), tmp_path / "good"))
+    bad, before, digest = save_adapters(adapted(lm, 1), tmp_path / "bad"), logits(good), fingerprint(lm.model)
     change(bad)
     with pytest.raises(ModelError, match=f"(?s)^{bad}: .*{error}") as refused:
         load_adapters(lm, bad)
@@ -187,10 +188,12 @@ def test_absent_folders_and_whole_models_are_refused(lm: DiffusionLM, tmp_path: 
 
 @pytest.mark.parametrize("layers", [["q_proj", "v_proj"], "all-linear"], ids=str)
 def test_weights_in_4_bits_are_shared_too(layers: list[str] | str, tmp_path: Path) -> None:
-    tiny(attention="bidirectional").save(tmp_path / "model")
+    float64_lm(attention="bidirectional").save(tmp_path / "model")
     lm = load(tmp_path / "model", quantization="4bit")
     before = logits(lm)
-    folders = [store(adapted(lm, seed, target_modules=layers), tmp_path / str(seed)) for seed in range(2)]
+    folders = [
+        save_adapters(adapted(lm, seed, target_modules=layers), tmp_path / str(seed)) for seed in range(2)
+    ]
     first, second = (load_adapters(lm, folder) for folder in folders)
     alone = load_adapters(load(tmp_path / "model", quantization="4bit"), folders[0])
     assert torch.equal(logits(first), logits(alone)) and torch.equal(logits(lm), before)
@@ -207,12 +210,18 @@ def test_weights_in_8_bits_are_not_shared(lm: DiffusionLM, tmp_path: Path) -> No
         ModelError,
         match=r"quantization: several models cannot share weights in 8 bits\. Load it with quantization 4bit",
     ):
-        load_adapters(lm, store(adapted(lm), tmp_path))
+        load_adapters(lm, save_adapters(adapted(lm), tmp_path))
 
 
 def test_adapters_get_other_weights_in_the_same_memory(lm: DiffusionLM, tmp_path: Path) -> None:
-    first, second = (load_adapters(lm, store(adapted(lm, seed), tmp_path / str(seed))) for seed in (0, 1))
-    other, before, digest = store(adapted(lm, 2), tmp_path / "2"), logits(second), fingerprint(lm.model)
+    first, second = (
+        load_adapters(lm, save_adapters(adapted(lm, seed), tmp_path / str(seed))) for seed in (0, 1)
+    )
+    other, before, digest = (
+        save_adapters(adapted(lm, 2), tmp_path / "2"),
+        logits(second),
+        fingerprint(lm.model),
+    )
     addresses = [weight.data_ptr() for weight in first.model.parameters()]
     put_adapters(first, read_adapters(first, other))
     assert torch.equal(logits(first), logits(load_adapters(lm, other)))
@@ -227,8 +236,8 @@ def test_adapters_of_another_scale_do_not_replace_others(
     settings: dict, lm: DiffusionLM, tmp_path: Path
 ) -> None:
     loaded, other = (
-        load_adapters(lm, store(adapted(lm), tmp_path / "a")),
-        store(adapted(lm, 1, **settings), tmp_path / "b"),
+        load_adapters(lm, save_adapters(adapted(lm), tmp_path / "a")),
+        save_adapters(adapted(lm, 1, **settings), tmp_path / "b"),
     )
     before = logits(loaded)
     with pytest.raises(

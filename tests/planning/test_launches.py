@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 
 from tests.dispatch_counts import Copies, Counts
 from tests.helpers import partly_slow
-from tests.training.tiny_runs import ALPHABET, PAIRS, PREFERENCES, TEXTS, make, settings, tiny
+from tests.tiny import LLAMA_ALPHABET, llama_lm
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, settings
 from unmask.config.run import LoraSettings, ModelConfig, RunConfig, SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.stages import STAGES
@@ -35,7 +36,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 5], [6, 7, 8, 9, 10, 11, 5, 6]]
 
 def blueprint(lm: DiffusionLM) -> ModelSpec:
     settings = {"attention": lm.attention, "block_size": lm.block_size, "logit_shift": lm.logit_shift}
-    return ModelSpec("tiny", lm.config, character_tokenizer(ALPHABET), settings)
+    return ModelSpec("tiny", lm.config, character_tokenizer(LLAMA_ALPHABET), settings)
 
 
 class Counter:
@@ -128,7 +129,7 @@ def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, 
     verb, pattern, more, changes = CASES[case]
     if "peft_config" in more:
         more = more | {"peft_config": LoraSettings(r=more["peft_config"]).to_peft()}
-    lm, steps = tiny(*pattern, num_hidden_layers=layers), Steps()
+    lm, steps = llama_lm(*pattern, num_hidden_layers=layers), Steps()
     trainer = trainer_of(verb, tmp_path, lm, steps, **more)
     planned_launches, planned_reads = planned(trainer, **changes)
     with steps.counter.counting():
@@ -150,7 +151,7 @@ def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, 
 def test_the_launches_and_reads_of_a_pass_of_generation_are_predicted(
     pattern: tuple[Any, ...], temperature: float, layers: int
 ) -> None:
-    lm = tiny(*pattern, num_hidden_layers=layers)
+    lm = llama_lm(*pattern, num_hidden_layers=layers)
     model = blueprint(lm)
     config = SamplerConfig(
         max_new_tokens=32, temperature=temperature, forbidden_tokens=list(lm.eos_token_ids)

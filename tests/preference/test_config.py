@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.tiny_runs import QUICK, make, settings, tiny, unmask
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import QUICK, make, settings, unmask
 from unmask.artifacts import MetricsLog
 from unmask.cli.run import training_arguments
 from unmask.config.layers import read_layers
@@ -115,7 +116,7 @@ def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
 )
 def test_the_attention_decides_whether_the_likelihood_is_exact(pattern, more, exact, tmp_path):
     with pytest.raises(ConfigError, match=exact) if isinstance(exact, str) else nullcontext():
-        assert config(tmp_path, **more).exact(tiny(*pattern)) is exact
+        assert config(tmp_path, **more).exact(llama_lm(*pattern)) is exact
 
 
 def test_reference_adapter_needs_adapters(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.training.tiny_runs import PREFERENCES, batch, make, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PREFERENCES, batch, make
 from unmask.errors import TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.preference import reference_log_probs
@@ -40,7 +41,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def other() -> DiffusionLM:
-    lm = tiny()
+    lm = llama_lm()
     with torch.no_grad():
         lm.model.model.norm.weight[0] += 1e-3
     return lm
@@ -65,7 +66,7 @@ def test_the_table_is_reused_for_the_same_content(tmp_path, computed):
     [
         ({"lm": other}, "another model"),
         # it learns the rest of a block
-        ({"lm": lambda: tiny("block_causal", 8)}, "another model and another data"),
+        ({"lm": lambda: llama_lm("block_causal", 8)}, "another model and another data"),
         ({"lm": lambda: renamed()}, "another tokenizer"),
         ({"rows": PREFERENCES[:7]}, "another data"),
         ({"rows": [PREFERENCES[0] | {"rejected": "gg"}, *PREFERENCES[1:]]}, "another data"),
@@ -78,7 +79,7 @@ def test_the_table_is_reused_for_the_same_content(tmp_path, computed):
 def test_a_stale_table_is_an_error_or_recomputed(change, stale, tmp_path, computed):
     before = make("dpo", tmp_path).stored["train"].log_prob_EIS
     computed.clear()
-    change = {"lm": tiny, **change}
+    change = {"lm": llama_lm, **change}
     with pytest.raises(
         TrainingError, match=f"train_{REFERENCE_FILE}: holds log-probabilities of {stale}. .*stale_reference"
     ):
@@ -161,7 +162,7 @@ def dying(last: int) -> Any:
 
 def renamed() -> DiffusionLM:
     """A model whose tokenizer has another name for a token that occurs in no row."""
-    lm = tiny()
+    lm = llama_lm()
     lm.tokenizer.add_tokens(["unused"])
     return lm
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.tiny_runs import PREFERENCES, settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PREFERENCES, settings
 from unmask.errors import DataError
 from unmask.preference.config import DPOConfig
 from unmask.preference.rows import UnpairedCollator
@@ -26,12 +27,12 @@ def rows(
     args = DPOConfig(
         **settings(Path("unused"), loss_type="kto", canvas_length=canvas_length) | {"max_length": max_length}
     )
-    return list(DPOTrainer.make_rows(tiny(), args, dataset, "train_dataset"))
+    return list(DPOTrainer.make_rows(llama_lm(), args, dataset, "train_dataset"))
 
 
 def texts(examples: list[dict[str, Any]], name: str) -> list[tuple[str, str]]:
     """Prompts and responses, without special tokens."""
-    decode = tiny().tokenizer.decode
+    decode = llama_lm().tokenizer.decode
     found = []
     for row in (item[name] for item in examples):
         start = row["maskable"].index(True)

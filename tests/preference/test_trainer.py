@@ -12,9 +12,10 @@ import peft
 import pytest
 import torch
 
+from tests.enumeration import any_order, conditionals, groups, lower_bound
 from tests.helpers import partly_slow
-from tests.toy import any_order, conditionals, groups, lower_bound, toy
-from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, tiny, weights
+from tests.tiny import llama_lm, toy_lm
+from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, weights
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import DataError, TrainingError
 from unmask.models.load import load
@@ -61,7 +62,7 @@ def first_line(folder: Path, **more: Any) -> dict[str, float]:
 def test_the_first_loss_is_log_2(config, reference, tmp_path):
     pattern = config.get("lm", ("bidirectional",))
     line = first_line(
-        tmp_path, **config | {"lm": tiny(*pattern, attention_dropout=0.3), "reference": reference}
+        tmp_path, **config | {"lm": llama_lm(*pattern, attention_dropout=0.3), "reference": reference}
     )
     assert line["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert line["margin"] == pytest.approx(0, abs=1e-4)
@@ -104,7 +105,7 @@ def test_a_reused_plan_has_one_table(tmp_path):
 
 
 def test_exact_likelihoods_have_one_table_for_all_epochs(tmp_path):
-    trainer = make("dpo", tmp_path, tiny("block_causal", 2), max_steps=6, learning_rate=0.0)
+    trainer = make("dpo", tmp_path, llama_lm("block_causal", 2), max_steps=6, learning_rate=0.0)
     trainer.train()
     assert trainer.stored["train"].log_prob_EIS.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
@@ -139,7 +140,7 @@ def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gra
 ):
     made = []
     for reference in ("stored", "frozen", "adapter"):
-        lm, config = tiny(attention, block_size, dtype=torch.float64), peft.LoraConfig(**LORA)
+        lm, config = llama_lm(attention, block_size, dtype=torch.float64), peft.LoraConfig(**LORA)
         trainer = make(
             "dpo",
             tmp_path / reference,
@@ -171,7 +172,7 @@ def test_stored_and_frozen_references_train_the_same_weights(tmp_path):
         trainer = make(
             "dpo",
             tmp_path / reference,
-            tiny(dtype=torch.float64),
+            llama_lm(dtype=torch.float64),
             reference=reference,
             max_steps=5,
             optim="sgd",
@@ -179,11 +180,11 @@ def test_stored_and_frozen_references_train_the_same_weights(tmp_path):
         trainer.train()
         ends.append(weights(trainer.lm))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
-    assert not equal(ends[0], weights(tiny(dtype=torch.float64)))
+    assert not equal(ends[0], weights(llama_lm(dtype=torch.float64)))
 
 
 def test_another_model_can_be_the_reference(tmp_path):
-    other = tiny()
+    other = llama_lm()
     with torch.no_grad():
         other.model.model.norm.weight += 0.5
     other.save(tmp_path / "other")
@@ -231,7 +232,7 @@ def test_simpo_has_no_reference(tmp_path):
     ],
 )
 def test_views_by_estimator(attention, block_size, more, count, tmp_path):
-    trainer = make("dpo", tmp_path, tiny(attention, block_size), **more)
+    trainer = make("dpo", tmp_path, llama_lm(attention, block_size), **more)
     rows = batch(trainer, *range(4))
     views = trainer.plan(rows, trainer.draw(rows))
     assert views.count == count
@@ -256,7 +257,7 @@ def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, tor
 @torch.no_grad()
 @pytest.mark.parametrize("shift", [False, True])
 def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp_path):
-    lm = tiny("block_causal", 4, logit_shift=shift, dtype=torch.float64)
+    lm = llama_lm("block_causal", 4, logit_shift=shift, dtype=torch.float64)
     trainer = make("dpo", tmp_path, lm)
     rows = batch(trainer, 0, 3, 5)
     found = trainer.response_log_probs(lm, trainer.with_reference(rows))
@@ -285,7 +286,7 @@ def test_view_by_view_the_gradient_is_that_of_all_at_once(
         more = {name: value for name, value in more.items() if name != "rpo_alpha"}
     made = []
     for size in (chunk, 10**6):
-        lm = toy(attention=(attention, block_size, False))  # computes in float64 throughout
+        lm = toy_lm(attention=(attention, block_size, False))  # computes in float64 throughout
         trainer = make("dpo", tmp_path, lm, AB, loss_type=loss_type, logprob_batch_size=size, **more)
         moved(trainer.lm, 0.05)
         made.append(gradients(trainer))
@@ -295,7 +296,7 @@ def test_view_by_view_the_gradient_is_that_of_all_at_once(
 
 def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
     """Over many redraws, with and without complementary pairs; the pairs have less variance."""
-    other, pairs = moved(tiny(dtype=torch.float64)), PREFERENCES[:2]
+    other, pairs = moved(llama_lm(dtype=torch.float64)), PREFERENCES[:2]
     spread, means = {}, {}
     for complementary in (False, True):
         trainer = make(
@@ -337,7 +338,7 @@ def test_the_variance_of_the_margin_is_logged_at_its_interval(tmp_path):
 def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     losses = []
     for alpha in (0.0, 0.7):
-        trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), rpo_alpha=alpha)
+        trainer = make("dpo", tmp_path, llama_lm(dtype=torch.float64), rpo_alpha=alpha)
         rows = batch(trainer, 0, 2, 5)
         [prepared] = trainer.prepared([rows])
         losses.append(
@@ -367,7 +368,7 @@ def test_evaluation_rows_without_stored_log_probs_are_refused(tmp_path):
 
 def test_a_model_is_evaluated_without_training_rows(tmp_path):
     args = DPOConfig(**settings(tmp_path, samples=2))
-    assert DPOTrainer(tiny(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(
+    assert DPOTrainer(llama_lm(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(
         math.log(2), abs=1e-4
     )
 
@@ -397,7 +398,7 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
     """Also with KTO, whose baseline is common to all micro-batches."""
     made = []
     for pieces in (1, 4):
-        lm = tiny(dtype=torch.float64)
+        lm = llama_lm(dtype=torch.float64)
         config = {
             "per_device_train_batch_size": 8 // pieces,
             "gradient_accumulation_steps": pieces,
@@ -408,7 +409,7 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
         trainer.train()
         made.append(weights(lm))
     torch.testing.assert_close(made[1], made[0], rtol=0, atol=1e-11)
-    assert not equal(made[0], weights(tiny(dtype=torch.float64)))
+    assert not equal(made[0], weights(llama_lm(dtype=torch.float64)))
 
 
 # Data and metrics.
@@ -417,7 +418,7 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
 @pytest.mark.parametrize("reference", ["stored", "frozen"])
 def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_path):
     """Its baseline is common to all held-out rows."""
-    other, found = moved(tiny(dtype=torch.float64), 0.3), []
+    other, found = moved(llama_lm(dtype=torch.float64), 0.3), []
     other.save(tmp_path / "other")
     shape = {
         "loss_type": "kto",
@@ -427,7 +428,11 @@ def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_
     }
     for size in (1, 4, 14):
         trainer = make(
-            "dpo", tmp_path / f"{size}", tiny(dtype=torch.float64), per_device_eval_batch_size=size, **shape
+            "dpo",
+            tmp_path / f"{size}",
+            llama_lm(dtype=torch.float64),
+            per_device_eval_batch_size=size,
+            **shape,
         )
         metrics = trainer.evaluate()
         found.append(
@@ -506,7 +511,7 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_
     ends, counts = [], []
     for more in ({}, {"activation_checkpointing": True}):
         trainer = make(
-            "dpo", tmp_path, tiny(), optim="sgd", max_steps=3, samples=2, logprob_batch_size=4, **more
+            "dpo", tmp_path, llama_lm(), optim="sgd", max_steps=3, samples=2, logprob_batch_size=4, **more
         )
         seen = calls(trainer)
         trainer.train()
@@ -518,7 +523,7 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_
 
 
 def test_only_adapters_are_trained(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     start = weights(lm)
     trainer = make(
         "dpo",
@@ -544,7 +549,7 @@ def test_only_adapters_are_trained(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("reference", ["stored", "adapter"])
 def test_adapters_on_weights_in_4_bits_are_trained(reference, tmp_path):
-    tiny(hidden_size=64, intermediate_size=64).save(tmp_path / "model")
+    llama_lm(hidden_size=64, intermediate_size=64).save(tmp_path / "model")
     lm = load(tmp_path / "model", quantization="4bit")
     shape = {"max_steps": 20, "learning_rate": 3e-2, "reference": reference, "eval_dataset": PREFERENCES}
     trainer = make("dpo", tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), **shape)

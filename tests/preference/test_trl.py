@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.training.tiny_runs import settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import settings
 from tests.training.trl_peers import Gradients, Watch, distance, stock_on_disk
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
@@ -72,7 +73,7 @@ def shared(folder: Path, batch: int, accumulation: int = 1) -> dict[str, Any]:
 
 def ours(rows: Any, config: dict[str, Any]) -> Gradients:
     watch = Watch()
-    DPOTrainer(tiny("causal", dtype=torch.float64), DPOConfig(**config), rows, callbacks=[watch]).train()
+    DPOTrainer(llama_lm("causal", dtype=torch.float64), DPOConfig(**config), rows, callbacks=[watch]).train()
     return watch.seen
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.tiny_runs import PREFERENCES, make, settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PREFERENCES, make, settings
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
@@ -20,7 +21,7 @@ SAMPLER = SamplerConfig(max_new_tokens=4)
 
 
 def test_the_judge_gets_prompts_completions_and_chosen_responses():
-    lm, seen = tiny(), []
+    lm, seen = llama_lm(), []
 
     def judge(*given: list[str]) -> list[float]:
         seen.append(given)
@@ -54,7 +55,7 @@ def test_the_judge_gets_prompts_completions_and_chosen_responses():
     ],
 )
 def test_wrong_values_of_a_judge_are_an_error(judge, message):
-    lm = tiny()
+    lm = llama_lm()
     pairs: Any = DPOTrainer.make_rows(
         lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset"
     )
@@ -91,7 +92,7 @@ def test_a_missing_judge_or_one_without_held_out_pairs_is_refused(tmp_path):
         make("dpo", tmp_path, judge=f"{tmp_path}/judge.py:judge")
     with pytest.raises(ConfigError, match="judge: kto has no chosen responses"):
         DPOTrainer(
-            tiny(),
+            llama_lm(),
             DPOConfig(**settings(tmp_path, loss_type="kto")),
             PREFERENCES,
             PREFERENCES,

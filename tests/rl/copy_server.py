@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.tiny_runs import make, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import make
 from unmask.generation.output import Generation
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -32,7 +33,7 @@ class CopyServer:
     """
 
     def __init__(self, *delays: float, failing: dict[int, Exception] | None = None):
-        self.lm, self.version = tiny(), -1
+        self.lm, self.version = llama_lm(), -1
         self.delays: Iterator[float] = cycle(delays or (0.0,))
         self.failing = failing or {}
         self.sampled: list[tuple[int, list[int]]] = []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.convert.test_trainer import convert
-from tests.training.tiny_runs import batch, equal, make, ranks, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import batch, equal, make, ranks, weights
 from unmask import clear_mask_cache, mask_cache_stats
 from unmask.data.rows import Collator
 from unmask.models import attention
@@ -39,7 +40,7 @@ def trainer_of(case, folder):
     if case == "pretrain":
         return make("pretrain", folder, rows=LONG)
     if case == "sft by blocks":
-        return make("sft", folder, tiny("block_causal", 4), OF_PAIRS, views=2)
+        return make("sft", folder, llama_lm("block_causal", 4), OF_PAIRS, views=2)
     if case == "kto":
         return make("kto", folder, rows=LABELLED)
     if case == "grpo":
@@ -108,7 +109,7 @@ def test_processes_that_are_sent_their_batches_get_tensors_alone(tmp_path):
 )
 def test_losses_and_gradients_of_long_rows_are_the_same_bit_for_bit(pattern, block_size, copies, length):
     """Rows long enough for attention by tiles."""
-    lm = tiny(pattern, block_size, max_position_embeddings=512)
+    lm = llama_lm(pattern, block_size, max_position_embeddings=512)
     ids_BT = torch.randint(3, 9, (2, length), generator=torch.Generator().manual_seed(0))
     hidden_BT = torch.rand(ids_BT.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     found = []

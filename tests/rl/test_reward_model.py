@@ -6,16 +6,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from tests.tiny import build_config
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.models.alignment import ALIGNMENT
 from unmask.rl.reward_model import RewardModel
 
+SIZES = {"width": 8, "layers": 1, "intermediate_size": 16, "num_labels": 1, "ids": ()}
+
 
 def test_a_sequence_classifier_is_a_reward(tmp_path):
     tokenizer = character_tokenizer("abc")
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
+    config = build_config("llama", tokenizer, **SIZES)
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
@@ -44,10 +46,7 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
 def test_special_tokens_in_texts_and_messages_are_text(tmp_path):
     tokenizer = character_tokenizer("abc</s>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForSequenceClassification(
-        LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
-    ).save_pretrained(tmp_path)
+    LlamaForSequenceClassification(build_config("llama", tokenizer, **SIZES)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reward, end = RewardModel(str(tmp_path)), tokenizer.eos_token_id
     assert end not in reward._ids("a</s>", "b</s>")

@@ -22,7 +22,8 @@ from tests.generation.remote.stub_servers import (
     write_model,
 )
 from tests.serving.servers import copied, serving_rollouts
-from tests.training.tiny_runs import PAIRS, equal, make, share_of_a, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, equal, make, share_of_a, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.run import LoraSettings
 from unmask.errors import ConfigError, GenerationError, TrainingError
@@ -45,13 +46,13 @@ def test_a_run_on_a_server_is_the_run_in_process(adapters, more, tmp_path):
         | more
         | ({"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {})
     )
-    here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **more)
+    here = make("grpo", tmp_path / "here", llama_lm("block_causal", 2), **more)
     here.train()
-    with serving_rollouts(copied(tiny("block_causal", 2), tmp_path / "model"), tmp_path) as url:
+    with serving_rollouts(copied(llama_lm("block_causal", 2), tmp_path / "model"), tmp_path) as url:
         there = make(
             "grpo",
             tmp_path / "there",
-            tiny("block_causal", 2),
+            llama_lm("block_causal", 2),
             rollout={"backend": "server", "url": url},
             **more,
         )
@@ -74,7 +75,7 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
 
     straight = make("grpo", tmp_path / "straight", max_steps=4, rows=PAIRS[:6])
     straight.train()
-    with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
+    with serving_rollouts(copied(llama_lm(), tmp_path / "model"), tmp_path) as url:
         trainer = run(url)
         generate, calls = trainer.source.backend.generate, []
 
@@ -110,7 +111,7 @@ def test_what_was_half_done_is_not_logged_twice(tmp_path):
                 raise TrainingError("wrong")
             return [1.0] * len(completions)
 
-        return make("grpo", folder, tiny("causal"), reward=reward, **shape)  # type: ignore[return-value]
+        return make("grpo", folder, llama_lm("causal"), reward=reward, **shape)  # type: ignore[return-value]
 
     run(tmp_path / "straight", fails=False).train()
     calls.clear()
@@ -125,7 +126,7 @@ def test_what_was_half_done_is_not_logged_twice(tmp_path):
     "failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")]
 )
 def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, tmp_path, monkeypatch):
-    with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
+    with serving_rollouts(copied(llama_lm(), tmp_path / "model"), tmp_path) as url:
         trainer = make("grpo", tmp_path / "run", rollout={"backend": "server", "url": url}, max_steps=3)
         save, calls = type(trainer.lm).save, []
 
@@ -149,7 +150,7 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
 def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
     """The server reports other log-probabilities of its tokens: each token is weighted by the ratio,
     capped."""
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     with serving(FakeVLLM(lm, processed=True)) as url:
         settings = {
             "rollout": {"backend": "vllm", "url": url},
@@ -184,7 +185,7 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
 
 
 def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     with serving(FakeVLLM(lm, processed=False)) as url:
         trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
         with pytest.raises(
@@ -345,7 +346,7 @@ def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path
     settings |= {"eval_dataset": PAIRS[:2], "eval_strategy": "steps", "eval_steps": 1}
 
     def lines(folder: Path, reward: Any) -> list[dict[str, float]]:
-        make("grpo", folder, tiny("causal"), reward=reward, **settings).train()
+        make("grpo", folder, llama_lm("causal"), reward=reward, **settings).train()
         return MetricsLog(folder / "training_logs.json").read()
 
     plain = lines(tmp_path / "plain", share_of_a)
@@ -380,7 +381,7 @@ def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path
 
 
 def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     vllm = FakeVLLM(lm, processed=True)
     with serving(vllm) as url:
         trainer = make(
@@ -452,7 +453,7 @@ def make_lines(folder: Path, **more: Any) -> list[dict[str, float]]:
     def length(completion_ids: list[list[int]], **_: Any) -> list[Verdict]:
         return [Verdict(float(len(ids)), "ok" if len(ids) > 2 else "wrong") for ids in completion_ids]
 
-    trainer = make("grpo", folder, tiny("causal"), reward=length, max_steps=3, **more)
+    trainer = make("grpo", folder, llama_lm("causal"), reward=length, max_steps=3, **more)
     trainer.train()
     return trainer.state.log_history
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import tiny
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, rollout_of, stopping
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.generation.sampler import generate
@@ -93,7 +93,7 @@ def test_the_decoding_blocks_of_a_model_by_blocks_are_those_of_its_attention(att
 
 
 def test_blocks_do_not_depend_on_padding_or_on_neighbors():
-    lm = tiny("phi", "block_causal", 3)
+    lm = float64_lm("phi", "block_causal", 3)
     document_BT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], [1] * 8])
     canvas_BT = torch.zeros(3, 8, dtype=torch.bool)
     canvas_BT[0, 4:], canvas_BT[1, 2:6] = True, True  # the third row has no completion

@@ -18,7 +18,8 @@ from torch.utils.data import BatchSampler
 from tests.helpers import partly_slow
 from tests.rl.copy_server import REMOTE, CopyServer, trainer_of
 from tests.serving.servers import copied, serving_rollouts
-from tests.training.tiny_runs import PAIRS, equal, low_ids, make, ranks, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, equal, low_ids, make, ranks, weights
 from unmask.config.run import LoraSettings
 from unmask.errors import ConfigError, RunStopped
 from unmask.generation.remote.http import RemoteError
@@ -200,7 +201,7 @@ def test_the_loss_of_an_older_rollout_is_that_of_the_formula(tmp_path):
 def test_the_ratio_makes_the_gradient_that_of_the_present_policy(tmp_path):
     """Over all completions of one token, weighted by the probability with which the older policy draws them,
     the gradient of the loss is minus that of the present policy's expected reward."""
-    lm, older = tiny(), weights(tiny())
+    lm, older = llama_lm(), weights(llama_lm())
     trainer = trainer_of(CopyServer(), tmp_path, lm, max_staleness=1, epsilon=1.0, epsilon_high=1e6)
     ids, [vocabulary] = [3, 4], lm.logits(torch.tensor([[3]])).shape[-1:]
     with torch.no_grad():
@@ -228,7 +229,10 @@ def test_the_ratio_makes_the_gradient_that_of_the_present_policy(tmp_path):
 
 
 def test_weights_are_exchanged_and_come_back(tmp_path):
-    lm, other = tiny(), {name: weight.detach() + 1 for name, weight in tiny().model.named_parameters()}
+    lm, other = (
+        llama_lm(),
+        {name: weight.detach() + 1 for name, weight in llama_lm().model.named_parameters()},
+    )
     before, parts = weights(lm), list(lm.model.parameters())
     with pytest.raises(ValueError, match="inside"), weights_in_use(lm, other):
         assert all(torch.equal(weight, before[name] + 1) for name, weight in lm.model.named_parameters())
@@ -329,7 +333,7 @@ SHAPES: list[dict[str, Any]] = [
 def test_a_run_ahead_of_a_real_server_resumes_bit_for_bit(shape, tmp_path):
     """From every step; a resumed run asks again for what was on its way, and evaluations use the server in
     between."""
-    with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
+    with serving_rollouts(copied(llama_lm(), tmp_path / "model"), tmp_path) as url:
 
         def run() -> GRPOTrainer:
             saved = {
@@ -355,7 +359,7 @@ def test_a_run_ahead_of_a_real_server_resumes_bit_for_bit(shape, tmp_path):
 
 def test_a_run_ahead_of_a_real_server_is_that_ahead_of_a_copy(tmp_path):
     shape = {"max_steps": 3, "max_staleness": 1, "reward": ranks, "learning_rate": 3e-2}
-    with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
+    with serving_rollouts(copied(llama_lm(), tmp_path / "model"), tmp_path) as url:
         there = make("grpo", tmp_path / "there", rollout={"backend": "server", "url": url}, **shape)
         there.train()
         there.source.backend.close()

@@ -12,18 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.tiny_runs import (
-    PAIRS,
-    equal,
-    low_ids,
-    make,
-    moved,
-    ranks,
-    settings,
-    share_of_a,
-    tiny,
-    weights,
-)
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, weights
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
@@ -70,7 +60,7 @@ def rollouts(
     folder: Path, size: int, accumulation: int, **more: Any
 ) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
     """Completions by step, prompt and repeat, and the weights at the end."""
-    lm = tiny(dtype=torch.float64)
+    lm = llama_lm(dtype=torch.float64)
     shape = {
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": accumulation,
@@ -120,7 +110,7 @@ def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
         drawn = [other[step, sample, repeat] for sample in range(2) for repeat in range(4)]
         for earlier in (first, second):
             assert sum(one == another for one, another in zip(drawn, earlier, strict=True)) < 4
-    trainer = make("grpo", tmp_path, tiny(dtype=torch.float64))
+    trainer = make("grpo", tmp_path, llama_lm(dtype=torch.float64))
     rows = [trainer.train_dataset[index] for index in range(8)]
     together, alone = (trainer.sample(asked, temperature=1.0, step=0).tokens for asked in (rows, rows[5:]))
     assert together[5:] == alone
@@ -171,7 +161,7 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
             epsilon=0.1,
         )
     )
-    trainer = Stepwise(tiny(dtype=torch.float64), ranks, args, PAIRS)
+    trainer = Stepwise(llama_lm(dtype=torch.float64), ranks, args, PAIRS)
     [[_, update]] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(8)]])
     moved(trainer.lm, 0.05)
     with torch.no_grad():
@@ -283,7 +273,7 @@ def test_equal_rewards_have_no_deviation_though_their_mean_is_rounded(tmp_path):
     def one(completions: list[str], **_: Any) -> list[float]:
         return [1.0] * len(completions)
 
-    lm = tiny()
+    lm = llama_lm()
     before = weights(lm)
     settings = {
         "max_steps": 1,
@@ -303,7 +293,7 @@ def test_completions_without_a_reward_teach_nothing(tmp_path):
     def sometimes(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
         return [None if prompt == "ab" else float(rank) for rank, prompt in enumerate(prompts)]
 
-    lm = tiny()
+    lm = llama_lm()
     before = weights(lm)
     line = run(tmp_path, never, lm, max_steps=1, weight_decay=0.0).state.log_history[0]
     assert equal(weights(lm), before)
@@ -324,7 +314,7 @@ def test_completions_without_a_reward_teach_nothing(tmp_path):
 
 @pytest.mark.parametrize("eos", [True, False])
 def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     if not eos:
         with torch.no_grad():
             lm.model.model.embed_tokens.weight[lm.eos_token_id] = 0
@@ -354,11 +344,11 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
 def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions_are_sampled_at(
     given, expected, tmp_path
 ):
-    lm = tiny(dtype=torch.float64)
+    lm = llama_lm(dtype=torch.float64)
     trainer = make(
         "grpo", tmp_path, lm, temperature=0.5, beta=0.1, num_iterations=2, prompt_mask_rate=0.0, **given
     )
-    plain = make("grpo", tmp_path, tiny(dtype=torch.float64), temperature=0.5)
+    plain = make("grpo", tmp_path, llama_lm(dtype=torch.float64), temperature=0.5)
     drawn = []
     for each in (trainer, plain):
         assert isinstance(each, GRPOTrainer)
@@ -417,7 +407,7 @@ def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, 
     ],
 )
 def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, message, tmp_path):
-    lm = tiny(given.pop("lm", "bidirectional"))
+    lm = llama_lm(given.pop("lm", "bidirectional"))
     with pytest.raises(ConfigError, match=f"^after_eos: {message}"):
         make("grpo", tmp_path, lm, **given)
 
@@ -431,7 +421,7 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
         seen.extend(zip(completions, completion_ids, strict=True))
         return [float(len(text)) for text in completions]
 
-    lm = tiny()
+    lm = llama_lm()
     ends = lm.eos_token_ids = (lm.eos_token_id, *lm.tokenizer.convert_tokens_to_ids(["c", "d"]))
     trainer = make(
         "grpo",
@@ -544,7 +534,7 @@ def test_batches_that_cannot_hold_whole_groups_are_refused(tmp_path):
 
 
 def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     with torch.no_grad():
         lm.model.model.norm.weight[0] = torch.nan
     with pytest.raises(GenerationError, match="NaN"):
@@ -603,7 +593,7 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
         resumed = make("grpo", tmp_path, **shape, **more)
         resumed.train(resume_from_checkpoint=str(tmp_path / checkpoint))
         assert equal(weights(resumed.lm), weights(straight.lm)), checkpoint
-    assert not equal(weights(straight.reference.lm), weights(tiny()))
+    assert not equal(weights(straight.reference.lm), weights(llama_lm()))
 
 
 def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
@@ -662,7 +652,7 @@ def test_one_config_trains_models_of_several_families(tmp_path):
         ("block_causal", 4, ("view-constant", 10.0)),
         ("bidirectional", None, ("view", None)),
     ):
-        trainer = GRPOTrainer(tiny(attention, block_size), share_of_a, args, PAIRS)
+        trainer = GRPOTrainer(llama_lm(attention, block_size), share_of_a, args, PAIRS)
         assert (trainer.method.loss_type, trainer.method.log_ratio_clamp) == expected
 
 
@@ -720,7 +710,7 @@ def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
 
 @pytest.mark.parametrize("change", [{"mask_truncated_completions": True}, {"overlong_buffer": 3}])
 def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     with torch.no_grad():  # half of the completions end
         lm.model.model.embed_tokens.weight[lm.eos_token_id] *= 2
     plain, changed = (
@@ -747,7 +737,7 @@ def test_a_group_reads_its_prompt_once(tmp_path):
     trainer = run(
         tmp_path,
         ranks,
-        tiny("causal"),
+        llama_lm("causal"),
         rows=prompts,
         max_steps=2,
         eval_dataset=prompts,
@@ -790,7 +780,7 @@ def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"samples: espo does not read it for a causal model, whose likelihood is exact"
     ):
-        make("grpo", tmp_path, tiny("causal"), method="espo", samples=4)
+        make("grpo", tmp_path, llama_lm("causal"), method="espo", samples=4)
 
 
 @pytest.mark.parametrize(
@@ -799,7 +789,9 @@ def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
 )
 def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method, calls, tmp_path):
     """This holds for the policy from the second update on, and for the reference."""
-    trainer = make("grpo", tmp_path, tiny(attention), method=method, num_iterations=4, beta=0.1, reward=ranks)
+    trainer = make(
+        "grpo", tmp_path, llama_lm(attention), method=method, num_iterations=4, beta=0.1, reward=ranks
+    )
     calls_made, score_views = [], trainer.per_view.log_probs
     trainer.per_view.log_probs = lambda lm, update, *piece: (
         calls_made.append(lm) or score_views(lm, update, *piece)
@@ -833,7 +825,7 @@ def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
 
 def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
     """Its likelihood is exact, so the lower and the upper bound are equal."""
-    trainer = make("grpo", tmp_path, tiny("causal"), method="spg", reward=ranks, epsilon=None)
+    trainer = make("grpo", tmp_path, llama_lm("causal"), method="spg", reward=ranks, epsilon=None)
     [[update]] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(4)]])
     with torch.no_grad():
         scores = trainer.loss_inputs(update, trainer.per_view.log_probs(trainer.lm, update))

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from tests.helpers import partly_slow
-from tests.training.tiny_runs import settings, share_of_a, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import settings, share_of_a
 from tests.training.trl_peers import Gradients, Watch, distance, stock_on_disk
 from unmask.data.encoding import encode_prompt
 from unmask.generation.output import Generation, Trace
@@ -131,7 +132,7 @@ def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
     """The gradients of each update, and the fraction of its tokens that was clipped."""
     watch = Watch()
     rows = [{"prompt": prompt} for prompt in COMPLETIONS]
-    model = tiny("causal", dtype=torch.float64)
+    model = llama_lm("causal", dtype=torch.float64)
     trainer = GRPOTrainer(
         model, case.reward, GRPOConfig(**config | case.both | case.ours), rows, callbacks=[watch]
     )

@@ -9,7 +9,8 @@ import torch
 
 from tests.helpers import partly_slow
 from tests.rl.methods.rollouts import held
-from tests.training.tiny_runs import PAIRS, make, ranks, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, make, ranks
 from unmask.rl.methods import METHODS, Loss, LossInputs
 from unmask.rl.methods.base import PolicyGradientMethod
 from unmask.rl.methods.spg import SPG
@@ -38,7 +39,7 @@ def watched(trainer: GRPOTrainer) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("method", RATIOS)
 @partly_slow("attention", ["bidirectional", "block_causal", "causal"], 1)
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
-    lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
+    lm = llama_lm(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
     shape = {"method": method, "num_iterations": 2, **held(method), "difficulty": [-99.0, 99.0]}
     shape |= {"kl_to": "reference"} if "beta" in shape else {}
     trainer = make(
@@ -63,7 +64,7 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
 @pytest.mark.parametrize("method", ["diffu-grpo", "espo"])
 def test_the_first_update_on_each_rollout_has_a_ratio_of_one(method, tmp_path):
     shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
-    trainer = make("grpo", tmp_path, tiny(attention_dropout=0.3), reward=ranks, method=method, **shape)
+    trainer = make("grpo", tmp_path, llama_lm(attention_dropout=0.3), reward=ranks, method=method, **shape)
     calls = watched(trainer)
     trainer.train()
     ratios, kls = [ratio for ratio, _ in calls], [kl for _, kl in calls]

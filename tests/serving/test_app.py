@@ -12,8 +12,8 @@ import httpx2 as httpx
 import pytest
 
 import unmask
-from tests.generation.tiny_models import tiny
 from tests.serving.servers import connect, http_get, http_post, posted, served
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
@@ -39,12 +39,15 @@ def metric(url: str, name: str) -> float:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[str]:
     """A server with the settings that it has by itself, which tests leave as it was."""
-    with served(tiny(layers=1)) as url:
+    with served(float64_lm(layers=1)) as url:
         yield url
 
 
 def test_many_clients_get_what_each_would_get_alone() -> None:
-    lm, prompts = tiny(attention="block_causal", block_size=4, layers=1), ["abc", "f", "fedcba", "dd"] * 4
+    lm, prompts = (
+        float64_lm(attention="block_causal", block_size=4, layers=1),
+        ["abc", "f", "fedcba", "dd"] * 4,
+    )
     with served(lm, batch_size=4) as url, ThreadPoolExecutor(16) as clients:
         answers = list(clients.map(lambda prompt: complete(url, prompt), prompts))
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
@@ -61,7 +64,7 @@ def test_many_clients_get_what_each_would_get_alone() -> None:
 
 
 def test_with_a_key_only_health_is_open() -> None:
-    with served(tiny(), AppSettings(api_keys=("api",), loopback=False)) as url:
+    with served(float64_lm(), AppSettings(api_keys=("api",), loopback=False)) as url:
         closed = ["/v1/models", "/metrics", "/", "/openapi.json", "/docs", "/nothing"]
         assert {http_get(f"{url}{path}").status_code for path in closed} == {401}
         assert http_get(f"{url}/health").json() == {"status": "ok"}
@@ -93,7 +96,7 @@ def test_pages_of_other_sites_get_nothing_unless_they_are_named(plain: str) -> N
     origin = {"Origin": "https://app.example"}
     assert complete(plain, headers=origin).status_code == 403
     assert http_get(f"{plain}/health", headers={"Host": "evil.example"}).status_code == 403
-    with served(tiny(), AppSettings(allow_origins=("https://app.example",))) as url:
+    with served(float64_lm(), AppSettings(allow_origins=("https://app.example",))) as url:
         allowed = complete(url, headers=origin)
         assert (
             allowed.status_code == 200
@@ -124,10 +127,10 @@ def test_the_playground_is_served_where_it_is_built(tmp_path: Path, monkeypatch:
     page.mkdir()
     (tmp_path / "secret").write_text("")
     monkeypatch.setattr(app_module, "PLAYGROUND", page)
-    with served(tiny()) as url:
+    with served(float64_lm()) as url:
         assert http_get(url).status_code == 404
     (page / "index.html").write_text("<!doctype html>the playground")
-    with served(tiny()) as url:
+    with served(float64_lm()) as url:
         assert "the playground" in http_get(url).text
         assert (
             http_get(f"{url}/%2e%2e/secret").status_code == 404
@@ -145,7 +148,7 @@ def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(
     def fail(self: Engine) -> None:
         raise RuntimeError("/home/secret ran out")
 
-    with served(tiny()) as url:
+    with served(float64_lm()) as url:
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "step", fail)
             failed = [complete(url) for _ in range(3)]
@@ -156,7 +159,7 @@ def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(
 
 
 def test_a_failing_adapter_leaves_the_server_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, other = tiny(), tiny(layers=1)
+    lm, other = float64_lm(), float64_lm(layers=1)
     step = Engine.step
 
     def fail(self: Engine) -> Any:
@@ -174,7 +177,7 @@ def test_a_failing_adapter_leaves_the_server_in_use(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_limit_below_the_default_length_is_the_default() -> None:
-    with served(tiny(attention="bidirectional"), AppSettings(RequestLimits(max_tokens=8))) as url:
+    with served(float64_lm(attention="bidirectional"), AppSettings(RequestLimits(max_tokens=8))) as url:
         answer = http_post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a"})
         assert answer.status_code == 200 and len(answer.json()["choices"][0]["text"]) <= 8
         filled = http_post(f"{url}/v1/infill", json={"model": "tiny", "segments": ["a", "b"], "lengths": [3]})
@@ -183,7 +186,7 @@ def test_a_limit_below_the_default_length_is_the_default() -> None:
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
     with (
-        served(tiny(), AppSettings(RequestLimits(n=8)), batch_size=1, queue_size=8) as url,
+        served(float64_lm(), AppSettings(RequestLimits(n=8)), batch_size=1, queue_size=8) as url,
         ThreadPoolExecutor(12) as clients,
     ):
         answers = list(clients.map(lambda _: complete(url, n=8, temperature=1), range(12)))
@@ -192,7 +195,7 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
 
 
 def test_a_client_that_leaves_frees_its_slots() -> None:
-    with served(tiny(), batch_size=1) as url:
+    with served(float64_lm(), batch_size=1) as url:
         for _ in range(20):
             with connect(url) as client:
                 client.sendall(posted("completions", prompt="a", max_tokens=36, stream=True, n=8))
@@ -213,7 +216,7 @@ def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream
         return step(self)
 
     monkeypatch.setattr(Engine, "step", held)
-    with served(tiny()) as url:
+    with served(float64_lm()) as url:
         for fields in ({}, {"stream": True}):
             late = complete(url, **fields, diffusion={"timeout": 0.05})
             error = late.json()["error"]
@@ -233,7 +236,7 @@ def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream
         allowed.release(1000)
         assert complete(url).status_code == 200
     # of the server, whatever a request would like
-    with served(tiny(), AppSettings(RequestLimits(timeout=0.001))) as url:
+    with served(float64_lm(), AppSettings(RequestLimits(timeout=0.001))) as url:
         assert (
             "not finished within 0.001 seconds"
             in complete(url, max_tokens=36, diffusion={"timeout": 60}).json()["error"]["message"]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.generation.tiny_models import tiny
+from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import GenerationError
 from unmask.generation.constraints import bounded_process, byte_automaton, compiled
@@ -47,7 +47,7 @@ class Asking:
 
 @contextlib.asynccontextmanager
 async def asking(limits: RequestLimits | None = None) -> AsyncIterator[Asking]:
-    scheduler = Scheduler({"tiny": tiny()})
+    scheduler = Scheduler({"tiny": float64_lm()})
     scheduler.start()
     try:
         yield Asking(scheduler, limits or RequestLimits())

@@ -8,7 +8,7 @@ import httpx2 as httpx
 import pytest
 
 import unmask
-from tests.generation.tiny_models import tiny
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation.output import Trace
 from unmask.generation.requests import make_requests
@@ -21,7 +21,7 @@ PROMPTS = ["abc", "f", "fedcba", "dd"]
 
 
 def test_it_gives_the_last_bits_of_a_sequence_alone() -> None:
-    lm = tiny(attention="block_causal", block_size=4)
+    lm = float64_lm(attention="block_causal", block_size=4)
 
     async def run() -> list[Trace]:
         scheduler = Scheduler({"tiny": lm}, batch_size=4, deterministic=True)
@@ -40,7 +40,7 @@ def test_it_gives_the_last_bits_of_a_sequence_alone() -> None:
 )
 def test_a_client_that_asks_for_it_learns_whose_it_is(name: str, value: object) -> None:
     async def run() -> httpx.Response:
-        app = make_app(Scheduler({"tiny": tiny()}), AppSettings())
+        app = make_app(Scheduler({"tiny": float64_lm()}), AppSettings())
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost/v1"
         ) as client:

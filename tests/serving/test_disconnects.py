@@ -16,8 +16,8 @@ import pytest
 
 import unmask
 from tests.helpers import resident_memory
-from tests.serving.models import make_model, model
 from tests.serving.servers import Stall, connect, http_post, posted, scheduler_of, serving
+from tests.tiny import cached_chat_lm, chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.serving.openai.answers import EventStream, Reply
 from unmask.serving.queues import Turn
@@ -101,13 +101,15 @@ def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) 
     async def all_leave(url: str) -> None:
         await asyncio.gather(*(leave(url, draw) for _ in range(AT_ONCE)))
 
-    with serving(make_model(), batch_size=2) as (url, server):
+    with serving(chat_lm(), batch_size=2) as (url, server):
 
         def ask() -> None:
             found = http_post(
                 f"{url}/v1/completions", json={"model": "tiny", "prompt": "ab", "max_tokens": 5, "seed": 1}
             ).json()
-            expected = unmask.generate(model(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts
+            expected = unmask.generate(
+                cached_chat_lm(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)
+            ).texts
             assert [choice["text"] for choice in found["choices"]] == expected
 
         ask()
@@ -125,7 +127,7 @@ def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) 
 
 @pytest.mark.parametrize("what", ["a whole answer", "a stream", "frames"])
 def test_a_slot_is_free_after_the_step_in_which_its_client_leaves(what: str, stalled: Stall) -> None:
-    with serving(make_model(), batch_size=2) as (url, server), connect(url) as client:
+    with serving(chat_lm(), batch_size=2) as (url, server), connect(url) as client:
         value: Any = scheduler_of(server).metrics.registry.get_sample_value
         client.sendall(REQUESTS[what])
         assert soon(lambda: stalled.begun == 1)

@@ -11,9 +11,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.generation.tiny_models import tiny
 from tests.helpers import partly_slow
-from tests.serving.models import model
+from tests.tiny import cached_chat_lm, float64_lm
 from unmask.generation.engine.engine import Engine
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.scheduler import Scheduler
@@ -60,7 +59,7 @@ def test_a_stop_string_in_one_of_two_choices_frees_its_slot(stream: bool) -> Non
     body["diffusion"] = {"stop_at_eos": False}
 
     async def run() -> None:
-        async with asking(tiny()) as (client, scheduler):
+        async with asking(float64_lm()) as (client, scheduler):
             texts = [
                 choice["text"] for choice in (await client.post("/completions", json=body)).json()["choices"]
             ]
@@ -98,7 +97,7 @@ def test_a_finished_single_call_frees_its_slot(stream: bool) -> None:
     }
 
     async def run() -> httpx.Response:
-        async with asking(model("causal")) as (client, scheduler):
+        async with asking(cached_chat_lm("causal")) as (client, scheduler):
             answer = await client.post("/chat/completions", json=body)
             await until_idle(scheduler)
             assert (ended(scheduler, "canceled"), ended(scheduler, "finished")) == (2, 0)
@@ -126,7 +125,7 @@ def test_frames_go_on_to_the_end() -> None:
     body["diffusion"] = {"stream": "frames", "stop_at_eos": False}
 
     async def run() -> None:
-        async with asking(tiny()) as (client, scheduler):
+        async with asking(float64_lm()) as (client, scheduler):
             answer = await client.post("/completions", json=body)
             assert ended(scheduler, "finished") == 1 and answer.text.count('"frame": ') == 30
 

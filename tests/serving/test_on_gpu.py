@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.generation.tiny_models import tiny
 from tests.helpers import GPU, needs_gpu
 from tests.serving.scheduling import CONFIG, outline, scheduling, traces, works
+from tests.tiny import float64_lm
 from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -25,7 +25,7 @@ def test_requests_in_company_have_the_answers_of_a_cpu() -> None:
                 ]
             )
 
-    lm = tiny("gpt2", "block_causal", 4)
+    lm = float64_lm("gpt2", "block_causal", 4)
     there = lm.frozen_copy()
     there.model.to(GPU)
     for found, expected in zip(asyncio.run(run(there)), asyncio.run(run(lm)), strict=True):

@@ -15,8 +15,8 @@ import httpx2 as httpx
 import pytest
 
 import unmask
-from tests.serving.models import make_model, model
 from tests.serving.servers import scheduler_of, serving
+from tests.tiny import cached_chat_lm, chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.engine import Engine
 
@@ -82,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_ten_times_as_many_clients_as_there_is_room_for(count: int, clock: list[float]) -> None:
     """Times are measured in steps of the engine, which are as slow as the load makes them; what HTTP takes is
     seen in those refused."""
-    with serving(make_model(), batch_size=SLOTS, queue_size=QUEUE) as (url, server):
+    with serving(chat_lm(), batch_size=SLOTS, queue_size=QUEUE) as (url, server):
         answers = asyncio.run(overload(url, count))
         value: Any = scheduler_of(server).metrics.registry.get_sample_value
         assert value("unmask_running_sequences") == value("unmask_queue_length") == 0
@@ -101,7 +101,7 @@ def test_ten_times_as_many_clients_as_there_is_room_for(count: int, clock: list[
             config = SamplerConfig(max_new_tokens=STEPS, seed=body["seed"], **SETTINGS)
             assert (
                 response.json()["choices"][0]["text"]
-                == unmask.generate(model(), [body["prompt"]], config).texts[0]
+                == unmask.generate(cached_chat_lm(), [body["prompt"]], config).texts[0]
             )
     # An answer passes twice through what a refusal passes once: on its way in, and on its way out.
     http = percentile(steps[429], 0.99)

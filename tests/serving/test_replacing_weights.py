@@ -10,7 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.generation.tiny_models import tiny
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, DataError
 from unmask.generation.requests import make_requests
@@ -33,7 +33,7 @@ def test_no_error_of_loading_names_the_servers_folders(
     (tmp_path / "new").mkdir()
 
     async def run() -> httpx.Response:
-        scheduler = Scheduler({"tiny": tiny()})
+        scheduler = Scheduler({"tiny": float64_lm()})
         scheduler.start()
         app = make_app(scheduler, AppSettings(admin_key="admin", weights_from=(tmp_path,)))
         async with httpx.AsyncClient(
@@ -56,7 +56,7 @@ def test_no_error_of_loading_names_the_servers_folders(
 
 def test_weights_that_nobody_waits_for_hold_up_nobody(stalled: threading.Semaphore) -> None:
     async def run() -> None:
-        scheduler = Scheduler({"tiny": tiny()}, batch_size=2)
+        scheduler = Scheduler({"tiny": float64_lm()}, batch_size=2)
         scheduler.start()
         work = [
             Work(request, CONFIG, True)
@@ -81,7 +81,7 @@ def test_weights_that_nobody_waits_for_hold_up_nobody(stalled: threading.Semapho
 
 def test_weights_have_a_place_though_as_many_functions_wait_as_may(stalled: threading.Semaphore) -> None:
     async def run() -> None:
-        scheduler = Scheduler({"tiny": tiny()}, queue_size=1)
+        scheduler = Scheduler({"tiny": float64_lm()}, queue_size=1)
         scheduler.start()
         [request] = make_requests(scheduler.models["tiny"].lm, ["abc"], CONFIG)
         running = scheduler.submit("tiny", [Work(request, CONFIG)], owner="a")

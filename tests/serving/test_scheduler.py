@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import unmask
-from tests.generation.tiny_models import PATTERNS, tiny
+from tests.generation.cases import PATTERNS
 from tests.helpers import partly_slow
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
 from tests.serving.servers import Stall
+from tests.tiny import float64_lm
 from unmask.errors import GenerationError, UnmaskError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Frame, replay
@@ -25,7 +26,7 @@ from unmask.serving.submission import Event, Events, OtherWeightsError, Overload
 
 @partly_slow("attention, block_size", PATTERNS, 2, 4)
 def test_in_company_every_sequence_is_as_alone(attention: str, block_size: int | None) -> None:
-    lm = tiny(attention=attention, block_size=block_size, eos_bias=0.3, layers=1)
+    lm = float64_lm(attention=attention, block_size=block_size, eos_bias=0.3, layers=1)
     prompts = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
     configs = [
         CONFIG,
@@ -50,7 +51,7 @@ def test_in_company_every_sequence_is_as_alone(attention: str, block_size: int |
 
 
 def test_frames_replay_to_the_canvas_and_the_last_comes_with_the_trace() -> None:
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
 
     async def run() -> list[Event]:
         async with scheduling(lm, batch_size=2) as scheduler:
@@ -72,7 +73,7 @@ def test_frames_replay_to_the_canvas_and_the_last_comes_with_the_trace() -> None
 
 
 def test_owners_take_turns(stalled: threading.Semaphore) -> None:
-    lm, order = tiny(), []
+    lm, order = float64_lm(), []
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
@@ -106,7 +107,7 @@ def test_owners_take_turns(stalled: threading.Semaphore) -> None:
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(stalled: threading.Semaphore) -> None:
-    lm = tiny()
+    lm = float64_lm()
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1, queue_size=3) as scheduler:
@@ -150,7 +151,7 @@ def test_a_refusal_tells_how_long_what_waits_takes(
     batch_size: int, sizes: list[int], before: int, stalled: Stall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a first step as well as after other sequences, and an hour without any."""
-    lm, clock = tiny(layers=1), Clock(monkeypatch)
+    lm, clock = float64_lm(layers=1), Clock(monkeypatch)
 
     async def run() -> tuple[int, float]:
         async with scheduling(lm, batch_size=batch_size, queue_size=8) as scheduler:
@@ -193,7 +194,7 @@ def test_a_refusal_tells_how_long_what_waits_takes(
 
 
 def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threading.Semaphore) -> None:
-    lm = tiny()
+    lm = float64_lm()
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1, queue_size=4) as scheduler:
@@ -216,7 +217,7 @@ def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threa
 
 
 def test_all_sequences_of_a_submission_are_of_the_same_weights(stalled: threading.Semaphore) -> None:
-    lm = tiny()
+    lm = float64_lm()
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
@@ -236,7 +237,7 @@ def test_all_sequences_of_a_submission_are_of_the_same_weights(stalled: threadin
 def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(
     stalled: threading.Semaphore,
 ) -> None:
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
     steps_before: list[int] = []
 
     async def run() -> None:
@@ -281,7 +282,7 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(
 def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(
     stalled: threading.Semaphore,
 ) -> None:
-    lm = tiny()
+    lm = float64_lm()
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
@@ -303,7 +304,7 @@ def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(
 def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(
     stalled: threading.Semaphore,
 ) -> None:
-    lm, seen = tiny(attention="bidirectional"), []
+    lm, seen = float64_lm(attention="bidirectional"), []
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1, queue_size=2) as scheduler:
@@ -332,7 +333,7 @@ def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(
 
 
 def test_an_idle_engine_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, waits = tiny(), []
+    lm, waits = float64_lm(), []
     wait = Scheduler._wait
     monkeypatch.setattr(Scheduler, "_wait", lambda self: waits.append(1) or wait(self))
 
@@ -349,7 +350,7 @@ def test_an_idle_engine_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_time_to_the_first_frame_counts_from_the_request() -> None:
     """Not from when its prompt has been encoded, and its constraint compiled."""
-    lm = tiny()
+    lm = float64_lm()
 
     async def run() -> float:
         async with scheduling(lm) as scheduler:

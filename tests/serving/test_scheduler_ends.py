@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import unmask
-from tests.generation.tiny_models import tiny
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
+from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -26,7 +26,7 @@ from unmask.serving.submission import ServiceError, StoppedError, TimeLimitError
 
 @pytest.mark.parametrize("how", ["closed", "canceled", "dropped", "never begun", "expired"])
 def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.Semaphore) -> None:
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
 
     async def run() -> None:
         async with scheduling(lm, batch_size=4) as scheduler:
@@ -75,7 +75,7 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
 def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lm, step = tiny(), Engine.step
+    lm, step = float64_lm(), Engine.step
 
     def failing(self: Engine) -> Any:
         if any(each.request.key == 13 for each in [*self.running, *self.waiting]):
@@ -116,7 +116,7 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(
 )
 def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others start again, and whoever watches them sees no step twice."""
-    lm, step, count = tiny(attention="bidirectional"), Engine.step, 0
+    lm, step, count = float64_lm(attention="bidirectional"), Engine.step, 0
     prompts, bad = ["abc", "f", "dd", "be", "fedcba"], 2
 
     def failing(self: Engine) -> Any:
@@ -149,7 +149,7 @@ def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.
 def test_what_a_step_finished_is_not_lost_when_another_sequence_cannot_be_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lm, look, failed = tiny(attention="bidirectional"), Watched.look, threading.Event()
+    lm, look, failed = float64_lm(attention="bidirectional"), Watched.look, threading.Event()
     short = CONFIG.model_copy(update={"stop_at_eos": False})
 
     def failing(self: Watched, engine: Engine, ticket: int) -> Frame | None:
@@ -172,7 +172,7 @@ def test_what_a_step_finished_is_not_lost_when_another_sequence_cannot_be_looked
 
 
 def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, submit = tiny(), Engine.submit
+    lm, submit = float64_lm(), Engine.submit
 
     def failing(self: Engine, request: Any, config: SamplerConfig) -> int:
         if request.key == 13:
@@ -197,7 +197,7 @@ def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.Monke
 def test_without_an_engine_the_server_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lm, ended = tiny(), threading.Event()
+    lm, ended = float64_lm(), threading.Event()
 
     async def run() -> None:
         async with scheduling(lm, batch_size=2) as scheduler:
@@ -214,7 +214,7 @@ def test_without_an_engine_the_server_ends(
 
 
 def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
     other = works(lm, ["abc"])[0]
     unfit = Work(other.request, CONFIG.model_copy(update={"threshold": 0.9}))  # made with other settings
 
@@ -232,7 +232,7 @@ def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:
 
 
 def test_at_the_end_what_was_accepted_finishes() -> None:
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
 
     async def run() -> list[Trace]:
         async with scheduling(lm, batch_size=1) as scheduler:
@@ -255,7 +255,7 @@ def test_at_the_end_what_was_accepted_finishes() -> None:
 
 
 def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphore) -> None:
-    lm = tiny()
+    lm = float64_lm()
 
     async def run() -> None:
         scheduler = Scheduler({"tiny": lm}, batch_size=1)
@@ -275,7 +275,7 @@ def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphor
 
 def test_an_event_loop_that_ends_leaves_the_engine_to_others() -> None:
     """Loops end while their sequences run: the thread goes on for others."""
-    lm = tiny()
+    lm = float64_lm()
     scheduler = Scheduler({"tiny": lm}, batch_size=2)
     scheduler.start()
 
@@ -297,7 +297,7 @@ def test_an_event_loop_that_ends_leaves_the_engine_to_others() -> None:
 def test_nothing_keeps_a_request_that_has_ended() -> None:
     """Nor what was computed for its constraint, which takes a state's byte for each of its tokens."""
     pytest.importorskip("outlines_core")
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
     config = SamplerConfig(constraint=ConstraintConfig(regex="a[a-f]*", over="text"))
 
     async def run() -> list[weakref.ref[Any]]:

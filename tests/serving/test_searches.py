@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import unmask
-from tests.generation.tiny_models import tiny
-from tests.serving.models import make_model
 from tests.serving.openai.asking import answer
 from tests.serving.scheduling import collect, scheduling, traces, until, works
 from tests.serving.servers import running
+from tests.tiny import chat_lm, float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation import gap_lengths
 from unmask.generation.engine.engine import Engine
@@ -30,7 +29,7 @@ from unmask.serving.scheduler import Scheduler
 from unmask.serving.submission import BetweenSteps, OverloadedError, ReplacedError, StoppedError, Work
 
 CONFIG = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
-LM = tiny("phi", "bidirectional")
+LM = float64_lm("phi", "bidirectional")
 TEXT = InfillRequest(model="tiny", text="abcd<gap>fedcba", max_gap=9)
 
 
@@ -159,7 +158,7 @@ def test_searches_come_after_new_weights_that_wait(stalled: threading.Semaphore)
     """Else they would be for the old ones. Those of other models do not wait."""
 
     async def run() -> list[str]:
-        async with scheduling(LM, {"other": tiny("phi", "bidirectional")}) as scheduler:
+        async with scheduling(LM, {"other": float64_lm("phi", "bidirectional")}) as scheduler:
             done: list[str] = []
             running = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
@@ -186,7 +185,7 @@ def test_searches_come_after_new_weights_that_wait(stalled: threading.Semaphore)
 
 
 def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = make_model()
+    lm = chat_lm()
     text = "def add(<gap>return a + b"
 
     def load() -> None:

@@ -17,11 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
-from tests.generation.tiny_models import adapted, store, tiny
 from tests.serving.commands import command
-from tests.serving.models import make_model, model
 from tests.serving.servers import connect, http_get, http_post, posted, served, serving
 from tests.serving.workers.local import serving_locally
+from tests.tiny import adapted, cached_chat_lm, chat_lm, float64_lm, save_adapters
 from unmask.cli import app
 from unmask.cli.serve import announce, keys_of, name_of
 from unmask.config.run import SamplerConfig
@@ -124,7 +123,7 @@ def sequences(url: str) -> tuple[float, float]:
 def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path) -> None:
     """Those that run and those that wait are answered, whole or in a stream; or, if the time for that is
     over, end with a clear error."""
-    lm, size = model(), 400
+    lm, size = cached_chat_lm(), 400
     lm.save(tmp_path / "model")
     ways, answers = [*WAYS] * 2, dict[int, httpx.Response]()
     with command(tmp_path / "model", "--dtype", "float64", "--batch-size", 2, "--grace", grace) as (
@@ -156,11 +155,13 @@ def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path)
 @pytest.mark.slow
 def test_the_command_serves_models_and_adapters_by_name(tmp_path: Path) -> None:
     """In one process, and by workers."""
-    lm, other = tiny(attention="bidirectional"), tiny(attention="block_causal", block_size=3)
+    lm, other = float64_lm(attention="bidirectional"), float64_lm(attention="block_causal", block_size=3)
     expected = {"base": lm, "red": adapted(lm, 0), "blue": adapted(lm, 1), "other": other}
     lm.save(tmp_path / "base")
     other.save(tmp_path / "other")
-    words = [f"--adapters={name}={store(expected[name], tmp_path / name)}" for name in ("red", "blue")]
+    words = [
+        f"--adapters={name}={save_adapters(expected[name], tmp_path / name)}" for name in ("red", "blue")
+    ]
     words += [f"--model=other={tmp_path / 'other'}", "--dtype", "float64"]
     config = SamplerConfig(max_new_tokens=32)
     for workers in ([], ["--workers", 2]):
@@ -172,7 +173,7 @@ def test_the_command_serves_models_and_adapters_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_done_at_the_start_finds_the_port_open() -> None:
-    scheduler, found = Scheduler({"tiny": tiny(layers=1)}), []
+    scheduler, found = Scheduler({"tiny": float64_lm(layers=1)}), []
     with open_port("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -190,7 +191,7 @@ def test_what_is_done_at_the_start_finds_the_port_open() -> None:
 def test_after_the_grace_what_is_left_ends_with_a_clear_error(way: str) -> None:
     """Both what runs and what waits."""
     answers: dict[int, httpx.Response] = {}
-    with served(make_model(), batch_size=1, grace=0) as url:
+    with served(chat_lm(), batch_size=1, grace=0) as url:
         clients = ask_in_every_way(url, "tiny", [way] * 3, answers, max_tokens=1500)
         while sum(sequences(url)) < (6 if way == "two" else 3):
             assert not answers, answers
@@ -228,10 +229,10 @@ def test_requests_that_are_prepared_when_the_signal_comes_are_answered(
     )
     with ExitStack() as stack:
         if workers:
-            local = stack.enter_context(serving_locally([make_model()], grace=30))
+            local = stack.enter_context(serving_locally([chat_lm()], grace=30))
             url, server = local.url, local.front
         else:
-            url, server = stack.enter_context(serving(make_model(), grace=30))
+            url, server = stack.enter_context(serving(chat_lm(), grace=30))
         with connect(url) as client:
             client.sendall(request if stage != "read" else request[:-9])
             if stage != "read":
@@ -251,7 +252,7 @@ def test_requests_that_are_prepared_when_the_signal_comes_are_answered(
 @pytest.mark.parametrize("new", [False, True])
 def test_what_arrives_before_the_signal_is_answered_though_the_server_was_busy(new: bool) -> None:
     """On a connection that it has, or one that it has yet to accept."""
-    with serving(make_model(), grace=30) as (url, server), connect(url) as kept:
+    with serving(chat_lm(), grace=30) as (url, server), connect(url) as kept:
         while not server.server_state.connections:
             time.sleep(0.01)
         [connection] = server.server_state.connections
@@ -267,7 +268,7 @@ def test_what_arrives_before_the_signal_is_answered_though_the_server_was_busy(n
 
 @pytest.mark.slow
 def test_logs_have_no_prompts_unless_asked(tmp_path: Path) -> None:
-    tiny().save(tmp_path / "model")
+    float64_lm().save(tmp_path / "model")
     logs = []
     for words in ([], ["--log-requests"], ["--log-requests", "--workers", "1"]):
         limits = ["--max-tokens", "40", "--max-answers", "2", "--queue-size", "3"]

@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
-from tests.generation.tiny_models import PATTERNS, PROMPTS, adapted, store, tiny
+from tests.generation.cases import PATTERNS, PROMPTS
 from tests.helpers import partly_slow
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
 from tests.serving.servers import ADMIN, http_get, http_post, message, other_weights, served
+from tests.tiny import adapted, float64_lm, save_adapters
 from unmask.cli import app
 from unmask.cli.serve import names_and_paths
 from unmask.config.run import SamplerConfig
@@ -39,14 +40,14 @@ STEADY = CONFIG.model_copy(update={"stop_at_eos": False})
 def with_adapters(lm: DiffusionLM, folder: Path) -> dict[str, DiffusionLM]:
     """Two models that are adapters on this one."""
     return {
-        name: load_adapters(lm, store(adapted(lm, seed), folder / name))
+        name: load_adapters(lm, save_adapters(adapted(lm, seed), folder / name))
         for seed, name in enumerate(("red", "blue"))
     }
 
 
 def pair() -> tuple[DiffusionLM, DiffusionLM]:
     """Two models of this test's own."""
-    return tiny().frozen_copy(), tiny("gpt2", attention="bidirectional").frozen_copy()
+    return float64_lm().frozen_copy(), float64_lm("gpt2", attention="bidirectional").frozen_copy()
 
 
 @partly_slow("attention, block_size", [PATTERNS[0], PATTERNS[2], PATTERNS[-1]], 1)
@@ -54,7 +55,7 @@ def test_answers_are_those_of_each_model_alone(
     attention: Any, block_size: int | None, tmp_path: Path
 ) -> None:
     """Of the same prompts at the same time: what one has cached of a prompt is not that of another."""
-    lm, other = tiny(attention=attention, block_size=block_size).frozen_copy(), pair()[1]
+    lm, other = float64_lm(attention=attention, block_size=block_size).frozen_copy(), pair()[1]
     adapters = with_adapters(lm, tmp_path)
     # of no common memory
     apart = {"tiny": lm, "other": other, **{name: adapted(lm, seed) for seed, name in enumerate(adapters)}}
@@ -222,13 +223,13 @@ def test_a_model_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def lm() -> DiffusionLM:
     """A model of this test's own."""
-    return tiny(attention="bidirectional").frozen_copy()
+    return float64_lm(attention="bidirectional").frozen_copy()
 
 
 @pytest.fixture
 def other() -> DiffusionLM:
     """Another one."""
-    return tiny(attention="block_causal", block_size=3).frozen_copy()
+    return float64_lm(attention="block_causal", block_size=3).frozen_copy()
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def replace(url: str, model: str, path: str) -> httpx.Response:
 
 
 def test_the_official_client_chooses_a_model(url: str) -> None:
-    base, other = tiny(attention="bidirectional"), tiny(attention="block_causal", block_size=3)
+    base, other = float64_lm(attention="bidirectional"), float64_lm(attention="block_causal", block_size=3)
     expected = {"base": base, "other": other, "red": adapted(base, 0), "blue": adapted(base, 1)}
     config = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=3)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -280,7 +281,7 @@ def test_new_adapters_touch_no_other_model(url: str, lm: DiffusionLM, tmp_path: 
         return [(answer["choices"][0]["text"], answer["diffusion"]["version"]) for answer in answers]
 
     before, digest = ask(), fingerprint(lm.model)
-    store(adapted(lm, 5), tmp_path / "new")
+    save_adapters(adapted(lm, 5), tmp_path / "new")
     assert replace(url, "red", "new").json() == {"version": "new"}
     config = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=3)
     expected = unmask.generate(adapted(lm, 5), ["abc"], config).texts[0]
@@ -306,7 +307,7 @@ def test_weights_that_others_share_or_that_do_not_fit_are_refused(
     url: str, lm: DiffusionLM, tmp_path: Path
 ) -> None:
     other_weights(lm).save(tmp_path / "whole")
-    store(adapted(lm, 5, target_modules=["fc1"]), tmp_path / "elsewhere")
+    save_adapters(adapted(lm, 5, target_modules=["fc1"]), tmp_path / "elsewhere")
     digest = fingerprint(lm.model)
     refused = {
         ("base", "whole"): (
@@ -332,7 +333,8 @@ def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> N
     lm.save(tmp_path / "model")
     pair()[1].save(tmp_path / "second")
     folders = {
-        name: str(store(adapted(lm, seed), tmp_path / name)) for seed, name in enumerate(("red", "blue"))
+        name: str(save_adapters(adapted(lm, seed), tmp_path / name))
+        for seed, name in enumerate(("red", "blue"))
     }
     [adapters, more] = names_and_paths(
         "model", [f"{name}={path}" for name, path in folders.items()], [f"second={tmp_path / 'second'}"]

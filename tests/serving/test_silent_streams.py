@@ -11,8 +11,8 @@ import httpx2 as httpx
 import pytest
 from starlette.types import Message
 
-from tests.generation.tiny_models import tiny
 from tests.serving.scheduling import scheduling
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
@@ -76,7 +76,7 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
     config = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
 
     async def run() -> None:
-        async with scheduling(tiny()) as scheduler:
+        async with scheduling(float64_lm()) as scheduler:
             [request] = make_requests(scheduler.models["tiny"].lm, ["abc"], config)
             events = scheduler.submit("tiny", [Work(request, config, frames=True)], owner="a")
             value = scheduler.metrics.registry.get_sample_value
@@ -102,7 +102,7 @@ def test_a_stream_that_waits_in_the_queue_begins_and_a_refusal_is_then_an_event(
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "stream": True}
 
     async def run() -> None:
-        async with scheduling(tiny()) as scheduler:
+        async with scheduling(float64_lm()) as scheduler:
             transport = httpx.ASGITransport(make_app(scheduler, AppSettings()))
             client = httpx.AsyncClient(transport=transport, base_url="http://localhost/v1", timeout=60)
             soon = await client.post("/completions", json={**body, "diffusion": {"timeout": 0.01}})

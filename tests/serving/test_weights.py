@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import unmask
-from tests.generation.tiny_models import tiny
 from tests.serving.servers import ADMIN, http_get, http_post, message, other_weights, served
+from tests.tiny import float64_lm
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
@@ -36,7 +36,7 @@ def align(file: Path) -> None:
 @pytest.fixture
 def lm(tmp_path: Path) -> DiffusionLM:
     """A model of this test's own."""
-    tiny(attention="block_causal", block_size=3).save(tmp_path / "own")
+    float64_lm(attention="block_causal", block_size=3).save(tmp_path / "own")
     return unmask.load(tmp_path / "own", dtype="float64")
 
 
@@ -143,9 +143,9 @@ def test_weights_of_another_model_are_refused_and_change_nothing(
     post: Post, lm: DiffusionLM, tmp_path: Path
 ) -> None:
     before, root = fingerprint(lm.model), tmp_path / "weights"
-    tiny(attention="block_causal", block_size=4).save(root / "pattern")
-    tiny(attention="block_causal", block_size=3, layers=1).save(root / "layers")
-    tiny("gpt2", attention="block_causal", block_size=3).save(root / "family")
+    float64_lm(attention="block_causal", block_size=4).save(root / "pattern")
+    float64_lm(attention="block_causal", block_size=3, layers=1).save(root / "layers")
+    float64_lm("gpt2", attention="block_causal", block_size=3).save(root / "family")
     tied = lm.frozen_copy()
     tied.model.get_output_embeddings().weight, tied.model.config.tie_word_embeddings = (
         tied.model.get_input_embeddings().weight,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
-from tests.training.tiny_runs import TEXTS, batch, equal, make, stock, tiny, weights
+from tests.tiny import llama_causal, llama_lm
+from tests.training.tiny_runs import TEXTS, batch, equal, make, weights
 from unmask.errors import ConfigError, DataError, ModelError
 
 
@@ -18,7 +19,7 @@ from unmask.errors import ConfigError, DataError, ModelError
 def test_the_loss_is_that_of_transformers_and_at_first_that_of_guessing(texts, tmp_path):
     trainer = make("pretrain", tmp_path, rows=[{"text": text} for text in texts])
     rows = batch(trainer, *range(len(texts)))
-    model, tokenizer = stock()
+    model, tokenizer = llama_causal()
     expected = model(
         input_ids=rows["input_ids"],
         attention_mask=rows["documents"],
@@ -65,7 +66,7 @@ def test_what_is_not_text_is_refused_with_its_row(text, tmp_path):
 
 
 def test_only_causal_models_are_pretrained(tmp_path):
-    for lm in (tiny(), tiny("block_causal", 4), tiny("causal", logit_shift=False)):
+    for lm in (llama_lm(), llama_lm("block_causal", 4), llama_lm("causal", logit_shift=False)):
         with pytest.raises(ModelError, match=r"needs a causal model.*ConvertTrainer or SFTTrainer"):
             make("pretrain", tmp_path, lm)
 

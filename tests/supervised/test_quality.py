@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 import unmask
 from benchmarks import repair
-from tests.training.tiny_runs import make, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import make
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.models.export import export
@@ -29,7 +30,7 @@ PATTERNS = [
 
 def with_head(attention="bidirectional", block_size=None, logit_shift=None, dtype=torch.float64):
     """A model with a quality head whose weights are not zero."""
-    lm = tiny(attention, block_size, logit_shift=logit_shift, dtype=dtype)
+    lm = llama_lm(attention, block_size, logit_shift=logit_shift, dtype=dtype)
     lm.quality_head = add_quality_head(lm.model)
     lm.quality_head.weight.data += torch.randn(
         lm.quality_head.weight.shape, generator=torch.Generator().manual_seed(3), dtype=dtype
@@ -139,7 +140,7 @@ def test_with_the_true_probability_the_loss_is_least():
 @pytest.mark.parametrize("mode", ["alone", "joint"])
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
 def test_training_the_head(attention, block_size, mode, tmp_path):
-    lm = tiny(attention, block_size)
+    lm = llama_lm(attention, block_size)
     before = {name: weight.clone() for name, weight in lm.model.state_dict().items()}
     trainer = make("sft", tmp_path, lm, quality_head=mode, quality_tokens=2, max_steps=3)
     trainer.train()
@@ -166,7 +167,7 @@ def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
     found = []
     for pieces in (1, 2, 4):
         lm, step = (
-            tiny(dtype=torch.float64),
+            llama_lm(dtype=torch.float64),
             {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "quality_head": "joint"},
         )
         batch = {"per_device_train_batch_size": 8 // pieces, "gradient_accumulation_steps": pieces}
@@ -195,7 +196,7 @@ def test_a_head_is_saved_with_the_model(tmp_path):
         GenerationError,
         match=r"revise.by: the model has no quality head. Train one with `unmask sft --recipe quality-head`",
     ):
-        unmask.generate(tiny(), ["ab"], config)
+        unmask.generate(llama_lm(), ["ab"], config)
 
 
 def test_a_resumed_run_ends_with_the_same_head(tmp_path):
@@ -223,7 +224,7 @@ def test_an_export_leaves_the_head_out(tmp_path):
 
 def test_what_cannot_train_a_head_is_refused(tmp_path):
     with pytest.raises(ModelError, match="quality_head: a causal model never revises a token"):
-        make("sft", tmp_path, tiny("causal"), quality_head="alone")
+        make("sft", tmp_path, llama_lm("causal"), quality_head="alone")
     with pytest.raises(ConfigError, match="quality_head: is not trained with lora"):
         make("sft", tmp_path, quality_head="alone", peft_config=peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="quality_head and loss_type"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import unmask
-from tests.training.tiny_runs import CHAT_TEMPLATE, PAIRS, batch, make, tiny
+from tests.tiny import PLAIN_TEMPLATE, llama_lm
+from tests.training.tiny_runs import PAIRS, batch, make
 from unmask.data.rows import separate_documents
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError, DataError
@@ -22,7 +23,7 @@ def parts(trainer: SFTTrainer, *rows: int) -> tuple[dict[str, torch.Tensor], tor
 
 @pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4)])
 def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_size, tmp_path):
-    trainer = make("sft", tmp_path, tiny(attention, block_size), views=64)
+    trainer = make("sft", tmp_path, llama_lm(attention, block_size), views=64)
     rows, completion_BT, prompt_BT = parts(trainer, *range(8))
     views = trainer.plan(rows, trainer.draw(rows))
     assert torch.equal(views.hidden_BMT, views.target_BMT)
@@ -50,7 +51,7 @@ def test_a_canvas_is_filled_with_eos_that_is_learnt(tmp_path):
 
 @pytest.mark.parametrize("config", [{}, {"views": 3}, {"canvas_length": 9}, {"schedule": "cosine"}])
 def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
-    lm = tiny(dtype=torch.float64)
+    lm = llama_lm(dtype=torch.float64)
     trainer = make("sft", tmp_path, lm, **config)
     rows, completion_BT, _ = parts(trainer, 4, 0, 6)
     views = trainer.plan(rows, trainer.draw(rows))
@@ -75,7 +76,7 @@ def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch
     attention, packing, tmp_path
 ):
     """LLaDA's guideline: the mean over answers of sum(CE / t) / tokens of the answer."""
-    lm = tiny(attention, dtype=torch.float64)
+    lm = llama_lm(attention, dtype=torch.float64)
     views = {} if attention == "causal" else {"views": 4}
     trainer = make("sft", tmp_path, lm, loss_type="sequence_nll", packing=packing, **views)
     rows, loss_mask_BT, _ = parts(trainer, 0, 1) if packing else parts(trainer, 4, 0, 6)
@@ -120,7 +121,7 @@ def test_weights_are_one_over_t(tmp_path):
 
 
 def test_a_causal_model_gets_the_next_token_loss(tmp_path):
-    lm = tiny("causal", dtype=torch.float64)
+    lm = llama_lm("causal", dtype=torch.float64)
     trainer = make("sft", tmp_path, lm)
     rows, completion_BT, _ = parts(trainer, 2, 0, 4)
     log_prob_BT = (
@@ -147,7 +148,7 @@ CONVERSATION = [
     {"role": role, "content": text}
     for role, text in [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "ghg")]
 ]
-ENDED = CHAT_TEMPLATE.replace(
+ENDED = PLAIN_TEMPLATE.replace(
     "{% endfor %}", "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
@@ -155,7 +156,7 @@ ENDED = CHAT_TEMPLATE.replace(
 @pytest.mark.parametrize(("learn", "trained"), [("all", "cd</s>ghg</s>"), ("last", "ghg</s>")])
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
 def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, trained, tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     lm.tokenizer.chat_template = ENDED
     speakers = {"user": "human", "assistant": "gpt"}
     said = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in CONVERSATION]
@@ -180,7 +181,7 @@ CHATML = (
 )
 def test_a_turns_own_end_is_learnt_and_what_is_behind_it_is_eos(more, filling, tmp_path):
     """The row ends where the sampler ends it: at the first end token, with EOS in the rest of the block."""
-    lm = tiny("block_causal", 5, vocab_size=16)
+    lm = llama_lm("block_causal", 5, vocab_size=16)
     lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     lm.set_chat_template(CHATML)
     trainer = make("sft", tmp_path, lm, rows=[{"messages": CONVERSATION}], views=32, **more)
@@ -222,7 +223,7 @@ def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
     trainer = make(
         "sft",
         tmp_path,
-        tiny("block_causal", 5),
+        llama_lm("block_causal", 5),
         rows=[{"prompt": "ab", "completion": "cdefgh" * 6}],
         truncate_completion=True,
     )
@@ -270,7 +271,7 @@ def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
     ],
 )
 def test_it_learns_to_answer_and_to_stop(config, tmp_path):
-    lm = tiny(*config.pop("lm", ("bidirectional",)))
+    lm = llama_lm(*config.pop("lm", ("bidirectional",)))
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ba", "completion": "h"}]
     trainer = make(
         "sft", tmp_path, lm, rows=rows, max_steps=200, per_device_train_batch_size=2, views=16, **config

@@ -10,7 +10,8 @@ import torch
 from scipy.stats import chisquare
 
 import unmask
-from tests.training.tiny_runs import batch, make, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import batch, make
 from unmask.data.rows import Collator, make_row
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError, GenerationError, ModelError
@@ -20,7 +21,7 @@ from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, mak
 
 
 def with_tokens(**more):
-    return add_length_tokens(tiny(dtype=torch.float64, vocab_size=60, **more))
+    return add_length_tokens(llama_lm(dtype=torch.float64, vocab_size=60, **more))
 
 
 def rows_of(count: int, length: int, prompt: int = 3, first: int = 0) -> dict:
@@ -158,7 +159,7 @@ def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
     for pieces in (1, 2, 4):
         step = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_gap": 3}
         rows = {"per_device_train_batch_size": 8 // pieces, "gradient_accumulation_steps": pieces}
-        trainer = make("sft", tmp_path / str(pieces), tiny(dtype=torch.float64), **step, **rows)
+        trainer = make("sft", tmp_path / str(pieces), llama_lm(dtype=torch.float64), **step, **rows)
         trainer.train()
         found.append({name: weight.clone() for name, weight in trainer.lm.model.state_dict().items()})
     for other in found[1:]:
@@ -170,7 +171,7 @@ def test_a_trained_model_is_saved_with_its_tokens_and_fills_gaps(logit_shift, tm
     trainer = make(
         "sft",
         tmp_path / "run",
-        tiny(logit_shift=logit_shift),
+        llama_lm(logit_shift=logit_shift),
         max_gap=3,
         max_steps=3,
         eval_dataset=[{"text": "abcd"}],
@@ -230,7 +231,7 @@ def test_lengths_that_the_text_determines_are_learnt(tmp_path):
 def test_what_cannot_be_trained_is_refused(tmp_path):
     for attention, block_size in (("causal", None), ("block_causal", 4)):
         with pytest.raises(ModelError, match=r"max_gap: .*does not see the text after a gap.*--recipe full"):
-            make("sft", tmp_path, tiny(attention, block_size), max_gap=3)
+            make("sft", tmp_path, llama_lm(attention, block_size), max_gap=3)
     with pytest.raises(ConfigError, match="max_gap: is not trained with lora"):
         make("sft", tmp_path, max_gap=3, peft_config=peft.LoraConfig(target_modules=["q_proj"]))
     for name, value in (

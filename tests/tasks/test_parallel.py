@@ -8,14 +8,12 @@ from itertools import permutations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.helpers import read_task
+from tests.tiny import build_lm, tokenizer_of
 from unmask.config.sampler import SamplerConfig
-from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, DataError
 from unmask.generation.naive import generate
-from unmask.models.load import make_diffusion
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Copy, Count, Shuffle, Sort, get_task
 
@@ -118,6 +116,7 @@ def test_settings_are_checked():
 
 # --- a model whose prediction of every hidden token is exact, given the prompt and the visible tokens ---
 
+SIZES = {"width": 4, "layers": 1, "heads": 1, "dtype": torch.float64}
 LENGTH = 2 * len(ROW["letters"].split())
 
 
@@ -127,12 +126,8 @@ def lists():
     uniform distribution over them."""
 
     def make(answers):
-        tokenizer = character_tokenizer(Copy.alphabet)
-        sizes = {"n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 64, "vocab_size": len(tokenizer)}
-        model = AutoModelForCausalLM.from_config(
-            GPT2Config(bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes), dtype=torch.float64
-        )
-        lm = make_diffusion(model, tokenizer, attention="bidirectional", logit_shift=False)
+        tokenizer = tokenizer_of(Copy.alphabet)
+        lm = build_lm("gpt2", tokenizer, logit_shift=False, **SIZES)
         answers_NT = torch.tensor(
             [
                 [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]

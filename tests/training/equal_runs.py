@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.tiny import llama_lm
 from tests.training.sharded import pass_for_gpus, switches, write
-from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, low_ids, make, settings, tiny
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, low_ids, make, settings
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.training.config import TrainingConfig
@@ -39,7 +40,7 @@ def run(verb: str, folder: Path, **more: Any) -> dict[str, Any]:
     more = {"learning_rate": 1e-3, "per_device_train_batch_size": ROWS} | more
     if verb == "convert":
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **VERBS[verb] | more))
-        trainer: Any = ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:5])
+        trainer: Any = ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:5])
         trainer.train()
         lines, evaluation = trainer.state.log_history, {}
     else:

@@ -15,7 +15,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.generation.remote.backends import LocalBackend
@@ -66,12 +67,12 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     if args.fsdp:
         pass_for_gpus()
     if isinstance(args, SFTConfig):
-        return SFTTrainer(tiny(), args, PAIRS, PAIRS[:5])
+        return SFTTrainer(llama_lm(), args, PAIRS, PAIRS[:5])
     if verb == "kto-blocks":
-        return DPOTrainer(tiny("block_causal", 4), args, BLOCKS, BLOCKS[:5])
+        return DPOTrainer(llama_lm("block_causal", 4), args, BLOCKS, BLOCKS[:5])
     if isinstance(args, DPOConfig):
-        return DPOTrainer(tiny(), args, PREFERENCES, PREFERENCES[:5])
-    return GRPOTrainer(tiny(), share_of_a, args, PAIRS)
+        return DPOTrainer(llama_lm(), args, PREFERENCES, PREFERENCES[:5])
+    return GRPOTrainer(llama_lm(), share_of_a, args, PAIRS)
 
 
 def switches(mode: str) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def ragged(folder: Path, mode: str, **more: Any) -> GRPOTrainer:
     args = GRPOConfig(**settings(folder, **ROLLOUT | RAGGED | more))
     if args.fsdp:
         pass_for_gpus()
-    lm = tiny(dtype=torch.float32 if mode == "zero3" else torch.float64)
+    lm = llama_lm(dtype=torch.float32 if mode == "zero3" else torch.float64)
     with torch.no_grad():  # completions end here and there
         lm.model.lm_head.weight[lm.eos_token_id] *= 10
     return GRPOTrainer(lm, share_of_a, args, PAIRS, QUESTIONS)
@@ -217,7 +218,7 @@ def conversion(folder: Path, **more: Any) -> ConvertTrainer:
     if args.fsdp:
         pass_for_gpus()
     return ConvertTrainer(
-        tiny("causal", tie_word_embeddings=more.get("block_size") is None), args, TEXTS, TEXTS[:5]
+        llama_lm("causal", tie_word_embeddings=more.get("block_size") is None), args, TEXTS, TEXTS[:5]
     )
 
 

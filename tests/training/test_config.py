@@ -15,7 +15,8 @@ import yaml
 from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
-from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, ranks, settings, tiny, unmask, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, ranks, settings, unmask, weights
 from unmask.cli.run import resolved, training_arguments
 from unmask.cli.verbs import VERBS
 from unmask.config.layers import read_layers
@@ -90,7 +91,7 @@ def test_what_is_asked_for_wins(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
 def test_weights_in_other_types_than_float32_are_computed_as_they_are(dtype, tmp_path):
     args = config(tmp_path)
-    trainer = make("sft", tmp_path, tiny(dtype=dtype), use_cpu=False)
+    trainer = make("sft", tmp_path, llama_lm(dtype=dtype), use_cpu=False)
     chosen = dtype == torch.float32
     assert trainer.args.bf16 is chosen and trainer.accelerator.mixed_precision == ("bf16" if chosen else "no")
     for in_float32 in (False, True):  # the same config for one model after another
@@ -259,7 +260,7 @@ def test_a_value_that_is_assigned_is_converted_as_that_of_a_new_config(tmp_path)
     args, new = SFTConfig(output_dir=str(tmp_path)), SFTConfig(output_dir=str(tmp_path), **given)
     for name, value in given.items():
         setattr(args, name, value)
-    trainer = SFTTrainer(tiny(), args, PAIRS)
+    trainer = SFTTrainer(llama_lm(), args, PAIRS)
     assert all(getattr(trainer.args, name) == getattr(new, name) for name in given) and len(
         trainer.train_dataset
     ) == len(PAIRS)
@@ -279,7 +280,7 @@ def test_another_model_is_not_assigned_to_a_trainer(verb, tmp_path):
     trainer = make(verb, tmp_path)
     trainer.model = trainer.model
     with pytest.raises(ConfigError, match="would not be trained") as refused:
-        trainer.model = tiny().model
+        trainer.model = llama_lm().model
     assert refused.value.where == "trainer.model" and trainer.model is trainer.lm.model
 
 
@@ -325,7 +326,7 @@ def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_mean
     }.items():
         with pytest.raises(ConfigError, match="is no argument of the trainer") as refused:
             trainer(
-                model=tiny("causal"),
+                model=llama_lm("causal"),
                 args=args(output_dir=str(tmp_path), use_cpu=True),
                 train_dataset=rows,
                 **{name: 1},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.toy import KINDS, toy
+from tests.tiny import KINDS, toy_lm
 from unmask.errors import GenerationError, TrainingError
 from unmask.generation.remote.http import RemoteError
 from unmask.training import distributed
@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {name: {"kind": name} for name in KINDS} | {
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(("mine", "theirs"), [(0, 0), (2, 2), (1, 4), (3, 1), (0, 3)])
 def test_a_process_that_is_through_goes_along_with_the_others(mine, theirs, fails, model, monkeypatch):
-    lm = toy(**MODELS[model])
+    lm = toy_lm(**MODELS[model])
     said: list[bool] = []
 
     def gather(passing: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.helpers import partly_slow
-from tests.training.tiny_runs import make, ranks, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import make, ranks, weights
 from unmask.training.trainer import DiffusionTrainer
 
 RUN = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
@@ -44,7 +45,7 @@ def test_a_full_memory_halves_the_micro_batches_and_changes_nothing_but_rounding
         return make(
             verb,
             tmp_path / name,
-            tiny("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64),
+            llama_lm("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64),
             **RUN,
             **more,
         )

@@ -20,7 +20,8 @@ from transformers import training_args
 
 from tests.helpers import partly_slow
 from tests.models.kernels.test_flash import by_definition
-from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, tiny, weights, wide
+from tests.tiny import llama_lm, quantizable_llama_lm
+from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
 from unmask.cli import run
 from unmask.cli.verbs import VERBS
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
@@ -176,7 +177,7 @@ def test_several_gpus_in_one_process_are_for_models_that_are_split():
 
 
 def test_a_model_whose_layers_are_on_several_devices_is_known_as_split(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     lm.model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
     with pytest.raises(
         ConfigError, match=r"^model\.device_map: reinforcement learning on a model that is split"
@@ -193,7 +194,7 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(
     attention, block_size, verb, tmp_path
 ):
     def run(**more: Any) -> tuple[int, dict[str, torch.Tensor]]:
-        trainer = prepared(verb, tmp_path, tiny(attention, block_size), optim="sgd", max_steps=3, **more)
+        trainer = prepared(verb, tmp_path, llama_lm(attention, block_size), optim="sgd", max_steps=3, **more)
         calls = counted(trainer)
         trainer.train()
         return len(calls), weights(trainer.lm)
@@ -201,7 +202,7 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(
     plain_calls, plain = run()
     calls, checkpointed = run(activation_checkpointing=True)
     assert calls - plain_calls == 3 and (verb == "grpo" or plain_calls == 3)
-    assert equal(checkpointed, plain) and not equal(plain, weights(tiny(attention, block_size)))
+    assert equal(checkpointed, plain) and not equal(plain, weights(llama_lm(attention, block_size)))
 
 
 def test_the_old_name_of_activation_checkpointing_still_acts(tmp_path):
@@ -217,7 +218,7 @@ def test_the_old_name_of_activation_checkpointing_still_acts(tmp_path):
 
 def quantized(folder: Path, name: str, **options: Any) -> DiffusionLM:
     if not folder.exists():
-        wide().save(folder)
+        quantizable_llama_lm().save(folder)
     return load(folder, quantization=name, **options)
 
 
@@ -261,7 +262,7 @@ def test_a_quantized_model_trains_its_adapters_alone_and_is_saved_whole(name, ki
     expected = trainer.lm.logits(ids)
     # computed in bfloat16, or on inputs in 8 bits
     torch.testing.assert_close(whole.logits(ids), expected, rtol=0, atol=0.02)
-    assert (wide().logits(ids) - expected).nan_to_num().abs().max() > 0.2
+    assert (quantizable_llama_lm().logits(ids) - expected).nan_to_num().abs().max() > 0.2
 
 
 @needs_bitsandbytes
@@ -294,7 +295,7 @@ def test_quantized_weights_without_adapters_are_refused(tmp_path):
 
 
 def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
-    tiny().save(tmp_path)
+    llama_lm().save(tmp_path)
     with pytest.raises(ModelError, match="unknown quantization '3bit'"):
         load(tmp_path, quantization="3bit")
     with pytest.raises(ModelError, match="4bit weights do not compute in float64"):
@@ -358,7 +359,7 @@ def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None
 
     def run(**more: Any) -> list[float]:
         return losses(
-            prepared(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more)
+            prepared(verb, folder, llama_lm(attention, block_size), max_steps=8, learning_rate=1e-3, **more)
         )
 
     plain = run()
@@ -389,7 +390,7 @@ def test_a_compiled_model_that_a_trainer_is_given_runs_compiled(verb, tmp_path):
         return lambda *args: (ran.append(1), graph.forward(*args))[1]
 
     def trainer(name: str) -> Any:
-        return prepared(verb, tmp_path / name, tiny("bidirectional"), max_steps=3, learning_rate=1e-3)
+        return prepared(verb, tmp_path / name, llama_lm("bidirectional"), max_steps=3, learning_rate=1e-3)
 
     plain, given = losses(trainer("plain")), trainer("given")
     given.model = torch.compile(given.model, backend=backend)
@@ -414,10 +415,10 @@ def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path)
         return lambda *args: (ran.append(1), graph.forward(*args))[1]
 
     if place == "trainer.lm":
-        trainer = make("sft", tmp_path, tiny("bidirectional"))
+        trainer = make("sft", tmp_path, llama_lm("bidirectional"))
     else:
         args = ConvertConfig(**settings(tmp_path, max_length=32, packing=False, max_steps=10))
-        trainer = ConvertTrainer(tiny("causal"), args, TEXTS)
+        trainer = ConvertTrainer(llama_lm("causal"), args, TEXTS)
     owner = trainer.lm if place.endswith("lm") else trainer
     owner.model = torch.compile(owner.model, backend=backend)
     trainer.train()
@@ -458,9 +459,9 @@ def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size,
         args = ConvertConfig(
             **settings(tmp_path, max_length=32, distillation=0.5, **compiling | {"max_steps": 8})
         )
-        trainer: Any = ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
+        trainer: Any = ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:2])
     else:
-        trainer = prepared(verb, tmp_path, tiny(attention, block_size), **compiling, **rows)
+        trainer = prepared(verb, tmp_path, llama_lm(attention, block_size), **compiling, **rows)
     passes: list[bool] = []
     run = DiffusionLM._run
 
@@ -501,7 +502,7 @@ def test_bfloat16_computes_in_16_bits_on_weights_in_32(verb, tmp_path):
 
 
 def test_weights_in_bfloat16_train(tmp_path):
-    tiny().save(tmp_path / "model")
+    llama_lm().save(tmp_path / "model")
     lm = load(tmp_path / "model", dtype="bfloat16")
     start = weights(lm)
     trainer = make("sft", tmp_path / "run", lm)

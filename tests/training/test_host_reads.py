@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.dispatch_counts import Counts
+from tests.tiny import build_lm
 from tests.training.tiny_runs import settings
-from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
 from unmask.rl.config import GRPOConfig
@@ -25,20 +23,11 @@ STEPS = 4
 ALPHABET = "abcdefghij"
 
 
-def qwen() -> DiffusionLM:
+def qwen3_lm() -> DiffusionLM:
     """A bidirectional Qwen3 of four layers."""
-    tokenizer = character_tokenizer(ALPHABET)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    model = Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=len(tokenizer), head_dim=16, eos_token_id=tokenizer.eos_token_id, **sizes)
-    )
-    return make_diffusion(model, tokenizer, attention="bidirectional")
+    sizes = {"width": 64, "intermediate_size": 128, "layers": 4, "context": None}
+    heads = {"heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return build_lm("qwen3", ALPHABET, ids=["eos_token_id"], **sizes, **heads)
 
 
 def text(count: int) -> str:
@@ -58,7 +47,7 @@ def per_step(trainer: DiffusionTrainer) -> tuple[float, float]:
 
 def test_steps_of_fine_tuning(tmp_path):
     rows = [{"prompt": text(12), "completion": text(12)} for _ in range(64)]
-    reads, operations = per_step(SFTTrainer(qwen(), SFTConfig(**run(tmp_path)), rows))
+    reads, operations = per_step(SFTTrainer(qwen3_lm(), SFTConfig(**run(tmp_path)), rows))
     assert reads <= 2 and operations <= 1600
 
 
@@ -67,7 +56,7 @@ def test_steps_of_preference_optimization(tmp_path):
     rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(32)]
     for number, more in enumerate(({}, {"reference": "frozen"})):
         reads, operations = per_step(
-            DPOTrainer(qwen(), DPOConfig(**run(tmp_path / str(number)), **more), rows)
+            DPOTrainer(qwen3_lm(), DPOConfig(**run(tmp_path / str(number)), **more), rows)
         )
         assert reads <= 4 and operations <= 9000
 
@@ -75,7 +64,7 @@ def test_steps_of_preference_optimization(tmp_path):
 def test_steps_of_reinforcement_learning_without_the_sampler(tmp_path, monkeypatch):
     """Those of the sampler are counted in its own tests; here its completions are given."""
     trainer = GRPOTrainer(
-        qwen(),
+        qwen3_lm(),
         lambda completions, **_: [float(len(set(completion))) for completion in completions],
         GRPOConfig(**run(tmp_path), max_completion_length=16, steps=8),
         [{"prompt": text(12)} for _ in range(64)],

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tests.training.tiny_runs import TEXTS, low_ids, make, settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import TEXTS, low_ids, make, settings
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.models.hooks import head
@@ -70,7 +71,7 @@ class Watch(TorchDispatchMode):
 
 def rows_held(verb: str, pattern: tuple[str, int | None], folder: Path, more: dict[str, Any]) -> int:
     """The most rows of logits that exist at once in a training step. Sampling is no part of a loss."""
-    lm = tiny(*pattern, vocab_size=VOCABULARY)
+    lm = llama_lm(*pattern, vocab_size=VOCABULARY)
     more = {"max_steps": 1} | more
     if verb == "convert":
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **more))

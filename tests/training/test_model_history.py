@@ -10,7 +10,8 @@ import peft
 import pytest
 
 from tests.models.test_model_card import run_snippet
-from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, TEXTS, make, settings
 from unmask.cli.run import data_name
 from unmask.config.run import DataConfig
 from unmask.convert.config import ConvertConfig
@@ -52,7 +53,7 @@ def test_a_resumed_run_leaves_the_same_history(tmp_path):
 
 
 def test_a_conversion_tells_its_recipe_and_what_each_stage_was(tmp_path):
-    lm = tiny("causal")
+    lm = llama_lm("causal")
     args = ConvertConfig.for_recipe("block", **settings(tmp_path, max_steps=10))
     ConvertTrainer(lm, args, TEXTS).train()
     attention, everything, last = [entry["settings"] for entry in history(lm)]
@@ -138,7 +139,7 @@ def test_checkpoints_have_no_card_and_a_push_has_ours(tmp_path):
 
 
 def test_what_is_chosen_is_told_and_defaults_are_not(tmp_path):
-    trainer = make("sft", tmp_path, lm=tiny(), min_time=0.25, weight_decay=0.5, max_steps=1)
+    trainer = make("sft", tmp_path, lm=llama_lm(), min_time=0.25, weight_decay=0.5, max_steps=1)
     trainer.train()
     (entry,) = history(trainer.lm)
     assert entry["settings"] == {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.training.tiny_runs import batch, make, settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import batch, make, settings
 from unmask.convert.config import ConvertConfig
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
@@ -57,7 +58,7 @@ def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
         args = ConvertConfig(
             **settings(tmp_path, weighting="cart", attention=attention, block_size=block_size)
         )
-        lm, everything = tiny(attention, block_size), torch.ones(2, 12, dtype=torch.long)
+        lm, everything = llama_lm(attention, block_size), torch.ones(2, 12, dtype=torch.long)
         plans[attention] = plan = noised_views(
             args, lm, torch.zeros_like(everything), everything, MaskRNG(0, torch.arange(2))
         )

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.helpers import GPU, STOOD_IN, needs_cuda, needs_gpu
-from tests.training.tiny_runs import TEXTS, equal, low_ids, make, moved, settings, tiny, weights, wide
+from tests.tiny import llama_lm, quantizable_llama_lm
+from tests.training.tiny_runs import TEXTS, equal, low_ids, make, moved, settings, weights
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.models.diffusion_lm import DiffusionLM
@@ -43,7 +44,7 @@ def trainer(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any)
             {"attention": "bidirectional", "share": 1},
         ]
         return ConvertTrainer(
-            lm or tiny("causal"),
+            lm or llama_lm("causal"),
             ConvertConfig(**settings(folder, max_length=32, stages=stages) | more),
             TEXTS,
         )
@@ -119,7 +120,9 @@ def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
     """That it takes effect is tested in `test_hardware_checks.py`."""
     runs = []
     for name, more in {"plain": {}, "switch": SWITCHES[switch]}.items():
-        trainer(verb, tmp_path / name, moved(wide()), use_cpu=False, max_steps=3, **more).train()
+        trainer(
+            verb, tmp_path / name, moved(quantizable_llama_lm()), use_cpu=False, max_steps=3, **more
+        ).train()
         runs.append(losses(tmp_path / name))
     tolerance = 0.05 if SWITCHES[switch].keys() & {"bf16", "fp16", "tf32"} else 1e-3
     assert len(runs[1]) == 3 and runs[1] == pytest.approx(runs[0], rel=tolerance, abs=tolerance)
@@ -129,7 +132,12 @@ def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
 @every_switch
 def test_reinforcement_learning_goes_on_with_a_switch(switch, tmp_path):
     trainer(
-        "grpo: diffu-grpo", tmp_path, moved(wide()), use_cpu=False, max_steps=3, **SWITCHES[switch]
+        "grpo: diffu-grpo",
+        tmp_path,
+        moved(quantizable_llama_lm()),
+        use_cpu=False,
+        max_steps=3,
+        **SWITCHES[switch],
     ).train()
     assert len(losses(tmp_path)) == 3
 
@@ -138,7 +146,7 @@ def test_reinforcement_learning_goes_on_with_a_switch(switch, tmp_path):
 @needs_bitsandbytes
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
 def test_optimizers_of_bitsandbytes_train(optim, tmp_path):
-    lm = wide()
+    lm = quantizable_llama_lm()
     before = weights(lm)
     trainer("sft", tmp_path, lm, use_cpu=False, optim=optim).train()
     assert not equal({name: weight.cpu() for name, weight in weights(lm).items()}, before)
@@ -147,7 +155,7 @@ def test_optimizers_of_bitsandbytes_train(optim, tmp_path):
 @needs_cuda
 @needs_torchao
 def test_bfloat16_weights_move(tmp_path):
-    lm = wide()
+    lm = quantizable_llama_lm()
     lm.model.to(torch.bfloat16)
     before = weights(lm)
     trainer(

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.training.tiny_runs import QUICK, equal, make, prepared, tiny, unmask, weights, wide
-from unmask.data.characters import character_tokenizer
+from tests.tiny import build_causal, llama_lm, quantizable_llama_lm
+from tests.training.tiny_runs import QUICK, equal, make, prepared, unmask, weights
 from unmask.errors import ConfigError, TrainingError
 from unmask.models.load import make_diffusion
 from unmask.supervised.sft import SFTConfig
@@ -60,7 +59,7 @@ def losses(trainer: DiffusionTrainer) -> list[float]:
     ],
 )
 def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(verb, name, tmp_path):
-    lm = wide()
+    lm = quantizable_llama_lm()
     start = weights(lm)
     trainer = prepared(verb, tmp_path, lm, optim=name)
     trainer.train()
@@ -127,7 +126,7 @@ def uncompiled() -> Iterator[None]:
 @needs_torchao
 def test_rounded_weights_are_resumed_bit_for_bit(tmp_path, uncompiled):
     def run(folder: str, steps: int, resume: bool = False) -> DiffusionTrainer:
-        lm = tiny("causal", hidden_size=64, intermediate_size=64, dtype=torch.bfloat16)
+        lm = llama_lm("causal", hidden_size=64, intermediate_size=64, dtype=torch.bfloat16)
         more = {
             "max_steps": steps,
             "save_strategy": "steps",
@@ -178,7 +177,7 @@ def test_stochastic_rounding_is_refused_where_nothing_would_be_rounded(tmp_path)
     with pytest.raises(
         ConfigError, match=r"optim_args and optim: adamw_torch does not support bf16_stochastic_round"
     ):
-        make("sft", tmp_path, tiny(dtype=torch.bfloat16), **ROUNDED | {"optim": "adamw_torch"})
+        make("sft", tmp_path, llama_lm(dtype=torch.bfloat16), **ROUNDED | {"optim": "adamw_torch"})
 
 
 @needs_torchao
@@ -186,20 +185,11 @@ def test_stochastic_rounding_is_refused_where_nothing_would_be_rounded(tmp_path)
 def test_rounded_bfloat16_trains_as_float32_does_and_plain_bfloat16_worse(tmp_path, uncompiled):
     text = inspect.getsource(argparse)
     rows = [{"text": text[start : start + 200]} for start in range(0, len(text), 200)]
-    tokenizer = character_tokenizer(sorted(set(text)))
 
     def loss(seed: int, dtype: torch.dtype, **more: Any) -> float:
-        torch.manual_seed(seed)
-        shape = {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-        }
-        model = LlamaForCausalLM(
-            LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape)
-        ).to(dtype)
-        lm = make_diffusion(model, tokenizer, attention="causal")
+        sizes = {"width": 64, "intermediate_size": 128, "layers": 1, "heads": 4}
+        model, tokenizer = build_causal("llama", "".join(sorted(set(text))), seed=seed, ids=(), **sizes)
+        lm = make_diffusion(model.to(dtype), tokenizer, attention="causal")
         run = {
             "max_steps": 300,
             "logging_steps": 75,
@@ -233,7 +223,7 @@ def trained(
     trainer = make(
         "sft",
         folder,
-        tiny(dtype=dtype),
+        llama_lm(dtype=dtype),
         **schedule | {"max_steps": steps, "optim": "adamw_torch_fused"} | more,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers import partly_slow
 from tests.rl.methods.rollouts import held
-from tests.toy import toy
+from tests.tiny import toy_lm
 from tests.training.tiny_runs import moved, ranks, settings
 from unmask.errors import TrainingError
 from unmask.rl.config import GRPOConfig
@@ -49,7 +49,7 @@ def trainer_of(
     shape |= {} if name == "exact-gradient" else {"difficulty": [-99.0, 99.0]}  # it takes all groups
     args = GRPOConfig(**settings(folder, method=name, **shape) | more)
     trainer = GRPOTrainer(
-        toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")]
+        toy_lm(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")]
     )
     trainer.model.train()
     return trainer

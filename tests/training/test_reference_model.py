@@ -8,7 +8,8 @@ import peft
 import pytest
 import torch
 
-from tests.training.tiny_runs import PAIRS, equal, make, ranks, stock, tiny, weights
+from tests.tiny import llama_causal, llama_lm
+from tests.training.tiny_runs import PAIRS, equal, make, ranks, weights
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.models.adapters import with_adapters
@@ -24,7 +25,7 @@ IDS = torch.tensor([[1, 4, 5, 3, 3, 6]])
 
 def adapted() -> DiffusionLM:
     return with_adapters(
-        tiny(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        llama_lm(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     )
 
 
@@ -43,7 +44,7 @@ def train(lm: DiffusionLM) -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_frozen_copy_is_the_model_as_it_was(moves):
-    lm = tiny()
+    lm = llama_lm()
     before = scores(lm)
     reference = Reference(lm, device=CPU, copy=moves)
     train(lm)
@@ -53,7 +54,7 @@ def test_a_frozen_copy_is_the_model_as_it_was(moves):
 
 
 def test_under_adapters_the_reference_is_the_base_and_no_copy():
-    base, lm = scores(tiny()), adapted()
+    base, lm = scores(llama_lm()), adapted()
     reference = Reference(lm, device=CPU)
     train(lm)
     with reference.model_in_use() as scored:
@@ -67,7 +68,7 @@ def test_under_adapters_the_reference_is_the_base_and_no_copy():
 )
 def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", **more)
-    lm = with_adapters(tiny(attention_bias=True), config)
+    lm = with_adapters(llama_lm(attention_bias=True), config)
     before = scores(lm)
     reference = Reference(lm, device=CPU)
     train(lm)
@@ -76,11 +77,11 @@ def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp
     with pytest.raises(
         ConfigError, match=r"reference: the adapters already change the policy, .*\. Use stored or frozen"
     ):
-        make("dpo", tmp_path, tiny(attention_bias=True), peft_config=config, reference="adapter")
+        make("dpo", tmp_path, llama_lm(attention_bias=True), peft_config=config, reference="adapter")
 
 
 def test_a_moving_reference_goes_a_share_of_the_way():
-    for lm in (tiny(), adapted()):
+    for lm in (llama_lm(), adapted()):
         reference = Reference(lm, device=CPU, copy=True)
         start = weights(reference.lm)
         train(lm)
@@ -138,7 +139,7 @@ def test_the_reference_moves_before_the_first_rollout_that_its_step_comes_before
 
 
 def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
-    other = tiny()
+    other = llama_lm()
     train(other)
     other.save(tmp_path / "other")
     trainer = make(
@@ -187,12 +188,12 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
 )
 def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told, tmp_path):
     attention, block_size, shift = pattern
-    tiny(attention, block_size, logit_shift=shift).save(tmp_path / "other")
+    llama_lm(attention, block_size, logit_shift=shift).save(tmp_path / "other")
     with pytest.raises(
         ConfigError,
         match=rf"ref_model .*other: {told}.*Give a model that was saved with the policy's settings",
     ):
-        Reference(tiny("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
+        Reference(llama_lm("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told
 def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
     """The reference from the policy's own folder therefore equals the policy."""
     attention, block_size, shift = pattern
-    for part in stock(torch.bfloat16):
+    for part in llama_causal(torch.bfloat16):
         part.save_pretrained(tmp_path / "stock")
     lm = load(tmp_path / "stock", attention, block_size, shift, dtype="bfloat16")
     with Reference(lm, device=CPU, path=str(tmp_path / "stock")).model_in_use() as scored:
@@ -210,7 +211,7 @@ def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
 
 def test_a_second_model_is_held_where_the_training_is(tmp_path):
     """Under FSDP and DeepSpeed the policy has not been moved yet when its reference is made."""
-    lm, meta = tiny(), torch.device("meta")
+    lm, meta = llama_lm(), torch.device("meta")
     lm.save(tmp_path / "other")
     for path in (None, str(tmp_path / "other")):
         reference = Reference(lm, device=meta, path=path)
@@ -220,7 +221,7 @@ def test_a_second_model_is_held_where_the_training_is(tmp_path):
 
 
 def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(tmp_path, monkeypatch):
-    lm = tiny()
+    lm = llama_lm()
     next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(
         ConfigError,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.helpers import REPOSITORY, run_all
+from tests.tiny import llama_lm
 from tests.training.sharded import (
     BLOCKS,
     CONVERSIONS,
@@ -26,7 +27,7 @@ from tests.training.sharded import (
     ragged,
     samples_per_token,
 )
-from tests.training.tiny_runs import PAIRS, PREFERENCES, make, tiny, weights
+from tests.training.tiny_runs import PAIRS, PREFERENCES, make, weights
 from unmask.models.load import load
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -81,7 +82,7 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
 def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
     rows = {"sft": PAIRS, "dpo": PREFERENCES, "kto": PREFERENCES, "kto-blocks": BLOCKS, "grpo": PAIRS}[verb]
     more = {} if verb == "grpo" else {"eval_dataset": rows[:5]}  # an odd number
-    lm = tiny("block_causal", 4) if verb == "kto-blocks" else tiny()
+    lm = llama_lm("block_causal", 4) if verb == "kto-blocks" else llama_lm()
     alone = make(verb.removesuffix("-blocks"), tmp_path / "alone", lm, rows, **RUN, **more)
     alone.train()
     folder = tmp_path / mode
@@ -103,7 +104,7 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
             )
     expected = dict.fromkeys(("model", "resumed"), weights(alone.lm))
     if verb == "sft":
-        faster = make(verb, tmp_path / "alone", tiny(), rows, **RUN | FASTER, **more)
+        faster = make(verb, tmp_path / "alone", llama_lm(), rows, **RUN | FASTER, **more)
         faster.train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-2"))
         expected["faster"] = weights(faster.lm)
         assert (

@@ -22,7 +22,8 @@ from transformers.integrations.integration_utils import (
 )
 from typer.testing import CliRunner
 
-from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, TEXTS, make, settings
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
 from unmask.config.trackers import NEEDS
@@ -37,7 +38,7 @@ THREE = [{"share": 2, "train": ["attention"]}, {"share": 4}, {"share": 3}]
 
 def convert(folder: Path, **more: Any) -> ConvertTrainer:
     args = ConvertConfig(**settings(folder, max_steps=9, max_length=32, logging_steps=1, stages=THREE) | more)
-    return ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
+    return ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:2])
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:

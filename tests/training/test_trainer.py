@@ -16,6 +16,7 @@ import torch
 from transformers import TrainingArguments
 
 from tests.helpers import partly_slow
+from tests.tiny import llama_lm
 from tests.training.tiny_runs import (
     PAIRS,
     PREFERENCES,
@@ -26,7 +27,6 @@ from tests.training.tiny_runs import (
     low_ids,
     make,
     settings,
-    tiny,
     weights,
 )
 from unmask.data.report import data_reports
@@ -59,14 +59,14 @@ def test_accumulated_gradients_are_those_of_the_large_batch(verb, tmp_path):
         trained(
             verb,
             tmp_path,
-            lm=tiny(attention, dtype=torch.float64),
+            lm=llama_lm(attention, dtype=torch.float64),
             per_device_train_batch_size=8 // pieces,
             gradient_accumulation_steps=pieces,
             **ONE_STEP,
         )
         for pieces in (1, 2, 4)
     ]
-    assert not equal(large, weights(tiny(attention, dtype=torch.float64)))
+    assert not equal(large, weights(llama_lm(attention, dtype=torch.float64)))
     for small in accumulated:
         # DPO stores float32 scores
         torch.testing.assert_close(small, large, rtol=0, atol=1e-6 if verb == "dpo" else 1e-12)
@@ -76,7 +76,9 @@ def test_accumulated_gradients_are_those_of_the_large_batch(verb, tmp_path):
 def test_chunks_change_nothing_but_rounding(verb, tmp_path):
     attention = "causal" if verb == "pretrain" else "bidirectional"
     runs = [
-        trained(verb, tmp_path, lm=tiny(attention, dtype=torch.float64), logprob_batch_size=chunk, **ONE_STEP)
+        trained(
+            verb, tmp_path, lm=llama_lm(attention, dtype=torch.float64), logprob_batch_size=chunk, **ONE_STEP
+        )
         for chunk in (None, 1, 3)
     ]
     for other in runs[1:]:
@@ -87,7 +89,7 @@ def test_chunks_change_nothing_but_rounding(verb, tmp_path):
 def test_a_batch_of_which_nothing_happens_to_be_hidden_is_a_step_like_any_other(
     attention, tmp_path, monkeypatch
 ):
-    lm = tiny(attention, 2 if attention == "block_causal" else None)
+    lm = llama_lm(attention, 2 if attention == "block_causal" else None)
     start = weights(lm)
     trainer = make("sft", tmp_path, lm, weight_decay=0.0)
     plan = trainer.plan
@@ -212,7 +214,7 @@ def test_weights_alone_are_not_gone_on_from(tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_loss_that_is_not_finite_ends_the_run_and_spares_earlier_checkpoints(verb, tmp_path):
-    lm = tiny("causal" if verb == "pretrain" else "bidirectional")
+    lm = llama_lm("causal" if verb == "pretrain" else "bidirectional")
 
     def poison() -> None:
         with torch.no_grad():
@@ -230,7 +232,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_earlier_checkpoints(v
 
 
 def test_dropout_holds_in_training_and_never_in_evaluation(tmp_path):
-    trainer = make("sft", tmp_path, tiny(attention_dropout=0.5), eval_dataset=PAIRS[:3])
+    trainer = make("sft", tmp_path, llama_lm(attention_dropout=0.5), eval_dataset=PAIRS[:3])
     rows = batch(trainer, *range(8))
     torch.manual_seed(0)
     trainer.model.train()
@@ -346,7 +348,7 @@ def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
 
 def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
     """Processes exchange losses without conversion."""
-    trainer = make("sft", tmp_path, tiny(dtype=torch.float64))
+    trainer = make("sft", tmp_path, llama_lm(dtype=torch.float64))
     rows = batch(trainer, 0)
     parts = (
         rows,
@@ -358,7 +360,7 @@ def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
 
 def test_functions_that_would_never_be_called_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="compute_metrics: is never called"):
-        SFTTrainer(tiny(), SFTConfig(**settings(tmp_path)), PAIRS, compute_metrics=lambda _: {})
+        SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), PAIRS, compute_metrics=lambda _: {})
 
 
 def test_several_data_sets_and_predictions_are_refused(tmp_path):
@@ -479,12 +481,12 @@ def test_an_empty_data_set_is_refused(verb, tmp_path):
     with pytest.raises(DataError, match="eval_dataset: the dataset is empty"):
         make(verb, tmp_path, eval_dataset=[])
     with pytest.raises(DataError, match="train_dataset: the dataset is empty"):
-        SFTTrainer(tiny(), SFTConfig(**settings(tmp_path)), [])
+        SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), [])
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_adapters_alone_are_trained_and_merge_into_a_plain_model(verb, tmp_path):
-    lm = tiny("causal" if verb == "pretrain" else "bidirectional")
+    lm = llama_lm("causal" if verb == "pretrain" else "bidirectional")
     before = weights(lm)
     trainer = make(
         verb, tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), max_steps=4, learning_rate=0.1
@@ -505,7 +507,7 @@ def test_adapters_alone_are_trained_and_merge_into_a_plain_model(verb, tmp_path)
         expected = trainer.lm.logits(ids)
         torch.testing.assert_close(merged.logits(ids), expected, atol=1e-5, rtol=1e-5)
         assert (
-            tiny("causal" if verb == "pretrain" else "bidirectional").logits(ids) - expected
+            llama_lm("causal" if verb == "pretrain" else "bidirectional").logits(ids) - expected
         ).nan_to_num().abs().max() > 1e-3
     assert merged.settings == lm.settings
     assert not any("lora" in name for name in merged.model.state_dict())
@@ -529,7 +531,9 @@ def test_activation_checkpointing_gives_the_same_gradients(lora, reentrant, tmp_
     def run(**more: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         config = peft.LoraConfig(**LORA, init_lora_weights=False) if lora else None
-        return trained("sft", tmp_path, lm=tiny(dtype=torch.float64), peft_config=config, **ONE_STEP, **more)
+        return trained(
+            "sft", tmp_path, lm=llama_lm(dtype=torch.float64), peft_config=config, **ONE_STEP, **more
+        )
 
     checkpointed = run(
         activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": reentrant}
@@ -546,7 +550,7 @@ def test_an_earlier_run_is_not_overwritten(tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     trainer = make("sft", tmp_path, lm, max_steps=2)
     start = weights(lm)
     next(iter(lm.model.parameters())).register_hook(lambda gradient: gradient * float("nan"))
@@ -556,7 +560,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(t
 
 
 def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
-    lm = tiny()
+    lm = llama_lm()
     trainer = SFTTrainer(
         lm.model,
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32),
@@ -600,7 +604,7 @@ def test_adapters_for_which_there_is_no_place_are_refused_in_one_line(tmp_path):
 
 
 def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_batched(tmp_path):
-    lm, rows = tiny(), [{"prompt": "a", "completion": "bc" * n} for n in (1, 9, 2, 7, 1)]
+    lm, rows = llama_lm(), [{"prompt": "a", "completion": "bc" * n} for n in (1, 9, 2, 7, 1)]
     told = {}
     for size in (1, 2, 5):
         trainer = make("sft", tmp_path, lm, rows=rows, eval_dataset=rows, per_device_eval_batch_size=size)

@@ -1,5 +1,4 @@
-"""A character-level Llama of two layers, rows of different lengths, and minimal settings, for very short
-training runs."""
+"""Rows of different lengths and minimal settings, for very short training runs of a tiny Llama."""
 
 from __future__ import annotations
 
@@ -10,13 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from tests.tiny import llama_lm
 from unmask.cli import app
-from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
 from unmask.preference.config import MAX_EXACT_BLOCK, DPOConfig, exact_block_size
 from unmask.preference.trainer import DPOTrainer
 from unmask.rl.config import GRPOConfig
@@ -25,8 +23,6 @@ from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training.trainer import DiffusionTrainer
 
-ALPHABET = "abcdefgh"
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TEXTS = [
     {"text": text} for text in ("abcab", "ghgh", "aabbccdd", "fe", "hgfedcba", "cafe", "deadbeef", "babe")
 ]
@@ -35,46 +31,6 @@ ROLLOUT = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
 PREFERENCES = [
     {"prompt": p["prompt"], "chosen": p["completion"], "rejected": p["completion"][::-1] + "h"} for p in PAIRS
 ]
-
-
-def stock(
-    dtype: torch.dtype = torch.float32, **config: Any
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """A causal model of transformers and its tokenizer without a mask token, with the same weights at each
-    call."""
-    tokenizer = character_tokenizer(ALPHABET)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-    }
-    shape |= {"max_position_embeddings": 64, "vocab_size": len(tokenizer)}
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**shape | ids | config))
-    return model.to(dtype), tokenizer
-
-
-def tiny(
-    attention: str = "bidirectional",
-    block_size: int | None = None,
-    *,
-    logit_shift: bool | None = None,
-    dtype: torch.dtype = torch.float32,
-    **config: Any,
-) -> DiffusionLM:
-    """The stock model under a pattern; `config` goes to its LlamaConfig."""
-    return make_diffusion(
-        *stock(dtype, **config), attention=attention, block_size=block_size, logit_shift=logit_shift
-    )
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
@@ -118,14 +74,14 @@ def make(
     }
     if verb == "pretrain":
         args = PretrainConfig(**settings(folder, packing=False, max_length=32) | more)
-        return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)
+        return PretrainTrainer(lm or llama_lm("causal"), args, rows or TEXTS, **taken)
     if verb == "sft":
         return SFTTrainer(
-            lm or tiny(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken
+            lm or llama_lm(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken
         )
     if verb in ("dpo", "kto"):
         loss = {"loss_type": "kto"} if verb == "kto" else {}
-        lm = lm or tiny()
+        lm = lm or llama_lm()
         exact = more.get("bound") != "elbo" and exact_block_size(lm) <= MAX_EXACT_BLOCK
         few = {} if exact else {"samples": 2}
         return DPOTrainer(
@@ -136,19 +92,13 @@ def make(
         )
     reward = more.pop("reward", share_of_a)
     return GRPOTrainer(
-        lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken
+        lm or llama_lm(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken
     )
 
 
 def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
     """A trainer that always has something to learn."""
     return make(verb, folder, lm, **({"reward": ranks} if verb == "grpo" else {}), **more)
-
-
-def wide() -> DiffusionLM:
-    """Weights large enough to be quantized: bitsandbytes keeps an optimizer's state of fewer than 4096
-    numbers in 32 bits."""
-    return tiny(hidden_size=64, intermediate_size=64)
 
 
 def batch(trainer: DiffusionTrainer, *rows: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback
 
-from tests.training.tiny_runs import stock
+from tests.tiny import llama_causal
 
 Gradients = list[dict[str, Tensor]]
 
@@ -37,7 +37,7 @@ class Watch(TrainerCallback):
 
 def stock_on_disk(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """The stock model in float64, loaded from disk, where TRL finds its reference model too."""
-    source, tokenizer = stock()
+    source, tokenizer = llama_causal()
     source.save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), tokenizer
 

@@ -17,7 +17,8 @@ from transformers import training_args
 
 from tests.generation.remote.stub_servers import FakeVLLM, serving
 from tests.helpers import REPOSITORY, require_ocaml
-from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
+from tests.tiny import PLAIN_TEMPLATE
+from tests.training.tiny_runs import unmask
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model, character_tokenizer
 from unmask.models.load import load
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("walk")
     lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = PLAIN_TEMPLATE
     config = lm.config
     config.vocab_size, config.max_position_embeddings = len(tokenizer), 2048
     config.bos_token_id, config.eos_token_id, config.pad_token_id = (

@@ -14,7 +14,8 @@ import torch
 
 import unmask as package
 from tests.helpers import REPOSITORY, run_all
-from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, tiny, unmask
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, unmask
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
@@ -135,7 +136,7 @@ def test_the_python_api_from_a_ready_config_to_statistics():
     config.rollout_batch_size = 8
     config.masking, config.adaptive_loss = "optimized", True
     config.performance_log_interval, config.log_memory_usage = 1, True
-    trainer = package.GRPOTrainer(tiny(), [share_of_a], config, PAIRS)
+    trainer = package.GRPOTrainer(llama_lm(), [share_of_a], config, PAIRS)
     assert trainer.accelerator.mixed_precision == "bf16"
     trainer.train()
 
@@ -298,10 +299,10 @@ def test_reward_functions_of_the_older_trainer_run_unchanged_and_one_that_fails_
 
     rows = [{"prompt": [{"role": "user", "content": "ab"}], "answer": "a"}] * 4
     given = settings(Path("chat"), num_generations=4, max_completion_length=4, max_steps=1)
-    trainer = package.GRPOTrainer(tiny(), [correctness_reward_func], package.GRPOConfig(**given), rows)
+    trainer = package.GRPOTrainer(llama_lm(), [correctness_reward_func], package.GRPOConfig(**given), rows)
     trainer.train()
     assert seen[0] == ("ab", "a") and "rewards/correctness_reward_func" in trainer.state.log_history[0]
-    trainer = package.GRPOTrainer(tiny(), [share_of_a, breaks], package.GRPOConfig(**given), PAIRS)
+    trainer = package.GRPOTrainer(llama_lm(), [share_of_a, breaks], package.GRPOConfig(**given), PAIRS)
     trainer.train()
     assert "reward function breaks: raised RuntimeError: the judge is down" in caplog.text
     assert trainer.state.log_history[0]["unscored"] == 1
@@ -368,7 +369,7 @@ def test_what_plans_samples_and_compares_can_be_replaced(monkeypatch):
     args = package.GRPOConfig(
         **settings(Path("own")), method="mine", num_generations=4, max_completion_length=4
     )
-    trainer = Greedy(tiny(), [share_of_a], args, PAIRS, masking=EverySecond())
+    trainer = Greedy(llama_lm(), [share_of_a], args, PAIRS, masking=EverySecond())
     trainer.train()
     assert planned == [0.0, 0.5] and len(sampled) == 2 and compared
     assert set(STRATEGIES) >= {"diffusion", "optimized", "adaptive"}

@@ -11,9 +11,9 @@ import pytest
 from lm_eval.tasks import manager
 from typer.testing import CliRunner
 
-from tests import toy
 from tests.evaluation.harness.local_tasks import TASKS, write_task
 from tests.helpers import REPOSITORY, TWO_PROCESSES, run_all
+from tests.tiny import toy_lm
 from unmask.cli.entry import app
 from unmask.evaluation.harness import HarnessLM
 from unmask.evaluation.result_file import read_result
@@ -65,7 +65,7 @@ HarnessLM._estimate = counted(HarnessLM._estimate)
 
 @pytest.fixture
 def folder(tmp_path):
-    toy.toy().save(tmp_path / "model")
+    toy_lm().save(tmp_path / "model")
     for name, task in TASKS_OF_FOLDER.items():
         write_task(tmp_path, name, task, DOCUMENTS)
     (tmp_path / "missing.jsonl").unlink()

@@ -20,11 +20,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from tests import toy
 from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
 from tests.helpers import REPOSITORY, TWO_PROCESSES, partly_slow, run_all, shared_path
+from tests.tiny import build_causal, toy_lm
 from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.harness import HarnessLM
@@ -121,7 +121,7 @@ def test_a_causal_model_scores_as_lm_evals_own_on_many_items(items, tmp_path):
 
 @partly_slow("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"], 1)
 def test_the_bits_depend_on_neither_batch_size_nor_order(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     models = [HarnessLM(lm, samples=9, batch_size=size) for size in (1, 3, 8, "auto")]
     expected = measured(models[0])
     texts = rolling(models[0], ["ab" * 20, "b", ""])
@@ -135,7 +135,7 @@ def test_the_bits_depend_on_neither_batch_size_nor_order(kind):
 
 @pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift"])
 def test_texts_depend_on_neither_batch_size_nor_order(kind):
-    lm = toy.toy(kind)
+    lm = toy_lm(kind)
     contexts = ["ab", "b", "abbab", "aab", "ab"]
     asked = {"max_gen_toks": 6, "do_sample": True, "temperature": 2.0, "allowed_tokens": LETTERS}
     expected = generated(HarnessLM(lm), contexts, **asked)
@@ -146,7 +146,7 @@ def test_texts_depend_on_neither_batch_size_nor_order(kind):
 
 def test_repeats_of_a_request_differ():
     texts = generated(
-        HarnessLM(toy.toy()),
+        HarnessLM(toy_lm()),
         ["ab", "b"],
         repeats=4,
         max_gen_toks=8,
@@ -158,7 +158,7 @@ def test_repeats_of_a_request_differ():
 
 
 def test_choices_of_a_question_have_common_masks():
-    model = HarnessLM(toy.toy(), samples=9)
+    model = HarnessLM(toy_lm(), samples=9)
     same = measured(model, [("ab", "abbab"), ("ab", "abbaa")])
     assert all(isinstance(value, LogLikelihood) and value.differences for value, _ in same)
     other_contexts = [("aab", "abbab"), ("ab", "abbab")]
@@ -172,7 +172,7 @@ def test_choices_of_a_question_have_common_masks():
 
 
 def test_long_contexts_lose_their_beginning():
-    for lm, room in ((toy.toy(), 30), (toy.toy(attention=CAUSAL), 31)):
+    for lm, room in ((toy_lm(), 30), (toy_lm(attention=CAUSAL), 31)):
         model = HarnessLM(lm, samples=5)
         long = "ab" * 40
         assert measured(model, [(long, "ba")])[0][1] in (True, False)
@@ -187,7 +187,7 @@ def test_long_contexts_lose_their_beginning():
 
 
 def test_windows_of_a_text_are_added():
-    lm = toy.toy("blocks of three")
+    lm = toy_lm("blocks of three")
     model = HarnessLM(lm, max_length=9)
     ids = model.tok_encode("abbabaabbabb")
     parts = [
@@ -199,7 +199,7 @@ def test_windows_of_a_text_are_added():
 
 
 def test_a_request_is_cut_at_its_own_stop_strings():
-    model = HarnessLM(toy.toy(), max_new_tokens=12, temperature=2.0, allowed_tokens=LETTERS)
+    model = HarnessLM(toy_lm(), max_new_tokens=12, temperature=2.0, allowed_tokens=LETTERS)
     (whole,) = generated(model, ["ab"])
     assert len(whole) == 12 and set(whole) == {"a", "b"}
     requests = [
@@ -209,7 +209,7 @@ def test_a_request_is_cut_at_its_own_stop_strings():
 
 
 def test_texts_know_what_they_took():
-    (text,) = generated(HarnessLM(toy.toy()), ["ab"], max_gen_toks=8, steps=4, stop_at_eos=False)
+    (text,) = generated(HarnessLM(toy_lm()), ["ab"], max_gen_toks=8, steps=4, stop_at_eos=False)
     assert (text.tokens, text.steps, text.passes) == (8, 4, 4)
 
 
@@ -225,16 +225,16 @@ def test_texts_know_what_they_took():
 )
 def test_wrong_settings_are_refused(settings, error, words):
     with pytest.raises(error, match=words):
-        HarnessLM(toy.toy(), **settings)
+        HarnessLM(toy_lm(), **settings)
 
 
 def test_a_canvas_must_leave_room():
     with pytest.raises(GenerationError, match="32 new tokens leave no room"):
-        generated(HarnessLM(toy.toy()), ["ab"], max_gen_toks=32)
+        generated(HarnessLM(toy_lm()), ["ab"], max_gen_toks=32)
 
 
 def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):
-    lm = toy.toy()
+    lm = toy_lm()
     write_task(
         tmp_path,
         "chat",
@@ -270,7 +270,7 @@ def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):
 
 
 def test_answers_are_kept_in_the_cache(tmp_path, monkeypatch):
-    lm = toy.toy()
+    lm = toy_lm()
     documents = [{"q": context, "choices": ["ab", "bba"], "gold": 0} for context in ("ab", "b", "aab")]
     write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
 
@@ -323,17 +323,17 @@ def test_answers_of_another_model_or_setting_are_refused(tmp_path):
             model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, use_cache=cache
         )
 
-    first = run(HarnessLM(toy.toy(), samples=9))
-    assert run(HarnessLM(toy.toy(), samples=9, batch_size=3))["samples"] == first["samples"]
+    first = run(HarnessLM(toy_lm(), samples=9))
+    assert run(HarnessLM(toy_lm(), samples=9, batch_size=3))["samples"] == first["samples"]
     # a version that knew fewer settings wrote it
     with SqliteDict(str(tmp_path / "answers_rank0.db"), autocommit=True) as answers:
         answers["unmask"] = {name: value for name, value in answers["unmask"].items() if name != "max_gap"}
-    assert run(HarnessLM(toy.toy(), samples=9))["samples"] == first["samples"]
+    assert run(HarnessLM(toy_lm(), samples=9))["samples"] == first["samples"]
     for model, changed in (
-        (HarnessLM(toy.toy(seed=1), samples=9), "fingerprint"),
-        (HarnessLM(toy.toy(), samples=9, seed=1), "seed"),
-        (HarnessLM(toy.toy(), samples=7), "samples"),
-        (HarnessLM(toy.toy(), samples=9, max_length=20), "max_length"),
+        (HarnessLM(toy_lm(seed=1), samples=9), "fingerprint"),
+        (HarnessLM(toy_lm(), samples=9, seed=1), "seed"),
+        (HarnessLM(toy_lm(), samples=7), "samples"),
+        (HarnessLM(toy_lm(), samples=9, max_length=20), "max_length"),
     ):
         with pytest.raises(
             DataError, match=rf"answers_rank0.db: has answers of another evaluation \({changed}\)"
@@ -352,7 +352,7 @@ def test_several_answers_to_a_prompt_are_all_kept(tmp_path):
     def run(name, **options):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
         found = lm_eval.simple_evaluate(
-            model=HarnessLM(toy.toy()), tasks=[name], task_manager=manager, bootstrap_iters=0, **options
+            model=HarnessLM(toy_lm()), tasks=[name], task_manager=manager, bootstrap_iters=0, **options
         )
         return [sample["resps"] for sample in found["samples"][name]]
 
@@ -375,7 +375,7 @@ def test_answers_are_kept_by_question(tmp_path):
 
     def run(limit=None, **options):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-        model = HarnessLM(toy.toy(), samples=9)
+        model = HarnessLM(toy_lm(), samples=9)
         found = lm_eval.simple_evaluate(
             model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, limit=limit, **options
         )
@@ -397,7 +397,7 @@ def test_a_loaded_model_is_an_argument(tmp_path):
         TASKS["local_piqa"] | {"doc_to_text": "{{q}}"},
         [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 3,
     )
-    lm, found = toy.toy(), []
+    lm, found = toy_lm(), []
     for model, more in (
         ("unmask", {"model_args": {"pretrained": lm, "samples": 9}}),
         (HarnessLM(lm, samples=9), {}),
@@ -415,7 +415,7 @@ def test_a_loaded_model_is_an_argument(tmp_path):
 
 
 def test_guidance_is_refused_by_likelihoods():
-    model = HarnessLM(toy.toy(), cfg_scale=1.0)
+    model = HarnessLM(toy_lm(), cfg_scale=1.0)
     assert generated(model, ["ab"], max_gen_toks=4)
     for ask in (measured, lambda model: rolling(model, ["ab"])):
         with pytest.raises(ConfigError, match="cfg_scale: likelihoods are computed without guidance"):
@@ -450,7 +450,7 @@ if found:
 
 @pytest.mark.slow
 def test_two_processes_give_the_bits_of_one(tmp_path):
-    toy.toy().save(tmp_path / "model")
+    toy_lm().save(tmp_path / "model")
     documents = [
         {"q": "ab" * (number % 3 + 1) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2}
         for number in range(6)
@@ -492,7 +492,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
 
 @pytest.mark.nightly
 def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
-    toy.toy().save(tmp_path / "model")
+    toy_lm().save(tmp_path / "model")
     documents = [
         {"q": "ab", "choices": ["ab", "bba"], "gold": 0},
         {"q": "b", "choices": ["aba", "bb"], "gold": 0},
@@ -536,7 +536,7 @@ def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
 
 
 def test_lm_evals_default_device_is_that_of_this_machine(tmp_path, monkeypatch):
-    toy.toy().save(tmp_path)
+    toy_lm().save(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert HarnessLM(str(tmp_path), device="cuda:0").lm.device.type != "cuda"
 
@@ -550,7 +550,7 @@ def test_the_command_line_says_what_is_wrong_in_one_line(monkeypatch, capsys):
 
 def test_every_word_of_a_pair_is_scored():
     """The parts of a text that lm-eval separates are scored as in one piece."""
-    lm = toy.toy(attention=CAUSAL)
+    lm = toy_lm(attention=CAUSAL)
     model = HarnessLM(lm)
     for first, second in itertools.pairwise(["ab", "ba", "bb"]):
         (whole, _), (start, _) = (
@@ -560,6 +560,7 @@ def test_every_word_of_a_pair_is_scored():
         assert whole == pytest.approx(start + measured(model, [("a" + first, second)])[0][0], abs=1e-10)
 
 
+@cache
 def merging(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer of pieces of words, which writes "the cat" otherwise than "the ca" and "t"."""
     model, trainer = (
@@ -591,11 +592,8 @@ def merging(kind: str) -> PreTrainedTokenizerFast:
 
 
 def random_model() -> torch.nn.Module:
-    tokens = {"vocab_size": 80, "bos_token_id": 1, "eos_token_id": 2}
-    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=64, initializer_range=0.7, **tokens)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    sizes = {"width": 8, "vocab_size": 80, "ids": ["bos_token_id", "eos_token_id"], "initializer_range": 0.7}
+    return build_causal("gpt2", merging("words"), dtype=torch.float64, **sizes)[0]
 
 
 @cache

@@ -8,8 +8,8 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
-from tests import toy
 from tests.evaluation.harness.local_tasks import CHOICES, write_task
+from tests.tiny import toy_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.evaluation.harness import HarnessLM, evaluate_with_harness
@@ -38,7 +38,7 @@ def test_a_task_is_evaluated_as_by_its_authors(folder):
     shots = {"num_fewshot": 0}  # a row of the toy is short
     measured, made = (
         evaluate_with_harness(
-            toy.toy(), [task], include_path=folder, protocol="llada-base", sampler=sampler, limit=3, **shots
+            toy_lm(), [task], include_path=folder, protocol="llada-base", sampler=sampler, limit=3, **shots
         )[0]
         for task, sampler in (("winogrande", None), ("gsm8k", SHORT))
     )
@@ -54,7 +54,7 @@ def test_a_task_is_evaluated_as_by_its_authors(folder):
     # end tokens end nothing, and neither 99 tokens nor T = 0.7 count
     assert [item.tokens for item in made.items] == [6, 6, 6]
     again = evaluate_with_harness(
-        toy.toy(), ["gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT, limit=3, **shots
+        toy_lm(), ["gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT, limit=3, **shots
     )[0]
     assert [item.completions for item in again.items] == [item.completions for item in made.items]
 
@@ -73,10 +73,10 @@ def test_the_authors_number_of_examples_is_set(folder, monkeypatch):
 
     monkeypatch.setattr("lm_eval.simple_evaluate", simple_evaluate)
     evaluate_with_harness(
-        toy.toy(), ["winogrande", "gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT
+        toy_lm(), ["winogrande", "gsm8k"], include_path=folder, protocol="llada-base", sampler=SHORT
     )
     assert seen["shots"] == {"winogrande": 5, "gsm8k": 5} and not seen["apply_chat_template"]
-    evaluate_with_harness(toy.toy(), ["gsm8k"], include_path=folder, protocol="llada-instruct", sampler=SHORT)
+    evaluate_with_harness(toy_lm(), ["gsm8k"], include_path=folder, protocol="llada-instruct", sampler=SHORT)
     assert seen["shots"] == {"gsm8k": 4} and seen["apply_chat_template"] and seen["fewshot_as_multiturn"]
 
 
@@ -85,7 +85,7 @@ def test_texts_are_kept_by_protocol(folder):
     write_task(folder, "hellaswag", TEXTS, QUESTIONS)
 
     def run(*tasks, **options):
-        model = HarnessLM(toy.toy(), protocol="llada-instruct", max_new_tokens=6, steps=6, block_size=6)
+        model = HarnessLM(toy_lm(), protocol="llada-instruct", max_new_tokens=6, steps=6, block_size=6)
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         found = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, num_fewshot=0, **options
@@ -102,9 +102,9 @@ def test_texts_are_kept_by_protocol(folder):
 
 
 def test_samples_that_are_given_win():
-    assert HarnessLM(toy.toy(), protocol="llada-base").samples_of("mmlu_anatomy") == 1
-    assert HarnessLM(toy.toy(), protocol="llada-base", samples=7).samples_of("mmlu_anatomy") == 7
-    assert HarnessLM(toy.toy()).samples_of("mmlu_anatomy") == 128
+    assert HarnessLM(toy_lm(), protocol="llada-base").samples_of("mmlu_anatomy") == 1
+    assert HarnessLM(toy_lm(), protocol="llada-base", samples=7).samples_of("mmlu_anatomy") == 7
+    assert HarnessLM(toy_lm()).samples_of("mmlu_anatomy") == 128
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_samples_that_are_given_win():
 def test_what_does_not_fit_is_refused(folder, protocol, task, message):
     with pytest.raises(ConfigError, match=message):
         evaluate_with_harness(
-            toy.toy(), [task], include_path=folder, protocol=protocol, limit=2, num_fewshot=0
+            toy_lm(), [task], include_path=folder, protocol=protocol, limit=2, num_fewshot=0
         )
 
 
 def test_a_prompt_has_bos_once_and_the_beginning_of_the_answer():
-    lm = toy.toy()
+    lm = toy_lm()
     assert (
         read_protocol("dream-base", "mbpp").prompt("a", lm)
         == read_protocol("dream-base", "mbpp").prompt("<s>a", lm)

@@ -9,8 +9,8 @@ import lm_eval
 import pytest
 from lm_eval.tasks import manager
 
-from tests import toy
 from tests.evaluation.harness.local_tasks import TASKS, write_task
+from tests.tiny import toy_lm
 from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.harness import HarnessLM, evaluate_with_harness
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 def test_tasks_become_scores_with_their_items(folder):
-    lm = toy.toy()
+    lm = toy_lm()
     sampler = SamplerConfig(seed=1)
     choices, texts, rolling = evaluate_with_harness(
         lm, ["choices", "texts", "rolling"], include_path=folder, samples=21, sampler=sampler
@@ -78,7 +78,7 @@ def test_tasks_become_scores_with_their_items(folder):
 @pytest.mark.slow
 def test_the_error_of_a_metric_is_that_of_repeated_evaluations(folder):
     """Over seeds: of bits per byte, and of the accuracy of choices with common masks."""
-    lm = toy.toy()
+    lm = toy_lm()
     runs = [
         evaluate_with_harness(
             lm,
@@ -99,7 +99,7 @@ def test_the_error_of_a_metric_is_that_of_repeated_evaluations(folder):
 
 def test_exact_scores_have_no_error(folder):
     choices, rolling = evaluate_with_harness(
-        toy.toy("blocks of three"), ["choices", "rolling"], include_path=folder
+        toy_lm("blocks of three"), ["choices", "rolling"], include_path=folder
     )
     assert choices.protocol["estimator"] == "exact" and "samples" not in choices.protocol
     assert (
@@ -111,7 +111,7 @@ def test_exact_scores_have_no_error(folder):
 
 
 def test_too_few_samples_tell_no_error(folder):
-    (scores,) = evaluate_with_harness(toy.toy(), ["choices"], include_path=folder, samples=3, limit=2)
+    (scores,) = evaluate_with_harness(toy_lm(), ["choices"], include_path=folder, samples=3, limit=2)
     assert scores.metrics["acc"].standard_error is None
     assert scores.items[0].details["log_likelihoods"][0]["standard_error"] is None
 
@@ -122,7 +122,7 @@ def test_a_perplexity_that_no_float_holds_is_infinite(lowest, mean, folder, tmp_
     monkeypatch.setattr(
         HarnessLM, "_rolling", lambda self, text, samples: LogLikelihood(lowest if text == "ab" else -1.0)
     )
-    scores = evaluate_with_harness(toy.toy(), ["rolling"], include_path=folder)
+    scores = evaluate_with_harness(toy_lm(), ["rolling"], include_path=folder)
     EvaluationResult(model={}, arguments={}, tasks=scores).write(tmp_path / "result.json")
     (read,) = read_result(tmp_path / "result.json").tasks
     assert read.metrics == scores[0].metrics and [item.scores for item in read.items] == [
@@ -140,7 +140,7 @@ def test_groups_of_tasks_have_scores(folder, monkeypatch):
         "mean, weight_by_size: true}\n"
     )
     write_task(folder, "more", CHOICES, DOCUMENTS[:4])
-    *tasks, group = evaluate_with_harness(toy.toy("blocks of three"), ["both"], include_path=folder)
+    *tasks, group = evaluate_with_harness(toy_lm("blocks of three"), ["both"], include_path=folder)
     means = {scores.task: scores.metrics["acc"].mean for scores in tasks}
     assert group.task == "both" and group.protocol["tasks"] == ["choices", "more"] and not group.items
     assert group.metrics["acc"].mean == pytest.approx((12 * means["choices"] + 4 * means["more"]) / 16)
@@ -154,7 +154,7 @@ def test_groups_of_tasks_have_scores(folder, monkeypatch):
         return found
 
     monkeypatch.setattr(lm_eval, "simple_evaluate", in_another_order)
-    assert evaluate_with_harness(toy.toy("blocks of three"), ["both"], include_path=folder) == [*tasks, group]
+    assert evaluate_with_harness(toy_lm("blocks of three"), ["both"], include_path=folder) == [*tasks, group]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_bad_input_is_refused(folder, monkeypatch, tasks, asked, error, words):
     write_task(folder, "missing", CHOICES, DOCUMENTS)
     (folder / "missing.jsonl").unlink()
     with pytest.raises(error, match=words):
-        evaluate_with_harness(toy.toy(), tasks, **({"include_path": folder} | asked))
+        evaluate_with_harness(toy_lm(), tasks, **({"include_path": folder} | asked))
 
 
 def test_answers_survive_other_processes_and_caches():

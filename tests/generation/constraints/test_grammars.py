@@ -7,9 +7,10 @@ import json
 
 import pytest
 
+from tests.generation.cases import every_pattern
 from tests.generation.constraints.vocabularies import SMALL, text_of, walks
-from tests.generation.tiny_models import every_pattern, tiny
 from tests.helpers import partly_slow
+from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
@@ -118,7 +119,10 @@ def test_any_json_is_nested_no_deeper(depth):
 def test_completions_are_in_the_language_and_the_engine_gives_the_tokens_of_the_naive_sampler(
     attention, block_size, temperature
 ):
-    lm, grammar = tiny("phi", attention, block_size, eos_bias=1.0), 'start: "a" start "b" | "c" ("d" | "e")*'
+    lm, grammar = (
+        float64_lm("phi", attention, block_size, eos_bias=1.0),
+        'start: "a" start "b" | "c" ("d" | "e")*',
+    )
     config = SamplerConfig(
         max_new_tokens=12, tokens_per_step=2, temperature=temperature, constraint={"grammar": grammar}
     )

@@ -4,7 +4,6 @@ accepted."""
 from __future__ import annotations
 
 import json
-import string
 import subprocess
 import sys
 import tarfile
@@ -12,15 +11,13 @@ import tarfile
 import jsonschema
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
 
 import unmask
+from tests.tiny import PRINTABLE, build_lm
 from unmask.config.constraint import ConstraintConfig
-from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation.constraints.compiled import compile_constraint
 from unmask.generation.constraints.vocabulary import read_vocabulary
-from unmask.models.load import make_diffusion
 
 pytest.importorskip("outlines_core")
 SOURCE = "jsonschema==4.25.1"
@@ -70,21 +67,8 @@ def cases(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lm():
     """A random model of characters."""
-    tokenizer = character_tokenizer("".join(sorted(set(string.printable) - set("\x0b\x0c\r\t"))) + "é")
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        n_positions=300,
-        initializer_range=0.3,
-        **ids,
-    )
-    torch.manual_seed(0)
-    return make_diffusion(
-        AutoModelForCausalLM.from_config(config, dtype=torch.float64), tokenizer, attention="bidirectional"
-    )
+    sizes = {"layers": 1, "context": 300, "initializer_range": 0.3}
+    return build_lm("gpt2", PRINTABLE, dtype=torch.float64, **sizes)
 
 
 @pytest.mark.slow

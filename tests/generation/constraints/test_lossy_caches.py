@@ -8,9 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.generation.cases import configs
 from tests.generation.constraints.test_sampling import PROMPTS, check, regexes, valid
-from tests.generation.tiny_models import configs, tiny
 from tests.helpers import examples
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler
@@ -43,7 +44,7 @@ def check_lossy(cache: str, data: st.DataObject) -> None:
     fresh at every step they are those of the naive sampler."""
     pattern = data.draw(regexes())
     config = data.draw(lossy_configs(cache, pattern))
-    lm = tiny(
+    lm = float64_lm(
         "phi",
         "bidirectional",
         None,
@@ -81,7 +82,7 @@ def test_completions_match_with_many_more_settings(cache, data):
 @examples(25)
 @given(data=st.data())
 def test_gaps_match(cache, data):
-    lm, pattern = tiny("phi", "bidirectional"), "a(b|cd?)|[c-e]{3}|f"
+    lm, pattern = float64_lm("phi", "bidirectional"), "a(b|cd?)|[c-e]{3}|f"
     config = data.draw(lossy_configs(cache, pattern))
     widths = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     text = [4]

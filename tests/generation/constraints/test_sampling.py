@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import ALPHABET, configs, every_pattern, tiny
+from tests.generation.cases import configs, every_pattern
 from tests.helpers import examples, partly_slow
-from tests.serving.models import make_random
+from tests.tiny import FLOAT64_ALPHABET, float64_lm, lm_of_tokenizer
 from tests.tokenizers import tokenizer as every_kind
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
@@ -48,7 +48,7 @@ def regexes(draw, depth: int = 3) -> str:
         )
     )
     if kind == "character":
-        return draw(st.sampled_from(ALPHABET))
+        return draw(st.sampled_from(FLOAT64_ALPHABET))
     if kind == "class":
         return draw(st.sampled_from(["[abc]", "[^ab]", "[d-f]", "(?s:.)"]))
     if kind == "repeat":
@@ -81,7 +81,7 @@ def valid(config: SamplerConfig, pattern: str) -> SamplerConfig:
 def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(
     attention, block_size, data
 ):
-    lm = tiny("phi", attention, block_size, eos_bias=1.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=1.0)
     pattern = data.draw(st.sampled_from(PATTERNS))
     config = valid(data.draw(configs(attention, block_size)), pattern)
     try:
@@ -107,7 +107,7 @@ def complete_all(pattern: str, rounds: int, seed: int) -> int:
     for number, (attention, block_size) in enumerate(
         [("bidirectional", None), ("block_causal", 4), ("causal", None)]
     ):
-        lm = tiny("phi", attention, block_size, eos_bias=1.0)
+        lm = float64_lm("phi", attention, block_size, eos_bias=1.0)
         choices = [
             {"remasking": remasking, "temperature": temperature, **rule}
             for remasking in ("low_confidence", "margin", "entropy", "random", "left_to_right")
@@ -163,7 +163,7 @@ def test_tokens_are_drawn_from_the_distribution_given_the_constraint(
 ):
     """All tokens in one step: a chi-square test over all texts that match."""
     lm, count, pattern = (
-        tiny("phi", attention, block_size),
+        float64_lm("phi", attention, block_size),
         3000,
         "(a|bc|[d-f]a?)+" if width > 1 else "a|[d-f]",
     )
@@ -194,7 +194,7 @@ def given_texts(lm, log_prob_WV, pattern: str, width: int) -> dict[tuple[int, ..
     """The probability of every canvas that matches, given that it does."""
     names = lm.tokenizer.convert_ids_to_tokens(list(range(lm.config.vocab_size)))
     texts = {}
-    for tokens in itertools.product([2, 0, *range(4, 4 + len(ALPHABET))], repeat=width):
+    for tokens in itertools.product([2, 0, *range(4, 4 + len(FLOAT64_ALPHABET))], repeat=width):
         end = next((at for at, token in enumerate(tokens) if token == 2), width)
         if (
             re.fullmatch(pattern, "".join(names[token] for token in tokens[:end]))
@@ -209,7 +209,7 @@ def given_texts(lm, log_prob_WV, pattern: str, width: int) -> dict[tuple[int, ..
 @pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
 @pytest.mark.parametrize("pattern", ["(a|bc|[d-f]a?)+", "[^a]*a[^a]*", "(ab){1,2}"])
 def test_at_temperature_0_the_best_text_is_found(generate, pattern):
-    lm, width = tiny("phi", "bidirectional"), 4
+    lm, width = float64_lm("phi", "bidirectional"), 4
     for prompt in ([4, 5], [7], [9, 8, 4]):
         logits_WV = lm.logits(torch.tensor([[*prompt, *[lm.mask_token_id] * width]]))[0, -width:]
         expected = given_texts(lm, logits_WV.log_softmax(-1), pattern, width)
@@ -224,7 +224,7 @@ def test_at_temperature_0_the_best_text_is_found(generate, pattern):
 @given(data=st.data())
 def test_a_constraint_that_allows_everything_changes_no_token(attention, block_size, data):
     """A model that gives other special tokens than EOS no probability."""
-    lm = tiny(
+    lm = float64_lm(
         "phi", attention, block_size, eos_bias=data.draw(st.sampled_from([-9.0, 1.0])), mask_bias=-torch.inf
     )
     lm.model.get_output_embeddings().bias.data[[0, 1, 3]] = -torch.inf
@@ -245,7 +245,7 @@ def test_a_constraint_that_allows_everything_changes_no_token(attention, block_s
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_gap_of_a_text_meets_the_constraint(attention, block_size, temperature):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     hidden = lm.mask_token_id
     texts = [[4, hidden, hidden, 5, hidden, hidden, hidden, 6], [5, 5, hidden, hidden]]
     config = SamplerConfig(
@@ -262,7 +262,7 @@ def test_every_gap_of_a_text_meets_the_constraint(attention, block_size, tempera
 
 
 def test_a_canvas_in_which_nothing_fits_is_refused_with_the_shortest_length():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     config = SamplerConfig(max_new_tokens=4, constraint=ConstraintConfig(choice=["abcdef", "fffff"]))
     with pytest.raises(
         GenerationError,
@@ -281,7 +281,7 @@ def test_a_canvas_in_which_nothing_fits_is_refused_with_the_shortest_length():
 
 
 def test_a_text_without_any_probability_is_an_error():
-    lm = tiny("phi", "bidirectional", mask_bias=-torch.inf, eos_bias=0.5)
+    lm = float64_lm("phi", "bidirectional", mask_bias=-torch.inf, eos_bias=0.5)
     lm.model.get_output_embeddings().bias.data[4] = -torch.inf
     with pytest.raises(GenerationError, match="gives no text that meets it any probability"):
         sampler.generate(lm, [[5]], SamplerConfig(max_new_tokens=3, constraint=ConstraintConfig(regex="a+")))
@@ -291,7 +291,7 @@ def test_a_text_without_any_probability_is_an_error():
 def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(remasking):
     """top_p leaves the end token alone, which `reveal_last` leaves out, and the constraint demands another
     one."""
-    lm = tiny("phi", "bidirectional", None, False, eos_bias=-2.0)
+    lm = float64_lm("phi", "bidirectional", None, False, eos_bias=-2.0)
     own = {
         "top_p": 0.3,
         "filtered_confidence": True,
@@ -313,7 +313,7 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(rema
 def test_positions_that_have_one_token_left_are_equally_certain(dtype, remasking, generate):
     """Rounding differs by machine, and must not say which of them is revealed first, nor keep one below a
     threshold of 1."""
-    lm, prompts = tiny("phi", "bidirectional").frozen_copy(), [[token] for token in range(4, 10)]
+    lm, prompts = float64_lm("phi", "bidirectional").frozen_copy(), [[token] for token in range(4, 10)]
     lm.model.to(dtype)
     for temperature in (0.0, 0.7):
         settings = {
@@ -333,7 +333,7 @@ def test_positions_that_have_one_token_left_are_equally_certain(dtype, remasking
 def test_a_constraint_that_allows_everything_changes_no_order_of_a_model_that_is_sure(dtype):
     """Its confidences are less than 2**-24 apart."""
     lm, prompts = (
-        tiny("phi", "bidirectional", eos_bias=-torch.inf, mask_bias=-torch.inf).frozen_copy(),
+        float64_lm("phi", "bidirectional", eos_bias=-torch.inf, mask_bias=-torch.inf).frozen_copy(),
         [[token] for token in range(4, 10)],
     )
     head = lm.model.to(dtype).get_output_embeddings()
@@ -348,7 +348,7 @@ def test_a_constraint_that_allows_everything_changes_no_order_of_a_model_that_is
 
 
 def test_sequences_of_different_constraints_share_a_batch():
-    lm = tiny("phi", "bidirectional", eos_bias=1.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=1.0)
     alone = {}
     for pattern in (None, "a+b", "[cd]*"):
         constraint = None if pattern is None else ConstraintConfig(regex=pattern)
@@ -383,7 +383,7 @@ def test_a_space_counts_wherever_a_text_has_one(kind, pattern):
     word = tokenizer("the")["input_ids"][-1]
     config = SamplerConfig(max_new_tokens=12, temperature=1.0, constraint=ConstraintConfig(regex=pattern))
     for attention, size in (("block_causal", 4), ("bidirectional", None)):
-        lm = make_random(tokenizer, attention, size)
+        lm = lm_of_tokenizer(tokenizer, attention, size)
         check(lm, sampler.generate(lm, ["Once upon", "", [1], [1, 2], [1, word]], config), pattern)
     mask = tokenizer.mask_token_id
     texts = [

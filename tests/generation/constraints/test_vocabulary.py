@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.toy import toy
+from tests.tiny import toy_lm
 from unmask.data.decoding import BYTES
 from unmask.errors import GenerationError
 from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
@@ -80,7 +80,7 @@ def test_a_tokenizer_that_removes_spaces_is_refused():
 
 
 def test_special_tokens_match_no_text():
-    lm = toy()
+    lm = toy_lm()
     vocabulary = read_vocabulary(lm)
     assert [written for written in vocabulary.bytes_V if written is not None] == [b"a", b"b"]
     assert (

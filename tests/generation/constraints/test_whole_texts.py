@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import PATTERNS, configs, tiny
+from tests.generation.cases import PATTERNS, configs
 from tests.helpers import chi_square_is_likely, examples, partly_slow
+from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -57,7 +58,7 @@ def written(lm, tokens) -> str:
 @examples(10)
 @given(data=st.data())
 def test_every_text_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):
-    lm = tiny("phi", attention, block_size)
+    lm = float64_lm("phi", attention, block_size)
     texts = texts_of(lm.mask_token_id)[: 3 if not lm.logit_shift else 1]
     config = over_text(data.draw(configs(attention, block_size)))
     # at least one for each block
@@ -88,7 +89,7 @@ def probabilities(lm, text: list[int], temperature: float) -> dict[tuple[int, ..
 
 @pytest.mark.parametrize("index", range(3))
 def test_at_temperature_0_the_best_text_is_found(index):
-    lm = tiny("phi", "bidirectional", logit_shift=False)
+    lm = float64_lm("phi", "bidirectional", logit_shift=False)
     text = texts_of(lm.mask_token_id)[index]
     expected = probabilities(lm, text, 1.0)
     generation = sampler.infill(lm, [text], over_text(SamplerConfig(steps=1)))
@@ -97,7 +98,7 @@ def test_at_temperature_0_the_best_text_is_found(index):
 
 @pytest.mark.slow
 def test_texts_are_drawn_from_the_distribution_given_the_constraint():
-    lm, count = tiny("phi", "bidirectional", logit_shift=False), 3000
+    lm, count = float64_lm("phi", "bidirectional", logit_shift=False), 3000
     text = texts_of(lm.mask_token_id)[0]
     expected = probabilities(lm, text, 0.7)
     generation = sampler.infill(
@@ -115,7 +116,7 @@ def test_texts_are_drawn_from_the_distribution_given_the_constraint():
     "text, what", [([A, EOS, None, D], "'</s>' at position 1"), ([UNK, A, None], "'<unk>' at position 0")]
 )
 def test_a_token_that_is_no_text_is_named(text, what):
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     text = [lm.mask_token_id if token is None else token for token in text]
     with pytest.raises(GenerationError, match=f"the token {what} is no text. Leave it out of the text"):
         sampler.infill(lm, [text], over_text(SamplerConfig()))
@@ -123,7 +124,7 @@ def test_a_token_that_is_no_text_is_named(text, what):
 
 def test_sums_run_over_hidden_positions_alone():
     """However long the text is, of which a step sees what is hidden."""
-    lm, config = tiny("phi", "bidirectional"), over_text(SamplerConfig(), "(ab|cd)*")
+    lm, config = float64_lm("phi", "bidirectional"), over_text(SamplerConfig(), "(ab|cd)*")
     ids = [*[A, B] * 500, lm.mask_token_id, B, C, lm.mask_token_id, *[C, D] * 500]
     hidden = [token == lm.mask_token_id for token in ids]
     gaps = constrained_gaps(lm, ids, hidden, config, "text", completion=False)
@@ -135,14 +136,14 @@ def test_sums_run_over_hidden_positions_alone():
 
 
 def test_a_text_whose_sums_would_take_too_much_memory_is_refused(monkeypatch):
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     monkeypatch.setattr("unmask.generation.constraints.gaps.MOST_EDGES", 50)
     with pytest.raises(GenerationError, match="7 tokens are too many for a constraint of"):
         sampler.infill(lm, [[A, *[lm.mask_token_id] * 6]], over_text(SamplerConfig()))
 
 
 def test_what_cannot_fit_is_refused():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     hidden, config = lm.mask_token_id, over_text(SamplerConfig())
     with pytest.raises(GenerationError, match="text 1: no tokens in its gaps make the text meet it"):
         sampler.infill(lm, [[A, hidden, B, D, A], [A, hidden, D, D]], config)

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import PATTERNS, Watch, configs, every_pattern, prompt_lists, tiny
+from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
@@ -36,7 +37,7 @@ def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, bl
         "causal_context": context and attention == "block_causal",
         "time_embedding": time and attention != "causal",
     }
-    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
+    lm = float64_lm("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
     engine = Engine(
         lm,
         batch_size=data.draw(st.integers(1, 4)),
@@ -68,7 +69,7 @@ def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, bl
 
 @every_pattern
 def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=6)
     engine = Engine(lm, batch_size=1)
     first, second = (engine.submit(request, config) for request in make_requests(lm, ["ab", "ba"], config))
@@ -84,7 +85,7 @@ def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
 
 @every_pattern
 def test_memory_is_bounded_by_the_configuration(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     drafts = 2 * block_size if (block_size or 1) > 1 else 0
     config = SamplerConfig(max_new_tokens=8, num_speculative_tokens=2 if drafts else 0)
     engine = Engine(lm, batch_size=9, max_batch_tokens=30 + drafts)
@@ -106,7 +107,7 @@ def test_memory_is_bounded_by_the_configuration(attention, block_size):
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 def test_a_shared_prompt_is_computed_once(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0)
     prompts = [[4, 5, 6, 7, 8] * 4] * 6 + [[6, 5] * 8] * 3
     engine = Engine(lm, batch_size=4)
@@ -123,7 +124,7 @@ def test_a_shared_prompt_is_computed_once(attention, block_size):
 def test_reused_prompt_tokens_are_counted(attention, block_size):
     """Of 23 tokens those in whole blocks are shared, also with later requests while a sequence with this
     prompt is running."""
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0)
     requests = make_requests(lm, [[4, 5, 6, 7, 8] * 4 + [4] * 3] * 9, config)
     engine, steps = Engine(lm, batch_size=4), 0
@@ -151,7 +152,7 @@ def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, da
         if block_size
         else {}
     )
-    lm = tiny(
+    lm = float64_lm(
         "phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0])), **parts
     )
     prompt, engine, expected, results = [4, 5, 6, 7, 8, 9, 4, 5, 6], Engine(lm, batch_size=4), {}, {}
@@ -178,7 +179,7 @@ def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, da
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 def test_committing_needs_no_extra_pass(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=24)
     engine = Engine(lm)
     for request in make_requests(lm, [[4] * 9, [5] * 8, [6] * 10], config):
@@ -189,7 +190,7 @@ def test_committing_needs_no_extra_pass(attention, block_size):
 
 @pytest.mark.parametrize("guidances", list(itertools.product((0.0, 0.7), repeat=3)))
 def test_some_sequences_are_guided_while_others_draft(guidances):
-    lm = tiny("phi", "block_causal", 4, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, eos_bias=-9.0)
     engine, expected = Engine(lm), {}
     for key, guidance in enumerate(guidances):
         config = SamplerConfig(
@@ -211,7 +212,7 @@ def test_some_sequences_are_guided_while_others_draft(guidances):
 @examples(8)
 @given(data=st.data())
 def test_drafts_change_no_token(logit_shift, attention, block_size, data):
-    lm = tiny(
+    lm = float64_lm(
         data.draw(st.sampled_from(["phi", "gpt2"])),
         attention,
         block_size,
@@ -236,7 +237,7 @@ def test_drafts_change_no_token(logit_shift, attention, block_size, data):
 
 
 def test_confirmed_drafts_save_passes():
-    lm = tiny("phi", "block_causal", 4, eos_bias=-99.0)
+    lm = float64_lm("phi", "block_causal", 4, eos_bias=-99.0)
     requests = make_requests(lm, ["abcde"], SamplerConfig(max_new_tokens=19))
     passes = {}
     for drafts in (0, 1, 3):
@@ -247,7 +248,7 @@ def test_confirmed_drafts_save_passes():
 
 
 def test_equal_states_are_computed_once():
-    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=6)
     engine = Engine(lm)
     for request in make_requests(lm, ["ab"] * 5, config):
@@ -264,7 +265,7 @@ def test_equal_states_are_computed_once():
 
 
 def test_nan_predictions_are_an_error():
-    lm = tiny("gpt2", "bidirectional")
+    lm = float64_lm("gpt2", "bidirectional")
     head = lm.model.get_output_embeddings()
     engine = Engine(lm)
     config = SamplerConfig(max_new_tokens=4)
@@ -282,7 +283,7 @@ def test_nan_predictions_are_an_error():
 
 @every_pattern
 def test_a_freed_slot_keeps_no_nan_keys(attention, block_size):
-    plain = tiny("phi", attention, block_size, eos_bias=-9.0)
+    plain = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     lm = plain.bind(copy.deepcopy(plain.model))
     with torch.no_grad():
         lm.model.get_input_embeddings().weight[3] = torch.nan
@@ -302,7 +303,7 @@ def test_a_freed_slot_keeps_no_nan_keys(attention, block_size):
 
 def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
     lm, config = (
-        tiny("phi", "block_causal", 4, eos_bias=-9.0),
+        float64_lm("phi", "block_causal", 4, eos_bias=-9.0),
         SamplerConfig(max_new_tokens=6, num_speculative_tokens=2, trace=True),
     )
     requests = make_requests(lm, ["ab", "ba", "cdef"], config)
@@ -334,7 +335,7 @@ def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
 
 def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
     lm, config = (
-        tiny("phi", "block_causal", 4, eos_bias=-9.0),
+        float64_lm("phi", "block_causal", 4, eos_bias=-9.0),
         SamplerConfig(max_new_tokens=9, num_speculative_tokens=2),
     )
     (request,) = make_requests(lm, ["ab"], config)
@@ -359,7 +360,7 @@ def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
 
 
 def test_an_engine_refuses_requests_that_it_cannot_run():
-    lm, config = tiny("phi", "causal"), SamplerConfig(max_new_tokens=4)
+    lm, config = float64_lm("phi", "causal"), SamplerConfig(max_new_tokens=4)
     with pytest.raises(GenerationError, match="batch_size: 0 is below 1"):
         Engine(lm, batch_size=0)
     (request,) = make_requests(lm, ["ab"], config)
@@ -371,7 +372,7 @@ def test_an_engine_refuses_requests_that_it_cannot_run():
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 def test_a_deterministic_request_copies_no_keys_from_shared_passes(attention, block_size):
-    plain = tiny("phi", attention, block_size, eos_bias=-9.0)
+    plain = float64_lm("phi", attention, block_size, eos_bias=-9.0)
     lm = plain.bind(copy.deepcopy(plain.model).float())
     prompts, shared = [[4, 5, 6, 7, 8] * 4, [5, 6, 7] * 5], SamplerConfig(max_new_tokens=8)
     apart = shared.model_copy(update={"deterministic": True})
@@ -391,7 +392,7 @@ def test_a_deterministic_request_copies_no_keys_from_shared_passes(attention, bl
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_sequences_may_use_different_numbers_of_drafts(temperature):
     """In the same step: some go on from predictions of a draft, others from those of the state itself."""
-    lm = tiny("phi", "block_causal", 4, eos_bias=-torch.inf)
+    lm = float64_lm("phi", "block_causal", 4, eos_bias=-torch.inf)
     prompts = [
         [4 + (start + index) % 6 for index in range(length)]
         for start, length in enumerate((5, 9, 3, 16, 8, 9))

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.dispatch_counts import Counts
+from tests.tiny import build_lm
 from unmask.config.run import SamplerConfig
-from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
 
 LENGTHS = (16, 24, 20, 31, 9, 16, 40, 12)
 SETTINGS = [
@@ -28,18 +26,11 @@ SETTINGS = [
 ]
 
 
-def model(attention: str, block_size: int | None) -> DiffusionLM:
-    torch.manual_seed(1)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes = {
-        "vocab_size": 502,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "max_position_embeddings": 512,
-    }
-    qwen = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).eval()
-    return make_diffusion(qwen, character_tokenizer("abcdef"), attention=attention, block_size=block_size)
+def lm_of(attention: str, block_size: int | None) -> DiffusionLM:
+    """A Qwen3 of four layers."""
+    sizes = {"width": 64, "intermediate_size": 128, "layers": 4, "context": 512, "vocab_size": 502}
+    heads = {"heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return build_lm("qwen3", "abcdef", attention, block_size, seed=1, ids=(), **sizes, **heads)
 
 
 def prompts() -> list[list[int]]:
@@ -57,7 +48,7 @@ def prompts() -> list[list[int]]:
     ],
 )
 def test_a_step_reads_nothing_and_has_few_operations(attention, block_size, temperature, most):
-    lm = model(attention, block_size)
+    lm = lm_of(attention, block_size)
     config = SamplerConfig(max_new_tokens=32, steps=16, temperature=temperature, stop_at_eos=False)
     with Counts() as counts:
         passes = max(sampler.generate(lm, prompts(), config).forward_passes)
@@ -69,13 +60,13 @@ def test_a_step_reads_nothing_and_has_few_operations(attention, block_size, temp
 def test_fixed_schedules_need_no_reads(attention, block_size, settings):
     config = SamplerConfig(max_new_tokens=16, stop_at_eos=False, **settings)
     with Counts() as counts:
-        sampler.generate(model(attention, block_size), prompts(), config)
+        sampler.generate(lm_of(attention, block_size), prompts(), config)
     assert counts.reads == 0
 
 
 def test_noise_is_made_for_many_steps_at_once():
     lm, few, many = (
-        model("block_causal", 8),
+        lm_of("block_causal", 8),
         SamplerConfig(max_new_tokens=8, temperature=1.0),
         SamplerConfig(max_new_tokens=64),
     )
@@ -94,7 +85,7 @@ def test_noise_is_made_for_many_steps_at_once():
 
 def test_noise_of_parts_is_that_of_the_whole(monkeypatch):
     lm, config = (
-        model("block_causal", 8),
+        lm_of("block_causal", 8),
         SamplerConfig(max_new_tokens=24, temperature=1.0, order_temperature=0.5, stop_at_eos=False),
     )
     requests = make_requests(lm, prompts()[:3], config)
@@ -108,7 +99,7 @@ def test_noise_of_parts_is_that_of_the_whole(monkeypatch):
 @pytest.mark.parametrize("remasking", ["low_confidence", "random"])
 def test_only_the_sequence_with_nan_predictions_fails(remasking):
     lm, config = (
-        model("bidirectional", None),
+        lm_of("bidirectional", None),
         SamplerConfig(max_new_tokens=8, remasking=remasking, stop_at_eos=False),
     )
     with torch.no_grad():
@@ -130,7 +121,7 @@ def test_only_the_sequence_with_nan_predictions_fails(remasking):
 
 
 def test_nan_predictions_are_an_error_at_the_end_of_a_block():
-    lm, config = model("block_causal", 8), SamplerConfig(max_new_tokens=64)
+    lm, config = lm_of("block_causal", 8), SamplerConfig(max_new_tokens=64)
     with torch.no_grad():
         lm.model.get_input_embeddings().weight[3] = torch.nan
     engine = Engine(lm)

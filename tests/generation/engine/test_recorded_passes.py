@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.generation.cases import configs, every_pattern, prompt_lists
 from tests.generation.test_sampler import assert_same
-from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
 from tests.helpers import examples, partly_slow
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import sampler
@@ -55,7 +56,7 @@ def recorded(lm):
 @examples(8)
 @given(data=st.data())
 def test_any_settings_give_the_same_tokens(attention, block_size, logit_shift, data):
-    lm = tiny("phi", attention, block_size, logit_shift)
+    lm = float64_lm("phi", attention, block_size, logit_shift)
     config, prompts = (
         data.draw(configs(attention, block_size)),
         data.draw(prompt_lists(shortest=int(logit_shift))),
@@ -67,7 +68,7 @@ def test_any_settings_give_the_same_tokens(attention, block_size, logit_shift, d
 
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
 def test_few_passes_are_recorded_and_used_again(attention, block_size):
-    lm = recorded(tiny("phi", attention, block_size))
+    lm = recorded(float64_lm("phi", attention, block_size))
     config = SamplerConfig(max_new_tokens=32, block_size=4, stop_at_eos=False)
     first = sampler.generate(lm, [[4, 5, 6]] * 2, config)
     count = len(made)
@@ -79,7 +80,7 @@ def test_few_passes_are_recorded_and_used_again(attention, block_size):
 
 
 def test_graphs_of_weights_that_moved_are_forgotten():
-    lm = recorded(tiny("gpt2", "bidirectional"))
+    lm = recorded(float64_lm("gpt2", "bidirectional"))
     lm.model = copy.deepcopy(lm.model)
     config = SamplerConfig(max_new_tokens=8, stop_at_eos=False)
     sampler.generate(lm, [[4, 5, 6]], config)
@@ -93,7 +94,7 @@ def test_graphs_of_weights_that_moved_are_forgotten():
 
 
 def test_graphs_of_layers_that_were_replaced_are_forgotten():
-    lm = recorded(tiny("gpt2", "bidirectional"))
+    lm = recorded(float64_lm("gpt2", "bidirectional"))
     lm.model = copy.deepcopy(lm.model)
     norm = lm.model.get_submodule("transformer.ln_f")
     config = SamplerConfig(max_new_tokens=8, stop_at_eos=False)
@@ -115,7 +116,9 @@ def test_at_most_a_quarter_more_rows_are_computed():
 def test_a_model_that_is_not_on_a_gpu_is_refused(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(GenerationError, match=r"cuda_graphs: the model is on cpu\. Move it to a GPU"):
-        sampler.generate(recorded(tiny("gpt2", "bidirectional")), [[4, 5]], SamplerConfig(max_new_tokens=4))
+        sampler.generate(
+            recorded(float64_lm("gpt2", "bidirectional")), [[4, 5]], SamplerConfig(max_new_tokens=4)
+        )
 
 
 def test_a_pass_that_cannot_be_recorded_is_one_clear_error(monkeypatch):
@@ -128,7 +131,7 @@ def test_a_pass_that_cannot_be_recorded_is_one_clear_error(monkeypatch):
         "cuda_graphs: a pass of this model cannot be recorded: operation not permitted when stream is "
         "capturing. Leave cuda_graphs out"
     )
-    lm = recorded(tiny("phi", "block_causal", 4))
+    lm = recorded(float64_lm("phi", "block_causal", 4))
     lm.model = copy.deepcopy(lm.model)
     with pytest.raises(GenerationError, match=re.escape(expected)):
         sampler.generate(lm, [[4, 5]], SamplerConfig(max_new_tokens=12, stop_at_eos=False))

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import PROMPTS, Watch, prompt_lists, tiny
+from tests.generation.cases import PROMPTS, Watch, prompt_lists
 from tests.helpers import examples, partly_slow
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
@@ -60,7 +61,7 @@ def assert_equal(trace, expected) -> None:
 @given(data=st.data())
 def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 1.0]))
-    lm = tiny(
+    lm = float64_lm(
         family,
         "block_causal",
         block_size,
@@ -80,7 +81,7 @@ def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
 @given(data=st.data())
 def test_other_modes_share_the_engine(data):
     """Requests of several settings, some submitted later, one canceled."""
-    lm = tiny(
+    lm = float64_lm(
         "phi", "block_causal", 4, True, causal_context=True, eos_bias=data.draw(st.sampled_from([-9.0, 1.0]))
     )
     engine, expected, results = (
@@ -115,7 +116,7 @@ def test_other_modes_share_the_engine(data):
 
 
 def test_a_round_is_one_forward_pass_of_few_positions():
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     config = SamplerConfig(mode=MODE, max_new_tokens=9)
     with Watch(lm) as watch:
         generation = sampler.generate(lm, [[4, 5, 6]], config)
@@ -126,7 +127,7 @@ def test_a_round_is_one_forward_pass_of_few_positions():
 
 def test_the_cache_holds_the_kept_drafts_at_their_positions():
     """The keys of the decided tokens are those of a plain pass over the text, while a tree is verified."""
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     for config in (
         SamplerConfig(mode=MODE, max_new_tokens=24, num_branches=candidates) for candidates in (1, 4)
     ):
@@ -154,7 +155,7 @@ def test_the_cache_holds_the_kept_drafts_at_their_positions():
 
 
 def test_a_shared_prompt_is_computed_once():
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     generation = sampler.generate(
         lm, [[4, 5, 6, 7, 8] * 4] * 6, SamplerConfig(mode=MODE, max_new_tokens=4, temperature=1.0)
     )
@@ -162,7 +163,7 @@ def test_a_shared_prompt_is_computed_once():
 
 
 def test_memory_is_bounded_by_the_configuration():
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     # 2 * 3 drafts in place of 3, and 4 masks after each of 1 + 6 nodes
     for candidates, more in ((1, 16), (2, 31)):
         config = SamplerConfig(mode=MODE, max_new_tokens=8, num_branches=candidates)
@@ -179,8 +180,8 @@ def test_memory_is_bounded_by_the_configuration():
 
 def small_verifier(logit_shift: bool):
     """A model that drafts for another one, which has the same tokenizer and other weights."""
-    lm = tiny("phi", "block_causal", 4, logit_shift, causal_context=True, time_embedding=True)
-    return lm, tiny("gpt2", "causal", eos_bias=-1.0)
+    lm = float64_lm("phi", "block_causal", 4, logit_shift, causal_context=True, time_embedding=True)
+    return lm, float64_lm("gpt2", "causal", eos_bias=-1.0)
 
 
 @partly_slow("logit_shift", [False, True], 1)
@@ -210,7 +211,7 @@ def test_another_causal_model_verifies(logit_shift, temperature, candidates):
 
 def test_a_model_verifies_its_own_causal_reading_with_more_kept_drafts():
     """The verifier that the model is itself: the text of the mode, drafted with the last token known."""
-    lm = tiny("phi", "block_causal", 4, True, causal_context=True)
+    lm = float64_lm("phi", "block_causal", 4, True, causal_context=True)
     config = SamplerConfig(mode=MODE, max_new_tokens=12)
     one, two = (
         sampler.generate(lm, PROMPTS, config),

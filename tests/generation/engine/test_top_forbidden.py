@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.generation.tiny_models import ALPHABET, PATTERNS, PROMPTS, tiny
+from tests.generation.cases import PATTERNS, PROMPTS
 from tests.helpers import partly_slow
+from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
@@ -23,7 +24,7 @@ from unmask.generation.requests import make_infill_requests, make_requests
 
 pytest.importorskip("outlines_core")
 
-LETTERS = range(4, 4 + len(ALPHABET))
+LETTERS = range(4, 4 + len(FLOAT64_ALPHABET))
 SETTINGS = [
     {"constraint": {"regex": "(ab|c)*d"}, "top_forbidden": 3, "temperature": 1.0},
     {"temperature": 0.7, "top_log_probs": 2},
@@ -60,7 +61,7 @@ def canvases(lm, pattern: str, width: int) -> np.ndarray:
 )
 @torch.no_grad()
 def test_they_are_the_tokens_that_no_text_has_there(pattern, settings):
-    lm, width = tiny("phi", "bidirectional", eos_bias=1.0), 4
+    lm, width = float64_lm("phi", "bidirectional", eos_bias=1.0), 4
     config = SamplerConfig(
         max_new_tokens=width, constraint=ConstraintConfig(regex=pattern), top_forbidden=20, **settings
     )
@@ -90,7 +91,7 @@ def test_they_are_the_tokens_that_no_text_has_there(pattern, settings):
 
 @partly_slow("attention, block_size", PATTERNS, 2, 4)
 def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=1.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=1.0)
     engine, expected, results = Engine(lm, batch_size=4), {}, {}
     for settings in SETTINGS:
         config = SamplerConfig(max_new_tokens=8, **settings)
@@ -119,7 +120,7 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
 
 @pytest.mark.parametrize("over", ["gap", "text"])
 def test_of_texts_with_gaps_given_positions_have_none(over):
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     config = SamplerConfig(
         constraint={"regex": "(ab|c)+d?" if over == "text" else "a?b|cc", "over": over}, top_forbidden=2
     )
@@ -134,7 +135,7 @@ def test_of_texts_with_gaps_given_positions_have_none(over):
 
 
 def test_without_the_setting_there_are_no_tables():
-    lm = tiny("phi", "bidirectional")
+    lm = float64_lm("phi", "bidirectional")
     engine, config = Engine(lm), SamplerConfig(max_new_tokens=3, constraint={"regex": "[ab]+"})
     engine.submit(make_requests(lm, ["ab"], config)[0], config)
     [(_, trace)] = engine.run()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import unmask
-from tests.generation.tiny_models import PROMPTS, every_pattern, tiny
+from tests.generation.cases import PROMPTS, every_pattern
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation import naive
@@ -25,7 +26,7 @@ SETTINGS = [
 
 @every_pattern
 def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
-    lm = tiny("phi", attention, block_size, eos_bias=1.0)
+    lm = float64_lm("phi", attention, block_size, eos_bias=1.0)
     engine, expected, results = Engine(lm, batch_size=4), {}, {}
     for settings in SETTINGS:
         config = SamplerConfig(max_new_tokens=7, **settings)
@@ -46,7 +47,7 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
 
 
 def test_they_are_those_of_the_model_at_temperature_1():
-    lm, mask = tiny("phi", "bidirectional", None), tiny().mask_token_id
+    lm, mask = float64_lm("phi", "bidirectional", None), float64_lm().mask_token_id
     config = SamplerConfig(temperature=0.5, top_log_probs=4, steps=1, trace=True)
     ids = [4, mask, 5, mask]
     [trace] = unmask.infill(lm, [ids], config).trace
@@ -61,7 +62,7 @@ def test_they_are_those_of_the_model_at_temperature_1():
 
 
 def test_a_slot_that_is_used_again_has_none_of_the_sequence_before():
-    lm = tiny("phi", "bidirectional", None, eos_bias=-9.0)
+    lm = float64_lm("phi", "bidirectional", None, eos_bias=-9.0)
     engine, mask = Engine(lm, batch_size=1), lm.mask_token_id
     config = SamplerConfig(top_log_probs=2)
     for ids in ([4, mask, mask, mask], [4, 5, mask, 6]):
@@ -71,7 +72,7 @@ def test_a_slot_that_is_used_again_has_none_of_the_sequence_before():
 
 
 def test_without_the_setting_there_are_no_tables():
-    lm = tiny("phi", "bidirectional", None)
+    lm = float64_lm("phi", "bidirectional", None)
     engine, config = Engine(lm), SamplerConfig(max_new_tokens=3)
     engine.submit(make_requests(lm, ["ab"], config)[0], config)
     [(_, trace)] = engine.run()

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from tests.helpers import shared_path
+from tests.tiny import build_causal
 from unmask.errors import GenerationError
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.models.diffusion_lm import DiffusionLM
@@ -126,16 +127,8 @@ def write_model(path: Path, seed: int) -> None:
     """A Llama with random weights and the tokenizer of stories260K, whose own model has heads too narrow for
     vLLM on a CPU."""
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": len(tokenizer),
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, max_position_embeddings=256))
+    sizes = {"width": 64, "intermediate_size": 96, "context": 256, "initializer_range": 0.3}
+    model, _ = build_causal("llama", tokenizer, seed=seed, ids=(), **sizes)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -20,6 +20,7 @@ import torch
 from peft import IA3Config, LoraConfig
 
 import unmask
+from tests.generation.cases import every_pattern
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -30,9 +31,9 @@ from tests.generation.remote.stub_servers import (
     serving,
     write_model,
 )
-from tests.generation.tiny_models import adapted, every_pattern, tiny
 from tests.helpers import REPOSITORY
 from tests.serving.servers import copied, served, serving_rollouts
+from tests.tiny import adapted, float64_lm
 from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
@@ -83,7 +84,7 @@ def to_vllm(url: str, **values: Any) -> RolloutConfig:
 def test_every_pattern_is_sampled_by_a_server_as_in_process(
     attention: str, block_size: int | None, tmp_path: Path
 ) -> None:
-    lm = tiny(attention=attention, block_size=block_size)
+    lm = float64_lm(attention=attention, block_size=block_size)
     trained, local = changed(lm), make_backend(RolloutConfig(), lm, tmp_path)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
@@ -98,7 +99,7 @@ def test_every_pattern_is_sampled_by_a_server_as_in_process(
 
 
 def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, other = tiny(), tiny(attention="bidirectional")
+    lm, other = float64_lm(), float64_lm(attention="bidirectional")
     settings = AppSettings(admin_key="admin", weights_from=(tmp_path,))
     monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
     with served(
@@ -121,7 +122,7 @@ def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_adapters_are_sent_merged(tmp_path: Path) -> None:
-    lm = tiny(attention="bidirectional")
+    lm = float64_lm(attention="bidirectional")
     trained = adapted(lm)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
@@ -137,7 +138,7 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_no_longer_the_head_is_not_sent_to_a_model_in_which_it_is(fake, tmp_path):
-    lm = tiny("gpt2")
+    lm = float64_lm("gpt2")
     trained = with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["wte"], init_lora_weights=False))
     _, url = fake(lm)
     backend = make_backend(to_vllm(url), lm, tmp_path)
@@ -152,11 +153,14 @@ def test_a_table_that_is_no_longer_the_head_is_not_sent_to_a_model_in_which_it_i
 
 
 def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> None:
-    with served(tiny(attention="block_causal", block_size=4)) as url:
+    with served(float64_lm(attention="block_causal", block_size=4)) as url:
         for lm, error in [
-            (tiny(attention="block_causal", block_size=3), "block_size is 4 and not 3"),
-            (tiny(attention="bidirectional"), "attention is 'block_causal' and not 'bidirectional'"),
-            (tiny("gpt2", attention="block_causal", block_size=4), "model_type is 'phi' and not 'gpt2'"),
+            (float64_lm(attention="block_causal", block_size=3), "block_size is 4 and not 3"),
+            (float64_lm(attention="bidirectional"), "attention is 'block_causal' and not 'bidirectional'"),
+            (
+                float64_lm("gpt2", attention="block_causal", block_size=4),
+                "model_type is 'phi' and not 'gpt2'",
+            ),
         ]:
             with pytest.raises(
                 GenerationError, match=f"the server holds another model: .*{error}.*Start `unmask serve` with"
@@ -166,11 +170,11 @@ def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> No
         serving(lambda path, body: (200, {"status": "ok"})) as url,
         pytest.raises(RemoteError, match="Use `unmask serve`"),
     ):
-        make_backend(to_server(url), tiny(), tmp_path)
+        make_backend(to_server(url), float64_lm(), tmp_path)
 
 
 def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_path):
-    lm = tiny()
+    lm = float64_lm()
     vllm, url = fake(lm)
     backend = make_backend(
         to_vllm(url, sync_steps=3, folder=str(tmp_path / "weights")), lm, tmp_path / "elsewhere"
@@ -194,7 +198,7 @@ def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_
 def test_of_several_processes_the_first_sends_and_all_name_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = tiny()
+    lm = float64_lm()
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         first, second = (make_backend(to_server(url), lm, tmp_path) for _ in range(2))
         monkeypatch.setenv("RANK", "1")
@@ -215,7 +219,7 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(
 def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, answers = tiny(), iter([429, 429, 200])
+    lm, answers = float64_lm(), iter([429, 429, 200])
     card = {"id": "tiny", "version": None, "facts": model_facts(lm), "limits": {"sequences": 256}}
     monkeypatch.setattr(ServerBackend, "_served", lambda _: card)
 
@@ -235,7 +239,7 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNMASK_ADMIN_KEY", raising=False)
-    lm = tiny()
+    lm = float64_lm()
     with served(lm) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         with pytest.raises(GenerationError, match=r"deterministic: .*start the server with --deterministic"):
@@ -249,7 +253,7 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
 
 
 def test_long_rollouts_are_several_requests() -> None:
-    requests = make_requests(tiny(), [[4, 5, 6]] * 7, CONFIG)
+    requests = make_requests(float64_lm(), [[4, 5, 6]] * 7, CONFIG)
     assert [len(chunk) for chunk in in_chunks(requests, 3)] == [3, 3, 1]
     long = [replace(request, prompt=[4] * 30_000) for request in requests]
     assert [len(chunk) for chunk in in_chunks([*requests[:2], *long[:2], *requests[:1]], 64)] == [3, 2]
@@ -257,7 +261,7 @@ def test_long_rollouts_are_several_requests() -> None:
 
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path: Path) -> None:
-    lm = tiny()
+    lm = float64_lm()
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         server.sync(changed(lm), 0)
@@ -298,7 +302,7 @@ def fake() -> Iterator[Callable[..., tuple[FakeVLLM, str]]]:
     ],
 )
 def test_traces_of_vllm_have_only_known_log_probs(fake, tmp_path, settings, processed, log_probs, sampled):
-    lm = tiny()
+    lm = float64_lm()
     _, url = fake(lm, processed=processed)
     backend = make_backend(to_vllm(url), lm, tmp_path)
     generation = backend.generate(
@@ -329,7 +333,7 @@ def test_traces_of_vllm_have_only_known_log_probs(fake, tmp_path, settings, proc
 
 
 def test_vllm_gets_the_end_tokens_of_the_model(fake, tmp_path):
-    lm = copy.copy(tiny())
+    lm = copy.copy(float64_lm())
     lm.eos_token_ids = (2, 7)
     vllm, url = fake(lm, processed=True)
     backend = make_backend(to_vllm(url), lm, tmp_path)
@@ -340,9 +344,9 @@ def test_vllm_gets_the_end_tokens_of_the_model(fake, tmp_path):
 
 def test_vllm_is_for_causal_models(tmp_path):
     for lm in (
-        tiny(attention="bidirectional"),
-        tiny(attention="block_causal", block_size=3),
-        tiny(logit_shift=False),
+        float64_lm(attention="bidirectional"),
+        float64_lm(attention="block_causal", block_size=3),
+        float64_lm(logit_shift=False),
     ):
         with pytest.raises(
             GenerationError, match=r"backend: vLLM decodes token by token.*Use backend 'server' or 'local'"
@@ -356,7 +360,7 @@ def test_a_vllm_without_the_mask_token_is_refused_at_the_start(tmp_path):
         serving(lambda path, body: (400, {"message": "out of vocab"})) as url,
         pytest.raises(GenerationError, match=error),
     ):
-        make_backend(to_vllm(url), tiny(), tmp_path)
+        make_backend(to_vllm(url), float64_lm(), tmp_path)
 
 
 ADAPTERS_ELSEWHERE = [
@@ -381,7 +385,7 @@ def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft
     with pytest.raises(GenerationError, match=error):
         make_backend(
             to_vllm("http://127.0.0.1:9", sync="lora"),
-            with_adapters(tiny().frozen_copy(), peft_config),
+            with_adapters(float64_lm().frozen_copy(), peft_config),
             tmp_path,
         )
 
@@ -396,11 +400,11 @@ def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL finds a GPU here")
 def test_weights_that_cannot_be_sent_are_refused_before_any_request(sync, words, tmp_path):
     with pytest.raises(GenerationError, match=words):
-        make_backend(to_vllm("http://127.0.0.1:9", sync=sync), tiny(), tmp_path)
+        make_backend(to_vllm("http://127.0.0.1:9", sync=sync), float64_lm(), tmp_path)
 
 
 def test_vllm_reads_whole_weights_from_a_folder(fake, tmp_path):
-    lm = tiny()
+    lm = float64_lm()
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url), lm, tmp_path)
     backend.sync(changed(lm), 3)
@@ -417,7 +421,7 @@ def test_vllm_reads_whole_weights_from_a_folder(fake, tmp_path):
 
 
 def test_vllm_serves_adapters_under_their_own_name(fake, tmp_path):
-    lm = tiny()
+    lm = float64_lm()
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path)
     vllm.version = "/run/rollout_weights/step-9"
@@ -438,7 +442,7 @@ def test_vllm_serves_adapters_under_their_own_name(fake, tmp_path):
 
 
 def test_every_process_asks_vllm_for_the_adapters_that_the_first_one_sent(fake, tmp_path, monkeypatch):
-    lm = tiny()
+    lm = float64_lm()
     vllm, url = fake(lm)
     first, second = (make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path) for _ in range(2))
     first.sync(adapted(lm), 0)
@@ -452,7 +456,7 @@ def test_every_process_asks_vllm_for_the_adapters_that_the_first_one_sent(fake, 
 
 @pytest.mark.parametrize("sync", ["disk", "lora"])
 def test_a_vllm_that_lost_the_weights_gets_them_and_samples_again(fake, tmp_path, sync):
-    lm = tiny()
+    lm = float64_lm()
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync=sync), lm if sync == "disk" else adapted(lm), tmp_path)
     backend.sync(changed(lm) if sync == "disk" else adapted(lm), 0)
@@ -498,7 +502,7 @@ class Serve:
 def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path, monkeypatch):
     """The second time it does not come back."""
     monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
-    lm = tiny(attention="bidirectional", layers=3)
+    lm = float64_lm(attention="bidirectional", layers=3)
     lm.save(tmp_path / "model")
     lm = unmask.load(tmp_path / "model")  # float32, as the server reads it
     config = SamplerConfig(max_new_tokens=32, temperature=1.0, seed=1, batch_size=1, stop_at_eos=False)

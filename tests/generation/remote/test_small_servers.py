@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import unmask
-from tests.generation.tiny_models import tiny
 from tests.serving.servers import served
+from tests.tiny import float64_lm
 from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.generation.remote.backends import make_backend
 from unmask.serving.app import AppSettings
@@ -22,7 +22,7 @@ from unmask.serving.limits import RequestLimits
 def test_a_rollout_asks_for_no_more_than_the_server_lets_wait(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    lm, prompts = tiny(), [[4, 5, 6], [7], [9, 8, 7, 6]] * 5
+    lm, prompts = float64_lm(), [[4, 5, 6], [7], [9, 8, 7, 6]] * 5
     config = SamplerConfig(max_new_tokens=6, temperature=1.0, seed=5, trace=True, **settings)
     with served(lm, AppSettings(RequestLimits(sequences=4)), batch_size=2, queue_size=4) as url:
         server = make_backend(RolloutConfig(backend="server", url=url), lm, tmp_path)

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.generation.tiny_models import PROMPTS, tiny
+from tests.generation.cases import PROMPTS
 from tests.helpers import partly_slow
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
@@ -39,7 +40,9 @@ class Served(RemoteLM):
 
 
 def pair():
-    return tiny("phi", "block_causal", 4, True, causal_context=True), tiny("gpt2", "causal", eos_bias=-1.0)
+    return float64_lm("phi", "block_causal", 4, True, causal_context=True), float64_lm(
+        "gpt2", "causal", eos_bias=-1.0
+    )
 
 
 @partly_slow("candidates", [1, 3], 1)

@@ -8,10 +8,10 @@ import copy
 import pytest
 import torch
 
-from tests import toy
-from tests.generation.tiny_models import stock
+from tests import enumeration
 from tests.helpers import partly_slow
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, WINDOW, random_ids, tiny_lm
+from tests.tiny import float64_causal, toy_lm
 from unmask import log_likelihood
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
@@ -206,8 +206,8 @@ def test_the_sampler_gives_the_tokens_of_the_reference(attention, block_size, fa
         "logit_shift": shift,
         "causal_context": context,
     }
-    prompts, plain = ["abc", "f", "abc", "fedcba", "dd"], make_diffusion(*stock(family), **pattern)
-    lm = awake(make_diffusion(*stock(family), **pattern, time_embedding=True), 1.0)
+    prompts, plain = ["abc", "f", "abc", "fedcba", "dd"], make_diffusion(*float64_causal(family), **pattern)
+    lm = awake(make_diffusion(*float64_causal(family), **pattern, time_embedding=True), 1.0)
     outcomes = []
     for config in (
         SamplerConfig(max_new_tokens=6, steps=4),
@@ -228,22 +228,22 @@ CONTEXTS = [("bidirectional", None, False), ("block_causal", 3, False), ("block_
 @partly_slow("shift", [False, True], 1)
 def test_likelihoods_are_those_of_all_orders(attention, block_size, context, shift):
     lm = awake(
-        toy.toy(attention=(attention, block_size, shift), time_embedding=True, causal_context=context), 1.0
+        toy_lm(attention=(attention, block_size, shift), time_embedding=True, causal_context=context), 1.0
     )
     prompts, completions = [[1, 4], [5, 5, 4]], [[4, 5, 5, 2], [5, 4, 4]]
     tables = [
         [
-            toy.conditionals(lm, torch.tensor(p + c), positions)
-            for positions in toy.groups(lm, len(p), len(p + c))
+            enumeration.conditionals(lm, torch.tensor(p + c), positions)
+            for positions in enumeration.groups(lm, len(p), len(p + c))
         ]
         for p, c in zip(prompts, completions, strict=True)
     ]
     exact = log_likelihood(lm, prompts, completions, estimator="exact")
-    assert exact.tolist() == pytest.approx([sum(map(toy.any_order, own)) for own in tables], abs=1e-9)
+    assert exact.tolist() == pytest.approx([sum(map(enumeration.any_order, own)) for own in tables], abs=1e-9)
     estimates = torch.stack(
         [log_likelihood(lm, prompts, completions, "elbo", samples=3, seed=seed) for seed in range(40)]
     )
-    bounds, errors = [sum(map(toy.lower_bound, own)) for own in tables], estimates.std(0) / 40**0.5
+    bounds, errors = [sum(map(enumeration.lower_bound, own)) for own in tables], estimates.std(0) / 40**0.5
     for mean, bound, error in zip(estimates.mean(0).tolist(), bounds, errors.tolist(), strict=True):
         assert mean == pytest.approx(bound, abs=5 * error + 1e-5)
 
@@ -263,8 +263,8 @@ def test_blocks_of_one_with_a_shift_are_the_causal_model_before_training(name, c
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 @pytest.mark.parametrize("shift", [False, True])
 def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, chunk):
-    lm = awake(toy.toy(attention=("block_causal", 3, shift), causal_context=True, time_embedding=True), 1.0)
-    ids, passes = torch.stack([toy.random_row(8, seed) for seed in range(3)]), []
+    lm = awake(toy_lm(attention=("block_causal", 3, shift), causal_context=True, time_embedding=True), 1.0)
+    ids, passes = torch.stack([enumeration.random_row(8, seed) for seed in range(3)]), []
     documents = torch.tensor([[1] * 5 + [2] * 3, [1] * 8, [1] * 6 + [0] * 2])
     maskable = (documents > 0) & (torch.arange(8) > 0)
     views = exact_count_views(torch.where(maskable, 0, -1), MaskRNG(0, torch.arange(3)), num_views=2)
@@ -278,7 +278,7 @@ def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, c
     )
     torch.testing.assert_close(scores, torch.cat([noised, causal], 1), rtol=0, atol=1e-12)
     assert (causal[maskable[:, None]] < 0).all()
-    other = toy.toy(attention=("block_causal", 3, shift))  # without the context it is the same in two passes
+    other = toy_lm(attention=("block_causal", 3, shift))  # without the context it is the same in two passes
     two = view_log_probs(other, ids, documents, views.with_causal(maskable, 0.1))
     torch.testing.assert_close(two[:, 2:], causal, rtol=0, atol=1e-12)
     assert (two[:, :2] - noised).abs().max() > 1e-3

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.training.tiny_runs import tiny
+from tests.tiny import llama_lm
 from unmask.models.attention import Layout, make_mask, unmask_attention
 from unmask.models.kernels import flash
 
@@ -116,7 +116,7 @@ def test_soft_caps_windows_and_dropout_are_left_to_others(kernel):
 
 @pytest.mark.parametrize("attention", ["causal", "bidirectional"])
 def test_a_model_that_asks_for_it_gives_the_same_logits(attention, kernel):
-    lm = tiny(attention)
+    lm = llama_lm(attention)
     ids = torch.randint(0, 8, (2, 9), generator=torch.Generator().manual_seed(0))
     padding = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
     for mask in (None, padding):
@@ -132,7 +132,7 @@ def test_a_model_that_asks_for_it_gives_the_same_logits(attention, kernel):
 
 
 def test_what_is_autocast_is_computed_in_16_bits(kernel, monkeypatch):
-    lm, ids, kinds = tiny(), torch.tensor([[4, 5, 6, 7]]), []
+    lm, ids, kinds = llama_lm(), torch.tensor([[4, 5, 6, 7]]), []
     definition = flash.varlen_attn
 
     def seen(*parts: Any, **options: Any) -> torch.Tensor:

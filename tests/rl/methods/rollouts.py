@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch.nn import functional as F
 
-from tests.generation.tiny_models import tiny
+from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views
@@ -28,7 +28,7 @@ LENGTH = 8
 
 def stopping(attention="causal", block_size=None, logit_shift=None):
     """A model that often ends early, so that a part of its canvases is never denoised."""
-    return tiny("phi", attention, block_size, logit_shift, eos_bias=1.0)
+    return float64_lm("phi", attention, block_size, logit_shift, eos_bias=1.0)
 
 
 @cache

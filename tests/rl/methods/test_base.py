@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tests.generation.tiny_models import every_pattern
+from tests.generation.cases import every_pattern
 from tests.helpers import REPOSITORY
 from tests.rl.methods.rollouts import (
     LENGTH,

@@ -10,8 +10,8 @@ import itertools
 import pytest
 import torch
 
+from tests.enumeration import LENGTH, PROMPT, Listed, tables_of
 from tests.rl.methods.rollouts import plan, usual, whole
-from tests.toy import LENGTH, PROMPT, Listed, tables_of
 from unmask.rl.methods import get_method
 
 

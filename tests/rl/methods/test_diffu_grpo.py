@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.generation.tiny_models import every_pattern
+from tests.generation.cases import every_pattern
 from tests.rl.methods.rollouts import PROMPTS, one, plan, rollout_of, stopping, usual
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.rl.methods import Rollout

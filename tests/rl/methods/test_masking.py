@@ -13,9 +13,10 @@ from itertools import combinations, permutations
 import pytest
 import torch
 
-from tests.generation.tiny_models import every_pattern
+from tests.generation.cases import every_pattern
 from tests.rl.methods.rollouts import keys, made_up, rollout_of, stopping
-from tests.training.tiny_runs import PAIRS, equal, settings, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, equal, settings, weights
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError
@@ -391,7 +392,9 @@ def ranks(completions, **_):
 
 def trainer(folder, strategy=None, lm=None, kind=GRPOTrainer, **more):
     shape = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
-    return kind(lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy)
+    return kind(
+        lm or llama_lm(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy
+    )
 
 
 def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path):
@@ -486,7 +489,7 @@ def test_the_first_update_has_a_ratio_of_one_and_a_run_resumes_bit_for_bit(name,
 
 def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="masking: a causal model's likelihood is exact"):
-        trainer(tmp_path, masking="diffusion", lm=tiny("causal"))
+        trainer(tmp_path, masking="diffusion", lm=llama_lm("causal"))
     with pytest.raises(ConfigError, match="masking: cj-grpo sums its loss over views of its own"):
         trainer(tmp_path, Halves(), method="cj-grpo")
     with pytest.raises(ConfigError, match=r"masking: espo compares bounds .* Adaptive"):

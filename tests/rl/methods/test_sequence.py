@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.enumeration import PROMPT, bound_of, estimates, listed_counts, tables_of
 from tests.rl.methods.rollouts import (
     LENGTH,
     assert_loss,
@@ -25,7 +26,6 @@ from tests.rl.methods.rollouts import (
     usual,
     whole,
 )
-from tests.toy import PROMPT, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.views import group_sizes
 from unmask.errors import ConfigError
 

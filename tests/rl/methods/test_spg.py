@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import toy
-from tests.generation.tiny_models import every_pattern
+from tests import enumeration
+from tests.generation.cases import every_pattern
 from tests.rl.methods.rollouts import (
     LENGTH,
     assert_loss,
@@ -26,6 +26,7 @@ from tests.rl.methods.rollouts import (
     usual,
     whole,
 )
+from tests.tiny import toy_lm
 from unmask.diffusion.views import MaskRNG
 from unmask.rl.methods.masking import Diffusion
 from unmask.rl.methods.spg import lower_bound, upper_bound
@@ -111,14 +112,18 @@ def upper_of(table_SL, beta):
 @pytest.fixture(scope="module")
 def tables():
     """Conditionals of four tokens, of two models and several texts."""
-    models = [toy.toy(kind) for kind in ("bidirectional", "bidirectional with a shift")]
-    return [toy.conditionals(lm, toy.random_row(6, seed), range(2, 6)) for lm in models for seed in range(6)]
+    models = [toy_lm(kind) for kind in ("bidirectional", "bidirectional with a shift")]
+    return [
+        enumeration.conditionals(lm, enumeration.random_row(6, seed), range(2, 6))
+        for lm in models
+        for seed in range(6)
+    ]
 
 
 def test_over_all_masks_the_upper_bound_lies_above_the_lower_one_and_rises_with_beta(tables):
     for table in tables:
         bounds = [
-            toy.lower_bound(table),
+            enumeration.lower_bound(table),
             *(upper_of(table, beta) for beta in (0.01, 0.5, 1.0, 1.5, 2.0, 4.0, 16.0)),
         ]
         assert all(high > low + 1e-6 for low, high in itertools.pairwise(bounds))
@@ -127,14 +132,15 @@ def test_over_all_masks_the_upper_bound_lies_above_the_lower_one_and_rises_with_
 
 def test_the_upper_bound_is_one_for_beta_of_the_length_and_a_surrogate_for_the_published_15(tables):
     gaps = {
-        beta: [upper_of(table, beta) - toy.any_order(table) for table in tables] for beta in (1.5, 4.0, 8.0)
+        beta: [upper_of(table, beta) - enumeration.any_order(table) for table in tables]
+        for beta in (1.5, 4.0, 8.0)
     }
     assert min(gaps[4.0]) > 0 and min(gaps[8.0]) > 0
     assert min(gaps[1.5]) < -0.01  # it is no bound: it is below the likelihood
 
 
 def test_the_lower_bound_lies_below_the_exact_likelihood(tables):
-    assert all(toy.lower_bound(table) < toy.any_order(table) for table in tables)
+    assert all(enumeration.lower_bound(table) < enumeration.any_order(table) for table in tables)
 
 
 # Losses.

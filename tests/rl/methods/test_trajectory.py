@@ -18,7 +18,7 @@ from scipy import stats
 
 import unmask
 from benchmarks import policy_gradient
-from tests.generation.tiny_models import every_pattern
+from tests.generation.cases import every_pattern
 from tests.helpers import examples
 from tests.rl.methods.rollouts import (
     LENGTH,

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from tests.serving.models import make_model
 from tests.serving.servers import running
+from tests.tiny import chat_lm
 from unmask.serving.scheduler import Scheduler
 
 
@@ -23,6 +23,6 @@ def service() -> Iterator[Callable[..., Scheduler]]:
         def started(
             attention: str = "bidirectional", block_size: int | None = None, *, eos_bias: float = 0.0
         ) -> Scheduler:
-            return stack.enter_context(running(make_model(attention, block_size, eos_bias=eos_bias)))
+            return stack.enter_context(running(chat_lm(attention, block_size, eos_bias=eos_bias)))
 
         yield started

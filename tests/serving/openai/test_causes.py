@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.generation.tiny_models import tiny
+from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import ConfigError
 from unmask.serving.limits import RequestLimits
@@ -29,7 +29,7 @@ async def planned(lm: Any, plan: Any, body: Any) -> Any:
 
 
 def test_a_schema_that_is_no_json_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = tiny()
+    lm = float64_lm()
     monkeypatch.setattr(
         lm.tokenizer, "chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
@@ -56,5 +56,5 @@ def test_a_gap_of_the_longest_length_that_is_searched_may_be_cut(
 ) -> None:
     monkeypatch.setattr(plans, "MOST_SEARCHED", most)
     body = CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba", max_tokens=20)
-    [region] = asyncio.run(planned(tiny("phi", "bidirectional"), plan_completion, body)).regions
+    [region] = asyncio.run(planned(float64_lm("phi", "bidirectional"), plan_completion, body)).regions
     assert region.fills == (region.stop - region.start < most) and (region.fills or most == 1)

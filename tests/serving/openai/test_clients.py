@@ -16,8 +16,8 @@ import pytest
 
 import unmask
 from tests.helpers import partly_slow
-from tests.serving.models import make_model, model
 from tests.serving.servers import served
+from tests.tiny import cached_chat_lm, chat_lm
 from unmask.config.run import SamplerConfig
 
 pytest.importorskip("outlines_core")
@@ -37,7 +37,7 @@ QUESTION = [{"role": "user", "content": "Is it raining in Oslo?"}]
 
 @pytest.fixture(scope="module")
 def url():
-    with served(make_model("block_causal", 4, eos_bias=1.0)) as address:
+    with served(chat_lm("block_causal", 4, eos_bias=1.0)) as address:
         yield f"{address}/v1"
 
 
@@ -61,7 +61,7 @@ def test_models(client):
 
 
 def test_a_chat_is_that_of_generate(client):
-    lm = model("block_causal", 4, eos_bias=1.0)
+    lm = cached_chat_lm("block_causal", 4, eos_bias=1.0)
     answer = client.chat.completions.create(
         model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=3, n=3, logprobs=True
     )
@@ -129,7 +129,7 @@ def test_an_asynchronous_stream(url):
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     expected = unmask.generate(
-        model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1)
+        cached_chat_lm("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1)
     )
     assert asyncio.run(ask()) == expected.texts[0]
 
@@ -214,7 +214,7 @@ def test_tools_change_what_the_model_reads_unless_they_may_not_be_called(client)
 
 
 def test_completions_of_every_kind_of_prompt(client):
-    lm = model("block_causal", 4, eos_bias=1.0)
+    lm = cached_chat_lm("block_causal", 4, eos_bias=1.0)
     config = SamplerConfig(max_new_tokens=9)
     for prompt, prompts in (
         ("ab", ["ab"]),
@@ -259,6 +259,6 @@ print(repr(whole.choices[0].message.content))
     )
     assert done.returncode == 0, done.stderr
     expected = unmask.generate(
-        model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1)
+        cached_chat_lm("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1)
     )
     assert done.stdout.splitlines()[-1] == repr(expected.texts[0])

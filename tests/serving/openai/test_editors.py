@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 import unmask
-from tests.serving.models import CONTEXT, model
 from tests.serving.openai.asking import answer, ask, stream
+from tests.tiny import CHAT_CONTEXT, cached_chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.edits import edit_prompt, edited_region
@@ -85,7 +85,9 @@ def celsius(kelvin):
 def filled(size: int, stops: list[str], **sampling: float) -> str:
     """The gap between prefix and suffix, filled in process and cut at the first stop string."""
     config = SamplerConfig(**sampling)
-    [text] = unmask.infill(model(), [f"{PREFIX}<gap>{SUFFIX}"], config, length="search", max_gap=size).texts
+    [text] = unmask.infill(
+        cached_chat_lm(), [f"{PREFIX}<gap>{SUFFIX}"], config, length="search", max_gap=size
+    ).texts
     middle = text.removeprefix(PREFIX).removesuffix(SUFFIX)
     return middle[: min([middle.find(stop) for stop in stops if stop in middle], default=len(middle))]
 
@@ -107,7 +109,7 @@ def test_a_completion_of_continue_at_the_end_of_a_file(service):
     asked = CONTINUE | {"presence_penalty": 0, "suffix": "<|endoftext|>", "stop": None}
     chunks = stream(service(), "completions", **asked)
     assert ["".join(chunk["choices"][0]["text"] for chunk in chunks)] == unmask.generate(
-        model(), [PREFIX], SamplerConfig(max_new_tokens=16)
+        cached_chat_lm(), [PREFIX], SamplerConfig(max_new_tokens=16)
     ).texts
 
 
@@ -122,7 +124,9 @@ def test_an_edit_of_continue(system, service):
     assert streamed == choice["message"]["content"]
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
     prompt = [*system, {"role": "user", "content": ZED}] if system else edit_prompt(ZED)
-    [expected] = unmask.generate(model("block_causal", 4), [prompt], SamplerConfig(max_new_tokens=16)).texts
+    [expected] = unmask.generate(
+        cached_chat_lm("block_causal", 4), [prompt], SamplerConfig(max_new_tokens=16)
+    ).texts
     assert streamed == edited_region(expected, ZED)
     assert streamed[streamed.index("```\n") + 4 : streamed.rindex("\n\n```")]  # as Continue reads it
 
@@ -140,7 +144,7 @@ def test_an_edit_may_be_longer_than_its_region_within_the_limits(region, most, s
     usage = edited(
         region, scheduler, RequestLimits(max_tokens=most), diffusion={"stop_at_eos": False, "threshold": 1e-9}
     ).json()["usage"]
-    expected = min(len(region) + EDIT_MARGIN, most, CONTEXT - usage["prompt_tokens"])
+    expected = min(len(region) + EDIT_MARGIN, most, CHAT_CONTEXT - usage["prompt_tokens"])
     assert len(region) < usage["completion_tokens"] == expected
 
 
@@ -245,7 +249,7 @@ def test_an_edit_of_zed(service):
     [choice] = answer(service("block_causal", 4), "edit/completions", **asked)["choices"]
     content = choice["message"]["content"]
     assert content.startswith("```\n") and content.endswith("\n\n```")  # the region ends its line
-    lm = model("block_causal", 4)
+    lm = cached_chat_lm("block_causal", 4)
     # a token is a character
     size = len("def celsius(kelvin):\n    return kelvin - <|cursor|>\n") + EDIT_MARGIN
     [expected] = unmask.generate(lm, [edit_prompt(ZED)], SamplerConfig(max_new_tokens=size)).texts

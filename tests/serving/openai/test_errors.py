@@ -10,9 +10,9 @@ import re
 import pydantic
 import pytest
 
-from tests.serving.models import make_model
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, post
 from tests.serving.servers import running
+from tests.tiny import chat_lm
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import error_of
@@ -535,7 +535,7 @@ def test_a_full_queue_says_when_to_come_back(service, monkeypatch):
 
 
 def test_other_weights():
-    with running(make_model()) as scheduler:
+    with running(chat_lm()) as scheduler:
         asyncio.run(scheduler.replace_weights("tiny", lambda: None, "step-3"))
         assert (
             answer(scheduler, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"]
@@ -563,7 +563,7 @@ class Generated:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
-    with running(make_model()) as scheduler:
+    with running(chat_lm()) as scheduler:
         submit = scheduler.submit
 
         async def replaced(*given, **more):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import unmask
-from tests.serving.models import model
 from tests.serving.openai.asking import answer, ask, stream
+from tests.tiny import cached_chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import SPECIAL
 
@@ -55,7 +55,7 @@ def replayed(chunks: list[Any], index: int = 0) -> tuple[list[str | None], str, 
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 def test_frames_replay_to_the_canvas_of_generate(attention, block_size, path, service):
-    lm = model(attention, block_size, eos_bias=2.0)
+    lm = cached_chat_lm(attention, block_size, eos_bias=2.0)
     prompt = "abc" if path == "completions" else [{"role": "user", "content": "abc"}]
     named = {"prompt": prompt} if path == "completions" else {"messages": prompt}
     settings = {"temperature": 1.0, "seed": 7, "max_tokens": 16}
@@ -89,7 +89,7 @@ def test_frames_replay_to_the_canvas_of_generate(attention, block_size, path, se
 
 
 def test_the_canvas_of_a_text_with_gaps_is_the_whole_text(service):
-    lm = model()
+    lm = cached_chat_lm()
     mask = lm.tokenizer.mask_token
     asked = {"text": f"ab{mask}{mask}cd{mask}", "temperature": 1.0, "seed": 2}
     chunks = stream(service(), "infill", **asked, diffusion={"stream": "frames"})
@@ -104,7 +104,7 @@ def test_the_canvas_of_a_text_with_gaps_is_the_whole_text(service):
 @pytest.mark.parametrize("stops", [True, False])
 def test_what_a_constraint_forbids(stops, service):
     pytest.importorskip("outlines_core")
-    lm, constraint = model(), {"regex": "[abc]{2,6}x"}
+    lm, constraint = cached_chat_lm(), {"regex": "[abc]{2,6}x"}
     settings = {"max_tokens": 9, "temperature": 1.0, "seed": 3}
     asked = {"constraint": constraint, "top_forbidden": 4, "stop_at_eos": stops}
     *_, frames = replayed(

@@ -24,9 +24,9 @@ from schemathesis.specs.openapi.checks import (
 import unmask
 from tests.helpers import resident_memory
 from tests.serving.commands import command
-from tests.serving.models import make_model, model
 from tests.serving.openai.asking import answer, app_of, idle, post
 from tests.serving.servers import http_get, http_post, served
+from tests.tiny import cached_chat_lm, chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.limits import RequestLimits
@@ -212,7 +212,9 @@ def test_mutated_bodies_are_answered_or_refused(count, growth, service):
         [choice] = answer(scheduler, "completions", prompt="ab", max_tokens=5, seed=1)["choices"]
         assert (
             choice["text"]
-            == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+            == unmask.generate(
+                cached_chat_lm(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)
+            ).texts[0]
         )
 
 
@@ -341,7 +343,7 @@ def send(url: str, count: int, seed: int) -> Counter[int]:
 def test_requests_from_the_schema_of_the_api_are_answered_as_it_says():
     """Over a socket."""
     limits = RequestLimits(max_tokens=8, steps=8, n=2, sequences=4, compile_seconds=1.0)
-    with served(make_model(), AppSettings(limits)) as url:
+    with served(chat_lm(), AppSettings(limits)) as url:
         statuses = send(url, 15, 0)
         assert statuses[200] > 10 and statuses[400] > 100
         check_answer(url)
@@ -351,7 +353,7 @@ def test_requests_from_the_schema_of_the_api_are_answered_as_it_says():
 def test_ten_thousand_requests_from_the_schema_leave_nothing_behind(tmp_path):
     """In a server of its own, since the tests remember what they send. The first third fills what is kept of
     constraints, up to a bound."""
-    make_model().save(tmp_path / "tiny")
+    chat_lm().save(tmp_path / "tiny")
     words = ["--dtype", "float64", "--max-tokens", 8, "--max-answers", 2, "--queue-size", 4]
     statuses, memory = Counter[int](), []
     with command(tmp_path / "tiny", *words, environment={"MALLOC_ARENA_MAX": "1"}) as (process, url):
@@ -367,5 +369,6 @@ def check_answer(url: str) -> None:
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 5, "seed": 1}
     [choice] = http_post(f"{url}/v1/completions", json=body).json()["choices"]
     assert (
-        choice["text"] == unmask.generate(model(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+        choice["text"]
+        == unmask.generate(cached_chat_lm(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
     )

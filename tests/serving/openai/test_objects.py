@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.generation.tiny_models import tiny
 from tests.serving.openai.asking import answer, ask, get, stream
 from tests.serving.servers import ADMIN, http_get, http_post, served
+from tests.tiny import float64_lm
 from unmask.serving.app import AppSettings
 
 MESSAGES = [{"role": "user", "content": "Is it raining in Oslo?"}]
@@ -165,7 +165,7 @@ def test_models_and_errors_are_as_the_schema_says(service):
 
 
 def test_new_weights_are_as_the_schema_says(tmp_path):
-    model = tiny(attention="block_causal", block_size=3, layers=1)
+    model = float64_lm(attention="block_causal", block_size=3, layers=1)
     model.save(tmp_path / "new")
     with served(model, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
         api = http_get(f"{url}/openapi.json").json()

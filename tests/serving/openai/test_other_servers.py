@@ -11,9 +11,8 @@ import openai
 import pytest
 
 from tests.generation.remote.stub_servers import serving
-from tests.generation.tiny_models import tiny
-from tests.serving.models import make_model
 from tests.serving.servers import served
+from tests.tiny import chat_lm, float64_lm
 
 WORDS = ["It ", "rains", "."]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
@@ -167,11 +166,11 @@ def test_another_server_takes_its_place(name: str) -> None:
 
 
 def test_the_same_client_reads_this_server() -> None:
-    with served(make_model()) as url:
+    with served(chat_lm()) as url:
         read = ask(url, "tiny")
     assert (
         read["streamed"]
         == read["text"]
-        == "".join(token for token, _ in read["tokens"] if token != tiny().tokenizer.eos_token)
+        == "".join(token for token, _ in read["tokens"] if token != float64_lm().tokenizer.eos_token)
     )
     assert read["finish"][0] == read["finish"][1] and read["calls"] == [[], []] and read["total"] == 0

@@ -14,9 +14,9 @@ import pytest
 
 import unmask
 from tests.helpers import shared_path
-from tests.serving.models import make_byte_model, make_model, model
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, get, idle, post, stream
 from tests.serving.servers import running
+from tests.tiny import byte_lm, cached_chat_lm, chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.encoding import encode_prompt
 from unmask.generation.gap_lengths import find_lengths
@@ -30,7 +30,9 @@ LONG = {"prompt": "ab", "max_tokens": 40, "temperature": 1.0, "seed": 3, "diffus
 @cache
 def long_text(*pattern) -> str:
     return unmask.generate(
-        model(*pattern), ["ab"], SamplerConfig(max_new_tokens=40, temperature=1.0, seed=3, stop_at_eos=False)
+        cached_chat_lm(*pattern),
+        ["ab"],
+        SamplerConfig(max_new_tokens=40, temperature=1.0, seed=3, stop_at_eos=False),
     ).texts[0]
 
 
@@ -67,8 +69,8 @@ def test_a_stop_string_cuts_the_text_wherever_its_tokens_begin(pattern, start, l
 @pytest.fixture(scope="module")
 def of_bytes():
     """A scheduler of a model of pieces of words, and the model once more."""
-    with running(make_byte_model()) as scheduler:
-        yield scheduler, make_byte_model()
+    with running(byte_lm()) as scheduler:
+        yield scheduler, byte_lm()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -114,7 +116,7 @@ def test_without_a_seed_answers_differ_and_say_how_to_get_them_again(service):
     config = SamplerConfig(
         max_new_tokens=40, temperature=1.0, seed=first["diffusion"]["seed"], stop_at_eos=False
     )
-    expected = unmask.generate(model(), ["ab"], config, keys=first["diffusion"]["keys"])
+    expected = unmask.generate(cached_chat_lm(), ["ab"], config, keys=first["diffusion"]["keys"])
     assert expected.texts == [first["choices"][0]["text"]]
 
 
@@ -123,7 +125,7 @@ def test_keys_replace_the_hashes_of_prompts(service):
     asked = {"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "temperature": 1.0, "diffusion": {"keys": keys}}
     found = answer(service(), "completions", **asked)
     expected = unmask.generate(
-        model(), ["a", "a", "b", "b"], SamplerConfig(max_new_tokens=9, temperature=1.0), keys
+        cached_chat_lm(), ["a", "a", "b", "b"], SamplerConfig(max_new_tokens=9, temperature=1.0), keys
     )
     assert [choice["text"] for choice in found["choices"]] == expected.texts
     assert found["diffusion"] == {"seed": 0, "keys": keys, "version": None}
@@ -139,7 +141,7 @@ def test_a_trace_has_all_that_generate_returns(service):
         "diffusion": {"trace": True},
     }
     config = SamplerConfig(max_new_tokens=9, temperature=1.0, seed=1, trace=True)
-    expected = unmask.generate(model(*BLOCKS, eos_bias=2.0), [[5, 6], [7]], config)
+    expected = unmask.generate(cached_chat_lm(*BLOCKS, eos_bias=2.0), [[5, 6], [7]], config)
     for index, choice in enumerate(answer(scheduler, "completions", **asked)["choices"]):
         facts, trace = choice["diffusion"], expected.trace[index]
         assert (facts["prompt"], facts["tokens"], facts["log_probs"]) == (
@@ -154,7 +156,7 @@ def test_a_trace_has_all_that_generate_returns(service):
 
 @pytest.mark.parametrize("stop", [None, "found"])
 def test_the_most_probable_tokens_when_each_was_revealed(stop, service):
-    scheduler, lm = service(*BLOCKS), model(*BLOCKS)
+    scheduler, lm = service(*BLOCKS), cached_chat_lm(*BLOCKS)
     config = SamplerConfig(
         max_new_tokens=40, temperature=1.0, seed=3, stop_at_eos=False, top_log_probs=3, trace=True
     )
@@ -189,7 +191,7 @@ def test_prompts_of_ids_are_shown_as_text_that_is_decoded_beside_the_event_loop(
     scheduler, threads = service(), []
     tokenizer, ids = (
         scheduler.models["tiny"].lm.tokenizer,
-        model().tokenizer("def f", add_special_tokens=False)["input_ids"],
+        cached_chat_lm().tokenizer("def f", add_special_tokens=False)["input_ids"],
     )
     decode = tokenizer.decode
 
@@ -205,7 +207,7 @@ def test_prompts_of_ids_are_shown_as_text_that_is_decoded_beside_the_event_loop(
 
 @pytest.mark.parametrize("pattern", [BOTH_SIDES, BLOCKS, ("causal", None)], ids=str)
 def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(pattern, service):
-    scheduler, lm = service(*pattern), model(*pattern)
+    scheduler, lm = service(*pattern), cached_chat_lm(*pattern)
     ids = lm.tokenizer("def f", add_special_tokens=False)["input_ids"]
     expected = [prompt_log_probs(lm, some, 2, lambda part: part()) for some in (ids, ids[:2])]
     asked = {"prompt": [ids, ids[:2]], "echo": True, "logprobs": 2, "n": 2, "seed": 0}
@@ -265,7 +267,7 @@ def test_lm_eval_scores_the_choices_of_a_question_by_a_server(service):
     """By its own payload and its own reading of the answer; the numbers are those of the library."""
     api = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm-eval").LocalCompletionsAPI
     for pattern in (("causal", None), BOTH_SIDES):
-        scheduler, lm = service(*pattern), model(*pattern)
+        scheduler, lm = service(*pattern), cached_chat_lm(*pattern)
         context, choices = [7, 8, 9], [[10], [11, 12], [13, 14, 15]]
         asked = [context + choice for choice in choices]
         payload = api._create_payload(SimpleNamespace(model="tiny"), asked)
@@ -287,7 +289,7 @@ def test_biases_forbid_and_allow_tokens(service):
     text = answer(service(), "completions", prompt="ab", max_tokens=12, diffusion={"stop_at_eos": False})[
         "choices"
     ][0]["text"]
-    [token] = model().tokenizer.encode(text[0], add_special_tokens=False)
+    [token] = cached_chat_lm().tokenizer.encode(text[0], add_special_tokens=False)
     for bias in (-100, -100.0):
         banned = answer(service(), "completions", prompt="ab", max_tokens=12, logit_bias={str(token): bias})[
             "choices"
@@ -311,12 +313,12 @@ def test_settings_of_diffusion_reach_the_sampler(service):
     }
     found = answer(service(), "completions", **asked)
     config = SamplerConfig(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=4, **settings)
-    assert found["choices"][0]["text"] == unmask.generate(model(), ["ab"], config).texts[0]
+    assert found["choices"][0]["text"] == unmask.generate(cached_chat_lm(), ["ab"], config).texts[0]
     assert found["usage"]["diffusion"] == {"denoising_steps": 3, "forward_passes": 3}
 
 
 def test_gaps_of_given_and_of_searched_lengths(service):
-    lm = model()
+    lm = cached_chat_lm()
     config = without_ends(lm, SamplerConfig(temperature=1.0, seed=2))
     asked = {"temperature": 1.0, "seed": 2, "max_gap": 6}
     [choice] = answer(service(), "infill", segments=["ab", "cd", ""], lengths=[2, 3], **asked)["choices"]
@@ -354,7 +356,7 @@ def test_masks_in_a_text_stand_for_its_tokens():
 
 
 def test_special_tokens_in_segments_stay_text(service):
-    mask = model().tokenizer.mask_token
+    mask = cached_chat_lm().tokenizer.mask_token
     response = ask(service(), "infill", segments=[f"a{mask}", "b"], lengths=[2])
     assert (
         response.status_code == 200 and len(response.json()["choices"][0]["gaps"]) == 1
@@ -363,7 +365,7 @@ def test_special_tokens_in_segments_stay_text(service):
 
 @pytest.mark.parametrize("path", ["completions", "fim/completions"])
 def test_what_stands_before_a_suffix(path, service):
-    scheduler, lm = service(), model()
+    scheduler, lm = service(), cached_chat_lm()
     asked = {"prompt": "def add(", "suffix": "return a + b", "temperature": 1.0, "seed": 5, "max_tokens": 6}
     [exact] = answer(scheduler, path, **asked, diffusion={"length": "exact"})["choices"]
     mask = lm.tokenizer.mask_token
@@ -396,7 +398,7 @@ def test_a_suffix_for_models_that_read_from_left_to_right(service, monkeypatch):
     causal = service("causal")
     assert "no tokens for fill-in-the-middle" in ask(causal, "fim/completions", prompt="a", suffix="b").text
     monkeypatch.setattr("unmask.serving.openai.plans.fim_prompt", lambda lm, prefix, suffix: [5, 6, 7])
-    expected = unmask.generate(model("causal"), [[5, 6, 7]], SamplerConfig(max_new_tokens=5)).texts
+    expected = unmask.generate(cached_chat_lm("causal"), [[5, 6, 7]], SamplerConfig(max_new_tokens=5)).texts
     found = answer(causal, "fim/completions", prompt="a", suffix="b", max_tokens=5)
     assert [choice["text"] for choice in found["choices"]] == expected
 
@@ -431,7 +433,7 @@ def test_a_text_that_fills_its_tokens_is_whole_if_it_meets_a_constraint(pattern,
         "max_tokens": 8,
         "temperature": 1.0,
         "seed": 1,
-        "diffusion": {"forbidden_tokens": [model().eos_token_id]},
+        "diffusion": {"forbidden_tokens": [cached_chat_lm().eos_token_id]},
     }
     asked["diffusion"] |= {"constraint": {"regex": pattern}} if pattern else {}
     found = answer(service(), "completions", **asked)
@@ -463,14 +465,14 @@ def test_calls_that_the_model_chooses_to_make(service):
 
 @pytest.mark.parametrize("attention, block_size", [("causal", None), BLOCKS, ("bidirectional", None)])
 def test_models_tell_what_they_are(attention, block_size):
-    with running(make_model(attention, block_size)) as scheduler:
+    with running(chat_lm(attention, block_size)) as scheduler:
         asyncio.run(scheduler.replace_weights("tiny", lambda: None, "v1"))
         [card] = get(scheduler, "/v1/models").json()["data"]
     assert card["version"] == "v1" and card["diffusion"] == {
         "attention": attention,
         "block_size": block_size,
         "context_length": 2048,
-        "mask_token": model(attention, block_size).tokenizer.mask_token,
+        "mask_token": cached_chat_lm(attention, block_size).tokenizer.mask_token,
         "chat": True,
         "causal": attention == "causal",
         "variable_length": False,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.serving.models import model
+from tests.tiny import cached_chat_lm
 from unmask.errors import GenerationError
 from unmask.models.chat_template import TEMPLATES
 from unmask.serving.openai import tools
@@ -156,13 +156,13 @@ def test_without_parallel_calls_the_text_ends_with_the_first():
     ],
 )
 def test_the_chat_template_says_how_calls_are_written(written, expected, monkeypatch):
-    tokenizer = model().tokenizer
+    tokenizer = cached_chat_lm().tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.format(written))
     assert call_format(tokenizer) == expected
 
 
 def test_a_template_that_renders_no_tools_is_refused(monkeypatch):
-    tokenizer = model().tokenizer
+    tokenizer = cached_chat_lm().tokenizer
     check_renders_tools(tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["simple"])
     with pytest.raises(GenerationError, match="tools: the model's chat template does not render tools"):

@@ -11,10 +11,10 @@ import torch
 
 import unmask
 from tests.helpers import shared_path
-from tests.serving.models import make_random
 from tests.serving.openai.asking import answer, stream
 from tests.serving.openai.test_frames import replayed
 from tests.serving.servers import running
+from tests.tiny import lm_of_tokenizer
 from tests.tokenizers import tokenizer
 from unmask.config.run import SamplerConfig
 from unmask.data.decoding import text_after
@@ -30,7 +30,7 @@ def make_lm(kind: str, attention: str = "block_causal") -> DiffusionLM:
     """A random model that writes no byte tokens, for which texts have bytes that are no characters."""
     made = copy.deepcopy(tokenizer(kind))
     made.chat_template = TEMPLATES["simple"]
-    lm = make_random(made, attention, 4 if attention == "block_causal" else None)
+    lm = lm_of_tokenizer(made, attention, 4 if attention == "block_causal" else None)
     names = made.convert_ids_to_tokens(list(range(len(made))))
     bias_V = torch.tensor(
         [
@@ -162,7 +162,7 @@ def test_stop_strings_and_echo_with_the_space_of_a_sentencepiece_tokenizer(stori
 
 @pytest.mark.parametrize("kind", ["bytes", "llama", "mistral"])
 def test_streams_of_bytes_that_are_no_characters(kind):
-    with running(make_random(copy.deepcopy(tokenizer(kind)))) as scheduler:
+    with running(lm_of_tokenizer(copy.deepcopy(tokenizer(kind)))) as scheduler:
         for seed in range(4):
             asked = {
                 "prompt": "Once\n",

@@ -15,10 +15,10 @@ import httpx2 as httpx
 import pytest
 
 import unmask
-from tests.serving.models import make_model, model
 from tests.serving.openai.asking import chunks_of
 from tests.serving.servers import connect, http_get, http_post, read_all, served
 from tests.serving.workers.local import LocalPool, serving_locally
+from tests.tiny import cached_chat_lm, chat_lm
 from unmask.config.run import SamplerConfig
 from unmask.serving.app import AppSettings
 from unmask.serving.limits import RequestLimits
@@ -34,7 +34,7 @@ FIELDS = {"model": "tiny", "max_tokens": 12, "temperature": 1, "seed": 3}
 @pytest.fixture(scope="module")
 def pair() -> Iterator[LocalPool]:
     """Two workers, which tests leave as they were."""
-    with serving_locally([make_model(*PATTERN), make_model(*PATTERN)], batch_size=2) as local:
+    with serving_locally([chat_lm(*PATTERN), chat_lm(*PATTERN)], batch_size=2) as local:
         yield local
 
 
@@ -65,7 +65,9 @@ def test_many_clients_get_what_each_would_get_alone_from_all_workers(pair: Local
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda prompt: complete(pair.url, prompt), prompts))
     texts = [answer.json()["choices"][0]["text"] for answer in answers]
-    assert texts == [unmask.generate(model(*PATTERN), [prompt], CONFIG).texts[0] for prompt in prompts]
+    assert texts == [
+        unmask.generate(cached_chat_lm(*PATTERN), [prompt], CONFIG).texts[0] for prompt in prompts
+    ]
     assert all(worker.value("unmask_forward_passes_total", model="tiny") > 0 for worker in pair.workers)
     assert pair.pool.in_flight == 0
 
@@ -81,7 +83,7 @@ def test_streams_are_those_of_a_single_server(kind: str, pair: LocalPool) -> Non
             for chunk in chunks
         ]
 
-    with served(make_model(*PATTERN)) as alone:
+    with served(chat_lm(*PATTERN)) as alone:
         assert stream(pair.url) == stream(alone)
 
 
@@ -98,7 +100,7 @@ def test_streams_are_those_of_a_single_server(kind: str, pair: LocalPool) -> Non
 def test_refusals_are_those_of_a_single_server(path: str, body: Any, pair: LocalPool) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    with served(make_model(*PATTERN)) as alone:
+    with served(chat_lm(*PATTERN)) as alone:
         mine, other = (
             http_post(f"{url}{path}", content=content, headers=headers) for url in (pair.url, alone)
         )
@@ -107,7 +109,7 @@ def test_refusals_are_those_of_a_single_server(path: str, body: Any, pair: Local
 
 
 def test_what_is_read_is_that_of_a_single_server(pair: LocalPool) -> None:
-    with served(make_model(*PATTERN)) as alone:
+    with served(chat_lm(*PATTERN)) as alone:
         for path in ("/v1/models", "/v1/models/tiny", "/openapi.json"):
             mine, other = (
                 json.loads(http_get(f"{url}{path}", timeout=120).text, object_hook=without_time)
@@ -158,7 +160,7 @@ def test_workers_learn_whose_a_request_is_from_the_server_alone(monkeypatch: pyt
         lambda self, *args, **named: (owners.append(named["owner"]), submit(self, *args, **named))[1],
     )
     settings = AppSettings(api_keys=("one", "two"), loopback=False)
-    with serving_locally([make_model()], settings) as local:
+    with serving_locally([chat_lm()], settings) as local:
         for key in ("one", "two"):
             headers = {"Authorization": f"Bearer {key}", "X-Unmask-Owner": "somebody"}
             assert complete(local.url, headers=headers).status_code == 200
@@ -168,7 +170,7 @@ def test_workers_learn_whose_a_request_is_from_the_server_alone(monkeypatch: pyt
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait(stalled: threading.Semaphore) -> None:
     with (
-        serving_locally([make_model()], AppSettings(RequestLimits(n=8)), batch_size=1, queue_size=8) as local,
+        serving_locally([chat_lm()], AppSettings(RequestLimits(n=8)), batch_size=1, queue_size=8) as local,
         ThreadPoolExecutor(3) as clients,
     ):
         waiting = [clients.submit(complete, local.url, n=8) for _ in range(3)]
@@ -182,7 +184,7 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait(stalled: threading.Semaphor
 
 def test_a_request_goes_to_the_worker_that_has_fewest(stalled: threading.Semaphore) -> None:
     with (
-        serving_locally([make_model(), make_model(), make_model()]) as local,
+        serving_locally([chat_lm(), chat_lm(), chat_lm()]) as local,
         ThreadPoolExecutor(6) as clients,
     ):
         answers = []
@@ -198,7 +200,7 @@ def test_a_request_goes_to_the_worker_that_has_fewest(stalled: threading.Semapho
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slots(stream: bool, stalled: threading.Semaphore) -> None:
     body = json.dumps({**FIELDS, "prompt": "a", "stream": stream, "n": 2}).encode()
-    with serving_locally([make_model()], batch_size=2) as local:
+    with serving_locally([chat_lm()], batch_size=2) as local:
         [worker] = local.workers
         with connect(local.url) as client:
             client.sendall(head_of("POST", "/v1/completions", body) + body)
@@ -213,7 +215,7 @@ def test_a_client_that_leaves_frees_its_slots(stream: bool, stalled: threading.S
 def test_a_worker_that_is_lost_before_its_answer_is_a_502_and_others_go_on(
     stalled: threading.Semaphore,
 ) -> None:
-    with serving_locally([make_model(), make_model()]) as local, ThreadPoolExecutor(1) as clients:
+    with serving_locally([chat_lm(), chat_lm()]) as local, ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(complete, local.url)
         until(lambda: any(worker.value("unmask_running_sequences") for worker in local.workers))
         next(worker for worker in local.workers if worker.value("unmask_running_sequences")).lose()
@@ -233,7 +235,7 @@ def test_a_worker_that_is_lost_before_its_answer_is_a_502_and_others_go_on(
 
 
 def test_a_worker_that_is_lost_in_a_stream_is_its_last_event(stalled: threading.Semaphore) -> None:
-    with serving_locally([make_model()]) as local:
+    with serving_locally([chat_lm()]) as local:
         body = {**FIELDS, "prompt": "abc", "stream": True, "diffusion": {"stream": "frames"}}
         stalled.release(2)
         with httpx.stream("POST", f"{local.url}/v1/completions", json=body, timeout=60) as answer:
@@ -282,7 +284,7 @@ def test_health_says_how_many_workers_live(pair: LocalPool) -> None:
 
 
 def test_metrics_are_the_sum_and_gauges_have_their_worker() -> None:
-    with serving_locally([make_model(), make_model()]) as local:
+    with serving_locally([chat_lm(), chat_lm()]) as local:
         assert [complete(local.url).status_code for _ in range(4)] == [200] * 4
         assert http_post(f"{local.url}/v1/completions", content=b"x" * 2_000_000).status_code == 413
         lines = http_get(f"{local.url}/metrics").text.splitlines()
@@ -304,7 +306,7 @@ def test_metrics_are_the_sum_and_gauges_have_their_worker() -> None:
 def test_a_server_that_ends_refuses_what_comes_and_says_what_it_cuts_off(
     stalled: threading.Semaphore,
 ) -> None:
-    with serving_locally([make_model(), make_model()]) as local, ThreadPoolExecutor(1) as clients:
+    with serving_locally([chat_lm(), chat_lm()]) as local, ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(complete, local.url)
         until(
             lambda: (

@@ -20,10 +20,10 @@ import torch
 from typer.testing import CliRunner
 
 import unmask
-from tests.generation.tiny_models import tiny
 from tests.serving.commands import command
 from tests.serving.openai.asking import chunks_of
 from tests.serving.servers import ADMIN, http_get, http_post
+from tests.tiny import float64_lm
 from unmask.cli import app
 from unmask.config.run import SamplerConfig
 from unmask.models.diffusion_lm import DiffusionLM
@@ -86,7 +86,7 @@ def is_gone(pid: int) -> bool:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two workers, which tests leave with two."""
     folder = tmp_path_factory.mktemp("workers")
-    tiny(**PATTERN).save(folder / "model")
+    float64_lm(**PATTERN).save(folder / "model")
     (folder / "weights").mkdir()
     words = ["--dtype", "float64", "--workers", 2, "--batch-size", 2, "--weights-from", folder / "weights"]
     with command(
@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_answers_are_those_of_the_model_alone_whole_and_in_frames(server: Server) -> None:
-    lm = tiny(**PATTERN)
+    lm = float64_lm(**PATTERN)
     with ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(server.complete, PROMPTS))
         frames = list(
@@ -128,7 +128,7 @@ def test_nobody_else_can_reach_a_worker(server: Server) -> None:
 
 
 def test_a_worker_that_is_killed_under_load_is_replaced_and_others_go_on(server: Server) -> None:
-    lm, (first, second) = tiny(**PATTERN), server.workers()
+    lm, (first, second) = float64_lm(**PATTERN), server.workers()
     with ThreadPoolExecutor(8) as clients:
         waiting = [clients.submit(server.complete, prompt, n=4) for prompt in PROMPTS]
         until(lambda: 'unmask_running_sequences{worker="0"} 2.0' in http_get(f"{server.url}/metrics").text)
@@ -156,7 +156,7 @@ def test_a_worker_that_is_killed_under_load_is_replaced_and_others_go_on(server:
 
 
 def test_weights_are_replaced_on_all_also_on_one_that_starts_later(server: Server) -> None:
-    trained = tiny(**PATTERN).frozen_copy()
+    trained = float64_lm(**PATTERN).frozen_copy()
     for weight in trained.model.parameters():
         weight += torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view_as(weight)
     trained.save(server.weights / "new")
@@ -174,7 +174,7 @@ def test_weights_are_replaced_on_all_also_on_one_that_starts_later(server: Serve
 
 
 def test_sigterm_under_load_loses_no_accepted_answer_and_leaves_nothing(tmp_path: Path) -> None:
-    lm = tiny(**PATTERN)
+    lm = float64_lm(**PATTERN)
     lm.save(tmp_path / "model")
     words = ["--dtype", "float64", "--workers", 2, "--batch-size", 2]
     with command(tmp_path / "model", *words, environment={"TMPDIR": str(tmp_path)}) as (process, url):
@@ -204,7 +204,7 @@ def test_sigterm_under_load_loses_no_accepted_answer_and_leaves_nothing(tmp_path
 
 
 def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
-    tiny(**PATTERN).save(tmp_path / "model")
+    float64_lm(**PATTERN).save(tmp_path / "model")
     with command(tmp_path / "model", "--workers", 2, environment={"TMPDIR": str(tmp_path)}) as (process, url):
         server = Server(process, url, tmp_path)
         pids = [worker.pid for worker in server.workers()]
@@ -218,7 +218,7 @@ def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
 def test_workers_that_cannot_start_are_one_clear_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tiny(**PATTERN).save(tmp_path / "model")
+    float64_lm(**PATTERN).save(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 5}))
     result = CliRunner().invoke(app, ["serve", str(tmp_path / "model"), "--workers", "2", "--port", "0"])

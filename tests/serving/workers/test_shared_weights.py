@@ -13,9 +13,9 @@ import httpx2 as httpx
 import pytest
 import torch
 
-from tests.generation.tiny_models import tiny
 from tests.serving.servers import ADMIN, copied, http_post
 from tests.serving.workers.local import LocalPool, serving_locally
+from tests.tiny import float64_lm
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 from unmask.serving.app import AppSettings
@@ -44,13 +44,13 @@ def one_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lms(tmp_path: Path) -> list[DiffusionLM]:
     """The models of two workers."""
-    return [copied(tiny(**PATTERN), tmp_path / name) for name in ("first", "second")]
+    return [copied(float64_lm(**PATTERN), tmp_path / name) for name in ("first", "second")]
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> DiffusionLM:
     """Other weights for them, which are in `weights/new`."""
-    trained = tiny(**PATTERN).frozen_copy()
+    trained = float64_lm(**PATTERN).frozen_copy()
     for weight in trained.model.parameters():
         weight += torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view_as(weight)
     trained.save(tmp_path / "weights" / "new")
@@ -104,7 +104,7 @@ def test_the_admin_key_and_the_folders_are_checked_before_a_worker_is_asked(
 
 
 def test_if_one_refuses_none_takes_them(lms: list[DiffusionLM], new: DiffusionLM, tmp_path: Path) -> None:
-    other = copied(tiny(attention="block_causal", block_size=4), tmp_path / "other")
+    other = copied(float64_lm(attention="block_causal", block_size=4), tmp_path / "other")
     before = [fingerprint(lm.model) for lm in (lms[0], other)]
     with serving_locally(
         [lms[0], other], AppSettings(admin_key="admin", weights_from=(tmp_path / "weights",))

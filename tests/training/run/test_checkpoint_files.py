@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.training.tiny_runs import Before, equal, make, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import Before, equal, make, weights
 from unmask.errors import TrainingError
 from unmask.models.export import export
 from unmask.training.run.checkpoint import (
@@ -183,7 +184,7 @@ def test_the_umask_decides_who_reads_what_is_saved(umask, mode, tmp_path):
         trainer.train()
         trainer.save_model(str(tmp_path / "model"))
         trainer.lm.save(tmp_path / "saved")
-        export(tiny("causal"), tmp_path / "exported", "hf")
+        export(llama_lm("causal"), tmp_path / "exported", "hf")
     finally:
         os.umask(before)
     for name in ("checkpoint-2", "model", "saved", "exported"):

@@ -11,18 +11,8 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.training.tiny_runs import (
-    PAIRS,
-    PREFERENCES,
-    ROLLOUT,
-    TEXTS,
-    equal,
-    make,
-    ranks,
-    settings,
-    tiny,
-    weights,
-)
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.base import OnResume, kinds_of
 from unmask.config.run import RolloutConfig, RunConfig
@@ -278,7 +268,7 @@ def started(verb: str, folder: Path, **more: Any) -> Any:
         reward = {"reward": ranks} if verb == "grpo" else {}
         return make(verb, folder, **{**BASE, **reward, "eval_dataset": held_out, **more})
     args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
-    return ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
+    return ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:2])
 
 
 def inner(trainer: Any) -> Any:

@@ -13,7 +13,8 @@ import peft
 import pytest
 import torch
 
-from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, tiny, weights
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, weights
 from unmask.cli.run_folder import run_settings
 from unmask.config.base import Config, OnResume, flat_values, kinds_of
 from unmask.config.run import RunConfig
@@ -70,18 +71,18 @@ def test_other_adapters_and_other_weights_under_them_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.adapters"):
         resume("sft", tmp_path, peft_config=peft.LoraConfig(**LORA | {"lora_alpha": 2}))
     with pytest.raises(ConfigError, match=r"model\.weights"):
-        resume("sft", tmp_path, lm=moved(tiny(), among="mlp"), **run)
+        resume("sft", tmp_path, lm=moved(llama_lm(), among="mlp"), **run)
     assert equal(resume("sft", tmp_path, **run), straight)
 
 
 def test_a_reference_is_the_model_that_the_run_began_with(tmp_path):
     straight = stopped("grpo", tmp_path / "kl", beta=0.1, reward=ranks)
     with pytest.raises(ConfigError, match=r"model\.weights"):
-        resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks, lm=moved(tiny()))
+        resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks, lm=moved(llama_lm()))
     assert equal(resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks), straight)
     straight = stopped("grpo", tmp_path / "free", beta=0.0, reward=ranks)
     # the checkpoint has its weights
-    assert equal(resume("grpo", tmp_path / "free", beta=0.0, reward=ranks, lm=moved(tiny())), straight)
+    assert equal(resume("grpo", tmp_path / "free", beta=0.0, reward=ranks, lm=moved(llama_lm())), straight)
 
 
 def test_other_rewards_are_refused(tmp_path):
@@ -92,7 +93,7 @@ def test_other_rewards_are_refused(tmp_path):
 
 def test_a_tokenizer_of_the_same_size_with_other_tokens_is_refused(tmp_path):
     stopped("grpo", tmp_path, reward=ranks)
-    other = tiny()
+    other = llama_lm()
     vocabulary = json.loads(other.tokenizer.backend_tokenizer.to_str())
     vocabulary["model"]["vocab"] |= {
         "a": vocabulary["model"]["vocab"]["b"],

@@ -1,8 +1,8 @@
-"""A model so small that all its sequences, masks and orders can be listed; and its likelihoods from their
-definitions, slowly.
+"""Likelihoods from their definitions, slowly: of a model so small that its sequences, masks and orders can be
+listed.
 
-A GPT-2, as it computes in float64 throughout. The expectation of a plan of views is computed exactly: the
-plan itself runs on a list of all the random numbers that matter (`Listed`).
+The expectation of a plan of views is computed exactly: the plan itself runs on a list of all the random numbers
+that matter (`Listed`).
 
 Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it, N listed cases, M views.
 """
@@ -15,63 +15,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config
 
-from unmask.data.characters import SPECIAL, character_tokenizer
+from tests.tiny import TOY_VOCABULARY, toy_lm
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
 
-ALPHABET = "ab"
-VOCABULARY = len(SPECIAL) + len(ALPHABET)
 PROMPT, LENGTH = 2, 5  # of the row whose tables are known
 
 Tables = list[tuple[list[int], Tensor]]
 """Of each group of tokens that are noised together its positions and its conditionals."""
 
-KINDS = {
-    "bidirectional": ("bidirectional", None, False),
-    "bidirectional with a shift": ("bidirectional", None, True),
-    "blocks of three": ("block_causal", 3, False),
-    "blocks of three with a shift": ("block_causal", 3, True),
-    "causal without a shift": ("causal", None, False),
-}
-"""Attention, block size and shift of the models that are noised. A causal model with a shift is not: it needs
-no noise."""
-
-
-def toy(
-    kind: str = "bidirectional",
-    *,
-    attention: tuple[str, int | None, bool] | None = None,
-    seed: int = 0,
-    **more: bool,
-) -> DiffusionLM:
-    """A toy of one of KINDS, or of any attention, block size and shift; its predictions depend strongly on
-    what they see.
-
-    `more` goes to `make_diffusion`.
-    """
-    pattern, block_size, shift = attention or KINDS[kind]
-    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=32, initializer_range=0.7, **tokens)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    return make_diffusion(
-        model,
-        character_tokenizer(ALPHABET),
-        attention=pattern,
-        block_size=block_size,
-        logit_shift=shift,
-        **more,
-    )
-
 
 def random_row(length: int, seed: int = 0) -> Tensor:
-    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(TOY_VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def groups(lm: DiffusionLM, start: int, stop: int) -> list[list[int]]:
@@ -131,7 +89,7 @@ def any_order(table_SL: Tensor) -> float:
 def tables_of(kind: str) -> tuple[Tensor, Tables]:
     """The groups of a completion under a toy: their row of group numbers, and (positions, conditionals) of
     each."""
-    lm = toy(kind)
+    lm = toy_lm(kind)
     row = random_row(PROMPT + LENGTH, seed=3)
     maskable = (torch.arange(PROMPT + LENGTH) >= PROMPT)[None]
     tables = [

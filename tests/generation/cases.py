@@ -1,32 +1,16 @@
-"""Tiny random models in float64: their predictions depend on the position, and EOS is as frequent as a test
-needs.
-
-Phi and GPT-2 have rotary and learned positions, and compute in float64 throughout (the norm of Llama rounds
-to float32).
-"""
+"""Patterns, prompts and settings on which sampling is tested, and a counter of what its passes compute."""
 
 from __future__ import annotations
 
 import math
-from functools import cache
-from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import strategies as st
-from peft import LoraConfig
-from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
-from unmask.data.characters import character_tokenizer
-from unmask.models.adapters import with_adapters
-from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
 
-ALPHABET = "abcdef"
-CONTEXT = 40
 PATTERNS = [
     ("causal", None),
     ("block_causal", 1),
@@ -38,76 +22,9 @@ PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
 every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
-def stock(family: str = "phi", layers: int = 2) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal model of transformers, with the same weights at each call."""
-    tokenizer = character_tokenizer(ALPHABET)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    shape = {"vocab_size": len(tokenizer), "initializer_range": 0.3, **ids}
-    if family == "phi":
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-        config = PhiConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=layers,
-            max_position_embeddings=CONTEXT,
-            **heads,
-            **shape,
-        )
-    else:
-        config = GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=CONTEXT, **shape)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), tokenizer
-
-
-@cache
-def tiny(
-    family: str = "phi",
-    attention: str = "causal",
-    block_size: int | None = None,
-    logit_shift: bool | None = None,
-    *,
-    eos_bias: float = 0.0,
-    mask_bias: float = 0.0,
-    layers: int = 2,
-    causal_context: bool = False,
-    time_embedding: bool = False,
-    quality_head: bool = False,
-) -> DiffusionLM:
-    """The stock model under a pattern; the biases are added to the logits of EOS and of the mask token."""
-    pattern = {
-        "attention": attention,
-        "block_size": block_size,
-        "logit_shift": logit_shift,
-        "causal_context": causal_context,
-    }
-    lm = make_diffusion(
-        *stock(family, layers), time_embedding=time_embedding, quality_head=quality_head, **pattern
-    )
-    head = lm.model.get_output_embeddings()
-    bias_V = torch.zeros(head.weight.shape[0], dtype=head.weight.dtype)
-    bias_V[lm.eos_token_id], bias_V[lm.mask_token_id] = eos_bias, mask_bias
-    head.bias = nn.Parameter(bias_V)
-    # its weights start at zero
-    for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():
-        weight.data += 0.5 * torch.randn(
-            weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype
-        )
-    if lm.quality_head is not None:
-        weight_D = lm.quality_head.weight.data
-        weight_D += torch.randn(
-            weight_D.shape, generator=torch.Generator().manual_seed(6), dtype=weight_D.dtype
-        )
-    return lm
-
-
 def prompt_lists(shortest: int):
     """Lists of prompts of any token ids, EOS and the mask token included."""
-    ids = st.integers(0, tiny().mask_token_id)
+    ids = st.integers(0, float64_lm().mask_token_id)
     return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
 
 
@@ -134,7 +51,7 @@ def configs(draw, attention: str, block_size: int | None):
         "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5, 0.7])),
         "forbidden_tokens": draw(st.sampled_from([None, None, [3], [0, 4]])),
         "allowed_tokens": draw(st.sampled_from([None, None, None, [1, 2, 5, 6]])),
-        "reveal_last": draw(st.sampled_from([None, None, [tiny().eos_token_id], [1, 2, 4, 5]])),
+        "reveal_last": draw(st.sampled_from([None, None, [float64_lm().eos_token_id], [1, 2, 4, 5]])),
         "cfg_scale": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
         "stop_at_eos": draw(st.booleans()),
         "seed": draw(st.integers(-1, 2)),
@@ -210,23 +127,3 @@ class Watch:
     def __exit__(self, *error):
         for hook in self.hooks:
             hook.remove()
-
-
-def adapted(lm: DiffusionLM, seed: int = 0, **settings) -> DiffusionLM:
-    """A copy of a Phi with LoRA adapters whose weights are not zero."""
-    config = LoraConfig(
-        **{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        trained = with_adapters(lm.frozen_copy(), config)
-        for name, weight in trained.model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(weight, std=0.5)
-    return trained
-
-
-def store(adapted: DiffusionLM, path: Path, **options) -> Path:
-    """Save the adapters of a model as PEFT does."""
-    adapted.model.save_pretrained(path, save_embedding_layers=False, **options)
-    return path
