@@ -368,7 +368,7 @@ def test_python_runs(page, here, monkeypatch):
     """The blocks of a page one after the other, with fewer steps; `rows` stands for a data set of one's
     own."""
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
-    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.setattr(Task, "registered", dict(Task.registered))
     names: dict[str, Any] = {"__name__": __name__, "unmask": package, "rows": [PROBLEM] * 64}
     blocks = [block for block in blocks_of(page) if block.language == "python"]
     with (

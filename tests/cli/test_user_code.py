@@ -74,7 +74,7 @@ def here(tmp_path, monkeypatch) -> Iterator[None]:
     a test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
-    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.setattr(Task, "registered", dict(Task.registered))
     Path("twins.py").write_text(TASK)
     Path("parts.py").write_text(METHOD)
     yield

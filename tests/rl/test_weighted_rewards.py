@@ -131,7 +131,7 @@ def test_a_task_that_edits_its_rows_does_not_edit_the_data(monkeypatch):
     rows = [{"prompt": "p", "answer": [1.0]}] * 2
     assert_equal(Rewards(["edits", "edits"])(rows, ["a", "b"], [[1], [2]]).reward_BF, [[1.0, 1.0]] * 2)
     assert rows[0]["answer"] == [1.0]
-    del Task._known["edits"]
+    del Task.registered["edits"]
 
 
 FORKS = """
@@ -369,17 +369,17 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
                 completion, Verdict(0.0, "timeout")
             )
 
-    monkeypatch.setattr(Task, "_known", Task._known)
+    monkeypatch.setattr(Task, "registered", Task.registered)
     rewards = Rewards("odd")
     result = rewards(ROWS, TEXTS, IDS)
     assert_equal(result.reward_BF, [[1.0], [math.nan], [0.0]])
     assert result.failed_BF.tolist() == [[False], [True], [False]]
     assert result.statuses == {"odd": {"ok": 1, "verifier_error": 1, "timeout": 1}}
-    del Task._known["odd"]
+    del Task.registered["odd"]
 
 
 def test_a_task_in_the_place_of_a_function_is_refused_with_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.setattr(Task, "registered", dict(Task.registered))
     (tmp_path / "odd.py").write_text("from unmask.tasks import Task\nclass Odd(Task):\n    name = 'odd'")
     with pytest.raises(
         ConfigError, match=r"odd\.py:Odd: is a task, not a function.*--task .*odd\.py:Odd: .*rewards=\[odd\]"

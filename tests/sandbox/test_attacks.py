@@ -81,7 +81,7 @@ def host(tmp_path, monkeypatch):
 
 def of_sandboxes(pool: SandboxPool) -> list[str]:
     """The command lines of all processes that run as one of a pool's users."""
-    users = {uid for slot in pool._slots for uid in slot.uids}
+    users = {uid for slot in pool.slots for uid in slot.uids}
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -111,7 +111,7 @@ def assert_defeated(
 def assert_nobody_survives(pool: SandboxPool) -> None:
     """Only the processes that wait for the next job run as a user of the sandboxes: three for each, with
     bubblewrap's two."""
-    waiting = sum(slot._cell is not None for slot in pool._slots)
+    waiting = sum(slot.waiting_cell is not None for slot in pool.slots)
     deadline = time.monotonic() + 60
     while len(running := of_sandboxes(pool)) != 3 * 2 * waiting:
         assert time.monotonic() < deadline, f"{waiting} cells wait, but these run: {running}"
@@ -153,7 +153,5 @@ def test_a_sandbox_that_ran_one_program_never_runs_another(pool):
         "import builtins\nruns = getattr(builtins, 'runs', 0) + 1\nbuiltins.runs = runs\ndef f(x): return "
         "runs"
     )
-    found = pool.run(
-        [python_job(program, PythonTests("assert f(0) == 1", {"f": "f"}))] * 3 * len(pool._slots)
-    )
+    found = pool.run([python_job(program, PythonTests("assert f(0) == 1", {"f": "f"}))] * 3 * len(pool.slots))
     assert {outcome.status for outcome in found} == {"ok"}

@@ -71,7 +71,7 @@ def test_the_files_of_version_2(monkeypatch, tmp_path, controllers, wanted):
     """In a folder that imitates the hierarchy, as only a host with version 2 has a real one."""
     (tmp_path / "cgroup.controllers").write_text(controllers)
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
-    monkeypatch.setattr(cgroups, "_own_group", lambda controller: tmp_path)
+    monkeypatch.setattr(cgroups, "own_group", lambda controller: tmp_path)
     group = ControlGroup("unmask-1-test", 64 << 20, 4)
     assert (tmp_path / "cgroup.subtree_control").read_text() == wanted and group.shares_processors == (
         "cpu" in controllers

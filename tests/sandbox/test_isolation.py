@@ -47,7 +47,7 @@ def test_the_probe_reports_layers_and_what_gets_through():
 def bare(monkeypatch, tmp_path):
     """A host on which nothing isolates."""
     bare = Host(dict.fromkeys(LAYERS, "taken away"), tmp_path, sys.executable)
-    isolation._compile_worker(sys.executable, tmp_path)
+    isolation.compile_worker(sys.executable, tmp_path)
     monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: bare)
     return bare
 
@@ -97,7 +97,7 @@ def test_nothing_is_left_when_a_pool_is_closed():
     for _ in range(2):
         pool = SandboxPool(2)
         pool.run([DOUBLE, EXITS] * 4)
-        groups = [folder for slot in pool._slots for group in slot.groups for folder in group.folders]
+        groups = [folder for slot in pool.slots for group in slot.groups for folder in group.folders]
         assert all(folder.is_dir() for folder in groups)
         pool.close()
         assert not any(folder.exists() for folder in groups)
@@ -114,7 +114,7 @@ tests = PythonTests("assert f(1) == 2", {"f": "f"})
 pool.run([python_job("def f(x): return 2", tests)] * 2)
 pool.submit(python_job("while True: pass", tests))
 time.sleep(0.5)
-print(*(uid for slot in pool._slots for uid in slot.uids), flush=True)
+print(*(uid for slot in pool.slots for uid in slot.uids), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -145,9 +145,9 @@ def test_folders_of_processes_that_were_killed_are_swept_up(monkeypatch, tmp_pat
     dead.mkdir()
     (dead / isolation.LOCK).touch()
     (tmp_path / f"{isolation.PREFIX}other").mkdir()  # not ours: it has no lock
-    living = isolation._new_folder()
+    living = isolation.new_folder()
     assert (
-        isolation._new_folder().is_dir()
+        isolation.new_folder().is_dir()
         and living.is_dir()
         and not dead.exists()
         and (tmp_path / f"{isolation.PREFIX}other").is_dir()
@@ -167,7 +167,7 @@ def test_the_place_of_a_lock_may_hold_anything(monkeypatch, tmp_path):
     (tmp_path / f"{isolation.PREFIX}file").touch()
     os.mkfifo(tmp_path / f"{isolation.PREFIX}pipe")
     before = set(tmp_path.iterdir())
-    thread = threading.Thread(target=isolation._new_folder, daemon=True)
+    thread = threading.Thread(target=isolation.new_folder, daemon=True)
     thread.start()
     thread.join(20.0)
     assert not thread.is_alive() and before < set(tmp_path.iterdir())
@@ -176,7 +176,7 @@ def test_the_place_of_a_lock_may_hold_anything(monkeypatch, tmp_path):
         foreign.mkdir()
         (foreign / isolation.LOCK).touch()
         os.chown(foreign, FIRST_UID, FIRST_UID)
-        isolation._new_folder()
+        isolation.new_folder()
         assert foreign.is_dir()
 
 

@@ -102,7 +102,7 @@ def test_a_program_is_compiled_once(pool, monkeypatch):
     assert outcome_of(pool, RIGHT + " (* once *)", SUITE + "(* twice *)").status == "verifier_error"
     monkeypatch.setattr(ocaml, "CACHED", 1)
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 60.0)
-    assert outcome_of(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._built) == 1
+    assert outcome_of(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml.built_programs) == 1
 
 
 def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
@@ -222,10 +222,10 @@ def test_the_candidate_holds_no_test(pool, monkeypatch):
     """Neither the expected values nor the names of tests are in the candidate's program."""
     suite = SUITE.replace("2 (twice 1)", "987654321 (twice 1)").replace('"one"', '"a name of a test"')
     sent = []
-    given = ocaml._build
+    given = ocaml.build
     monkeypatch.setattr(
         ocaml,
-        "_build",
+        "build",
         lambda slot, files, commands, **k: sent.append(files) or given(slot, files, commands, **k),
     )
     assert outcome_of(pool, RIGHT + "(* none *)", suite).status == "wrong"

@@ -203,7 +203,7 @@ def test_unknown_names_are_answered_with_the_nearest():
 
 
 def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
-    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.setattr(Task, "registered", dict(Task.registered))
 
     class Echo(Puzzle):
         name, fields, columns, alphabet, max_completion = "echo", ("word",), ("word",), "ab", 2
@@ -243,7 +243,7 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
 
 
 def test_the_task_of_the_documentation(monkeypatch, tmp_path):
-    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.setattr(Task, "registered", dict(Task.registered))
     text = (REPOSITORY / "docs" / "tasks.md").read_text()
     (source,) = re.findall(
         r"## A task of your own\n\nA task is a class in a file:\n\n```python\n(.*?)```", text, re.DOTALL
@@ -291,7 +291,7 @@ class Number(Raises):
 
 @pytest.fixture
 def faulty(tmp_path, monkeypatch):
-    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.setattr(Task, "registered", dict(Task.registered))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "faulty.py").write_text(FAULTY)
 

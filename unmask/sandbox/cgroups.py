@@ -27,7 +27,7 @@ class ControlGroup:
 
     def __init__(self, name: str, memory: int, processes: int):
         if (ROOT / "cgroup.controllers").exists():
-            parent = _own_group("")
+            parent = own_group("")
             self.shares_processors = "cpu" in (parent / "cgroup.controllers").read_text().split()
             wanted = "+memory +pids" + " +cpu" * self.shares_processors
             (parent / "cgroup.subtree_control").write_text(wanted)  # refused if the group has processes
@@ -40,16 +40,16 @@ class ControlGroup:
             self.folders = [folder]
         else:
             limits = {
-                _own_group("memory") / name / "memory.limit_in_bytes": memory,
-                _own_group("pids") / name / "pids.max": processes,
+                own_group("memory") / name / "memory.limit_in_bytes": memory,
+                own_group("pids") / name / "pids.max": processes,
             }
             self.folders = list(dict.fromkeys(file.parent for file in limits))
             self.shares_processors = False
             with contextlib.suppress(FileNotFoundError):
-                self.folders.append(_own_group("cpu") / name)
+                self.folders.append(own_group("cpu") / name)
                 self.shares_processors = True
             with contextlib.suppress(FileNotFoundError):
-                self.folders.append(_own_group("cpuacct") / name)
+                self.folders.append(own_group("cpuacct") / name)
         try:
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
@@ -100,14 +100,14 @@ def sweep() -> None:
     """Remove the empty groups of processes that were killed. Their names are `unmask-<process id>-...`."""
     for controller in ("memory", "pids", "cpu", "cpuacct", ""):
         with contextlib.suppress(OSError):
-            for folder in _own_group(controller).glob("unmask-*-*"):
+            for folder in own_group(controller).glob("unmask-*-*"):
                 pid = folder.name.split("-")[1]
                 if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
                     with contextlib.suppress(OSError):
                         folder.rmdir()
 
 
-def _own_group(controller: str) -> Path:
+def own_group(controller: str) -> Path:
     """The folder of the group of this process: for a controller (version 1), or for all (version 2,
     `controller` empty)."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():

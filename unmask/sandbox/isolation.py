@@ -186,7 +186,7 @@ FOLDERS = (
 @functools.cache
 def probe() -> Host:
     """Find out by trial what isolates programs on this host."""
-    folder = _new_folder()
+    folder = new_folder()
     missing = {}
     try:
         write_filter(folder / FILTER)
@@ -205,11 +205,11 @@ def probe() -> Host:
     python, problem = _find_python(Host(missing, folder, sys.executable))
     if problem:
         missing["bubblewrap"] = problem
-    _compile_worker(python, folder)
+    compile_worker(python, folder)
     return Host(missing, folder, python)
 
 
-def _new_folder() -> Path:
+def new_folder() -> Path:
     """A folder for this process. Folders of processes that were killed, whose locks are free, are removed."""
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), _open_own(old / LOCK) as old_lock:
@@ -260,7 +260,8 @@ def _find_python(host: Host) -> tuple[str, str]:
     return sys.executable, problem or "no interpreter starts in it"
 
 
-def _compile_worker(python: str, folder: Path) -> None:
+def compile_worker(python: str, folder: Path) -> None:
+    """Write worker.py to a folder as bytecode of a sandbox's interpreter."""
     script = "import py_compile, sys; py_compile.compile(sys.argv[1], sys.argv[2], doraise=True)"
     subprocess.run([python, "-I", "-c", script, worker.__file__, str(folder / WORKER)], check=True)
 

@@ -163,7 +163,7 @@ def _archives(*packages: str) -> list[str]:
 
 
 _lock = threading.Lock()
-_built: OrderedDict[str, str] = OrderedDict()
+built_programs: OrderedDict[str, str] = OrderedDict()
 """Native programs in base64, by the hash of their files, the last used one last."""
 
 
@@ -175,11 +175,11 @@ def ocaml_job(program: str, tests: OCamlTests) -> Job:
             tools = toolchain(slot.host)
         interface = {f"{tests.module.removesuffix('.ml')}.mli": tests.interface}
         commands = tools.build_tests(tests.module)
-        tester = _build(slot, {**interface, "tests__.ml": tests.tests}, commands, of_dataset=len(commands))
+        tester = build(slot, {**interface, "tests__.ml": tests.tests}, commands, of_dataset=len(commands))
         if isinstance(tester, Outcome):
             return tester
         commands = tools.build_candidate(tests.module)
-        candidate = _build(slot, {**interface, tests.module: program}, commands, of_dataset=SERVER_COMMANDS)
+        candidate = build(slot, {**interface, tests.module: program}, commands, of_dataset=SERVER_COMMANDS)
         if isinstance(candidate, Outcome):
             return candidate
         with slot.cell() as cell:
@@ -189,16 +189,16 @@ def ocaml_job(program: str, tests: OCamlTests) -> Job:
     return job
 
 
-def _build(
+def build(
     slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], *, of_dataset: int
 ) -> str | Outcome:
     """The native program in base64; the outcome if a command fails: only those after the first `of_dataset`
     blame the candidate."""
     key = hashlib.sha256(json.dumps([files, commands]).encode()).hexdigest()
     with _lock:
-        if key in _built:
-            _built.move_to_end(key)
-            return _built[key]
+        if key in built_programs:
+            built_programs.move_to_end(key)
+            return built_programs[key]
     with slot.member("compiler") as compiler:
         compiler.send({"files": files, "commands": commands, "result": "main"})
         frame = compiler.receive(min(COMPILE_SECONDS, slot.deadline - time.monotonic()))
@@ -215,7 +215,7 @@ def _build(
         )
     native: str = found["program"]
     with _lock:
-        _built[key] = native
-        while len(_built) > CACHED:
-            _built.popitem(last=False)
+        built_programs[key] = native
+        while len(built_programs) > CACHED:
+            built_programs.popitem(last=False)
     return native

@@ -57,18 +57,19 @@ class Slot:
                 for role in ("candidate", "tester")
             )
             self.groups = (candidate, tester)
-        self._cell: Cell | None = None
+        self.waiting_cell: Cell | None = None
+        """The cell that was started in advance."""
 
     @contextlib.contextmanager
     def cell(self) -> Iterator[Cell]:
         """A candidate and a tester for one job. Afterwards they are killed and the next ones started."""
-        cell, self._cell = self._cell or self._start(), None
+        cell, self.waiting_cell = self.waiting_cell or self._start(), None
         try:
             yield cell
         finally:
             cell.kill()
         with contextlib.suppress(OSError):  # the next job reports the failure
-            self._cell = self._start()
+            self.waiting_cell = self._start()
 
     @contextlib.contextmanager
     def member(self, role: str) -> Iterator[Member]:
@@ -83,9 +84,9 @@ class Slot:
 
     def stop(self) -> None:
         """Kill the cell that was started in advance."""
-        if self._cell is not None:
-            self._cell.kill()
-            self._cell = None
+        if self.waiting_cell is not None:
+            self.waiting_cell.kill()
+            self.waiting_cell = None
 
     def close(self) -> None:
         self.stop()
@@ -158,13 +159,14 @@ class SandboxPool:
             // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         )
         count = slots or max(1, min(MOST_SLOTS, wanted))
-        self._slots = [Slot(self.host, self.limits) for _ in range(count)]
+        self.slots = [Slot(self.host, self.limits) for _ in range(count)]
+        """All slots, busy and free."""
         self._free: SimpleQueue[Slot] = SimpleQueue()
-        for slot in self._slots:
+        for slot in self.slots:
             self._free.put(slot)
         # A sandbox dies with the thread that started it, so the threads of the pool start all sandboxes.
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="sandbox")
-        self.close = weakref.finalize(self, _close, self._threads, self._slots)
+        self.close = weakref.finalize(self, _close, self._threads, self.slots)
 
     def submit(self, job: Job, deadline: float = math.inf) -> Future[Outcome]:
         """A future with the outcome of a job. It is killed at the deadline (of `time.monotonic`), and its

@@ -96,7 +96,8 @@ class Task(abc.ABC):
     """Tokens (of a character tokenizer) in the longest right completion and its end of sequence; None: the
     sampler's setting."""
 
-    _known: ClassVar[dict[str, type[Task]]] = {}
+    registered: ClassVar[dict[str, type[Task]]] = {}
+    """The classes of all tasks, by name."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -292,10 +293,10 @@ def get_task(name: str) -> Task:
     if ":" in name:
         return _load_task(name)
     refuse_file_alone(name, _is_task, "task")
-    if name not in Task._known:
+    if name not in Task.registered:
         own = "Name a class of your own as path/to/file.py:NAME"
-        raise ConfigError(f"unknown task {name!r}", remedy=f"{did_you_mean(name, Task._known)} {own}")
-    return _made(Task._known[name], name)
+        raise ConfigError(f"unknown task {name!r}", remedy=f"{did_you_mean(name, Task.registered)} {own}")
+    return _made(Task.registered[name], name)
 
 
 def _load_task(target: str) -> Task:
@@ -321,14 +322,14 @@ def _is_task(value: Any) -> bool:
 
 def _register(cls: type[Task]) -> None:
     """Make a class known by its name. Raises ConfigError if a class of Unmask has the name."""
-    known = Task._known.get(cls.name)
+    known = Task.registered.get(cls.name)
     if known is not None and _is_built_in(known) and not _is_built_in(cls):
         raise ConfigError(
             f"{cls.name!r} is the name of a built-in task",
             where=cls.__name__,
             remedy="Give it a name of its own",
         )
-    Task._known[cls.name] = cls
+    Task.registered[cls.name] = cls
 
 
 def _is_built_in(cls: type[Task]) -> bool:
