@@ -79,13 +79,13 @@ def use(monkeypatch, worker):
     """Compare answers with this worker only."""
     idle = SimpleQueue()
     idle.put(worker)
-    monkeypatch.setattr(symbolic, "_idle", idle)
+    monkeypatch.setattr(symbolic, "idle_workers", idle)
 
 
 def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypatch):
     worker = RewardWorker("time:sleep")
     worker.start()
-    process = worker._process
+    process = worker.process
     use(monkeypatch, worker)
     monkeypatch.setattr(symbolic, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(
@@ -183,8 +183,8 @@ def test_a_busy_host_changes_no_verdict(monkeypatch):
     worker = RewardWorker("unmask.rewards.math_worker:compare")
     use(monkeypatch, worker)
     worker.start()
-    os.kill(worker._process.pid, signal.SIGSTOP)
-    waking = threading.Timer(0.8, os.kill, (worker._process.pid, signal.SIGCONT))
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    waking = threading.Timer(0.8, os.kill, (worker.process.pid, signal.SIGCONT))
     waking.start()
     assert equivalent(r"\sqrt{4}+y", "y+2") == OK
     waking.join()

@@ -141,7 +141,7 @@ def test_what_cannot_be_sent_back_is_told(path):
 def test_a_late_call_is_killed_and_the_next_one_is_served(path):
     worker = RewardWorker(f"{path}:sleeps")
     worker.start()
-    process = worker._process
+    process = worker.process
     with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.2 seconds"):
         worker.apply((), {}, 0.2)
     assert process.poll() is not None
@@ -161,8 +161,8 @@ def test_a_call_that_ends_the_process_is_told_with_its_code(path):
 def test_a_worker_that_died_between_calls_is_started_again(path):
     worker = RewardWorker(f"{path}:length")
     worker.start()
-    worker._process.kill()
-    worker._process.wait()
+    worker.process.kill()
+    worker.process.wait()
     assert worker.apply((), {"completions": ["abc"]}, 60) == [3.0]
     worker.close()
 
@@ -224,8 +224,8 @@ def test_a_worker_in_a_cycle_of_garbage_ends_its_process():
     """Collected in any order, with warnings as errors."""
     worker = RewardWorker("os:getpid")
     worker.start()
-    process, worker.cycle = weakref.ref(worker._process), worker
-    pid = worker._process.pid
+    process, worker.cycle = weakref.ref(worker.process), worker
+    pid = worker.process.pid
     del worker
     gc.collect()
     assert process() is None

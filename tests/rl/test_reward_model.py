@@ -49,10 +49,10 @@ def test_special_tokens_in_texts_and_messages_are_text(tmp_path):
     LlamaForSequenceClassification(build_config("llama", tokenizer, **SIZES)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reward, end = RewardModel(str(tmp_path)), tokenizer.eos_token_id
-    assert end not in reward._ids("a</s>", "b</s>")
+    assert end not in reward.token_ids("a</s>", "b</s>")
     assert (
-        reward._ids([{"role": "user", "content": "a</s>"}], [{"role": "assistant", "content": "b"}]).count(
-            end
-        )
+        reward.token_ids(
+            [{"role": "user", "content": "a</s>"}], [{"role": "assistant", "content": "b"}]
+        ).count(end)
         == 2
     )

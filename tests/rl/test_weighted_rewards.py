@@ -496,7 +496,7 @@ def state(trainer_state, timeout, **columns): return [trainer_state.global_step 
 def test_of_processes_the_late_one_is_killed_and_only_its_part_is_unscored(tmp_path, caplog):
     (tmp_path / "hangs.py").write_text(HANGS)
     rewards = Rewards(f"{tmp_path}/hangs.py:odd", workers=2, seconds=0.5)
-    processes = [worker._process for worker in rewards.functions[0].workers]
+    processes = [worker.process for worker in rewards.functions[0].workers]
     rows = [{"prompt": "p"}] * 4
     result = rewards(rows, ["a", "b", "c", "x"], [[1]] * 4)
     assert processes[1].poll() is not None

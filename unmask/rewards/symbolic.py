@@ -178,16 +178,17 @@ def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:
         return list(threads.map(verdict, answers))
 
 
-_idle: SimpleQueue[RewardWorker] = SimpleQueue()
+idle_workers: SimpleQueue[RewardWorker] = SimpleQueue()
+"""The processes that compare answers and are free."""
 for _ in range(WORKERS):
-    _idle.put(RewardWorker("unmask.rewards.math_worker:compare"))
+    idle_workers.put(RewardWorker("unmask.rewards.math_worker:compare"))
 
 
 @functools.lru_cache(maxsize=65_536)
 def _verified(answer: str, reference: str, final: bool) -> Verdict:
-    worker = _idle.get()
+    worker = idle_workers.get()
     try:
         verdict: Verdict = worker.apply((answer, reference, final), {}, WAIT_SECONDS, COMPARE_SECONDS)
     finally:
-        _idle.put(worker)
+        idle_workers.put(worker)
     return verdict

@@ -65,7 +65,8 @@ class RewardWorker:
 
     def __init__(self, target: str, wrapper: str = ""):
         self.target, self.wrapper = target, wrapper
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """The process; None before its start and after `close`."""
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
         self._end: Callable[[], Any] = lambda: None
@@ -84,7 +85,7 @@ class RewardWorker:
             WorkerError: it cannot be imported.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:  # it died since the last call
+            if self.process is not None and self.process.poll() is not None:  # it died since the last call
                 self.close()
             pipe = self._pipe or self._start()
             late = f"no answer within {min(timeout, cpu_seconds):g} seconds"
@@ -99,18 +100,18 @@ class RewardWorker:
     def close(self) -> None:
         """Kill the process."""
         self._end()
-        self._process = self._pipe = None
+        self.process = self._pipe = None
 
     def _start(self) -> Connection:
         self._pipe, remote = Pipe()
         command = [sys.executable, "-P", "-m", __name__, str(remote.fileno()), self.target, self.wrapper]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command, pass_fds=[remote.fileno()], env=environment, stdin=subprocess.DEVNULL
         )
         remote.close()
         # Unlike `__del__`, it keeps both alive until it has ended them, also in a cycle of garbage.
-        self._end = weakref.finalize(self, _end, self._process, self._pipe)
+        self._end = weakref.finalize(self, _end, self.process, self._pipe)
         try:
             self._exchange(self._pipe, None, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
         except WorkerCallError as error:  # not the fault of a call
@@ -130,8 +131,8 @@ class RewardWorker:
                 raise WorkerTimeoutError(late, where=self.target)
             failed, answer = pipe.recv()
         except (EOFError, ConnectionError):
-            assert self._process is not None
-            what = f"its process ended (exit code {self._process.wait(END_SECONDS)})"
+            assert self.process is not None
+            what = f"its process ended (exit code {self.process.wait(END_SECONDS)})"
             self.close()
             raise WorkerDeathError(what, where=self.target) from None
         if failed:
@@ -142,10 +143,10 @@ class RewardWorker:
         """Wait for an answer. Returns whether there is one within these limits."""
         if cpu_seconds == math.inf:
             return pipe.poll(timeout)
-        assert self._process is not None
-        end, cpu_end = time.monotonic() + timeout, usage_of(self._process.pid).computed + cpu_seconds
+        assert self.process is not None
+        end, cpu_end = time.monotonic() + timeout, usage_of(self.process.pid).computed + cpu_seconds
         while not (ready := pipe.poll(POLL_SECONDS)):
-            if time.monotonic() > end or usage_of(self._process.pid).computed > cpu_end:
+            if time.monotonic() > end or usage_of(self.process.pid).computed > cpu_end:
                 break
         return ready
 

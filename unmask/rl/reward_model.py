@@ -71,7 +71,8 @@ class RewardModel:
         """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders.
         Special tokens that they spell are text."""
         rows = [
-            self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
+            self.token_ids(prompt, completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
         ]
         rewards: list[float] = []
         for start in range(0, len(rows), BATCH):
@@ -79,7 +80,7 @@ class RewardModel:
             rewards += self.model(**batch.to(self.model.device)).logits[:, 0].tolist()
         return rewards
 
-    def _ids(self, prompt: Any, completion: Any) -> list[int]:
+    def token_ids(self, prompt: Any, completion: Any) -> list[int]:
         """The ids with the tokenizer's own beginning and end, cut to its longest text."""
         text = prompt + completion if isinstance(prompt, str) else [*prompt, *completion]
         marked = as_text(self.tokenizer, text)
