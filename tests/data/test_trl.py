@@ -18,8 +18,8 @@ from unmask.data.characters import character_tokenizer
 from unmask.data.encoding import encode_prompt, encode_row
 from unmask.data.formats import SUPERVISED, Reader, read_prompt
 from unmask.errors import DataError
-from unmask.evaluation.file_likelihood import _parts as likelihood_parts
-from unmask.evaluation.tasks import _prompts as evaluated_prompts
+from unmask.evaluation.file_likelihood import likelihood_parts
+from unmask.evaluation.tasks import prompt_ids
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
 from unmask.rl.config import GRPOConfig
@@ -122,7 +122,7 @@ def in_every_verb(
     }
     answer = made["sft"][1]
     made["grpo"] = GRPOTrainer.make_rows(lm, config(GRPOConfig), [row], "train")[0].ids, answer
-    made["evaluate"] = evaluated_prompts(lm, [row])[0], answer
+    made["evaluate"] = prompt_ids(lm, [row])[0], answer
     for columns in (pair, {"messages": [*prompt, ANSWER], **more}):
         made[f"likelihood of {next(iter(columns))}"] = likelihood_parts(lm, Reader(SUPERVISED).read(columns))[
             -1
@@ -307,7 +307,7 @@ def test_a_column_that_would_change_a_prompt_and_is_not_read_is_refused_by_every
             trainer.make_rows(lm, args, [row], "train_dataset")
         assert (caught.value.where or "").startswith("train_dataset, row 0") and where in str(caught.value)
     with pytest.raises(DataError) as caught:
-        evaluated_prompts(lm, [row])
+        prompt_ids(lm, [row])
     assert where in str(caught.value)
 
 

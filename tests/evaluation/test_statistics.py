@@ -141,7 +141,7 @@ def test_values_that_mostly_agree_have_an_interval_only_if_enough_differ(values,
 def test_the_interval_of_scores_is_clopper_and_pearsons_for_verdicts(solved, count):
     sums = np.stack([np.repeat([1.0, 0.0], [solved, count - solved]), np.ones(count)], axis=1)
     interval, exact = (
-        statistics._interval_of_scores(sums, 0.0, 1.0),
+        statistics.score_interval(sums, 0.0, 1.0),
         scipy.stats.binomtest(solved, count).proportion_ci(0.95, "exact"),
     )
     assert (interval.low, interval.high) == pytest.approx((exact.low, exact.high), abs=1e-5)

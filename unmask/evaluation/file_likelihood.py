@@ -83,7 +83,7 @@ class Documents:
         for index, row in enumerate(loaded):
             with prepending_place(f"{path}, row {index}"):
                 problem = row if "text" in row else reader.read(row)
-                parts = [(given, ids[: _room(lm, given)]) for given, ids in _parts(lm, problem)]
+                parts = [(given, ids[: _room(lm, given)]) for given, ids in likelihood_parts(lm, problem)]
                 found.append((problem, [part for part in parts if part[1]]))
         documents = [(problem, parts) for problem, parts in found if parts]
         if not documents:
@@ -157,7 +157,7 @@ class Documents:
         return math.sqrt(math.fsum(error**2 for error in errors)) / int(self.protocol["tokens"])
 
 
-def _parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
+def likelihood_parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
     """What is measured of a row in TRL's columns: of a conversation each answer, given what is before it."""
     if "text" in row:
         ids = encode_prompt(lm.tokenizer, row["text"])

@@ -76,7 +76,7 @@ def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> I
     one prompt) are not independent; its rows together are one observation.
 
     If all values are within 0 and 1, the mean is taken to be that of scores which always are. Verdicts of 0
-    and 1 have Wilson's interval, other scores that of `_interval_of_scores`. Any other values have that of
+    and 1 have Wilson's interval, other scores that of `score_interval`. Any other values have that of
     `group_interval`.
 
     Raises:
@@ -99,10 +99,10 @@ def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> I
     solved_G, size_G = sums_G2.T
     if (size_G == size_G[0]).all() and np.isin(solved_G, (0, size_G[0])).all():  # each group is one verdict
         return wilson_interval(int((solved_G > 0).sum()), len(solved_G))
-    return _interval_of_scores(sums_G2, 0.0, 1.0)
+    return score_interval(sums_G2, 0.0, 1.0)
 
 
-def _interval_of_scores(sums_G2: np.ndarray, least: float, most: float) -> Interval:
+def score_interval(sums_G2: np.ndarray, least: float, most: float) -> Interval:
     """Interval of the mean of scores from `least` to `most`; `sums_G2` are the sum and the number of those of
     each group.
 
@@ -245,7 +245,7 @@ def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int]
     intervals.
 
     For verdicts of 0 and 1 with a group for each row it is that of Agresti and Min, otherwise that of
-    `group_interval`. Where this gives none for values from 0 to 1, it is that of `_interval_of_scores`.
+    `group_interval`. Where this gives none for values from 0 to 1, it is that of `score_interval`.
 
     Source: A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions"
     (2005).
@@ -266,7 +266,7 @@ def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int]
         if not 0 <= min(values) <= max(values) <= 1:
             return interval
         if interval.low == -math.inf:
-            return _interval_of_scores(sums_G2, -1.0, 1.0)
+            return score_interval(sums_G2, -1.0, 1.0)
         return Interval(mean, max(interval.low, -1.0), min(interval.high, 1.0))
     gained, lost = (float((sign * change > 0).sum() + 0.5) / (number + 2) for sign in (1, -1))
     half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt(

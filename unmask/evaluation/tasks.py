@@ -159,10 +159,10 @@ def check_evaluation(lm: DiffusionLM, task: Task, rows: Rows, sampler: SamplerCo
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or
     programs have no sandbox."""
     _verify(task, [""], rows[:1])
-    make_requests(lm, _prompts(lm, rows), sampler_for(task, rows, sampler))
+    make_requests(lm, prompt_ids(lm, rows), sampler_for(task, rows, sampler))
 
 
-def _prompts(lm: DiffusionLM, rows: Rows) -> list[list[int]]:
+def prompt_ids(lm: DiffusionLM, rows: Rows) -> list[list[int]]:
     """The token ids of the prompts, as in training."""
     return [encode_row(lm.tokenizer, read_prompt(row)) for row in rows]
 
@@ -281,7 +281,7 @@ class _Problem(NamedTuple):
 def _problems(lm: DiffusionLM, rows: Rows) -> list[_Problem]:
     """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not
     matter."""
-    ids, prompts = item_ids(rows), _prompts(lm, rows)
+    ids, prompts = item_ids(rows), prompt_ids(lm, rows)
     seen: Counter[tuple[int, ...]] = Counter()
     numbers: dict[int, int] = {}
     for n in sorted(range(len(rows)), key=lambda n: ids[n]):

@@ -58,7 +58,7 @@ def counted(method):
         return method(self, *given, **more)
     return call
 
-HarnessLM._estimate = counted(HarnessLM._estimate)
+HarnessLM.estimate_ids = counted(HarnessLM.estimate_ids)
 """
 """A process that dies once it has measured so many likelihoods."""
 
@@ -126,7 +126,7 @@ def test_the_bits_depend_on_neither_batch_size_nor_order(folder):
 @pytest.mark.slow
 def test_a_stopped_evaluation_goes_on(folder, monkeypatch):
     expected = finished(folder, *ALL)
-    calls, estimate = [], HarnessLM._estimate
+    calls, estimate = [], HarnessLM.estimate_ids
 
     def stopped(self, *arguments):
         calls.append(arguments)
@@ -134,7 +134,7 @@ def test_a_stopped_evaluation_goes_on(folder, monkeypatch):
             raise KeyboardInterrupt
         return estimate(self, *arguments)
 
-    monkeypatch.setattr(HarnessLM, "_estimate", stopped)
+    monkeypatch.setattr(HarnessLM, "estimate_ids", stopped)
     assert run(folder, *ALL, "--output", folder / "result.json", "--overwrite").exit_code == 130
     assert len(calls) == 6 and len(list(folder.glob("result.json.answers_rank0.db"))) == 1
     other = run(folder, *ALL, "--seed", "1", "--output", folder / "result.json", "--overwrite")

@@ -178,9 +178,9 @@ def test_long_contexts_lose_their_beginning():
         assert measured(model, [(long, "ba")])[0][1] in (True, False)
         ids = model.tok_encode(long)
         assert (
-            model._score(ids, [4, 5], 3)
-            == model._score(ids[-room:], [4, 5], 3)
-            != model._score(ids[-room + 2 :], [4, 5], 3)
+            model.answer_ids(ids, [4, 5], 3)
+            == model.answer_ids(ids[-room:], [4, 5], 3)
+            != model.answer_ids(ids[-room + 2 :], [4, 5], 3)
         )
         with pytest.raises(GenerationError, match="leaves no room for a context"):
             measured(model, [("ab", "ab" * 17)])
@@ -194,7 +194,7 @@ def test_windows_of_a_text_are_added():
         ([model.prefix_token_id], ids[:8]),
         (ids[4:8] if len(ids) == 12 else ids[len(ids) - 9 : 8], ids[8:]),
     ]
-    expected = sum(model._estimate(context, some, 0) for context, some in parts)
+    expected = sum(model.estimate_ids(context, some, 0) for context, some in parts)
     assert rolling(model, ["abbabaabbabb"]) == [pytest.approx(expected, abs=1e-9)]
 
 
@@ -288,9 +288,9 @@ def test_answers_are_kept_in_the_cache(tmp_path, monkeypatch):
 
     run(1, HarnessLM(lm, samples=9))  # as if stopped after an item
     calls = []
-    score = HarnessLM._score
+    score = HarnessLM.answer_ids
     monkeypatch.setattr(
-        HarnessLM, "_score", lambda self, *arguments: calls.append(arguments) or score(self, *arguments)
+        HarnessLM, "answer_ids", lambda self, *arguments: calls.append(arguments) or score(self, *arguments)
     )
     whole = run(None, HarnessLM(lm, samples=9))
     assert len(calls) == 4
@@ -385,7 +385,7 @@ def test_answers_are_kept_by_question(tmp_path):
     assert alone[0][0] != alone[1][0] and alone[0] == alone[2]  # one request, two questions
     assert run(limit=1, **kept) == alone[:1]
     assert run(**kept) == alone
-    with mock.patch.object(HarnessLM, "_estimate", side_effect=AssertionError("was asked again")):
+    with mock.patch.object(HarnessLM, "estimate_ids", side_effect=AssertionError("was asked again")):
         assert run(**kept) == alone
 
 
@@ -660,7 +660,7 @@ def test_choices_are_conditioned_on_the_same_tokens(kind):
     lm, pairs = reader(kind), [("the ca", "t sat"), ("the ca", " and"), ("the ca", "ke")]
     model = HarnessLM(lm)
     found = [value for value, _ in model.loglikelihood(asked(pairs), disable_tqdm=True)]
-    heads = {tuple(head) for head, _ in model._encode([context for context, _ in pairs], asked(pairs))}
+    heads = {tuple(head) for head, _ in model.encode_choices([context for context, _ in pairs], asked(pairs))}
     assert len(heads) == 1
     whole = [
         value

@@ -120,7 +120,9 @@ def test_too_few_samples_tell_no_error(folder):
 def test_a_perplexity_that_no_float_holds_is_infinite(lowest, mean, folder, tmp_path, monkeypatch):
     """Of an item, or of all of them. The result is read as it was written."""
     monkeypatch.setattr(
-        HarnessLM, "_rolling", lambda self, text, samples: LogLikelihood(lowest if text == "ab" else -1.0)
+        HarnessLM,
+        "log_likelihood_of_text",
+        lambda self, text, samples: LogLikelihood(lowest if text == "ab" else -1.0),
     )
     scores = evaluate_with_harness(toy_lm(), ["rolling"], include_path=folder)
     EvaluationResult(model={}, arguments={}, tasks=scores).write(tmp_path / "result.json")

@@ -273,7 +273,8 @@ class HarnessLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
         return [
-            self._score(context, continuation, sequence_key(context)) for _, context, continuation in requests
+            self.answer_ids(context, continuation, sequence_key(context))
+            for _, context, continuation in requests
         ]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -281,10 +282,15 @@ class HarnessLM(TemplateLM):
         with self._shown(requests, len(requests), disable_tqdm) as shown:
             for request in shown:
                 (text,), samples = request.args, self.samples_of(request.task_name)
-                answers.append(self._once(["rolling", text, samples], partial(self._rolling, text, samples)))
+                answers.append(
+                    self._once(
+                        ["rolling", text, samples], partial(self.log_likelihood_of_text, text, samples)
+                    )
+                )
         return answers
 
-    def _rolling(self, text: str, samples: int) -> LogLikelihood:
+    def log_likelihood_of_text(self, text: str, samples: int) -> LogLikelihood:
+        """The log-likelihood of a whole text, in disjoint windows."""
         # A causal model does not read the last token of a window, which may therefore be one longer.
         size = self.max_length - (not self.lm.autoregressive)
         windows = map(
@@ -292,7 +298,8 @@ class HarnessLM(TemplateLM):
             get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1),
         )
         parts = [
-            self._estimate(context, ids, sequence_key([*context, *ids]), samples) for context, ids in windows
+            self.estimate_ids(context, ids, sequence_key([*context, *ids]), samples)
+            for context, ids in windows
         ]
         return LogLikelihood(sum(parts), [difference for part in parts for difference in part.differences])
 
@@ -390,16 +397,16 @@ class HarnessLM(TemplateLM):
         contexts = [
             protocol.prompt(request.args[0], self.lm) if protocol else request.args[0] for request in requests
         ]
-        pairs = self._encode(contexts, requests)
+        pairs = self.encode_choices(contexts, requests)
         shared = common_length([continuation for _, continuation in pairs])
         # One without a context may be of several questions, and has one likelihood.
         common = [shared if request.args[0] else None for request in requests]
         return [
-            self._score(*pair, key, samples, first)
+            self.answer_ids(*pair, key, samples, first)
             for pair, key, first in zip(pairs, keys, common, strict=True)
         ]
 
-    def _encode(
+    def encode_choices(
         self, contexts: Sequence[str], requests: Sequence[Instance]
     ) -> list[tuple[list[int], list[int]]]:
         """The ids before each continuation and those to score, which together are the ids of the whole text.
@@ -430,7 +437,7 @@ class HarnessLM(TemplateLM):
         starts = [max(parts[name], ids[:1] == prefix) for name, ids in zip(names, whole, strict=True)]
         return [(ids[:start] or prefix, ids[start:]) for ids, start in zip(whole, starts, strict=True)]
 
-    def _score(
+    def answer_ids(
         self,
         context: list[int],
         continuation: list[int],
@@ -438,6 +445,8 @@ class HarnessLM(TemplateLM):
         samples: int | None = None,
         shared: int | None = None,
     ) -> tuple[float, bool]:
+        """The log-likelihood of a continuation, and whether greedy decoding gives it. The context loses its
+        beginning if both are longer than a row."""
         longest = self.max_length + self.lm.autoregressive  # a causal model does not read the last token
         if len(continuation) >= longest:
             what = f"a continuation of {len(continuation)} tokens leaves no room for a context"
@@ -446,10 +455,10 @@ class HarnessLM(TemplateLM):
                 f"{what} in rows of {self.max_length}", where="loglikelihood", remedy=remedy
             )
         context = context[-(longest - len(continuation)) :]
-        likelihood = self._estimate(context, continuation, key, samples, shared)
+        likelihood = self.estimate_ids(context, continuation, key, samples, shared)
         return likelihood, is_greedy(self.lm, context, continuation)
 
-    def _estimate(
+    def estimate_ids(
         self,
         context: list[int],
         continuation: list[int],
@@ -457,6 +466,7 @@ class HarnessLM(TemplateLM):
         samples: int | None = None,
         shared: int | None = None,
     ) -> LogLikelihood:
+        """The log-likelihood of a continuation, by the estimator."""
         samples = samples or self.samples
         found = log_likelihoods(
             self.lm, [context], [continuation], self.estimator, samples, self.seed, keys=[key], shared=shared
