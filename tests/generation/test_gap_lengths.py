@@ -180,8 +180,8 @@ def test_padding_changes_no_score():
 def test_tokens_are_predicted_from_the_gap_on_with_the_rest_of_the_window_hidden():
     scorer = GapScorer(float64_lm("phi", "bidirectional"), [4] * 19, [5] * 20, (19, 20))
     near, far = [18 - n for n in range(WINDOW)], [22 + n for n in range(WINDOW)]
-    assert [*scorer._views(3, 0, 1)] == [(near, 18), (far, 22)]
-    assert [*scorer._views(3, 1, 3)] == [(near[1:], 17), (near[2:], 16), (far[1:], 23), (far[2:], 24)]
+    assert [*scorer.views(3, 0, 1)] == [(near, 18), (far, 22)]
+    assert [*scorer.views(3, 1, 3)] == [(near[1:], 17), (near[2:], 16), (far[1:], 23), (far[2:], 24)]
 
 
 def test_nothing_beyond_another_gap_is_compared():

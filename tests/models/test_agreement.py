@@ -158,9 +158,9 @@ def test_positions_after_the_padding_token_are_those_of_transformers(padding):
 
 def test_a_window_that_is_not_obeyed_is_noticed(monkeypatch):
     config = MistralConfig(**HEADS, sliding_window=11)
-    monkeypatch.setattr(agreement, "_found", {})
+    monkeypatch.setattr(agreement, "found_positions", {})
     assert first_position(build(config)) == 0
-    agreement._found.clear()
+    agreement.found_positions.clear()
     monkeypatch.setattr("unmask.models.attention.AttentionMask.within", lambda mask, window: mask)
     with pytest.raises(ModelError, match="its logits are not those of its own attention"):
         first_position(build(config))
@@ -177,7 +177,7 @@ def test_a_copy_is_small_and_is_tried_once(monkeypatch):
         return model
 
     monkeypatch.setattr(agreement, "small_model", counted)
-    monkeypatch.setattr(agreement, "_found", {})
+    monkeypatch.setattr(agreement, "found_positions", {})
     eight = LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,

@@ -58,7 +58,7 @@ async def asking(limits: RequestLimits | None = None) -> AsyncIterator[Asking]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no automaton gets ready, and those that other tests made are not there."""
-    monkeypatch.setattr(compiled, "_cache", OrderedDict())
+    monkeypatch.setattr(compiled, "cached_automata", OrderedDict())
     release, run = threading.Event(), byte_automaton.run_bounded
 
     def waiting(*args: Any, **options: Any) -> Any:
@@ -116,7 +116,7 @@ def test_so_many_of_a_client_wait_and_the_end_waits_for_none(
 ) -> None:
     async def run() -> None:
         async with asking() as ask:
-            ask.scheduler._aside.waiting = 2
+            ask.scheduler.side_work.waiting = 2
             tasks = [asyncio.create_task(ask(diffusion={"constraint": {"regex": "ab?c"}})) for _ in range(4)]
             done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             assert [task.result().status_code for task in done] == [429] and len(waiting) == 3

@@ -135,7 +135,7 @@ def test_a_slot_is_free_after_the_step_in_which_its_client_leaves(what: str, sta
             stalled.release()
             assert client.recv(15) == b"HTTP/1.1 200 OK" and soon(lambda: stalled.begun == 2)
         client.close()
-        assert soon(lambda: not scheduler_of(server)._open)
+        assert soon(lambda: not scheduler_of(server).open_submissions)
         assert value("unmask_running_sequences") > 0
         stalled.release()  # the step that was under way
         assert soon(lambda: value("unmask_running_sequences") == 0)

@@ -334,8 +334,8 @@ def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(
 
 def test_an_idle_engine_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, waits = float64_lm(), []
-    wait = Scheduler._wait
-    monkeypatch.setattr(Scheduler, "_wait", lambda self: waits.append(1) or wait(self))
+    wait = Scheduler.wait_for_work
+    monkeypatch.setattr(Scheduler, "wait_for_work", lambda self: waits.append(1) or wait(self))
 
     async def run() -> None:
         async with scheduling(lm) as scheduler:

@@ -63,7 +63,7 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
             stalled.release()
             await until(lambda: value("unmask_running_sequences") == 0)
             assert value("unmask_sequences_total", {"model": "tiny", "outcome": "canceled"}) == 4
-            assert not scheduler._open
+            assert not scheduler.open_submissions
             stalled.release(1000)
             assert outline(
                 await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
@@ -203,7 +203,7 @@ def test_without_an_engine_the_server_ends(
         async with scheduling(lm, batch_size=2) as scheduler:
             scheduler.on_end = ended.set
             monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
-            monkeypatch.setattr(scheduler.models["tiny"], "_make_engine", lambda lm: 1 / 0)
+            monkeypatch.setattr(scheduler.models["tiny"], "make_engine", lambda lm: 1 / 0)
             with pytest.raises(StoppedError):
                 await collect(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
             await asyncio.to_thread(ended.wait, 30)

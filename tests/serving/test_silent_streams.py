@@ -88,7 +88,7 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
             with pytest.raises(SlowReaderError, match="10 events wait to be read"):
                 async for _ in events:
                     pass
-            assert not scheduler._open
+            assert not scheduler.open_submissions
 
     asyncio.run(run())
 

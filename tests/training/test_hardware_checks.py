@@ -463,7 +463,7 @@ def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size,
     else:
         trainer = prepared(verb, tmp_path, llama_lm(attention, block_size), **compiling, **rows)
     passes: list[bool] = []
-    run = DiffusionLM._run
+    run = DiffusionLM.run_model
 
     def counting(lm: DiffusionLM, *args: Any) -> Any:
         before = len(ran)
@@ -471,7 +471,7 @@ def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size,
         passes.append(len(ran) > before)
         return out
 
-    monkeypatch.setattr(DiffusionLM, "_run", counting)
+    monkeypatch.setattr(DiffusionLM, "run_model", counting)
     trainer.train()
     if verb in ("sft", "grpo"):
         trainer.evaluate()

@@ -197,7 +197,7 @@ class GapScorer:
     def scores(self, lengths: Sequence[int], first: int, last: int) -> list[float]:
         """The log-probabilities of the tokens first, ..., last - 1 from the gap on, in nats: the mean of both
         sides. Views of all lengths share forward passes."""
-        views = [(length, *view) for length in lengths for view in self._views(length, first, last)]
+        views = [(length, *view) for length in lengths for view in self.views(length, first, last)]
         self.forward_passes += len(views)
         longest, totals = max(lengths), dict.fromkeys(lengths, 0.0)
         chunk = max(1, TOKENS_PER_PASS // (len(self.before) + longest + len(self.after)))
@@ -230,7 +230,7 @@ class GapScorer:
             log_prob_M1T = view_log_probs(lm, ids_MT, real_MT.long(), each)
         return log_prob_M1T.double().sum((1, 2)).tolist()
 
-    def _views(self, length: int, first: int, last: int) -> Iterator[tuple[list[int], int]]:
+    def views(self, length: int, first: int, last: int) -> Iterator[tuple[list[int], int]]:
         """The hidden tokens of the window, and the one to predict."""
         for side, offset in zip(self.sides, (0, len(self.before) + length), strict=True):
             places = [offset + index for index in side]

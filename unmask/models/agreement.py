@@ -32,7 +32,8 @@ INNER = re.compile(r".*intermediate_size|.*ffn_dim|ffn_hidden_size|n_inner|mlp_h
 MANY = re.compile(r"num_.*experts|n_routed_experts|moe_num_experts")
 CHOSEN = re.compile(r"num_experts_per_tok|moe_top_?k|moe_k|top_k|num_selected_experts")
 HEADS = re.compile(r".*attention_heads|n_head|num_heads")
-_found: dict[tuple[type, str], str | int] = {}
+found_positions: dict[tuple[type, str], str | int] = {}
+"""What `first_position` found for each type and configuration: the position, or what differs."""
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -44,15 +45,15 @@ def first_position(model: PreTrainedModel) -> int:
             its configuration.
     """
     key = (type(model), description(model.config))
-    if key not in _found:
+    if key not in found_positions:
         with (
             unset_fake_temporarily(),
             torch.inference_mode(False),
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
         ):
-            _found[key] = _try(type(model), model.config)
-    if isinstance(found := _found[key], str):
+            found_positions[key] = _try(type(model), model.config)
+    if isinstance(found := found_positions[key], str):
         raise ModelError(
             f"transformers computes something else: {found}", where=type(model).__name__, remedy=REMEDY
         )

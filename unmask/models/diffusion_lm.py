@@ -392,7 +392,7 @@ class DiffusionLM:
         """The logits of one forward pass, before the logit shift is undone: [B, T, V], or [N, V] at the
         selected rows. Keys and values are written to the cache, if there is one."""
         with self._passing(inputs):
-            out = self._run(inputs, cache)
+            out = self.run_model(inputs, cache)
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), (
             "another output head than the expected one was called"
@@ -414,12 +414,12 @@ class DiffusionLM:
         if len(inputs.index_N) * self.config.vocab_size <= head.logits_at_once(inputs.index_N.device):
             return reduction.of(self.forward(inputs))
         with self._passing(inputs, reduction, first_only=True) as rows:
-            return rows.result(self._run(inputs)[0, 0])
+            return rows.result(self.run_model(inputs)[0, 0])
 
     def hidden_states(self, inputs: ForwardInputs) -> Tensor:
         """The hidden states [N, D] that the head reads at the selected rows."""
         with self.capturing() as seen, self._passing(inputs, first_only=True):
-            self._run(inputs)
+            self.run_model(inputs)
         return seen[0]
 
     def capturing(self) -> AbstractContextManager[list[Tensor]]:
@@ -456,7 +456,8 @@ class DiffusionLM:
             rows.clear()
             self._last.at = self._fraction.value_BT = None
 
-    def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
+    def run_model(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
+        """What one forward pass of the network returns as logits."""
         return self.model(
             input_ids=inputs.ids_BT,
             position_ids=self.first_position + inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),

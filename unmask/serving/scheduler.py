@@ -90,7 +90,9 @@ class ModelEngine:
         self.weights = 0
         self.running: dict[int, QueueEntry] = {}
         self.failures = 0
-        self._make_engine, self._engine, self._metrics = make_engine, make_engine(lm), metrics
+        self.make_engine = make_engine
+        """Called for a new engine after a failure."""
+        self._engine, self._metrics = make_engine(lm), metrics
 
     def check_version(self, version: str | None) -> None:
         """Raise OtherWeightsError if the weights have another name than this one."""
@@ -132,7 +134,7 @@ class ModelEngine:
     def renew(self) -> list[QueueEntry]:
         """Go on with a new engine. Returns the sequences that ran in the old one."""
         self._metrics.engine_failures.labels(self.name).inc()
-        ran, self._engine = list(self.running.values()), self._make_engine(self.lm)
+        ran, self._engine = list(self.running.values()), self.make_engine(self.lm)
         self.running.clear()
         return ran
 
@@ -200,13 +202,15 @@ class Scheduler:
             name: ModelEngine(lm, name, parents[name], make_engine, self.metrics)
             for name, lm in {**models, **(adapters or {})}.items()
         }
-        self._aside = SideWork(ASIDE_AT_ONCE, MOST_WAITING)
+        self.side_work = SideWork(ASIDE_AT_ONCE, MOST_WAITING)
+        """What `aside` runs."""
         self._searches = SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
         self._queue: FairQueue[QueueEntry] = FairQueue()
         self._jobs: deque[Job] = deque()
-        self._open: set[Submission] = set()
+        self.open_submissions: set[Submission] = set()
+        """Submissions of which sequences wait or run."""
         self._stopping = False
         # which run one by one, before all others; the engines' thread owns it
         self._again: deque[QueueEntry] = deque()
@@ -240,7 +244,7 @@ class Scheduler:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        for work in (self._aside, self._searches):
+        for work in (self.side_work, self._searches):
             work.stop(ending_error())  # since what follows would be refused
         if self._thread.ident is None:
             return
@@ -302,7 +306,7 @@ class Scheduler:
                 self._queue.push(
                     QueueEntry(submission, index, watched, each.request.most_steps), owner, priority
                 )
-            self._open.add(submission)
+            self.open_submissions.add(submission)
             self._changed.notify()
         return Events(submission)
 
@@ -318,7 +322,7 @@ class Scheduler:
         thread of its own, one at a time of each owner. Errors as it raises, OverloadedError and
         StoppedError."""
         self._check_stopping()
-        return await self._aside.run(function, owner)
+        return await self.side_work.run(function, owner)
 
     async def search(self, model: str, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
         """Run a function that uses a model again and again, such as the search for the length of a gap, as
@@ -408,7 +412,7 @@ class Scheduler:
         dropped between steps."""
         with self._changed:
             if submission.closed:
-                self._open.discard(submission)
+                self.open_submissions.discard(submission)
             self._queue.remove(lambda entry: entry.submission is submission and not entry.wanted)
 
     def _withdraw(self, submission: Submission) -> None:
@@ -418,8 +422,8 @@ class Scheduler:
         """End everything that is left."""
         with self._changed:
             self._stopping = True
-            left, jobs = list(self._open), list(self._jobs)
-            self._open.clear()
+            left, jobs = list(self.open_submissions), list(self._jobs)
+            self.open_submissions.clear()
             self._jobs.clear()
             self._queue.remove(lambda entry: True)
             self._changed.notify()
@@ -433,7 +437,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while self._wait():
+            while self.wait_for_work():
                 self._drop_unwanted()
                 self._do_job()
                 self._admit()
@@ -461,7 +465,7 @@ class Scheduler:
             kept = 1 - 1 / RECENT if full == were_full else 0.0
             self._pace = kept * before + seconds, kept * made + steps, full
 
-    def _wait(self) -> bool:
+    def wait_for_work(self) -> bool:
         """Wait until there is something to do; False: the server ends."""
         with self._changed:
             self._changed.wait_for(

@@ -288,7 +288,7 @@ def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch):
     )
     monkeypatch.setattr(compiled, "CACHE_BYTES", first.nbytes)
     compile_constraint(ConstraintConfig(regex="a+c"), SMALL)
-    assert len(compiled._cache) == 1
+    assert len(compiled.cached_automata) == 1
 
 
 def test_the_shortest_length_that_fits():

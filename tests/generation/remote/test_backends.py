@@ -221,7 +221,7 @@ def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent
 ) -> None:
     lm, answers = float64_lm(), iter([429, 429, 200])
     card = {"id": "tiny", "version": None, "facts": model_facts(lm), "limits": {"sequences": 256}}
-    monkeypatch.setattr(ServerBackend, "_served", lambda _: card)
+    monkeypatch.setattr(ServerBackend, "served", lambda _: card)
 
     def full_at_first(path: str, body: Any) -> tuple[int, Any]:
         traces = unmask.generate(lm, body["prompt"], CONFIG, body["diffusion"]["keys"]).trace or []

@@ -22,7 +22,7 @@ def test_the_patience_is_that_with_the_present_failure_from_the_first_one_on(mon
             raise httpx.ConnectError("refused")
         return 429, "full"
 
-    monkeypatch.setattr(client, "_exchange", exchange)
+    monkeypatch.setattr(client, "exchange", exchange)
     try:
         with pytest.raises(RemoteError, match=f"no requests for {waited} seconds"):
             client.send("GET", "/health")

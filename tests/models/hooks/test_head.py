@@ -189,10 +189,10 @@ def test_the_mask_token_has_no_probability(name, in_chunks, monkeypatch):
 
 
 def nothing_left(lm: DiffusionLM) -> bool:
-    rows = lm._head
+    rows = head.RowSelector.of(lm.model)
     left = [
         getattr(rows, name)
-        for name in ("captured", "index_N", "reduction", "reduced", "hidden_ND", "_first_V")
+        for name in ("captured", "index_N", "reduction", "reduced", "hidden_ND", "first_row_V")
     ]
     return not rows.first_only and all(each is None for each in left)
 

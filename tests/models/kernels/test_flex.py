@@ -95,7 +95,7 @@ def compare(
 @pytest.mark.parametrize(("pattern", "block_size", "window"), PATTERNS)
 def test_attention_is_the_same(pattern, block_size, window, options, monkeypatch):
     # the definition, not the kernel: fast on a CPU
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(flex, "compiled_kernel", lambda: flex_attention)
     compare(pattern, block_size, window, layout("packed", int(pattern != "causal")), monkeypatch, **options)
 
 

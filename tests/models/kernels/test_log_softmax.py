@@ -77,11 +77,11 @@ def test_compiled_kernels_compute_the_same(dtype, temperature, monkeypatch):
     expected, compiled, compile_one = (
         found(logits_NV, target_N1, grad_N1, temperature),
         [],
-        log_softmax._compiled,
+        log_softmax.compiled_kernel,
     )
     monkeypatch.setattr(log_softmax, "usable", lambda logits_NV: True)
     monkeypatch.setattr(
-        log_softmax, "_compiled", lambda function: compiled.append(function) or compile_one(function)
+        log_softmax, "compiled_kernel", lambda function: compiled.append(function) or compile_one(function)
     )
     torch.testing.assert_close(found(logits_NV, target_N1, grad_N1, temperature), expected)
     assert compiled == [log_softmax.norm, log_softmax.gradient_at_one]

@@ -104,8 +104,8 @@ def test_content_before_a_call_is_released_before_the_call_is_there():
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_call_in_many_pieces_is_not_parsed_again_at_each(written, closed, monkeypatch):
     """Whatever brackets, quotes and escapes are in it, and however much white space follows it."""
-    read, parsed = tools._read_object, []
-    monkeypatch.setattr(tools, "_read_object", lambda text, at: (parsed.append(len(text)), read(text, at))[1])
+    read, parsed = tools.read_object, []
+    monkeypatch.setattr(tools, "read_object", lambda text, at: (parsed.append(len(text)), read(text, at))[1])
     arguments = json.dumps({"code": 'if (a) { b = "}"; } \\' * 200, "inner": [{"c": [{}]}] * 50})
     call = f'{written.before}{{"name": "f", "{written.key}": {arguments}}}' + " " * 500 * bool(written.after)
     text = call + written.after if closed else call[: call.rindex("]")]

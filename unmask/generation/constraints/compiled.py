@@ -13,7 +13,8 @@ from unmask.generation.constraints.schemas import escape, schema_pattern
 from unmask.generation.constraints.vocabulary import Vocabulary
 
 CACHE_BYTES = 2**28
-_cache: OrderedDict[tuple, TokenAutomaton] = OrderedDict()
+cached_automata: OrderedDict[tuple, TokenAutomaton] = OrderedDict()
+"""Automata by their constraint and vocabulary, the last used one last."""
 _lock = Lock()
 
 
@@ -35,9 +36,9 @@ def compile_constraint(
     key = (constraint.model_dump_json(), vocabulary.digest, end, at_start and vocabulary.strips_space)
     where = f"constraint.{constraint.kind}"
     with _lock:
-        if key in _cache:
-            _cache.move_to_end(key)
-            return _cache[key]
+        if key in cached_automata:
+            cached_automata.move_to_end(key)
+            return cached_automata[key]
     if (grammar := JSON if constraint.json else constraint.grammar) is not None:
         automaton = grammar_automaton(grammar, constraint.depth, where)
     else:
@@ -45,9 +46,11 @@ def compile_constraint(
         (automaton,) = byte_automata([regex_of(constraint, where)], where, plain=plain)
     compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)
     with _lock:
-        _cache[key] = compiled
-        while len(_cache) > 1 and sum(each.nbytes for each in _cache.values()) > CACHE_BYTES:
-            _cache.popitem(last=False)
+        cached_automata[key] = compiled
+        while (
+            len(cached_automata) > 1 and sum(each.nbytes for each in cached_automata.values()) > CACHE_BYTES
+        ):
+            cached_automata.popitem(last=False)
     return compiled
 
 

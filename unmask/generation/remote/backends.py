@@ -225,7 +225,7 @@ class ServerBackend(RemoteBackend):
         )
         self._sending = Lock()
         try:
-            card = self._served()
+            card = self.served()
             self.model, self.most = card["id"], card["limits"]["sequences"]
             if differ := differences(card["facts"], model_facts(lm)):
                 remedy = "Start `unmask serve` with the trained model"
@@ -270,7 +270,7 @@ class ServerBackend(RemoteBackend):
     def close(self) -> None:
         self.http.close()
 
-    def _served(self) -> dict[str, Any]:
+    def served(self) -> dict[str, Any]:
         """The server's model: its name, that of its weights, its facts and limits."""
         answer = self.http.call("GET", "/v1/models")
         names = self.http.read(answer, lambda answer: [card["id"] for card in answer["data"]])
@@ -318,7 +318,7 @@ class ServerBackend(RemoteBackend):
     def _send_again(self) -> None:
         """Send the weights to a server that was restarted; once, though many requests find out."""
         with self._sending:
-            if self._served()["version"] != self.version:
+            if self.served()["version"] != self.version:
                 self.send()
 
 

@@ -78,7 +78,7 @@ class HttpClient:
         since: float | None = None  # the first failure
         while True:
             try:
-                status, text = self._exchange(method, path, **content)
+                status, text = self.exchange(method, path, **content)
             except httpx.TransportError as error:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
                     what, remedy = (
@@ -114,7 +114,7 @@ class HttpClient:
         """Close connections; the server keeps running."""
         self._client.close()
 
-    def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
+    def exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
         """Status and text. The timeout bounds the whole exchange, while that of httpx bounds each read."""
         started, chunks = time.monotonic(), []
         with self._client.stream(method, path, **content) as response:

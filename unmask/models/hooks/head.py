@@ -72,6 +72,7 @@ class RowSelector:
         reduction: with `first_only`, what is computed from the logits of all rows, chunk by chunk; None:
             nothing.
         reduced: the result.
+        first_row_V: the first row's logits in a pass with a reduction.
         hidden_ND: the head's input at the rows.
         captured: a list that collects the hidden states at the rows of every pass; None: not collected.
     """
@@ -85,7 +86,7 @@ class RowSelector:
         self.reduced: tuple[Tensor, ...] | None = None
         self.hidden_ND: Tensor | None = None
         self.captured: list[Tensor] | None = None
-        self._first_V: Tensor | None = None
+        self.first_row_V: Tensor | None = None
         self._checked = False
 
     def __deepcopy__(self, memo: dict) -> RowSelector:
@@ -93,7 +94,7 @@ class RowSelector:
 
     def clear(self) -> None:
         """Release the tensors of the pass."""
-        self.index_N = self.reduction = self.reduced = self.hidden_ND = self._first_V = None
+        self.index_N = self.reduction = self.reduced = self.hidden_ND = self.first_row_V = None
         self.first_only = False
 
     @contextmanager
@@ -112,11 +113,11 @@ class RowSelector:
         Raises ModelError if, on the first row, `AfterHead` does not reproduce what the model does to its
         head's logits (checked once).
         """
-        assert self.reduced is not None and self._first_V is not None, (
+        assert self.reduced is not None and self.first_row_V is not None, (
             "another output head than the expected one was called"
         )
         if not self._checked and not torch.allclose(
-            self._first_V.to(first_V.device).float(), first_V.float(), atol=1e-3
+            self.first_row_V.to(first_V.device).float(), first_V.float(), atol=1e-3
         ):
             raise ModelError(
                 "the model changes the logits of its head in an unknown way",
@@ -174,7 +175,7 @@ class RowSelector:
         if self.reduction is None:
             return
         assert self.hidden_ND is not None
-        self._first_V = self.after(out[0, 0].detach())
+        self.first_row_V = self.after(out[0, 0].detach())
         if self._fused(head):
             self.reduced = (
                 fused_linear.log_probs(

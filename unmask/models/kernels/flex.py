@@ -50,12 +50,12 @@ def attend(
     """
     cap = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
     grouped = query_BHQD.shape[1] != key_BHKD.shape[1]
-    return _compiled()(
+    return compiled_kernel()(
         query_BHQD, key_BHKD, value_BHKD, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=grouped
     )
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def compiled_kernel() -> Callable[..., Any]:
     """flex_attention as a fused kernel; uncompiled it would build the whole matrix of scores."""
     return torch.compile(flex_attention)

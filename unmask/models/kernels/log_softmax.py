@@ -34,7 +34,7 @@ class LogSoftmaxAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_NJ: Tensor, temperature: float) -> Tensor:
         # one kernel with and without gradient
-        norm_N1 = (_compiled(norm) if usable(logits_NV) else norm)(logits_NV.detach(), temperature)
+        norm_N1 = (compiled_kernel(norm) if usable(logits_NV) else norm)(logits_NV.detach(), temperature)
         ctx.save_for_backward(logits_NV, target_NJ, norm_N1)
         ctx.temperature = temperature
         return scaled(logits_NV.gather(1, target_NJ), temperature) - norm_N1
@@ -44,7 +44,7 @@ class LogSoftmaxAt(torch.autograd.Function):
     def backward(ctx: Any, grad_NJ: Tensor) -> tuple[Tensor, None, None]:
         logits_NV, target_NJ, norm_N1 = ctx.saved_tensors
         fused = usable(logits_NV) and target_NJ.shape[1] == 1
-        gradient = _compiled(gradient_at_one) if fused else gradient_at_many
+        gradient = compiled_kernel(gradient_at_one) if fused else gradient_at_many
         return gradient(logits_NV, target_NJ, norm_N1, grad_NJ, ctx.temperature), None, None
 
 
@@ -63,7 +63,7 @@ def can_compile() -> bool:
 
 
 @cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compiled_kernel(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel of a function. It adds in the same order for every number of rows, and in every process."""
     return torch.compile(
         function, dynamic=True, options={"split_reductions": False, "dynamic_scale_rblock": False}

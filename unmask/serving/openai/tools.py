@@ -85,7 +85,7 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         return HERMES
     text = text_after(tokenizer, [], encode(tokenizer, whole[len(start) :]))
     for at in (at for at, character in enumerate(text) if character == "{"):
-        read = _read_object(text, at)
+        read = read_object(text, at)
         if not isinstance(read, str) and read[0].get("name") == ANSWER:
             key = "arguments" if "arguments" in read[0] else "parameters"
             return CallFormat(text[:at].lstrip(), text[read[1] :].rstrip(), key)
@@ -234,7 +234,7 @@ class GrowingCall:
         """The call, and where its object ends; "open": more text may complete it."""
         length = len(text) - self._start
         if self._found == "open" and ((whole := self._scan(text)) or length >= 2 * self._parsed):
-            read, self._parsed = _read_object(text, self._start), length
+            read, self._parsed = read_object(text, self._start), length
             if isinstance(read, tuple):
                 call = self._convert(read[0])
                 self._found = "none" if call is None else (call, read[1])
@@ -257,7 +257,7 @@ class GrowingCall:
         return False
 
 
-def _read_object(text: str, at: int) -> tuple[dict[str, Any], int] | Literal["open", "none"]:
+def read_object(text: str, at: int) -> tuple[dict[str, Any], int] | Literal["open", "none"]:
     """The JSON object at a place of a text, and where it ends; "open": more text may complete it."""
     try:
         value, stop = json.JSONDecoder().raw_decode(text, at)
