@@ -24,7 +24,7 @@ from unmask.artifacts import run_manifest, started_by
 from unmask.cli.entry import app
 from unmask.cli.run import resolved, training_arguments
 from unmask.cli.verbs import VERBS
-from unmask.config.base import _type_args
+from unmask.config.base import type_args
 from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, resolve, to_yaml
 from unmask.console import Progress, show_table
@@ -213,7 +213,7 @@ def settings_of(cls: Any) -> Iterator[str]:
     )
     for name in names:
         yield name
-        for inner in _type_args(types[name]):
+        for inner in type_args(types[name]):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from settings_of(inner)
 

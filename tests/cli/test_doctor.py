@@ -187,14 +187,14 @@ def test_a_wheel_is_told_from_a_checkout(tmp_path, monkeypatch):
 def test_a_disk_or_a_memory_that_is_nearly_full_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e9))
     monkeypatch.setattr(
-        doctor, "_text", lambda path: "MemAvailable:  1000000 kB\n" if "meminfo" in path else ""
+        doctor, "kernel_text", lambda path: "MemAvailable:  1000000 kB\n" if "meminfo" in path else ""
     )
     assert all("little space" in finding.meaning for finding in doctor.disks())
     (memory,) = doctor.memory()
     assert memory.found.startswith("1.0 of ") and "little" in memory.meaning
     assert "GB free in" in doctor.disk("none yet", tmp_path / "a" / "b", "").found
     monkeypatch.setattr(
-        doctor, "_text", lambda path: "100000000\n" if path in doctor.CGROUP_LIMITS[:1] else ""
+        doctor, "kernel_text", lambda path: "100000000\n" if path in doctor.CGROUP_LIMITS[:1] else ""
     )
     (memory,) = doctor.memory()
     assert "this container may use 0.1 GB" in memory.found and "little" in memory.meaning

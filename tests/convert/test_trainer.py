@@ -300,7 +300,7 @@ def test_whole_weights_between_sharded_stages_keep_the_code_that_came_with_the_m
     )
     trainer.train()
     before = weights(trainer.lm)
-    trainer._gather(trainer.trainer)
+    trainer.gather_weights(trainer.trainer)
     assert type(trainer.lm.model).__name__ == "MineForCausalLM" and equal(weights(trainer.lm), before)
 
 

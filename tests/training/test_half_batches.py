@@ -20,7 +20,7 @@ SAID = (
 def filled(monkeypatch: pytest.MonkeyPatch, *, fails_at: set[int], largest: int = 4) -> None:
     """Memory is full in these calls of the loss, after part of the gradients, and for more rows than
     `largest`."""
-    whole, calls = DiffusionTrainer._micro_step, [0]
+    whole, calls = DiffusionTrainer.micro_step, [0]
 
     def stepping(
         trainer: DiffusionTrainer, model: torch.nn.Module, batch: object, items: object
@@ -31,7 +31,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, *, fails_at: set[int], largest: int 
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(trainer, model, batch, items)
 
-    monkeypatch.setattr(DiffusionTrainer, "_micro_step", stepping)
+    monkeypatch.setattr(DiffusionTrainer, "micro_step", stepping)
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])

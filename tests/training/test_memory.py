@@ -43,8 +43,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10_000_000_000)
     )
-    monkeypatch.setattr(memory, "_peaks", {})
-    monkeypatch.setattr(memory, "_warned", set())
+    monkeypatch.setattr(memory, "earlier_peaks", {})
+    monkeypatch.setattr(memory, "warned_devices", set())
     return allocator
 
 
@@ -104,7 +104,7 @@ def test_log_and_screen_tell_the_same(verb, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_peak_memory_knows_the_unit_of_the_system(system, unit, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(memory, "_peak_taken", 0)
+    monkeypatch.setattr(memory, "largest_peak_taken", 0)
     monkeypatch.setattr(
         resource,
         "getrusage",

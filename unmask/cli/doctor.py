@@ -222,7 +222,7 @@ def system() -> Iterator[Finding]:
     version = f"{platform.python_version()} ({platform.python_implementation()})"
     yield Finding("Python", version, sys.executable)
     yield Finding("platform", platform.platform())
-    found = re.search(r"^model name\s*: (.*)$", _text("/proc/cpuinfo"), re.M)
+    found = re.search(r"^model name\s*: (.*)$", kernel_text("/proc/cpuinfo"), re.M)
     name = found[1] if found else platform.processor() or platform.machine()
     cores = f"{num_cores()} of {os.cpu_count()} cores may be used here"
     yield Finding("CPU", f"{name}, {platform.machine()}", cores)
@@ -230,9 +230,9 @@ def system() -> Iterator[Finding]:
 
 def memory() -> Iterator[Finding]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = re.search(r"^MemAvailable:\s*(\d+) kB$", _text("/proc/meminfo"), re.M)
+    available = re.search(r"^MemAvailable:\s*(\d+) kB$", kernel_text("/proc/meminfo"), re.M)
     free = 1024 * int(available[1]) if available else total
-    limit = min([total, *(int(text) for text in map(_text, CGROUP_LIMITS) if text.strip().isdecimal())])
+    limit = min([total, *(int(text) for text in map(kernel_text, CGROUP_LIMITS) if text.strip().isdecimal())])
     found = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB available" if available else f"{total / 1e9:.1f} GB"
     if limit < total:
         found += f"; this container may use {limit / 1e9:.1f} GB"
@@ -259,7 +259,7 @@ def disk(name: str, path: Path, remedy: str) -> Finding:
     return Finding(name, f"{free / 1e9:.1f} GB free in {path}", meaning)
 
 
-def _text(path: str) -> str:
+def kernel_text(path: str) -> str:
     """A file of the kernel; "" where there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")

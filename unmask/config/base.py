@@ -168,17 +168,17 @@ def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
         if not part.isdecimal():  # a place in a list
             cls = next(
                 one
-                for one in _type_args(cls.model_fields[part].annotation)
+                for one in type_args(cls.model_fields[part].annotation)
                 if isinstance(one, type) and issubclass(one, Config)
             )
     return list(cls.model_fields)
 
 
-def _type_args(annotation: Any) -> Iterator[Any]:
+def type_args(annotation: Any) -> Iterator[Any]:
     """An annotation and its nested arguments."""
     yield annotation
     for inner in typing.get_args(annotation):
-        yield from _type_args(inner)
+        yield from type_args(inner)
 
 
 def kinds_of(cls: type[Config], prefix: str = "") -> dict[str, OnResume]:

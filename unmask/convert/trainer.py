@@ -328,7 +328,7 @@ class ConvertTrainer:
             start = 1 if checkpoint is None or every_stage else self._resumed_stage(checkpoint)
             for number in range(start, len(self.ends) + 1):
                 if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
-                    self._gather(self.trainer)
+                    self.gather_weights(self.trainer)
                 self.trainer = None  # frees the optimizer's states
                 from_named = None if every_stage or number > start else checkpoint
                 self.trainer = self._run_stage(number, every_stage if from_named is None else str(from_named))
@@ -399,7 +399,7 @@ class ConvertTrainer:
         elif self.args.should_save:
             self.lm.save(folder)
 
-    def _gather(self, trainer: StageTrainer) -> None:
+    def gather_weights(self, trainer: StageTrainer) -> None:
         """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a
         model changed."""
         folder = trainer.args.output_folder / "whole"

@@ -467,10 +467,10 @@ class DiffusionTrainer(Trainer):
         """The loss of a micro-batch, whose gradients are added: in halves once the memory was full."""
         rows = self.count_samples(batch)
         if not self._halves or rows < 2:
-            return self._micro_step(model, batch, items)
+            return self.micro_step(model, batch, items)
         middle = rows - rows // 2
         halves = [select_rows(batch, slice(0, middle)), select_rows(batch, slice(middle, rows))]
-        return torch.stack([self._micro_step(model, half, items) for half in halves]).sum()
+        return torch.stack([self.micro_step(model, half, items) for half in halves]).sum()
 
     def _start_over(self, model: nn.Module, batch: Any, items: Any) -> None:
         """After the device's memory was full: repeat the earlier micro-batches of this step in halves, with
@@ -495,7 +495,8 @@ class DiffusionTrainer(Trainer):
         for earlier in self._step_batches:
             self._add_loss(self._micro_steps(model, earlier, items), steps=0)
 
-    def _micro_step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor:
+    def micro_step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor:
+        """The loss of a micro-batch or a half of one, whose gradients are added."""
         if (per_view := self.per_view) is not None:
             model.train()
         with self.phases("backward"):  # the forward pass within is a separate phase

@@ -47,7 +47,7 @@ def test_another_version_of_transformers_may_have_other_fields(monkeypatch: pyte
     before = settings_of_verb("sft")
     monkeypatch.setattr(listing, "package_version", lambda name: "0.0")
     monkeypatch.setattr(listing, "fields_of_training_arguments", lambda: [*fields, "brand_new"])
-    caches = (settings_of_verb, listing._listed)
+    caches = (settings_of_verb, listing.listed_settings)
     for cache in caches:
         cache.cache_clear()
     try:

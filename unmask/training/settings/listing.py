@@ -91,7 +91,7 @@ WORD = re.compile(r"[\w/.-]+")
 
 
 @functools.cache
-def _listed() -> dict[str, Any]:
+def listed_settings() -> dict[str, Any]:
     """What `settings.json` holds. With another version of transformers than it was written with, that
     version's fields are among the stock ones, without type and description."""
     listed = json.loads(SETTINGS.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def fields_of_training_arguments() -> list[str]:
 
 def stock_settings() -> dict[str, Setting]:
     """The fields of `transformers.TrainingArguments` that a run may set, by key."""
-    return {row[0]: replace(setting_in(row), stock=True) for row in _listed()["stock"]}
+    return {row[0]: replace(setting_in(row), stock=True) for row in listed_settings()["stock"]}
 
 
 def setting_in(row: Sequence[Any]) -> Setting:
@@ -132,7 +132,7 @@ def settings_of_verb(verb: str) -> tuple[Setting, ...]:
     """The settings of a verb: first those under `training`, in the order of their declaration."""
     stock = stock_settings()
     return (
-        *(stock[row] if isinstance(row, str) else setting_in(row) for row in _listed()[verb]),
+        *(stock[row] if isinstance(row, str) else setting_in(row) for row in listed_settings()[verb]),
         *settings_of(RunConfig),
     )
 
@@ -167,7 +167,7 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
         check_stock(values.__getitem__)
     except ConfigError as error:
         raise error.moved(f"training.{error.where}") from error
-    method, methods = training.get("method"), _listed()["methods"]
+    method, methods = training.get("method"), listed_settings()["methods"]
     named = isinstance(method, str) and ":" not in method and not method.endswith(".py")
     if named and method not in methods and not own_methods:
         remedy = did_you_mean(str(method), methods)
