@@ -41,7 +41,7 @@ OF_VERBS: dict[str, dict[str, Changes]] = {
     "grpo": {
         "vllm": {"rollout": {"backend": "vllm", "url": "http://127.0.0.1:9", "sync": "lora"}},
         "served": {"rollout": {"backend": "server", "url": "http://127.0.0.1:9"}},
-        "moving": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 4},
+        "moving": {"beta": 0.1, "sync_ref_model": True},
     },
 }
 UNSHARDED: Changes = {"fsdp": None, "deepspeed": None}
@@ -72,7 +72,7 @@ PROPOSALS: dict[str, list[Changes]] = {
     ],
     r"rollout\.backend local": [{"rollout": {"backend": "local"}}],
     r"rollout\.sync to disk": [{"rollout": {"backend": "vllm", "url": "http://127.0.0.1:9", "sync": "disk"}}],
-    r"Leave sync_ref_model out": [{"sync_ref_model": False, "ref_model_sync_steps": 512}],
+    r"Leave sync_ref_model out": [{"sync_ref_model": False}],
     r"Leave one of (the two|them) out|^Leave it out": [],  # either of what was given
 }
 """What the words of a remedy say to change."""

@@ -198,7 +198,7 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
         # without a server nothing is corrected
         given["rollout"] = {"backend": "vllm", "url": "http://localhost:8000"}
         if plain.remasking == "random":  # in which order no server of vLLM samples
-            with pytest.raises(ConfigError, match="ignores policy"):
+            with pytest.raises(ConfigError, match="ignores remasking"):
                 config(name, **base, **given)
             return
     if not all(torch.equal(*pair) for pair in zip(outcome(plain), outcome(changed), strict=True)):

@@ -62,8 +62,9 @@ class Config(pydantic.BaseModel):
                 raise error
         self.check()
 
+    # not dict[str, Any]: pydantic 2.10 looks the names up in the modules of the subclasses
     @model_serializer(mode="wrap")
-    def _leave_out_without_effect(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _leave_out_without_effect(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, object]:
         left_out = {error.where for error in self.without_effect()}
         return {name: value for name, value in dump(self).items() if name not in left_out}
 
