@@ -124,6 +124,19 @@ def damaged_folder(home, suffix):
     return path
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_parquet_file_with_a_damaged_footer_is_named(tmp_path, streaming):
+    path = tmp_path / "rows.parquet"
+    Dataset.from_dict({"text": ["a"] * 300}).to_parquet(path)
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[-8:-4], "little")
+    content[-8 - length : -8] = b"\xff" * length
+    path.write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        load_rows(path, streaming=streaming)
+    assert refused.value.where == str(path)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suffix):
     home = tmp_path / "rows"

@@ -385,7 +385,7 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
             if streaming
             else datasets.Dataset.from_parquet(names)
         )
-    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
+    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException, OSError) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
         raise DataError(what, where=file, remedy="Write the file again.") from error
 
