@@ -137,6 +137,17 @@ def test_a_parquet_file_with_a_damaged_footer_is_named(tmp_path, streaming):
     assert refused.value.where == str(path)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("cut", [slice(0, -200), slice(60, None)], ids=["end", "beginning"])
+def test_a_damaged_saved_dataset_is_named(tmp_path, cut, streaming):
+    Dataset.from_dict({"text": ["a"] * 300}).save_to_disk(tmp_path / "saved")
+    (path,) = (tmp_path / "saved").glob("*.arrow")
+    path.write_bytes(path.read_bytes()[cut])
+    with pytest.raises(DataError) as refused:
+        list(load_rows(tmp_path / "saved", streaming=streaming))
+    assert refused.value.where == str(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suffix):
     home = tmp_path / "rows"

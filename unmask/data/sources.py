@@ -400,8 +400,10 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
     except FileNotFoundError:
         found = _load_dataset(source, None, split, streaming)
         return _naming_files(found, source) if streaming else found
-    except ValueError as error:
-        raise DataError(f"not a saved dataset: {error}", where=source, remedy="Save it again.") from error
+    except (ValueError, OSError) as error:
+        raise DataError(
+            f"not a readable saved dataset: {error}", where=source, remedy="Save it again."
+        ) from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise DataError(
