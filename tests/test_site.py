@@ -89,6 +89,14 @@ def test_the_reference_has_what_a_setting_says_of_itself(docstrings, config, nam
     assert says in described[name] and "\n" not in described[name]
 
 
+def test_each_entry_of_a_docstring_has_a_line_of_its_own():
+    """Sections as the site's builder reads them, which a slow test runs."""
+    run_together = re.compile(r"^ +(Args|Attributes|Raises|Returns|Yields): \S", re.M)
+    modules = sorted((REPOSITORY / "unmask").rglob("*.py"))
+    assert len(modules) > 100
+    assert not [path.name for path in modules if run_together.search(path.read_text())]
+
+
 def test_names_with_one_description_are_listed_singly(docstrings):
     text = "Args:\n    low, high: inclusive\n        bounds.\n    help: other, too: here."
     split = docstrings["SHARED"].sub(docstrings["singly"], text)

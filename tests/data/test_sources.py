@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import io
 import json
@@ -135,6 +136,18 @@ def test_a_parquet_file_with_a_damaged_footer_is_named(tmp_path, streaming):
     with pytest.raises(DataError) as refused:
         load_rows(path, streaming=streaming)
     assert refused.value.where == str(path)
+
+
+def test_an_error_of_the_system_is_not_one_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "rows.parquet"
+    Dataset.from_dict({"text": ["a"]}).to_parquet(path)
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("pyarrow.parquet.read_metadata", refuse)
+    with pytest.raises(PermissionError):
+        load_rows(path)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

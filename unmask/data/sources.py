@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unmask.config.run import DataSource
-from unmask.errors import DataError, UnmaskWarning
+from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.models.model_paths import near_path
 from unmask.records import Record, kind_of, read_examples, read_lines, read_records, require_names
 
@@ -386,7 +386,9 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
             else datasets.Dataset.from_parquet(names)
         )
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException, OSError) as error:
-        what = f"not a readable Parquet file: {error.__cause__ or error}"
+        if getattr(error, "errno", None):
+            raise  # the system's, such as a missing permission, and not of what the file holds
+        what = f"not a readable Parquet file: {first_line(error.__cause__ or error).rstrip('.')}"
         raise DataError(what, where=file, remedy="Write the file again.") from error
 
 
@@ -401,8 +403,12 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
         found = _load_dataset(source, None, split, streaming)
         return _naming_files(found, source) if streaming else found
     except (ValueError, OSError) as error:
+        if getattr(error, "errno", None):
+            raise
         raise DataError(
-            f"not a readable saved dataset: {error}", where=source, remedy="Save it again."
+            f"not a readable saved dataset: {first_line(error).rstrip('.')}",
+            where=source,
+            remedy="Save it again.",
         ) from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
