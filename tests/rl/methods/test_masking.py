@@ -242,7 +242,7 @@ def test_adaptive_loss_is_refused_where_the_loss_weighs_by_the_rate_itself():
     for method in REPLACEABLE:
         if get_method(method).estimator != "token":
             with pytest.raises(
-                ConfigError, match=rf"adaptive_loss: {method} weighs the tokens of a view.*Leave it out"
+                ConfigError, match=rf"adaptive_loss: {method} weights the tokens of a view.*Leave it out"
             ):
                 config(method=method, masking="optimized", adaptive_loss=True)
 
