@@ -10,7 +10,7 @@ import pytest
 from unmask.artifacts import MetricsLog
 from unmask.cli.summary import next_commands, summarize
 from unmask.config.run import RunConfig
-from unmask.training.run.folder import LOG_NAME
+from unmask.training.run.log import LOG_NAME
 
 
 def config(folder, **data):
@@ -21,7 +21,7 @@ def shown(folder, lines):
     log = MetricsLog(folder / "out" / LOG_NAME)
     for number, line in enumerate(lines):
         log.write({"step": number + 1, **line})
-    return dict(summarize(config(folder), 65.0))
+    return dict(summarize(folder / "out", 65.0))
 
 
 def test_the_first_and_the_last_value_are_shown(tmp_path):
@@ -99,7 +99,7 @@ def test_an_evaluation_that_is_not_of_the_run_is_not_shown(tmp_path):
 
 def test_a_run_without_steps_shows_no_loss(tmp_path):
     MetricsLog(tmp_path / "out" / LOG_NAME).write({"step": 0, "train_loss": 0.0})
-    assert dict(summarize(config(tmp_path), 65.0)).keys() == {"model", "time"}
+    assert dict(summarize(tmp_path / "out", 65.0)).keys() == {"model", "time"}
 
 
 BODY = {"train": "b.jsonl", "text_column": "body"}

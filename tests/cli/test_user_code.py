@@ -13,8 +13,8 @@ import pytest
 
 from tests.cli.test_run import assert_refused
 from tests.training.tiny_runs import QUICK, equal, unmask, weights
-from unmask.cli.run import data_name, training_arguments
-from unmask.cli.run_folder import run_settings
+from unmask.cli.inputs import data_name
+from unmask.cli.run import training_arguments
 from unmask.config.layers import read_layers
 from unmask.config.run import DataConfig, RunConfig, resolve
 from unmask.config.yaml import parse_yaml
@@ -24,6 +24,7 @@ from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS
 from unmask.rl.weighted_rewards import reward_identities
 from unmask.tasks import Task, get_rewards, get_task
+from unmask.training.run.record import run_settings
 
 TASK = """
 from unmask.rewards.verdict import OK, Verdict

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from tests.models.kernels.test_flash import by_definition
 from tests.tiny import llama_lm, quantizable_llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
 from unmask.cli import run
+from unmask.cli.measurements import Measurements
 from unmask.cli.verbs import VERBS
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.convert.config import ConvertConfig
@@ -32,7 +33,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.kernels import flash
 from unmask.models.load import load
 from unmask.training import hardware_checks
-from unmask.training.hardware_checks import bound_memory, check_split
+from unmask.training.hardware_checks import bounded_memory, check_split
+from unmask.training.run.folder import RunFolder
 from unmask.training.sharding import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
@@ -80,15 +82,22 @@ def test_a_run_takes_at_most_the_memory_that_it_may(monkeypatch):
         (machine(), gpu),
         (None, gpu),
     ):
-        bound_memory(hardware, device)
-    bound_memory(machine(max_memory_gb=45), torch.device("cpu"))
+        with bounded_memory(hardware, device):
+            pass
+    with bounded_memory(machine(max_memory_gb=45), torch.device("cpu")):
+        pass
     assert bounds == [(0.9, gpu), (1.0, gpu)]
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, model, tmp_path, monkeypatch):
     asked: list[HardwareConfig | None] = []
-    monkeypatch.setattr(run, "bound_memory", lambda hardware, device: asked.append(hardware))
+
+    def bounded(hardware: HardwareConfig | None, device: torch.device) -> AbstractContextManager[None]:
+        asked.append(hardware)
+        return bounded_memory(hardware, device)
+
+    monkeypatch.setattr(run, "bounded_memory", bounded)
     for trainer in (DiffusionTrainer, ConvertTrainer):
         monkeypatch.setattr(trainer, "train", full)
     data = {
@@ -109,7 +118,7 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
         TrainingError,
         match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller",
     ):
-        run.run_verb(verb, config)
+        run.run_verb(verb, config, RunFolder(config), Measurements(config))
     assert asked == [config.hardware]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.models.test_model_card import run_snippet
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings
-from unmask.cli.run import data_name
+from unmask.cli.inputs import data_name
 from unmask.config.run import DataConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer

@@ -19,7 +19,7 @@ from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.methods import METHODS
-from unmask.training.run.folder import LOG_NAME
+from unmask.training.run.log import LOG_NAME
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = needs_gpu

@@ -17,7 +17,7 @@ from pytest import approx
 from tests.training.tiny_runs import PREFERENCES, make
 from unmask.artifacts import MetricsLog
 from unmask.training.metrics import Means
-from unmask.training.run.folder import LOG_NAME, RunLog
+from unmask.training.run.log import LOG_NAME, RunLog
 
 
 def steps(log: RunLog) -> list[tuple[Any, Any]]:

@@ -36,7 +36,7 @@ from unmask.models.load import load
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training import metrics
 from unmask.training.metrics import measuring
-from unmask.training.run.folder import RunLog
+from unmask.training.run.log import RunLog
 
 VERBS = ["pretrain", "sft", "dpo", "grpo"]
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

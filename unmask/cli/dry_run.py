@@ -20,6 +20,7 @@ from unmask.planning.blueprint import ModelSpec
 from unmask.planning.estimates import StepEstimate
 from unmask.planning.hardware import HardwareRecipe, StepEstimator
 from unmask.training.config import Part, TrainingConfig
+from unmask.training.hardware_checks import bounded_memory
 from unmask.training.memory import memory_metrics
 from unmask.training.sharding import launched, weight_sharding_setting
 
@@ -84,7 +85,8 @@ def short_trainer(
 ) -> Iterator[Any]:
     """The run's trainer, with `steps` steps of every stage in a temporary folder; `rest` is passed to it."""
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with tempfile.TemporaryDirectory() as folder, display, display.phase(verb) as phase:
+    memory = bounded_memory(config.hardware, args.device)
+    with tempfile.TemporaryDirectory() as folder, memory, display, display.phase(verb) as phase:
         short_config = config.model_copy(
             update={"training": config.training | args.shortened(steps), "output_dir": folder}
         )

@@ -5,51 +5,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
 from unmask.cli.compatibility import check_together, naming_sections
-from unmask.cli.evaluation import EvaluationPart, Harness
 from unmask.cli.inputs import (
-    evaluates,
-    held_out_problems,
+    data_name,
     load_or_initialize,
     naming_files,
     read_data,
     task_of,
-    without_folder,
 )
-from unmask.cli.retention import RESULT, Retention, check_retention, result_before, retention_of_run
-from unmask.cli.run_folder import RunFolder
+from unmask.cli.measurements import Measurements
+from unmask.cli.retention import RESULT, result_before
 from unmask.cli.verbs import VERBS
-from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
+from unmask.config.run import RunConfig, build_training_args
 from unmask.console import Progress
 from unmask.data.report import data_reports
-from unmask.evaluation.provenance import EVALUATION, write_result_of_run
-from unmask.evaluation.tasks import check_evaluation, evaluate_task
-from unmask.models.chat_template import read_template
-from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import load
+from unmask.evaluation.provenance import EVALUATION
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
-from unmask.tasks import Task
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import bound_memory, naming_full_memory
+from unmask.training.hardware_checks import bounded_memory
 from unmask.training.run.around import StopOnSignal, naming_lost_process
 from unmask.training.run.checkpoint import check_last, written_whole
-from unmask.training.run.folder import DATA_REPORT, LOG_NAME
+from unmask.training.run.folder import DATA_REPORT, RunFolder
+from unmask.training.run.log import LOG_NAME
 from unmask.training.settings.listing import SET_BY_RUN
-from unmask.training.sharding import launched, read_deepspeed, weight_sharding_setting
+from unmask.training.sharding import launched, read_deepspeed
 
 
 def training_arguments(verb: str, config: RunConfig) -> Any:
@@ -86,17 +77,6 @@ def planned_arguments(verb: str, config: RunConfig) -> Any:
     return args
 
 
-def data_name(data: DataConfig, task: Task | None = None) -> str | None:
-    """The name of the data in a model card: names on the hub, file names without their folders, or the name
-    of the task."""
-    sources = (
-        [data.train or (task and task.name)]
-        if not isinstance(data.train, list)
-        else [source.path for source in data.train]
-    )
-    return ", ".join(without_folder(source) for source in sources if source) or None
-
-
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
     """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user
     set them, or if our default differs; settings that have no effect here are left out."""
@@ -123,115 +103,75 @@ def without_unread(config: RunConfig, args: TrainingConfig, given: Collection[st
     )
 
 
-def run_verb(
-    verb: str, config: RunConfig, resume: str | bool = False, harness: Harness | None = None
-) -> Retention | None:
-    """Run `unmask VERB`.
+def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Measurements) -> None:
+    """Run `unmask VERB`: train and save the model, and evaluate it on the held-out problems of its task.
 
     Writes the trained model to `output_dir/model`, with checkpoints, `training_logs.json`, the resolved
-    config and a manifest beside it. With a task, the model is then evaluated on held-out problems
-    (`evaluation.json`); with `retention`, beside the one that it was made of (`retention.json`).
+    config and a manifest beside it.
 
     Args:
         verb: pretrain, convert, sft, dpo or grpo.
         config: the run.
-        resume: True: resume from the last complete checkpoint; a path: from this one.
-        harness: for a `retention` with tasks of lm-eval.
-
-    Returns:
-        What `retention` measured, in the first process.
+        folder: its output folder.
+        measurements: of the trained model.
 
     Raises:
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
         RunStopped: a signal has stopped the run.
     """
-    folder = _run(verb, config, resume, check_retention(config, harness))
-    output, processes, found = folder.path, PartialState(), None
-    if config.retention is not None:
-        gc.collect()  # the trainer, whose memory two models need now
-        with naming_lost_process(output), folder.locked():
-            found = retention_of_run(config, output / TRAINED_MODEL, harness)
+    phases = [(verb, 20.0), *measurements.phases]
+    with (
+        surroundings(verb, config, folder) as (args, stop),
+        Progress(phases, stream=None if args.should_save else io.StringIO()) as progress,
+    ):
+        settings, model = resolved(config, args), folder.path / TRAINED_MODEL
+        if folder.overwrite:
+            args.overwriting(given=config.training)  # of this launch, and not of the resolved config
+        with progress.phase(verb) as phase:
+            trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
+            measurements.check(trainer.lm)
+            begin(verb, folder, trainer, without_unread(settings, args, config.training))
+            trainer.train(resume_from_checkpoint=folder.resume)
+            save_whole(trainer, model, writes=args.should_save)
+            # conversion stages evaluate at their end
+            if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:
+                trainer.evaluate()
+                save_whole(trainer, model, writes=args.should_save)  # for its card
+        measurements.evaluate(trainer.lm, folder, args, progress)
+        if config.retention is None:
             folder.finish()
-    # A process aborts if it exits while others still communicate with it.
-    processes.wait_for_everyone()
-    processes.destroy_process_group()
-    return found
 
 
 @contextlib.contextmanager
 def surroundings(
-    verb: str, config: RunConfig, resume: str | bool
-) -> Iterator[tuple[RunFolder, RunConfig, StopOnSignal]]:
-    """What surrounds a run, from its settings on: each is entered once, here. Yields its folder, the resolved
-    config, and the callback that ends it."""
-    output = Path(config.output_dir)
-    resumes = resumes_in_place(output, resume)
+    verb: str, config: RunConfig, folder: RunFolder
+) -> Iterator[tuple[TrainingConfig, StopOnSignal]]:
+    """What surrounds a run: lost processes, signals, the lock of its folder with errors of the disk, and full
+    memory. Each is entered once, here. Yields the training arguments, and the callback that ends the run."""
     with (
-        naming_lost_process(output),
-        StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop,
+        naming_lost_process(folder.path),
+        StopOnSignal(folder.path, resumes=folder.in_place, overwrites=folder.overwrite) as stop,
     ):
         args = training_arguments(verb, config)
-        settings, folder = resolved(config, args), RunFolder(verb, config, args, resume)
-        if folder.overwrite:
-            args.overwriting(given=config.training)
-        if isinstance(resume, str):
-            check_last(Path(resume), output)
-        # held: the lock, the state in the manifest, errors of the disk
-        with folder.held(), naming_full_memory(config.hardware):
-            yield folder, settings, stop
+        if isinstance(folder.resume, str):
+            check_last(Path(folder.resume), folder.path)
+        with folder.locked(), bounded_memory(config.hardware, args.device):
+            folder.check()  # again, now that no other run can write here
+            folder.compare(args)
+            yield args, stop
 
 
-def _run(
-    verb: str, config: RunConfig, resume: str | bool, retained: Mapping[str, EvaluationPart]
-) -> RunFolder:
-    """Train and save the model. The run is then finished, unless its retention is to be measured."""
-    phases = [(verb, 20.0), *([("evaluate", 1.0)] if evaluates(config) else [])]
-    with (
-        surroundings(verb, config, resume) as (folder, settings, stop),
-        Progress(phases, stream=None if folder.args.should_save else io.StringIO()) as progress,
-    ):
-        args, output = folder.args, folder.path
-        with progress.phase(verb) as phase:
-            trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
-            task, held_out = held_out_problems(config)
-            if task and held_out:
-                check_evaluation(trainer.lm, task, held_out, config.sampler)
-            for part in retained.values():
-                check_evaluation(trainer.lm, part.task, part.rows, part.sampler)
-            if resume:
-                trainer.checkpoint_to_resume(resume)  # refuses another run
-            if args.should_save and folder.overwrite:
-                forget_earlier_run(output)
-            folder.begin(
-                without_unread(settings, args, config.training),
-                trainer.run_record,
-                trainer.planned_steps(args),
-            )
-            if args.should_save and (reports := data_reports(trainer)):
-                write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
-            trainer.train(resume_from_checkpoint=resume)
-            save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)
-            # conversion stages evaluate at their end
-            if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:
-                trainer.evaluate()
-                save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
-        if args.should_save and task and held_out:
-            with progress.phase("evaluate") as phase:
-                lm = whole_model(trainer.lm, config, args)
-                result = evaluate_task(lm, task, held_out, config.sampler, progress=phase)
-                write_result_of_run(output, lm, output / TRAINED_MODEL, result)
-        if config.retention is None:
-            folder.finish()
-    return folder
-
-
-def whole_model(lm: DiffusionLM, config: RunConfig, args: TrainingConfig) -> DiffusionLM:
-    """The trained model for one process. If its weights are sharded, a forward pass would need every process:
-    it is loaded again."""
-    if not weight_sharding_setting(args):
-        return lm
-    kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
-    return load(Path(config.output_dir) / TRAINED_MODEL, device=str(args.device), **kept)
+def begin(verb: str, folder: RunFolder, trainer: Any, settings: RunConfig) -> None:
+    """Write what a run writes before it trains. Raises the errors of a checkpoint that cannot be resumed."""
+    args = trainer.args
+    if folder.resume:
+        trainer.checkpoint_to_resume(folder.resume)  # refuses another run
+    if args.should_save and folder.overwrite:
+        forget_earlier_run(folder.path)
+    steps = trainer.planned_steps(args)
+    folder.begin(verb, settings, trainer.run_record, steps, writes=args.should_save)
+    if args.should_save and (reports := data_reports(trainer)):
+        write_atomic(folder.path / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
 
 
 def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
@@ -247,19 +187,13 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     """The verb's trainer, with its model and data; `rest` is passed to it."""
     check_together(config, args)
     entry = VERBS[verb]
-    bound_memory(config.hardware, args.device)
     task = task_of(config)
     rest |= entry.trainer_arguments(config, task)
     train, held_out = read_data(config, entry, task, args)
-    with naming_files(config.data):
-        lm = load_or_initialize(config, train, args)
-    if config.data.chat_template is not None:
-        lm.set_chat_template(
-            read_template(config.data.chat_template), ends=config.model.eos_token_ids is None
-        )
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     with naming_files(config.data):
+        lm = load_or_initialize(config, train, args)
         return entry.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 
 

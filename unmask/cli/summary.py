@@ -8,29 +8,28 @@ from contextlib import closing
 from pathlib import Path
 
 from unmask.artifacts import MetricsLog
-from unmask.cli.inputs import evaluates
 from unmask.config.run import DataConfig, RunConfig
 from unmask.console import format_duration, format_number
 from unmask.data.encoding import is_conversational
-from unmask.evaluation.provenance import EVALUATION
-from unmask.evaluation.result_file import read_result
+from unmask.evaluation.result_file import EvaluationResult
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.records import kind_of, read_examples
 from unmask.redaction import masked_argument, shell_line
-from unmask.training.run.folder import LOG_NAME, last_loss, numbers
+from unmask.training.run.log import LOG_NAME, last_loss, numbers
 
 EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""
 
 
-def summarize(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
+def summarize(output: Path, seconds: float, result: EvaluationResult | None = None) -> list[tuple[str, str]]:
     """Rows of a table: the model, the time, the first and last loss or reward, and the held-out score or
     loss, or else the speed.
 
     Args:
+        output: the folder of the run.
         seconds: that the run took.
+        result: of held-out problems, if there are any.
     """
-    output = Path(config.output_dir)
     lines = numbers(MetricsLog(output / LOG_NAME).read()) if (output / LOG_NAME).is_file() else []
     steps = max((int(line.get("step", 0)) for line in lines), default=0)
     rows = [
@@ -43,7 +42,7 @@ def summarize(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
     for line in lines:
         for name, value in line.items():
             values.setdefault(name, []).append(value)
-    return [*rows, *_trained(values, last_loss(lines)), *_held_out(config, values)]
+    return [*rows, *_trained(values, last_loss(lines)), *_held_out(result, values)]
 
 
 def _trained(values: Mapping[str, Sequence[float]], loss: float) -> Iterator[tuple[str, str]]:
@@ -66,10 +65,12 @@ def _trained(values: Mapping[str, Sequence[float]], loss: float) -> Iterator[tup
         yield "note", "in each step all completions had the same reward: nothing was learned"
 
 
-def _held_out(config: RunConfig, values: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
+def _held_out(
+    result: EvaluationResult | None, values: Mapping[str, Sequence[float]]
+) -> list[tuple[str, str]]:
     """The score or loss of held-out rows, or else the speed."""
-    if evaluates(config):
-        [scores] = read_result(Path(config.output_dir) / EVALUATION).tasks
+    if result is not None:
+        [scores] = result.tasks
         return [(f"held-out {name}", metric.shown(name)) for name, metric in scores.metrics.items()][:1]
     if "eval_loss" in values:
         return [("held-out loss", _change(values["eval_loss"]))]

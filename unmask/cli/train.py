@@ -15,12 +15,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -34,13 +33,10 @@ from unmask.config.layers import read_layers
 from unmask.config.run import (
     DataSource,
     RunConfig,
-    check_output_folder,
     import_modules,
     inputs_of,
     refuse_inputs,
     resolve,
-    resumes_in_place,
-    split_resume,
     to_yaml,
 )
 from unmask.config.trackers import check_trackers
@@ -52,8 +48,11 @@ from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shown
 from unmask.tasks import Task, get_rewards, get_task
-from unmask.training.run.folder import refuse_nothing
+from unmask.training.run.folder import RunFolder, split_resume
 from unmask.training.settings.listing import check_training
+
+if TYPE_CHECKING:
+    from unmask.cli.measurements import Measurements
 
 
 class TrainingCommand(TyperCommand):
@@ -232,28 +231,33 @@ def train(
         elif measure_variance:
             show_variance(settings)
         else:
-            run(verb, settings, resume_from, config or [])
+            folder = RunFolder(settings, resume_from, config or [])
+            choose_threads(settings.model.path)
+            from unmask.training.run.lost_process import ending_with_others
+
+            with ending_with_others(folder.path):
+                from unmask.cli.evaluation import import_harness
+                from unmask.cli.measurements import Measurements
+
+                run(verb, settings, folder, Measurements(settings, import_harness))
 
 
-def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Path] = ()) -> None:
-    in_place = resumes_in_place(settings.output_dir, resume)
-    if resume is True:
-        refuse_nothing(Path(settings.output_dir))
-    inputs: list[str | Path] = [*inputs_of(settings), *config, *([resume] if isinstance(resume, str) else [])]
-    check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
-    choose_threads(settings.model.path)
-    from unmask.training.run.lost_process import ending_with_others
+def run(verb: str, settings: RunConfig, folder: RunFolder, measurements: Measurements) -> None:
+    """Train and save the model, measure it, and show what came of it."""
+    from unmask.cli.run import run_verb
 
-    with ending_with_others(Path(settings.output_dir)):
-        from unmask.cli.evaluation import import_harness
-        from unmask.cli.run import run_verb
-
-        started = time.monotonic()
-        retention = run_verb(verb, settings, resume, import_harness)
-        if retention is not None:
-            show_retention(retention, f"what {verb} kept of {settings.model.path}")
+    started = time.monotonic()
+    run_verb(verb, settings, folder, measurements)
+    retention = measurements.finish(folder)
+    if retention is not None:
+        show_retention(retention, f"what {verb} kept of {settings.model.path}")
     if is_first_process():
-        show_summary(verb, settings, time.monotonic() - started)
+        from unmask.cli.summary import next_commands, summarize
+
+        rows = summarize(folder.path, time.monotonic() - started, measurements.result)
+        show_table(rows, f"{verb}: finished")
+        for label, command in zip(("next:", "or:  "), next_commands(verb, settings), strict=False):
+            typer.echo(for_stdout(f"{label} {command}"))
 
 
 def check_inputs(verb: str, settings: RunConfig) -> None:
@@ -314,14 +318,6 @@ def check_first_row(verb: str, settings: RunConfig, task: Task | None, source: D
                     )
             except DataError as error:
                 raise (error.skippable() if verb in ("sft", "dpo") else error) from error
-
-
-def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
-    from unmask.cli.summary import next_commands, summarize
-
-    show_table(summarize(settings, seconds), f"{verb}: finished")
-    for label, command in zip(("next:", "or:  "), next_commands(verb, settings), strict=False):
-        typer.echo(for_stdout(f"{label} {command}"))
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 Arguments = TypeVar("Arguments")
 AttentionName = Literal["causal", "block_causal", "bidirectional"]
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
-CHECKPOINT_PATH = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
-"""The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
 NEW_MODEL_FIELDS = ("from_scratch", "tokenizer")
 """The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
@@ -181,6 +179,15 @@ class DataConfig(Config):
             remedy = "Set data.task, or leave it out"
             yield ConfigError("has no effect without a task", where="style", remedy=remedy)
 
+    def check(self) -> None:
+        if self.shuffle_buffer is not None and not self.streaming:
+            remedy = "Set data.streaming, or remove it"
+            raise ConfigError("there is no stream to shuffle", where="shuffle_buffer", remedy=remedy)
+        mixed = isinstance(self.train, list) or isinstance(self.eval, list)
+        if self.task is not None and (self.streaming or mixed):
+            remedy = "Give no stream and no mixture, or no task"
+            raise ConfigError("a task reads whole files, one at a time", where="task", remedy=remedy)
+
 
 class LoraSettings(Config):
     """Train low-rank adapters instead of the weights."""
@@ -317,54 +324,6 @@ def to_yaml(config: Config) -> str:
     """YAML of every field, defaults included, that loads back as the same config, except that secrets are
     masked."""
     return dump_yaml(masked(config.model_dump()))
-
-
-def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
-    """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` is the
-    same as `--resume`.
-
-    Args:
-        resume: the option's value: a path, or "" for the last checkpoint; None: it is not set.
-        settings: the resolved config.
-
-    Returns:
-        True for the last checkpoint in the output folder, a path, or False for a new run.
-
-    Raises:
-        ConfigError: the folder does not exist, or two are named.
-    """
-    training = dict(settings.training)
-    setting = training.pop("resume_from_checkpoint", None) or None
-    if resume and setting not in (None, True, resume):
-        raise ConfigError(
-            f"two checkpoints, {resume} and {setting}", where="--resume", remedy="Give one of them"
-        )
-    wanted = setting if resume is None else resume or setting or True
-    settings = settings.model_copy(update={"training": training})
-    if wanted is None or wanted is True:
-        return bool(wanted), settings
-    if not Path(str(wanted)).is_dir():
-        raise ConfigError(
-            f"there is no folder {wanted}",
-            where="--resume",
-            remedy="Name a checkpoint, or the folder of a run",
-        )
-    return str(wanted), settings
-
-
-def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
-    """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere, which may be
-    of another run inside it."""
-    if isinstance(resume, bool):
-        return resume
-    path, output = Path(resume), Path(output_dir).resolve()
-    # a checkpoint may be a link, and so may be what names it
-    named = (path.resolve(), path.parent.resolve() / path.name)
-    return any(
-        place == output
-        or (place.is_relative_to(output) and CHECKPOINT_PATH.fullmatch(str(place.relative_to(output))))
-        for place in named
-    )
 
 
 def check_output_folder(

@@ -45,7 +45,8 @@ from unmask.training.noise_config import noised_views
 from unmask.training.run.around import StopOnSignal, running_in
 from unmask.training.run.checkpoint import fault, last_of_run, named_checkpoint, stage_of, steps_done
 from unmask.training.run.fingerprints import model_inputs, rows_fingerprint
-from unmask.training.run.folder import RunLog, checkpoints, refuse_nothing
+from unmask.training.run.folder import checkpoints, refuse_nothing
+from unmask.training.run.log import RunLog
 from unmask.training.run.record import RunRecord, expect_visited, read_record
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step

@@ -6,11 +6,14 @@ from contextlib import closing
 from itertools import islice
 from typing import Literal
 
-from unmask.config.run import DataSource
+from unmask.config.run import DataConfig, DataSource
 from unmask.data.sources import load_records
 from unmask.errors import ConfigError
 from unmask.tasks import Row, Task
 from unmask.tasks.base import Style
+
+GENERATED_ROWS = 10_000
+"""Training rows of a task that generates them, unless `data.max_rows` sets another number."""
 
 
 def read_problems(
@@ -40,6 +43,20 @@ def read_problems(
         with closing(load_records(source, hub_split or split)) as records:
             return list(islice(task.rows(records), count))
     return task.generate(split, count or 0, seed)
+
+
+def training_problems(task: Task, data: DataConfig) -> list[Row]:
+    """The problems of a task that a run trains on. Raises as `read_problems`."""
+    count = data.max_rows or (None if data.train else GENERATED_ROWS)
+    return read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
+
+
+def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
+    """Held-out problems: from `data.eval`, or generated; none of a task that cannot generate. Raises as
+    `read_problems`."""
+    if task.needs_data and not data.eval:
+        return []
+    return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 
 
 def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:

@@ -17,7 +17,7 @@ from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unmask.config.run import DataSource
+from unmask.config.run import DataConfig, DataSource
 from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.models.model_paths import near_path
 from unmask.records import Record, kind_of, read_examples, read_lines, read_records, require_names
@@ -284,6 +284,44 @@ def load_mixture(
             remedy="Write values of one type in each column.",
         ) from error
     return mixture if max_rows is None else mixture.take(max_rows)
+
+
+def read_rows(data: DataConfig, *, held_out: bool = False, bad_rows: str | None = None) -> Any:
+    """The rows of a config's `data.train`, or `data.eval` if `held_out`: a dataset, a mixture, or a stream.
+
+    Args:
+        bad_rows: "error" or "skip" for pairs, whose columns stay as they are; None: the rows become a table,
+            in which no row lacks a column.
+
+    Raises:
+        DataError: as `load_rows` and `load_mixture`.
+    """
+    source = data.eval if held_out else data.train
+    assert source is not None
+    streaming = data.streaming and not held_out
+    kept: dict[str, Any] = {
+        "split": data.split,
+        "text_column": data.text_column,
+        "max_rows": data.eval_rows if held_out else data.max_rows,
+    }
+    if not isinstance(source, str):
+        rows: Any = load_mixture(source, seed=data.seed, streaming=streaming, **kept)
+    elif streaming:
+        rows = load_rows(source, streaming=True, **kept)
+    elif bad_rows is None:
+        rows = load_examples(source, **kept)
+        columns = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
+        rows = [columns | row for row in rows] if columns else rows
+    else:
+        try:
+            rows = load_examples(source, keep_malformed=bad_rows == "skip", **kept)
+        except DataError as error:
+            if kind_of(source) != ".jsonl":  # read as a whole or not at all
+                raise
+            raise error.skippable() from error
+    if data.shuffle_buffer is not None and streaming:
+        return rows.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
+    return rows
 
 
 def _select(rows: Any, names: dict[str, str], source: str) -> Dataset | IterableDataset:

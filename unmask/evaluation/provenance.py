@@ -35,10 +35,12 @@ def environment(lm: DiffusionLM) -> dict[str, Any]:
     return manifest | {"device": str(lm.device)}
 
 
-def write_result_of_run(folder: Path, lm: DiffusionLM, model: Path, result: TaskResult) -> None:
-    """Write the result of a training run's model on its task as `evaluation.json` in the run's folder."""
+def write_result_of_run(folder: Path, lm: DiffusionLM, model: Path, result: TaskResult) -> EvaluationResult:
+    """Write the result of a training run's model on its task as `evaluation.json` in the run's folder.
+    Returns what was written."""
     parts = [result.to_scores()]
     whole = EvaluationResult(
         model=model_identity(lm, str(model)), arguments={}, tasks=parts, environment=environment(lm)
     )
     whole.write(folder / EVALUATION)
+    return whole

@@ -148,8 +148,6 @@ class TrainingConfig(TrainingArguments):
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
 
     generates: ClassVar[bool] = False  # whether a step samples completions, too
-    # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
-    answers_prompts: ClassVar[bool] = False
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
     given: ClassVar[frozenset[str]]

@@ -40,31 +40,25 @@ def amp_faster() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
-    """Limit torch's allocator to `max_memory_gb` of a GPU, beyond which it raises OutOfMemoryError. Memory of
-    other libraries (contexts, NCCL) is not counted. A CPU has no such limit: one on the address space would
-    count mapped files."""
-    if hardware is not None and hardware.max_memory_gb is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.max_memory_gb * 1e9 / total), device)
-
-
 @contextlib.contextmanager
-def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
-    """A context in which a full device (or a full allowed part of it) raises a TrainingError that says what
-    to do."""
+def bounded_memory(hardware: HardwareConfig | None, device: torch.device) -> Iterator[None]:
+    """A context in which torch's allocator takes at most `max_memory_gb` of a GPU, and a full device (or a
+    full allowed part of it) raises a TrainingError that says what to do. Memory of other libraries (contexts,
+    NCCL) is not counted. A CPU has no such limit: one on the address space would count mapped files."""
+    limit = None if hardware is None else hardware.max_memory_gb
+    if limit is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 1e9 / total), device)
     try:
         yield
     except torch.OutOfMemoryError as error:
-        bounded = hardware is not None and hardware.max_memory_gb is not None
         remedy = (
             "Use a smaller batch or activation_checkpointing; --dry-run estimates a step, and says what "
             "makes it fit"
         )
-        where = "hardware.max_memory_gb" if bounded else "training"
-        raise TrainingError(
-            f"the device's memory is full ({first_line(error)})", where=where, remedy=remedy
-        ) from error
+        where = "training" if limit is None else "hardware.max_memory_gb"
+        what = f"the device's memory is full ({first_line(error)})"
+        raise TrainingError(what, where=where, remedy=remedy) from error
 
 
 def set_backends(args: Any) -> None:

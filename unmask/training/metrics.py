@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from unmask.errors import ConfigError, TrainingError
-from unmask.training.run.folder import SHOWN, RunLog, last_loss
+from unmask.training.run.log import SHOWN, RunLog, last_loss
 from unmask.training.step_timer import Phases
 
 STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run

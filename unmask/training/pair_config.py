@@ -34,8 +34,6 @@ class PairConfig(TrainingConfig):
         False, "Keep only the end of a prompt that leaves no room for the completion"
     )
 
-    answers_prompts = True
-
     def data_report(self, where: str) -> DataReport:
         """An empty report that follows `bad_rows` and `max_unknown`."""
         return DataReport(where, skip=self.bad_rows == "skip", max_unknown=self.max_unknown)

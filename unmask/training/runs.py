@@ -13,8 +13,9 @@ from typing import Any
 from unmask.artifacts import MetricsLog
 from unmask.errors import DataError
 from unmask.models.model_paths import RUN_MANIFEST
-from unmask.training.run.folder import LOG_NAME, SHOWN, checkpoints, last_loss, numbers, step_of
+from unmask.training.run.folder import checkpoints, step_of
 from unmask.training.run.lock import is_running
+from unmask.training.run.log import LOG_NAME, SHOWN, last_loss, numbers
 from unmask.training.run.lost_process import resume_command
 
 

@@ -82,7 +82,8 @@ from unmask.training.run.checkpoint import (
     written_checkpoint,
 )
 from unmask.training.run.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
-from unmask.training.run.folder import RunLog, refuse_nothing
+from unmask.training.run.folder import refuse_nothing
+from unmask.training.run.log import RunLog
 from unmask.training.run.record import SECTION, RunRecord, expect_visited
 from unmask.training.run.resume import METRIC_SETTINGS, apply_settings, hyperparameters
 from unmask.training.step_timer import Phases

@@ -13,7 +13,7 @@ from unmask.cli.entry import app
 from unmask.errors import DataError
 from unmask.evaluation.report.content import Record, Table
 from unmask.evaluation.report.sources import report_of, short_names
-from unmask.training.run.folder import LOG_NAME
+from unmask.training.run.log import LOG_NAME
 
 
 def write_run(folder: Path, run, **manifest) -> Path:

@@ -25,7 +25,7 @@ from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
 from unmask.training.config_fields import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT
-from unmask.training.run.folder import LOG_NAME
+from unmask.training.run.log import LOG_NAME
 from unmask.training.run.record import RunRecord
 
 CONFIGS = {

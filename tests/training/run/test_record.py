@@ -15,7 +15,6 @@ import torch
 
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, weights
-from unmask.cli.run_folder import run_settings
 from unmask.config.base import Config, OnResume, flat_values, kinds_of
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, TrainingError
@@ -23,7 +22,7 @@ from unmask.rl.weighted_rewards import reward_identities
 from unmask.supervised.sft import SFTConfig
 from unmask.training import distributed
 from unmask.training.run.fingerprints import file_fingerprints, rows_fingerprint
-from unmask.training.run.record import RECORD_FILE, RunRecord
+from unmask.training.run.record import RECORD_FILE, RunRecord, run_settings
 
 RUN = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

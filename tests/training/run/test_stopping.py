@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt, 
 def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_path, monkeypatch):
     run = command("sft", model, tmp_path / "run")
     assert unmask(*run).exit_code == 0 and (tmp_path / "run" / "checkpoint-6").is_dir()
-    monkeypatch.setattr("unmask.cli.run.held_out_problems", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("unmask.cli.run.begin", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     stopped = unmask(*run, "--overwrite")
     assert stopped.exit_code == 128 + signal.SIGTERM
     assert (

@@ -18,7 +18,8 @@ from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, read_result
 from unmask.models.model_paths import RUN_MANIFEST
-from unmask.training.run.folder import DATA_REPORT, LOG_NAME
+from unmask.training.run.folder import DATA_REPORT
+from unmask.training.run.log import LOG_NAME
 from unmask.training.runs import find_runs
 
 MODEL_FOLDER = "model"

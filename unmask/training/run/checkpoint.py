@@ -30,15 +30,13 @@ from accelerate import PartialState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from unmask.artifacts import default_mode, write_atomic
-from unmask.config.run import resumes_in_place
 from unmask.errors import TrainingError, UnmaskWarning, first_line
 from unmask.training.run.around import MAKE_ROOM, naming_write_errors
-from unmask.training.run.folder import CHECKPOINT, checkpoints, step_of
+from unmask.training.run.folder import CHECKPOINT, UNFINISHED, checkpoints, resumes_in_place, step_of
 from unmask.training.run.shards import INDEX, check_shards
 
 FILE_LIST = "checkpoint_files.json"
 SUMS_NAME = "metric_sums.json"
-UNFINISHED = ".unfinished"
 EARLIER = ".earlier"  # ends the name of a folder that a new one replaces
 THREADS = 4  # hashing releases the lock of the interpreter
 

@@ -1,23 +1,26 @@
-"""What a run leaves in its folder: its log and its checkpoints. Nothing here imports torch."""
+"""The output folder of a run: what may be written there, where it resumes, its config and its manifest.
+Nothing here imports torch before the folder is locked."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import takewhile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unmask.artifacts import MetricsLog, write_atomic
-from unmask.config.run import LOCK_FILE
-from unmask.errors import TrainingError
-from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST
+from unmask.artifacts import run_manifest, write_atomic, write_json
+from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, inputs_of, to_yaml
+from unmask.errors import ConfigError, TrainingError
+from unmask.models.model_paths import CONFIG, RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
+from unmask.training.run.log import LOG_NAME
 
-LOG_NAME = "training_logs.json"
+if TYPE_CHECKING:
+    from unmask.training.config import TrainingConfig
+    from unmask.training.run.record import RunRecord
+
 DATA_REPORT = "data_report.json"
 RUN_PATTERNS = (
     RUN_CONFIG,
@@ -29,9 +32,11 @@ RUN_PATTERNS = (
     "*_reference_scores.safetensors",
 )
 """The files of a run. dpo stores the reference's scores before all else."""
-SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
-"""The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+UNFINISHED = ".unfinished"
+"""Where a folder is written that takes its name when it is complete."""
+RUN_OUTPUT = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
+"""The folders that a run writes, replaces and removes."""
 
 
 def refuse_nothing(folder: Path) -> None:
@@ -49,24 +54,6 @@ def is_run(folder: Path) -> bool:
     return False
 
 
-def numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """The numbers of each line of a log: null stands for one that was not finite."""
-    return [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in lines]
-
-
-def last_loss(lines: Sequence[Mapping[str, float]]) -> float:
-    """The last loss that was logged, of a conversion in its last stage; if that ended before, the mean over
-    its steps. NaN: none."""
-    stage = lines[-1].get("stage") if lines else None
-    losses = [
-        line[name]
-        for name in ("train_loss", "loss")
-        for line in lines
-        if name in line and line.get("stage") == stage
-    ]
-    return losses[-1] if losses else math.nan
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, latest first."""
     found = [
@@ -82,43 +69,180 @@ def step_of(checkpoint: Path) -> int:
     return int(found[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunLog:
-    """The metrics of a run, one JSON object a line."""
+CHECKPOINT_PATH = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
+"""The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
 
-    folder: Path  # of `training_logs.json`
-    first_step: int = 0  # the steps before this stage of a conversion
-    stage: int | None = None  # the stage number, written to every line of a conversion
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line; `step` counts from the start of this stage."""
-        stage = {} if self.stage is None else {"stage": self.stage}
-        MetricsLog(self.folder / LOG_NAME).write({"step": self.first_step + step, **stage, **metrics})
+def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
+    """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` is the
+    same as `--resume`.
 
-    def read(self) -> list[dict[str, Any]]:
-        """The lines of this stage, with steps counted from its start."""
-        mine = [line for line in self._lines() if line.pop("stage", None) == self.stage]
-        return [line | {"step": line["step"] - self.first_step} for line in mine]
+    Args:
+        resume: the option's value: a path, or "" for the last checkpoint; None: it is not set.
+        settings: the resolved config.
 
-    def rewind(self, step: int) -> None:
-        """Drop the lines after this step (0: all lines of this stage). They will be logged again."""
-        lines = self._lines()
-        kept = list(takewhile(lambda line: not self._later(line, step), lines))
-        if len(kept) < len(lines):
-            write_atomic(self.folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in kept))
+    Returns:
+        True for the last checkpoint in the output folder, a path, or False for a new run.
 
-    def ends_with_summary(self) -> bool:
-        """Whether the summary of this stage is the last line: an evaluation after it is missing."""
-        lines = self._lines()
-        return bool(lines) and "train_loss" in lines[-1] and lines[-1].get("stage") == self.stage
+    Raises:
+        ConfigError: the folder does not exist, or two are named.
+    """
+    training = dict(settings.training)
+    setting = training.pop("resume_from_checkpoint", None) or None
+    if resume and setting not in (None, True, resume):
+        raise ConfigError(
+            f"two checkpoints, {resume} and {setting}", where="--resume", remedy="Give one of them"
+        )
+    wanted = setting if resume is None else resume or setting or True
+    settings = settings.model_copy(update={"training": training})
+    if wanted is None or wanted is True:
+        return bool(wanted), settings
+    if not Path(str(wanted)).is_dir():
+        raise ConfigError(
+            f"there is no folder {wanted}",
+            where="--resume",
+            remedy="Name a checkpoint, or the folder of a run",
+        )
+    return str(wanted), settings
 
-    def _later(self, line: Mapping[str, Any], step: int) -> bool:
-        """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last
-        checkpoint."""
-        line_stage, stage = line.get("stage", 0), self.stage or 0
-        after_step = step == 0 or line["step"] > self.first_step + step or "train_loss" in line
-        return line_stage > stage or (line_stage == stage and after_step)
 
-    def _lines(self) -> list[dict[str, Any]]:
-        path = self.folder / LOG_NAME
-        return MetricsLog(path).read() if path.exists() else []
+def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
+    """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere, which may be
+    of another run inside it."""
+    if isinstance(resume, bool):
+        return resume
+    path, output = Path(resume), Path(output_dir).resolve()
+    # a checkpoint may be a link, and so may be what names it
+    named = (path.resolve(), path.parent.resolve() / path.name)
+    return any(
+        place == output
+        or (place.is_relative_to(output) and CHECKPOINT_PATH.fullmatch(str(place.relative_to(output))))
+        for place in named
+    )
+
+
+class RunFolder:
+    """The output folder of a run. Only the first process writes.
+
+    Args:
+        settings: of the run.
+        resume: True: from the last complete checkpoint here; a path: from this one; False: a new run.
+        files: further inputs, such as config files, which may not be written over.
+
+    Attributes:
+        path: the folder.
+        in_place: whether a run in this folder is resumed.
+        overwrite: whether an earlier run in it is removed.
+
+    Raises:
+        TrainingError: there is no run to resume, the folder is in use, or is a part of another run.
+        ConfigError: as `check_output_folder`.
+    """
+
+    def __init__(self, settings: RunConfig, resume: str | bool = False, files: Sequence[Path] = ()):
+        self.settings, self.resume = settings, resume
+        self.path = Path(settings.output_dir)
+        self.in_place = resumes_in_place(self.path, resume)
+        self.overwrite = settings.overwrite and not self.in_place
+        resumed = [resume] if isinstance(resume, str) else []
+        self._inputs: list[str | Path] = [*inputs_of(settings), *files, *resumed]
+        self._manifest: dict[str, Any] = {}
+        if resume is True:
+            refuse_nothing(self.path)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the errors of this class: once at the beginning, and again when the folder is locked."""
+        check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place, inputs=self._inputs)
+        if not self.in_place:
+            _refuse_inside(self.path)
+            _refuse_other_files(self.path)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """A context in which no other run can write here, and the manifest gets the state in which the run
+        ends."""
+        from unmask.training.run.around import running_in
+
+        return running_in(self.path, self._end)
+
+    def compare(self, args: TrainingConfig) -> None:
+        """Let the arguments know the settings of the whole run. Raises ConfigError if they would make another
+        run than the one to resume."""
+        from unmask.training.run.record import RunRecord, run_settings
+
+        args.run_settings = run_settings(self.settings)  # type: ignore[misc]
+        if self.resume:
+            RunRecord(args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
+
+    def begin(self, verb: str, resolved: RunConfig, record: RunRecord, steps: int, *, writes: bool) -> None:
+        """Write `config.yaml` and the manifest.
+
+        Args:
+            verb: of the run.
+            resolved: the config with its defaults.
+            record: the trainer's record of its settings, inputs and changes.
+            steps: of the whole run.
+            writes: whether this process writes.
+        """
+        if not writes:
+            return
+        changes = [
+            f"# {each['setting']} was {each['old']} until step {each['step']}\n" for each in record.changes
+        ]
+        values = {name: record.values[name] for name in sorted(record.inputs)}
+        self._manifest = run_manifest(
+            resolved.model_dump(),
+            verb=verb,
+            seed=record.values["training.seed"],
+            steps=steps,
+            processes=record.values["processes"],
+            inputs={name: value for name, value in values.items() if value is not None},
+            changes=record.changes,
+        )
+        yaml = to_yaml(resolved.model_copy(update={"overwrite": False}))
+        write_atomic(self.path / RUN_CONFIG, "".join(changes) + yaml)
+        self._write_state("running")
+
+    def finish(self) -> None:
+        """Record that the run is finished."""
+        self._write_state("finished")
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Record that the run is not finished: the exit callback of `held`."""
+        with suppress(OSError):  # of a full disk, which may be what ended the run
+            if isinstance(error, Exception):
+                self._write_state("failed", error=" ".join(str(error).split()))
+            elif error is not None:  # a signal
+                self._write_state("interrupted")
+
+    def _write_state(self, state: str, **more: str) -> None:
+        if self._manifest:
+            write_json(self.path / RUN_MANIFEST, self._manifest | {"state": state, **more})
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raise TrainingError if a folder holds what a run replaces, removes or would be mixed with, and no run
+    has written it."""
+    names = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+    found = [
+        name for name in names if name in (RUN_CONFIG, RUN_MANIFEST, CONFIG) or RUN_OUTPUT.fullmatch(name)
+    ]
+    if found and not is_run(path):
+        raise TrainingError(
+            f"holds a {found[0]} that no run has written",
+            where=str(path),
+            remedy="Choose another output folder",
+        )
+
+
+def _refuse_inside(path: Path) -> None:
+    """Raise TrainingError for what another run writes, replaces and removes in its folder, and for folders
+    inside of it. Other folders in that of a run are left alone by it."""
+    place = path.resolve()
+    for own, run in pairwise([place, *place.parents]):
+        if RUN_OUTPUT.fullmatch(own.name) and (
+            (run / LOCK_FILE).is_file() or all((run / name).is_file() for name in (RUN_MANIFEST, RUN_CONFIG))
+        ):
+            remedy = f"Choose a folder beside it, such as {run / f'after-{own.name}'} (--output)"
+            what = f"is a part of the run in {run}, which writes, replaces and removes {own.name}"
+            raise TrainingError(what, where=str(path), remedy=remedy)

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unmask.artifacts import plain, write_atomic
-from unmask.config.base import OnResume
+from unmask.config.base import OnResume, flat_values, kinds_of
+from unmask.config.run import RunConfig
 from unmask.console import show_line
 from unmask.data.token_cache import StreamedRows
 from unmask.errors import ConfigError
 from unmask.redaction import masked
+from unmask.tasks import get_task
+from unmask.training.run.fingerprints import code_fingerprint, file_fingerprints
 
 if TYPE_CHECKING:
     from unmask.training.config import TrainingConfig
@@ -27,6 +30,26 @@ PARTS_OF_A_STEP = {
     "processes",
 }
 """Only their product makes another run."""
+
+
+ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
+"""Settings that the trainer's arguments or inputs hold, or that belong to a launch."""
+
+
+def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
+    """The settings besides `training` that a resumed run compares, by dotted name, with their kinds; of
+    streamed data also their files, of a task of the user its code."""
+    values, kinds = flat_values(config), kinds_of(RunConfig)
+    settings = {name: (value, kinds[name]) for name, value in values.items() if name not in ELSEWHERE}
+    if config.data.task:
+        task = get_task(config.data.task)
+        settings["data.task"] = task.name, OnResume.OTHER
+        settings["data.task_code"] = code_fingerprint(task), OnResume.OTHER
+    if config.data.streaming and config.data.train is not None:
+        train = config.data.train
+        paths = [train] if isinstance(train, str) else [source.path for source in train]
+        settings["data.file_contents"] = file_fingerprints(paths), OnResume.OTHER
+    return settings
 
 
 class RunRecord:
