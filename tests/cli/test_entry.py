@@ -67,8 +67,10 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]
     replace(
         monkeypatch,
         "unmask.cli.run",
-        run_verb=lambda verb, config, resume, _: calls.append((verb, config, resume)),
+        run_verb=lambda verb, config, folder, _: calls.append((verb, config, folder.resume)),
     )
+    unmeasured = SimpleNamespace(finish=lambda _: None, result=None)
+    replace(monkeypatch, "unmask.cli.measurements", Measurements=lambda _: unmeasured)
     return calls
 
 
@@ -219,7 +221,7 @@ def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], 
     assert not stages
     assert run("sft", *REQUIRED, str(tmp_path), "--overwrite").exit_code == 0
     assert "there is nothing to resume" in run("sft", *REQUIRED, str(tmp_path), "--resume").stderr
-    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "manifest.json").write_text('{"verb": "sft"}')
     assert run("sft", *REQUIRED, str(tmp_path), "--resume").exit_code == 0
     assert run("sft", *REQUIRED, str(tmp_path), "overwrite=true").exit_code == 0
     assert [config.overwrite for _, config, _ in stages] == [True, False, True]
@@ -272,7 +274,7 @@ def test_a_path_that_may_not_be_read_is_one_error(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/of another")
 
-    monkeypatch.setattr("unmask.cli.train.check_output_folder", refuse)
+    monkeypatch.setattr("unmask.training.run.folder.check_output_folder", refuse)
     result = run("sft", *REQUIRED, "o")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: runs/of another: Permission denied. ")

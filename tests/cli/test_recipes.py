@@ -241,7 +241,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was loaded")
 
-    for name in ("load_or_initialize", "read_data", "load"):
+    for name in ("load_or_initialize", "read_data"):
         monkeypatch.setattr(run, name, loaded)
 
 

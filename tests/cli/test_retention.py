@@ -281,7 +281,7 @@ def test_a_run_whose_retention_fails_is_not_finished(folder, tmp_path, monkeypat
         tmp_path / "run",
     ]
     monkeypatch.setattr(
-        "unmask.cli.run.retention_of_run", lambda *_: (_ for _ in ()).throw(DataError("no data"))
+        "unmask.cli.measurements.retention_of_run", lambda *_: (_ for _ in ()).throw(DataError("no data"))
     )
     assert "no data" in refused(*command)
     (run,) = find_runs([tmp_path])

@@ -6,7 +6,7 @@ import gc
 
 from accelerate import PartialState
 
-from unmask.cli.evaluation import Harness
+from unmask.cli.evaluation import import_harness
 from unmask.cli.inputs import held_out_problems
 from unmask.cli.retention import Retention, check_retention, retention_of_run
 from unmask.config.run import ModelConfig, RunConfig
@@ -18,7 +18,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.training.config import TrainingConfig
-from unmask.training.run.around import naming_lost_process
+from unmask.training.run.around import naming_lost_process, running_in
 from unmask.training.run.folder import RunFolder
 from unmask.training.sharding import weight_sharding_setting
 
@@ -26,10 +26,6 @@ from unmask.training.sharding import weight_sharding_setting
 class Measurements:
     """The answers to held-out problems of the run's task (`evaluation.json`), and what was kept of the model
     that it started from (`retention.json`). Their problems are read before the training.
-
-    Args:
-        settings: of the run.
-        harness: for a `retention` with tasks of lm-eval.
 
     Attributes:
         result: of the held-out problems, once they are answered, in the first process.
@@ -39,15 +35,15 @@ class Measurements:
             that cannot be read.
     """
 
-    def __init__(self, settings: RunConfig, harness: Harness | None = None):
-        self._settings, self._harness = settings, harness
-        self._retained = check_retention(settings, harness)
+    def __init__(self, settings: RunConfig):
+        self._settings = settings
+        self._retained = check_retention(settings, import_harness)
         self._task, self._problems = held_out_problems(settings)
         self.result: EvaluationResult | None = None
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """Those of the progress display, beside the training's."""
+        """What the progress display shows besides the training."""
         return [("evaluate", 1.0)] if self._problems else []
 
     def check(self, lm: DiffusionLM) -> None:
@@ -73,8 +69,8 @@ class Measurements:
         found, processes = None, PartialState()
         if self._settings.retention is not None:
             gc.collect()  # the trainer, whose memory two models need now
-            with naming_lost_process(folder.path), folder.locked():
-                found = retention_of_run(self._settings, folder.path / TRAINED_MODEL, self._harness)
+            with naming_lost_process(folder.path), running_in(folder.path, folder.ended):
+                found = retention_of_run(self._settings, folder.path / TRAINED_MODEL, import_harness)
                 folder.finish()
         # A process aborts if it exits while others still communicate with it.
         processes.wait_for_everyone()

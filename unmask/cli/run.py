@@ -35,10 +35,11 @@ from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import bounded_memory
-from unmask.training.run.around import StopOnSignal, naming_lost_process
+from unmask.training.run.around import StopOnSignal, naming_lost_process, running_in
 from unmask.training.run.checkpoint import check_last, written_whole
 from unmask.training.run.folder import DATA_REPORT, RunFolder
 from unmask.training.run.log import LOG_NAME
+from unmask.training.run.record import RunRecord, run_settings
 from unmask.training.settings.listing import SET_BY_RUN
 from unmask.training.sharding import launched, read_deepspeed
 
@@ -155,9 +156,12 @@ def surroundings(
         args = training_arguments(verb, config)
         if isinstance(folder.resume, str):
             check_last(Path(folder.resume), folder.path)
-        with folder.locked(), bounded_memory(config.hardware, args.device):
+        with running_in(folder.path, folder.ended), bounded_memory(config.hardware, args.device):
             folder.check()  # again, now that no other run can write here
-            folder.compare(args)
+            args.run_settings = run_settings(folder.settings)
+            if folder.resume:
+                checkpoint = folder.path if folder.resume is True else Path(folder.resume)
+                RunRecord(args, {}, {}).refuse_settings(checkpoint)
             yield args, stop
 
 

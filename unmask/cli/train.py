@@ -236,10 +236,9 @@ def train(
             from unmask.training.run.lost_process import ending_with_others
 
             with ending_with_others(folder.path):
-                from unmask.cli.evaluation import import_harness
                 from unmask.cli.measurements import Measurements
 
-                run(verb, settings, folder, Measurements(settings, import_harness))
+                run(verb, settings, folder, Measurements(settings))
 
 
 def run(verb: str, settings: RunConfig, folder: RunFolder, measurements: Measurements) -> None:

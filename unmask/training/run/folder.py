@@ -1,12 +1,12 @@
 """The output folder of a run: what may be written there, where it resumes, its config and its manifest.
-Nothing here imports torch before the folder is locked."""
+Nothing here imports torch."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from unmask.models.model_paths import CONFIG, RUN_CONFIG, RUN_MANIFEST, TRAINED_
 from unmask.training.run.log import LOG_NAME
 
 if TYPE_CHECKING:
-    from unmask.training.config import TrainingConfig
     from unmask.training.run.record import RunRecord
 
 DATA_REPORT = "data_report.json"
@@ -158,22 +157,6 @@ class RunFolder:
             _refuse_inside(self.path)
             _refuse_other_files(self.path)
 
-    def locked(self) -> AbstractContextManager[None]:
-        """A context in which no other run can write here, and the manifest gets the state in which the run
-        ends."""
-        from unmask.training.run.around import running_in
-
-        return running_in(self.path, self._end)
-
-    def compare(self, args: TrainingConfig) -> None:
-        """Let the arguments know the settings of the whole run. Raises ConfigError if they would make another
-        run than the one to resume."""
-        from unmask.training.run.record import RunRecord, run_settings
-
-        args.run_settings = run_settings(self.settings)  # type: ignore[misc]
-        if self.resume:
-            RunRecord(args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
-
     def begin(self, verb: str, resolved: RunConfig, record: RunRecord, steps: int, *, writes: bool) -> None:
         """Write `config.yaml` and the manifest.
 
@@ -207,8 +190,8 @@ class RunFolder:
         """Record that the run is finished."""
         self._write_state("finished")
 
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Record that the run is not finished: the exit callback of `held`."""
+    def ended(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Record that the run is not finished, if an error ends it: the exit callback of `running_in`."""
         with suppress(OSError):  # of a full disk, which may be what ended the run
             if isinstance(error, Exception):
                 self._write_state("failed", error=" ".join(str(error).split()))
