@@ -92,7 +92,8 @@ def load_or_initialize(config: RunConfig, train: Rows, args: TrainingConfig) -> 
 def _new_tokenizer(model: ModelConfig, train: Rows, args: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model from scratch: trained, or read; None: that of `model.path`."""
     if model.tokenizer_size is not None:
-        return train_tokenizer(text_column(train, args, "train_dataset"), model.tokenizer_size)
+        texts = text_column(train, args, "train_dataset")
+        return train_tokenizer(texts, model.tokenizer_size)
     if model.tokenizer:
         return read_tokenizer(model.tokenizer, NO_CODE | {"trust_remote_code": model.trust_remote_code})
     return None

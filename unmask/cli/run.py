@@ -122,7 +122,7 @@ def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Meas
     """
     phases = [(verb, 20.0), *measurements.phases]
     with (
-        surroundings(verb, config, folder) as (args, stop),
+        surroundings(verb, folder) as (args, stop),
         Progress(phases, stream=None if args.should_save else io.StringIO()) as progress,
     ):
         settings, model = resolved(config, args), folder.path / TRAINED_MODEL
@@ -131,7 +131,8 @@ def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Meas
         with progress.phase(verb) as phase:
             trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
             measurements.check(trainer.lm)
-            begin(verb, folder, trainer, without_unread(settings, args, config.training))
+            settings = without_unread(settings, args, config.training)  # of which the trainer knows more
+            begin(verb, folder, trainer, settings)
             trainer.train(resume_from_checkpoint=folder.resume)
             save_whole(trainer, model, writes=args.should_save)
             # conversion stages evaluate at their end
@@ -144,19 +145,17 @@ def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Meas
 
 
 @contextlib.contextmanager
-def surroundings(
-    verb: str, config: RunConfig, folder: RunFolder
-) -> Iterator[tuple[TrainingConfig, StopOnSignal]]:
+def surroundings(verb: str, folder: RunFolder) -> Iterator[tuple[TrainingConfig, StopOnSignal]]:
     """What surrounds a run: lost processes, signals, the lock of its folder with errors of the disk, and full
     memory. Each is entered once, here. Yields the training arguments, and the callback that ends the run."""
     with (
         naming_lost_process(folder.path),
         StopOnSignal(folder.path, resumes=folder.in_place, overwrites=folder.overwrite) as stop,
     ):
-        args = training_arguments(verb, config)
+        args = training_arguments(verb, folder.settings)
         if isinstance(folder.resume, str):
             check_last(Path(folder.resume), folder.path)
-        with running_in(folder.path, folder.ended), bounded_memory(config.hardware, args.device):
+        with running_in(folder.path, folder.ended), bounded_memory(folder.settings.hardware, args.device):
             folder.check()  # again, now that no other run can write here
             args.run_settings = run_settings(folder.settings)
             if folder.resume:
