@@ -32,6 +32,8 @@ RUN_PATTERNS = (
 )
 """The files of a run. dpo stores the reference's scores before all else."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT_PATH = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
+"""The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
 UNFINISHED = ".unfinished"
 """Where a folder is written that takes its name when it is complete."""
 RUN_OUTPUT = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
@@ -66,10 +68,6 @@ def step_of(checkpoint: Path) -> int:
     found = CHECKPOINT.fullmatch(checkpoint.name) or CHECKPOINT.fullmatch(checkpoint.resolve().name)
     assert found is not None, checkpoint
     return int(found[1])
-
-
-CHECKPOINT_PATH = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
-"""The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
 
 
 def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
