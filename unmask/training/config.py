@@ -29,12 +29,12 @@ from unmask.training.config_fields import (
     check_types,
     limits_of,
     setting,
-    stock_kind,
     unmet,
 )
 from unmask.training.distributed import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
+from unmask.training.run.resume import stock_kind
 from unmask.training.sharding import deepspeed_config
 
 

@@ -69,7 +69,14 @@ from unmask.training.metrics import (
     naming_missing_metric,
 )
 from unmask.training.model_history import chosen_settings, history_entry, result_fields
-from unmask.training.optimizers import keep_on_host, naming_missing_library, updates_in_backward
+from unmask.training.optimizers import (
+    METRIC_SETTINGS,
+    apply_settings,
+    hyperparameters,
+    keep_on_host,
+    naming_missing_library,
+    updates_in_backward,
+)
 from unmask.training.per_view_backward import PerViewBackward, accumulating
 from unmask.training.run.around import running_in
 from unmask.training.run.checkpoint import (
@@ -85,7 +92,6 @@ from unmask.training.run.fingerprints import model_inputs, reads_first_weights, 
 from unmask.training.run.folder import refuse_nothing
 from unmask.training.run.log import RunLog
 from unmask.training.run.record import SECTION, RunRecord, expect_visited
-from unmask.training.run.resume import METRIC_SETTINGS, apply_settings, hyperparameters
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import TrackedRuns, set_tensorboard_dir
 

@@ -24,9 +24,9 @@ from unmask.rl.config import GRPOConfig
 from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
-from unmask.training.config_fields import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT
 from unmask.training.run.log import LOG_NAME
 from unmask.training.run.record import RunRecord
+from unmask.training.run.resume import ACTS, NEUTRAL
 
 CONFIGS = {
     "pretrain": PretrainConfig,
@@ -489,6 +489,28 @@ UNTRAINED = {
     *("text_column", "rollout", "vllm_importance_sampling_cap", "max_staleness", "method_settings"),
 }
 """Settings whose kind is checked by the record alone."""
+ANOTHER_RUN = {
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "auto_find_batch_size",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "seed",
+    "data_seed",
+    "dataloader_drop_last",
+    "dataloader_in_order",
+    "train_sampling_strategy",
+    "length_column_name",
+    # the order of rows; the format of checkpoints
+    "accelerator_config",
+    "fsdp",
+    "fsdp_config",
+    "deepspeed",
+}
+"""The fields of TrainingArguments that make another run of one that is resumed."""
 OF_ONE_VERB = NEUTRAL | ANOTHER_RUN
 """Settings that all trainers read in the same way: they are trained with by one verb only."""
 ALL = [
@@ -514,7 +536,7 @@ def test_the_record_of_a_run_has_every_setting(verb, tmp_path):
 
 
 def test_every_field_of_the_installed_transformers_has_a_kind():
-    known = [*TAKES_EFFECT, *NEUTRAL, *ANOTHER_RUN, *UNRECORDED]
+    known = [*ACTS, *NEUTRAL, *ANOTHER_RUN, *UNRECORDED]
     assert sorted(known) == sorted(field.name for field in dataclasses.fields(TrainingArguments))
 
 

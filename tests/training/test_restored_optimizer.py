@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from tests.training.tiny_runs import PAIRS, make
-from unmask.training.run.resume import RATE, apply_to_groups, apply_to_schedule, hyperparameters
+from unmask.training.optimizers import RATE, apply_to_groups, apply_to_schedule, hyperparameters
 
 KINDS = ("linear", "cosine", "constant_with_warmup")
 
