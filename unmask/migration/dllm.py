@@ -41,16 +41,13 @@ def data(value: str, old: Old) -> Settings:
             raise DroppedError(
                 f"{', '.join(sorted(unknown))} of {spec!r} has no counterpart: write the rows to a file"
             )
+    total = sum(counts["train"] for counts in rows) if all("train" in counts for counts in rows) else 0
+    limit: Settings = {"data.max_rows": total} if total else {}
     if len(sources) > 1:
-        shares = [
-            {"weight": float(counts["train"])} if all("train" in each for each in rows) else {}
-            for counts in rows
-        ]
-        total = sum(counts["train"] for counts in rows) if all(shares) else 0
+        shares = [{"weight": float(counts["train"])} if total else {} for counts in rows]
         mixture = [{"path": source, **share} for source, share in zip(sources, shares, strict=True)]
-        return {"data.train": mixture} | ({"data.max_rows": total} if total else {})
-    settings: Settings = {"data.train": sources[0]}
-    settings |= {"data.max_rows": rows[0]["train"]} if "train" in rows[0] else {}
+        return {"data.train": mixture} | limit
+    settings: Settings = {"data.train": sources[0]} | limit
     if "test" in rows[0] and str(old.get("eval_strategy", "steps")) != "no":
         settings |= {"data.eval": [{"path": sources[0], "split": "test"}], "data.eval_rows": rows[0]["test"]}
     return settings
@@ -67,6 +64,14 @@ def weighting(value: Any, old: Old) -> Settings:
     return {"training.weighting": words(scheduler="elbo", uniform="uniform")(value)}
 
 
+def prompt_kept(value: Any, old: Old) -> Settings:
+    if not truth(value):
+        raise DroppedError(
+            "prompts are not trained on in sft; give them as part of the completion, or use convert"
+        )
+    return {}
+
+
 SHARED: Table = {
     **SETTINGS_OF_MODEL,
     **lora_if(
@@ -79,9 +84,7 @@ SHARED: Table = {
     "loss_weight_type": Rule(weighting, "the ELBO's weights by another name"),
     "eval_strategy": Rule(
         lambda value, old: {
-            "training.eval_strategy": value
-            if value == "no" or "test" in str(old.get("dataset_args"))
-            else "no"
+            "training.eval_strategy": value if "test" in str(old.get("dataset_args")) else "no"
         },
         "only with held-out rows",
     ),
@@ -95,7 +98,7 @@ SFT: Table = {
         lambda value, old: {"model.attention": "block_causal", "model.block_size": value},
         "the block of the attention",
     ),
-    "mask_prompt_loss": Rule(lambda value, old: prompt_kept(value), "the prompt is never hidden"),
+    "mask_prompt_loss": Rule(prompt_kept, "the prompt is never hidden"),
 }
 TEXT: Table = {
     **SHARED,
@@ -112,18 +115,9 @@ GRPO_FLAGS: Table = {
 }
 
 
-def prompt_kept(value: Any) -> Settings:
-    if not truth(value):
-        raise DroppedError(
-            "prompts are not trained on in sft; give them as part of the completion, or use convert"
-        )
-    return {}
-
-
 def defaults(old: Old, program: str | None) -> Settings:
     """Defaults of dLLM's training arguments that differ from Unmask's."""
-    settings: Settings = dict(tables()["defaults"]["dllm"])
-    settings |= {} if "max_steps" in old else {"training.num_train_epochs": 10}
+    settings: Settings = tables()["defaults"]["dllm"] | {"training.num_train_epochs": 10}
     for pattern, values in tables()["scripts"].items():
         if re.search(pattern, program or ""):
             settings |= values

@@ -28,8 +28,7 @@ def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
         raise DroppedError("ZeRO 0 shards nothing")
     if set(devices.values()) == {"none"}:
         return {"training.deepspeed": f"zero{stage}"}
-    zero: dict[str, Any] = {"stage": stage}
-    zero |= {
+    zero: dict[str, Any] = {"stage": stage} | {
         f"offload_{name}": {"device": device}
         for name, device in devices.items()
         if device != "none" and (name != "param" or stage == 3)

@@ -21,13 +21,7 @@ from unmask.migration.rules import (
 )
 from unmask.training.settings.older_variables import OLDER, Variable
 
-TASKS = {
-    "gsm8k": "gsm8k",
-    "countdown": "countdown",
-    "sudoku": "sudoku",
-    "math": "math500",
-    "math500": "math500",
-}
+TASKS = {name: name for name in ("gsm8k", "countdown", "sudoku", "math500")} | {"math": "math500"}
 """Names of datasets in d1 and its successors, and the recipes with their problems and rewards."""
 
 
@@ -109,14 +103,10 @@ def variable(known: Variable) -> Rule:
     return Rule(lambda value, old: known.read(str(value)))
 
 
-def performance(old: Old) -> Settings:
+def performance(value: Any, old: Old) -> Settings:
     """How often performance is logged, from two keys."""
-    interval = old.get("performance_log_interval", 100)
-    return {
-        "training.performance_log_interval": interval
-        if truth(old.get("enable_performance_logging", True))
-        else 0
-    }
+    logged = truth(old.get("enable_performance_logging", True))
+    return {"training.performance_log_interval": old.get("performance_log_interval", 100) if logged else 0}
 
 
 def log_completions(value: Any, old: Old) -> Settings:
@@ -155,16 +145,15 @@ IMPROVED: Table = {
     "optimization.enable_mixed_precision": variable(OLDER["DIFFU_MIXED_PRECISION"]),
     "masking.strategy_type": MASKING,
     "masking.p_mask_prompt": Rule(prompts_masked),
-    "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
-    "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
+    **dict.fromkeys(
+        ("masking.initial_p_mask", "masking.final_p_mask"), Rule(masked_rate, "one setting for both ends")
+    ),
     "generation.temperature": Rule(temperature),
-    "generation.cfg_scale": DIFFUSION["cfg_scale"],
-    "generation.remasking": DIFFUSION["remasking"],
-    "generation.mask_id": DIFFUSION["mask_id"],
+    **{f"generation.{name}": DIFFUSION[name] for name in ("cfg_scale", "remasking", "mask_id")},
     "loss.adaptive_loss": ADAPTIVE_LOSS,
     **dict.fromkeys(
         ("performance_log_interval", "enable_performance_logging"),
-        Rule(lambda value, old: performance(old), "0 is never"),
+        Rule(performance, "0 is never"),
     ),
 }
 """Rules of ImprovedDiffuGRPOConfig, whose keys are in sections."""

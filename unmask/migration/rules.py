@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,14 +54,9 @@ def truth(value: Any) -> bool:
     return SWITCH[str(value).lower()]
 
 
-def switch(key: str, why: str = "") -> Rule:
-    """A setting that is on or off."""
-    return to(key, truth, why)
-
-
-def number(key: str) -> Rule:
-    """A variable that holds a number."""
-    return to(key, lambda text: float(text) if set(str(text).lower()) & set(".e") else int(text))
+def number(text: Any) -> int | float:
+    """The value of a variable that holds a number."""
+    return float(text) if set(str(text).lower()) & set(".e") else int(text)
 
 
 @functools.cache
@@ -72,16 +68,11 @@ def tables() -> dict[str, Any]:
 
 def static(name: str) -> Table:
     """The rules of a table in tables.yaml."""
-    kinds: dict[str, Callable[[str], Rule]] = {
-        "renamed": to,
-        "texts": lambda key: to(key, str),
-        "switches": switch,
-        "numbers": number,
-    }
+    converters = {"renamed": None, "texts": str, "switches": truth, "numbers": number}
     found = tables()[name]
     table = {key: to(f"training.{key}") for key in found.get("same", ())}
-    for kind, rule in kinds.items():
-        table |= {old: rule(new) for old, new in found.get(kind, {}).items()}
+    for kind, convert in converters.items():
+        table |= {old: to(new, convert) for old, new in found.get(kind, {}).items()}
     for why, keys in found.get("dropped", {}).items():
         table |= dict.fromkeys(keys, drop(why))
     return table
@@ -118,29 +109,19 @@ def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
     """Adapters: `names` maps r, alpha, dropout and target_modules to their old keys, which apply if the
     switch is on (None: always)."""
 
-    def on(old: Old) -> bool:
-        return switch_key is None or truth(old.get(switch_key, False))
+    def field(name: str, value: Any, old: Old) -> Settings:
+        if switch_key is not None and not truth(old.get(switch_key, False)):
+            raise DroppedError(f"{switch_key} is off: the weights themselves are trained")
+        return {f"lora.{name}": modules(value) if name == "target_modules" else value}
 
-    def field(name: str) -> Rule:
-        def read(value: Any, old: Old) -> Settings:
-            if not on(old):
-                raise DroppedError(f"{switch_key} is off: the weights themselves are trained")
-            return {f"lora.{name}": modules(value) if name == "target_modules" else value}
+    def turn(value: Any, old: Old) -> Settings:
+        if not truth(value):
+            return {"lora": None}
+        given = any(old.get(key) is not None for key in names.values())
+        return {} if given else {"lora.r": 16, "lora.alpha": 32}
 
-        return Rule(read)
-
-    table = {old_key: field(name) for name, old_key in names.items()}
+    table = {old_key: Rule(functools.partial(field, name)) for name, old_key in names.items()}
     if switch_key is not None:
-
-        def turn(value: Any, old: Old) -> Settings:
-            if not truth(value):
-                return {"lora": None}
-            return (
-                {}
-                if any(old.get(key) is not None for key in names.values())
-                else {"lora.r": 16, "lora.alpha": 32}
-            )
-
         table[switch_key] = Rule(turn, "adapters have a separate section")
     return table
 
@@ -153,18 +134,6 @@ def modules(value: Any) -> Any:
     return value
 
 
-TRANSFORMERS: Table = {
-    **static("transformers"),
-    "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
-    "group_by_length": to(
-        "training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"
-    ),
-    "logging_dir": Rule(lambda value, old: logs_at(value, old)),
-}
-"""Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep
-their names."""
-
-
 def logs_at(value: Any, old: Old) -> Settings:
     """The folder of TensorBoard; other trackers have no such setting."""
     if "tensorboard" not in str(old.get("report_to")):
@@ -172,38 +141,26 @@ def logs_at(value: Any, old: Old) -> Settings:
     return {"training.logging_dir": str(value)}
 
 
-SETTINGS_OF_MODEL: Table = {
-    **static("model"),
-    "trust_remote_code": Rule(lambda value, old: remote_code(value)),
-    "attn_implementation": Rule(
-        lambda value, old: attention(value),
-        "FlashAttention 2 is a switch; otherwise the fastest exact kernel is used",
+TRANSFORMERS: Table = {
+    **static("transformers"),
+    "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
+    "group_by_length": to(
+        "training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"
     ),
-    "load_in_4bit": Rule(
-        lambda value, old: {"model.quantization": "4bit"} if truth(value) else {},
-        "one setting for both widths",
-    ),
-    "load_in_8bit": Rule(
-        lambda value, old: {"model.quantization": "8bit"} if truth(value) else {},
-        "one setting for both widths",
-    ),
-    "model_init_kwargs": Rule(
-        lambda value, old: loading(value), "arguments of from_pretrained are settings of model"
-    ),
-    "torch_dtype": Rule(lambda value, old: weights_in(value)),
-    "dtype": Rule(lambda value, old: weights_in(value)),
+    "logging_dir": Rule(logs_at),
 }
-"""The settings of the model under their names in other trainers."""
+"""Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep
+their names."""
 
 
-def remote_code(value: Any) -> Settings:
+def remote_code(value: Any, old: Old) -> Settings:
     """Only the command line may let a model run code."""
     if truth(value):
         raise DroppedError("give model.trust_remote_code=true on the command line")
     return {}
 
 
-def weights_in(value: Any) -> Settings:
+def weights_in(value: Any, old: Old) -> Settings:
     """The dtype of the weights; float16 is used for mixed precision only."""
     name = str(value).removeprefix("torch.")
     name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(name, name)
@@ -214,22 +171,42 @@ def weights_in(value: Any) -> Settings:
     return {"model.dtype": name}
 
 
-def attention(value: Any) -> Settings:
+def attention(value: Any, old: Old) -> Settings:
     """FlashAttention if it is named; other kernels are selected automatically."""
     if not str(value).startswith("flash_attention"):
         raise DroppedError("the fastest exact kernel is used")
     return {"training.flash_attention": True}
 
 
-def loading(value: Mapping[str, Any]) -> Settings:
+def quantized(width: str) -> Rule:
+    """A switch for weights of this width."""
+    return Rule(
+        lambda value, old: {"model.quantization": width} if truth(value) else {},
+        "one setting for both widths",
+    )
+
+
+def loading(value: Mapping[str, Any], old: Old) -> Settings:
     """Arguments of `from_pretrained`. Raises DroppedError for one without a counterpart."""
     settings: Settings = {}
     for key, part in value.items():
         rule = SETTINGS_OF_MODEL.get({"revision": "model_revision"}.get(key, key))
         if rule is None:
             raise DroppedError(f"{key} has no counterpart")
-        try:
+        with contextlib.suppress(DroppedError):
             settings |= rule.read(part, {})
-        except DroppedError:
-            continue
     return settings
+
+
+SETTINGS_OF_MODEL: Table = {
+    **static("model"),
+    "trust_remote_code": Rule(remote_code),
+    "attn_implementation": Rule(
+        attention, "FlashAttention 2 is a switch; otherwise the fastest exact kernel is used"
+    ),
+    "load_in_4bit": quantized("4bit"),
+    "load_in_8bit": quantized("8bit"),
+    "model_init_kwargs": Rule(loading, "arguments of from_pretrained are settings of model"),
+    **dict.fromkeys(("torch_dtype", "dtype"), Rule(weights_in)),
+}
+"""The settings of the model under their names in other trainers."""

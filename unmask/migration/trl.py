@@ -46,16 +46,15 @@ def served(value: Any, old: Old) -> Settings:
     """Rollouts from a vLLM server; vLLM within the training process is not supported."""
     if not truth(old.get("use_vllm", False)):
         raise DroppedError("use_vllm is off: the trained model samples")
-    if old.get("vllm_mode", "server") != "server":
+    if not served_by_vllm(old):
         raise DroppedError("vLLM is a separate server here: start `vllm serve`, and set training.rollout")
     url = (
         old.get("vllm_server_base_url")
         or f"http://{old.get('vllm_server_host', '0.0.0.0')}:{old.get('vllm_server_port', 8000)}"
     )
+    timeout = old.get("vllm_server_timeout")
     settings = {"training.rollout.backend": "vllm", "training.rollout.url": url}
-    return settings | (
-        {"training.rollout.timeout": old["vllm_server_timeout"]} if old.get("vllm_server_timeout") else {}
-    )
+    return settings | ({"training.rollout.timeout": timeout} if timeout else {})
 
 
 def correction(value: Any, old: Old) -> Settings:
@@ -78,7 +77,7 @@ def served_by_vllm(old: Old) -> bool:
 def rewards(value: Any, old: Old) -> Settings:
     """Reward functions by their paths, and a reward model."""
     names = old.get("reward_funcs") or []
-    functions = [names] if isinstance(names, str) else list(names)
+    functions = [names] if isinstance(names, str) else names
     if "get_soft_overlong_punishment" in functions:
         raise DroppedError("set training.overlong_buffer for the length, and rewards for the other functions")
     model = old.get("reward_model_name_or_path")
@@ -92,36 +91,32 @@ def unbiased(value: Any, old: Old) -> Settings:
     return {"training.use_bias_correction_kl": truth(value)}
 
 
-SERVED = Rule(served, "a server is named by its address")
-DATASET: Table = {
-    **static("trl-data"),
-    "dataset_name": Rule(lambda value, old: named_data(old), "the configuration follows a colon"),
-    "dataset_config": Rule(lambda value, old: named_data(old), "follows the name, after a colon"),
-    "dataset_test_split": Rule(lambda value, old: held_out(old), "held-out rows are a separate source"),
-    "eval_strategy": Rule(
-        lambda value, old: (
-            {"training.eval_strategy": value} | (held_out(old) if old.get("dataset_name") else {})
-        )
-    ),
-}
-
-
-def named_data(old: Old) -> Settings:
+def named_data(value: Any, old: Old) -> Settings:
     name, config = old.get("dataset_name"), old.get("dataset_config")
     if not name:
         raise DroppedError("there is no dataset_name")
     return {"data.train": f"{name}:{config}" if config else name}
 
 
-def held_out(old: Old) -> Settings:
+def held_out(value: Any, old: Old) -> Settings:
     """The test split, if it is used."""
     if str(old.get("eval_strategy", "no")) == "no":
         return {}
-    return {
-        "data.eval": [{"path": named_data(old)["data.train"], "split": old.get("dataset_test_split", "test")}]
-    }
+    path = named_data(value, old)["data.train"]
+    return {"data.eval": [{"path": path, "split": old.get("dataset_test_split", "test")}]}
 
 
+def evaluation(value: Any, old: Old) -> Settings:
+    return {"training.eval_strategy": value} | (held_out(value, old) if old.get("dataset_name") else {})
+
+
+DATASET: Table = {
+    **static("trl-data"),
+    "dataset_name": Rule(named_data, "the configuration follows a colon"),
+    "dataset_config": Rule(named_data, "follows the name, after a colon"),
+    "dataset_test_split": Rule(held_out, "held-out rows are a separate source"),
+    "eval_strategy": Rule(evaluation),
+}
 TRL_GRPO: Table = {
     **SETTINGS_OF_MODEL,
     **GRPO,
@@ -134,12 +129,17 @@ TRL_GRPO: Table = {
     "loss_type": to("training.loss_type", words(**LOSS_TYPES), "losses differ in how tokens count"),
     "scale_rewards": Rule(scaled, "how advantages follow from rewards"),
     "use_bias_correction_kl": Rule(unbiased),
-    "use_vllm": SERVED,
-    "vllm_mode": SERVED,
-    "vllm_server_base_url": SERVED,
-    "vllm_server_host": SERVED,
-    "vllm_server_port": SERVED,
-    "vllm_server_timeout": SERVED,
+    **dict.fromkeys(
+        (
+            "use_vllm",
+            "vllm_mode",
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+        ),
+        Rule(served, "a server is named by its address"),
+    ),
     **dict.fromkeys(
         (
             "vllm_importance_sampling_correction",
@@ -168,10 +168,16 @@ def variables_defaults(old: Old, program: str | None) -> Settings:
     return settings | tables()["defaults"]["grpo-variables"]
 
 
+def server_address(value: Any, old: Old) -> Settings:
+    if not truth(old.get("GRPO_USE_VLLM", False)):
+        raise DroppedError("GRPO_USE_VLLM is off: the trained model samples")
+    return OLDER_GRPO_VARIABLES["VLLM_SERVER_HOST"].read(str(value))
+
+
 ROLLOUT_VARIABLES: Table = {
     **static("grpo-variables"),
     **{name: variable(known) for name, known in OLDER_GRPO_VARIABLES.items()},
-    "VLLM_SERVER_HOST": Rule(lambda value, old: server_address(value, old)),
+    "VLLM_SERVER_HOST": Rule(server_address),
     "GRPO_TEMPERATURE": Rule(lambda value, old: temperature(float(value), old)),
     "GRPO_MAX_PROMPT": GRPO["max_prompt_length"],
     "GRPO_GENERATION_BATCH_SIZE": TRL_GRPO["generation_batch_size"],
@@ -182,12 +188,6 @@ ROLLOUT_VARIABLES: Table = {
     "LORA_BIAS": LORA_LEFT["bias"],
 }
 """The GRPO_* and VLLM_* variables, and others that their program reads."""
-
-
-def server_address(value: Any, old: Old) -> Settings:
-    if not truth(old.get("GRPO_USE_VLLM", False)):
-        raise DroppedError("GRPO_USE_VLLM is off: the trained model samples")
-    return OLDER_GRPO_VARIABLES["VLLM_SERVER_HOST"].read(str(value))
 
 
 MOST_SAMPLES = 64
@@ -209,8 +209,7 @@ DIFFUSION_DPO: Table = {
     **ADAPTERS,
     **static("diffusion-dpo"),
     "diffusion_steps": Rule(samples, "the noise levels at which a response is scored, one pass each"),
-    "use_mixed_precision": Rule(precision, "one switch for each type"),
-    "mixed_precision": Rule(precision, "one switch for each type"),
+    **dict.fromkeys(("use_mixed_precision", "mixed_precision"), Rule(precision, "one switch for each type")),
 }
 
 
