@@ -241,31 +241,20 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
     return shapes + [tuple(module.weight.shape) for module in model.modules() if isinstance(module, Conv1D)]
 
 
-def expert_modules(model: Any) -> list[nn.Module]:
-    """The expert modules of all layers; their weights are stacked along a first dimension, as in
-    transformers."""
-    return [
-        module
-        for module in model.modules()
-        if any(weight.dim() == 3 for weight in module.parameters(recurse=False))
-    ]
+def expert_stacks(model: Any) -> list[Tensor]:
+    """The weights of experts, which transformers stacks along a first dimension."""
+    return [weight for weight in model.parameters() if weight.dim() == 3]
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
     """Input and output width of every matrix of every expert."""
-    stacks = [
-        weight
-        for module in expert_modules(model)
-        for weight in module.parameters(recurse=False)
-        if weight.dim() == 3
-    ]
-    return [(stack.shape[2], stack.shape[1]) for stack in stacks for _ in range(len(stack))]
+    return [(stack.shape[2], stack.shape[1]) for stack in expert_stacks(model) for _ in range(len(stack))]
 
 
 def expert_fraction(model: Any) -> float:
     """The fraction of the experts that process a token; 1 without experts."""
-    counts = [len(next(module.parameters(recurse=False))) for module in expert_modules(model)]
-    return model.config.get_text_config().num_experts_per_tok / counts[0] if counts else 1.0
+    stacks = expert_stacks(model)
+    return model.config.get_text_config().num_experts_per_tok / len(stacks[0]) if stacks else 1.0
 
 
 def describe_size(model: Any) -> str:

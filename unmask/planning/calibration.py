@@ -11,12 +11,12 @@ import dataclasses
 import itertools
 import statistics
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from unmask.config.run import LoraSettings
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
@@ -34,15 +34,6 @@ CALIBRATION_PARAMETERS = 6e7
 MEASURED_SECONDS = 3.0
 CALIBRATION_SECONDS = 1.0
 """Time for each of the two models after a warm-up; at least three steps."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The median time of a step, and the peak memory of all its tensors, including parameters and optimizer
-    states."""
-
-    seconds: float
-    peak_bytes: float
 
 
 class Step:
@@ -110,22 +101,18 @@ class Step:
             self()
         events: Any = record.profiler
         changes = [event.nbytes() for event in events.kineto_results.events() if event.name() == "[memory]"]
-        states = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        persistent = sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
+        tensors = [*self.lm.model.parameters(), *tree_leaves(list(self.optimizer.state.values()))]
+        persistent = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
         return persistent + max(itertools.accumulate(changes), default=0)
 
 
-def measure(blueprint: ModelSpec, work: Workload, device: str) -> Measured:
-    """Time steps of the whole model, with random weights, for about three seconds (at least five steps), and
-    measure its peak memory."""
+def measure(blueprint: ModelSpec, work: Workload, device: str) -> tuple[float, float]:
+    """Run steps of the whole model, with random weights, for about three seconds (at least five steps).
+    Returns the median time of a step, and the peak memory of all its tensors, including parameters and
+    optimizer states."""
     step = Step(build_model(blueprint, work, device), work)
     times = median_times([step], MEASURED_SECONDS, at_least=5)[0]
-    return Measured(sum(times), step.peak_bytes())
+    return sum(times), step.peak_bytes()
 
 
 def calibrate(blueprint: ModelSpec, network: Network, work: Workload) -> float:
@@ -135,12 +122,8 @@ def calibrate(blueprint: ModelSpec, network: Network, work: Workload) -> float:
         parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts)
     )
     few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
-    if (
-        network.vocabulary * network.hidden * (1 if network.tied else 2)
-        + few.linear_weights
-        + few.expert_weights
-        > CALIBRATION_PARAMETERS
-    ):
+    table = network.vocabulary * network.hidden * (1 if network.tied else 2)
+    if table + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
     small = dataclasses.replace(work, passes=1, forward_only_passes=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
@@ -162,10 +145,8 @@ def flops(network: Network, work: Workload) -> float:
 def matmul_rate(network: Network) -> float:
     """FLOPs per second of the network's largest matrix product on this CPU, forward and backward."""
     width_in, width_out = max(network.linears, key=lambda shape: shape[0] * shape[1])
-    linear, tokens = (
-        torch.nn.Linear(width_in, width_out, bias=False),
-        torch.randn(256, width_in, requires_grad=True),
-    )
+    linear = torch.nn.Linear(width_in, width_out, bias=False)
+    tokens = torch.randn(256, width_in, requires_grad=True)
 
     def once() -> float:
         started = time.perf_counter()

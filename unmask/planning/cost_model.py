@@ -118,8 +118,6 @@ class Workload:
             f"{self.sequence_length} tokens",
             self.attention,
             f"{self.copies} noised copies" if self.copies > 1 else "",
-        ]
-        words += [
             f"LoRA of rank {self.lora_rank}" if self.lora_rank else "",
             f"{self.quantization} weights" if self.quantization else "",
         ]
@@ -153,12 +151,8 @@ class Workload:
     @property
     def predicted(self) -> float:
         """Number of predicted tokens, that is rows of logits."""
-        return (
-            self.batch
-            * self.copies
-            * self.sequence_length
-            * (1 if self.attention == "causal" else HIDDEN_FRACTION)
-        )
+        fraction = 1 if self.attention == "causal" else HIDDEN_FRACTION
+        return self.batch * self.copies * self.sequence_length * fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +183,8 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
     gathered = 0.0
     if work.shards > 1:  # the weights of the current layer and the next one
-        gathered = (
-            2
-            * (network.linear_weights + network.expert_weights)
-            / network.layers
-            * WEIGHT_BYTES[work.precision]
-        )
+        in_layers = network.linear_weights + network.expert_weights
+        gathered = 2 * in_layers / network.layers * WEIGHT_BYTES[work.precision]
     held = gradients if work.accumulate or work.passes > 1 else 0.0
     moments = [  # gradients, activations, logits, workspace
         (held, activations, LOGIT_COPIES * chunk, 0.0),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unmask.config.run import DeviceConfig, HardwareConfig
@@ -53,11 +53,8 @@ class StepEstimate:
     @property
     def tokens_per_second(self) -> float | None:
         """Clean tokens per second, of all devices."""
-        return (
-            None
-            if self.seconds is None
-            else self.workload.batch * self.workload.sequence_length * self.devices / self.seconds
-        )
+        tokens = self.workload.batch * self.workload.sequence_length * self.devices
+        return None if self.seconds is None else tokens / self.seconds
 
     def describe(self, name: str) -> dict[str, str]:
         """One line of a table, by column."""
@@ -82,13 +79,9 @@ class StepEstimate:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, in JSON types. The keys keep the spelling `optimizer`."""
-        values = dataclasses.asdict(self)
-        for part in ("workload", "memory"):
-            values[part] = {
-                name.replace("optimizer", "optimizer"): value for name, value in values[part].items()
-            }
-        return values | {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
+        """All values, in JSON types."""
+        computed = {name: getattr(self, name) for name in ("fits", "peak", "tokens_per_second")}
+        return dataclasses.asdict(self) | computed
 
 
 def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
@@ -102,7 +95,7 @@ def largest_batch(network: Network, work: Workload, limit: float) -> int:
     fits."""
     batches = range(1, 2**20)
     return bisect_right(
-        batches, limit, key=lambda batch: peak_memory(network, dataclasses.replace(work, batch=batch)).total
+        batches, limit, key=lambda batch: peak_memory(network, replace(work, batch=batch)).total
     )
 
 
@@ -127,7 +120,7 @@ def estimate_step(
         limits = [device.count * limit for device, limit in zip(hardware.devices, limits, strict=True)]
         limit, runtime = sum(limits), runtime * work.split
     network, passes = networks(work.precision), costs(work.precision)
-    work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
+    work = replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
     memory = peak_memory(network, work)
     link = None if split else hardware.slowest_link  # a split model sends only hidden states
     times = [step_time(network, passes, work, device, link) for device in hardware.devices]
@@ -160,48 +153,38 @@ def first_change_that_fits(
 ) -> tuple[str, Workload] | None:
     """The name of the least change after which the workload fits into `limit` bytes, and the changed
     workload; None if there is none."""
-    fitting = (
-        change
-        for change in _changes(work, hardware)
-        if peak_memory(networks(change[1].precision), change[1]).total <= limit
-    )
-    return next(fitting, None)
+    for name, changed in _changes(work, hardware):
+        if peak_memory(networks(changed.precision), changed).total <= limit:
+            return name, changed
+    return None
 
 
 def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
     """Changes in the order of their cost in speed or quality. Checkpointing and 8-bit AdamW stay on for the
     changes after them. Sharded weights allow neither adapters nor another optimizer than torch's."""
-    rank, switches, whole = work.lora_rank or 16, [], work.shards == 1
+    rank, whole, prefix = work.lora_rank or 16, work.shards == 1, ""
     if not work.checkpointing:
-        work = dataclasses.replace(work, checkpointing=True)
-        switches.append("checkpointing")
-        yield " and ".join(switches), work
+        work, prefix = replace(work, checkpointing=True), "checkpointing and "
+        yield "checkpointing", work
     if work.optimizer == "adamw" and whole:
-        work = dataclasses.replace(work, optimizer="adamw_8bit")
-        switches.append("8-bit AdamW")
-        yield " and ".join(switches), work
-    if work.precision != "bfloat16" and work.lora_rank is None and whole:
-        yield "the recipe bfloat16", dataclasses.replace(work, precision="bfloat16")
-    if not hardware.is_cpu and work.lora_rank is None and not work.host_optimizer and whole:
-        yield "the recipe offload", dataclasses.replace(work, precision="bfloat16", host_optimizer=True)
+        work = replace(work, optimizer="adamw_8bit")
+        yield f"{prefix}8-bit AdamW", work
     if work.lora_rank is None and whole:
-        yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
-        yield (
-            f"LoRA of rank {rank} and model.dtype bfloat16",
-            dataclasses.replace(work, lora_rank=rank, precision="bfloat16"),
-        )
-    if not hardware.is_cpu:
-        if work.quantization != "4bit" and whole:
-            yield (
-                f"QLoRA of rank {rank}",
-                dataclasses.replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16"),
-            )
-        if work.lora_rank is None and work.split == 1:
-            work = dataclasses.replace(work, optimizer="adamw")
-            for shards in (2, 4, 8, 16, 32, 64):
-                if shards > work.shards:
-                    yield (
-                        f"ZeRO-3 or FSDP over {shards} such devices",
-                        dataclasses.replace(work, shards=shards),
-                    )
-            yield "ZeRO-3 with offload", dataclasses.replace(work, offload=True)
+        if work.precision != "bfloat16":
+            yield "the recipe bfloat16", replace(work, precision="bfloat16")
+        if not hardware.is_cpu and not work.host_optimizer:
+            yield "the recipe offload", replace(work, precision="bfloat16", host_optimizer=True)
+        adapted = replace(work, lora_rank=rank)
+        yield f"LoRA of rank {rank}", adapted
+        yield f"LoRA of rank {rank} and model.dtype bfloat16", replace(adapted, precision="bfloat16")
+    if hardware.is_cpu:
+        return
+    if work.quantization != "4bit" and whole:
+        quantized = replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16")
+        yield f"QLoRA of rank {rank}", quantized
+    if work.lora_rank is None and work.split == 1:
+        work = replace(work, optimizer="adamw")
+        for shards in (2, 4, 8, 16, 32, 64):
+            if shards > work.shards:
+                yield f"ZeRO-3 or FSDP over {shards} such devices", replace(work, shards=shards)
+        yield "ZeRO-3 with offload", replace(work, offload=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,8 @@ LIKELY = (CPU, "rtx4080-16gb", "rtx3090-24gb", "a6000-48gb", "h100-80gb")
 def recipes_to_show(named: Sequence[str], **settings: Any) -> list[HardwareRecipe]:
     """The named hardware recipes; `all`: all of them; none named: likely ones, and those of this machine.
     `settings`: of `read`."""
-    everything = named in ([], ["all"])
-    recipes = [
-        HardwareRecipe.read(name, **settings) for name in (hardware_recipe_names() if everything else named)
-    ]
+    names = hardware_recipe_names() if named in ([], ["all"]) else named
+    recipes = [HardwareRecipe.read(name, **settings) for name in names]
     return recipes if named else [recipe for recipe in recipes if recipe.name in LIKELY or recipe.device]
 
 
@@ -152,16 +150,12 @@ class StepEstimator:
 
     def __init__(self, blueprint: ModelSpec, work: Workload):
         self.blueprint, self.work = blueprint, work
-
-        @functools.cache
-        def network(precision: Precision) -> Network:
-            return blueprint.network(dataclasses.replace(work, precision=precision))
-
-        @functools.cache
-        def costs(precision: Precision) -> PassCosts:
-            return blueprint.pass_costs(dataclasses.replace(work, precision=precision))
-
-        self.network, self.costs = network, costs
+        self.network: Callable[[Precision], Network] = functools.cache(
+            lambda precision: blueprint.network(dataclasses.replace(work, precision=precision))
+        )
+        self.costs: Callable[[Precision], PassCosts] = functools.cache(
+            lambda precision: blueprint.pass_costs(dataclasses.replace(work, precision=precision))
+        )
 
     def estimate(self, recipe: HardwareRecipe, batch: int | None = None) -> StepEstimate:
         """The estimate for a hardware recipe; `batch` None: the largest that fits. On the CPU this times
@@ -218,13 +212,13 @@ class StepEstimator:
         estimate = self.estimate(plain, batch)
         if not estimate.fits or estimate.seconds is None:
             raise ConfigError("the step does not fit", where="--measure", remedy=f"Use {estimate.advice}")
-        real = measure(self.blueprint, estimate.workload, device)
+        seconds, peak = measure(self.blueprint, estimate.workload, device)
         return {
             "batch": batch,
             "predicted GB": estimate.memory.total / 1e9,
-            "measured GB": real.peak_bytes / 1e9,
-            "memory ratio": estimate.memory.total / real.peak_bytes,
+            "measured GB": peak / 1e9,
+            "memory ratio": estimate.memory.total / peak,
             "predicted seconds": estimate.seconds,
-            "measured seconds": real.seconds,
-            "time ratio": estimate.seconds / real.seconds,
+            "measured seconds": seconds,
+            "time ratio": estimate.seconds / seconds,
         }

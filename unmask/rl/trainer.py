@@ -46,12 +46,12 @@ from unmask.rl.prompts import (
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
 from unmask.rl.rollout import Rollout, Update, check_views, cut_at_end, learnable, make_rollout, plan_views
 from unmask.rl.rollout_source import RolloutSource, weights_in_use
-from unmask.rl.weighted_rewards import RewardFunction, make_rewards, reward_identities
+from unmask.rl.weighted_rewards import RewardFunctions, make_rewards, reward_identities
 from unmask.training.distributed import failing_together
 from unmask.training.hardware_checks import refuse_unknown_arguments
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
-from unmask.training.reference_model import make_reference
+from unmask.training.reference_model import Reference, make_reference
 from unmask.training.run.checkpoint import steps_done
 from unmask.training.run.fingerprints import code_fingerprint
 from unmask.training.trainer import DiffusionTrainer
@@ -90,7 +90,7 @@ class GRPOTrainer(DiffusionTrainer):
     def __init__(
         self,
         model: DiffusionLM | PreTrainedModel | str | Path,
-        reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str = (),
+        reward_funcs: RewardFunctions = (),
         args: GRPOConfig | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
@@ -119,16 +119,11 @@ class GRPOTrainer(DiffusionTrainer):
         self.per_view = PerViewBackward(
             self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature
         )
-        self.reference = (
-            make_reference(
-                self.lm,
-                self.accelerator,
-                copy=args.sync_ref_model,
-                path=args.ref_model,
+        self.reference: Reference | None = None
+        if args.needs_reference:
+            self.reference = make_reference(
+                self.lm, self.accelerator, copy=args.sync_ref_model, path=args.ref_model
             )
-            if args.needs_reference
-            else None
-        )
         self.source = RolloutSource(self.lm, args, self.phases)
         self.history = PromptHistory(
             len(self.train_dataset.rows) if self.train_dataset is not None else 0, args.curriculum
@@ -148,12 +143,10 @@ class GRPOTrainer(DiffusionTrainer):
         return prompt_rows(lm, args, dataset, where)
 
     def inputs(self) -> dict[str, Any]:
-        masking = None if self.masking is None else type(self.masking).__name__
-        code = code_fingerprint(self.method)
         return super().inputs() | {
             "reward_funcs": self._reward_identities,
-            "masking": masking,
-            "method_code": code,
+            "masking": None if self.masking is None else type(self.masking).__name__,
+            "method_code": code_fingerprint(self.method),
         }
 
     # One update: generate, reward, advantages, plan, log-probabilities. The loss and the step follow.
@@ -197,20 +190,16 @@ class GRPOTrainer(DiffusionTrainer):
         kept_B &= ~rewarded.total_B.isnan()
         if self.args.mask_truncated_completions:
             kept_B &= ~truncated(rewarded.generation, self.lm.eos_token_ids)
-        updates, start = [], 0
+        updates, start, older = [], 0, {} if ahead is None else ahead.weights
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
             rollout = make_rollout(
                 self.lm, rewarded.generation, at, self.args.block_size, sampled=self.args.corrects_for_server
             )
             rollout = rollout.whole() if self.args.after_eos == "train" else rollout
-            older = {} if ahead is None else ahead.weights
+            part = rewarded.select(at)
             with self.phases("scoring"):
-                updates.append(
-                    self.make_updates(
-                        rewarded.select(at), rollout, advantage_B[at], kept_B[at], number, older
-                    )
-                )
+                updates.append(self.make_updates(part, rollout, advantage_B[at], kept_B[at], number, older))
             start = at.stop
         if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
             self.record("masks/reuse_rate", stats["rate"])
@@ -357,10 +346,8 @@ class GRPOTrainer(DiffusionTrainer):
         key_B, kept_B, advantage_B = (
             each.to(device, non_blocking=True) for each in (keys_B, kept_B, advantage_B)
         )
-        advantage_BT, kept_B1 = (
-            self.token_advantages(rewarded, rollout, advantage_B).to(device),
-            kept_B[:, None],
-        )
+        advantage_BT = self.token_advantages(rewarded, rollout, advantage_B).to(device)
+        kept_B1 = kept_B[:, None]
         if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
             raise TrainingError(
                 f"returned a tensor of shape {list(advantage_BT.shape)}",
@@ -429,21 +416,18 @@ class GRPOTrainer(DiffusionTrainer):
     def loss_inputs(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> LossInputs:
         """What the method's loss reads, of all views or of a chunk."""
         inputs = loss_inputs(self.method, batch, log_prob_BMT, self.args.max_completion_length, chunk)
-        if inputs.rollout.sampled_BT is None:
+        if (sampled_BT := inputs.rollout.sampled_BT) is None:
             return inputs
-        return replace(inputs, importance_BT=self._importance(inputs, inputs.rollout))
-
-    def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
-        """The ratio [B, T] of each token's probability under the policy to that under the server that drew
-        it, at most `vllm_importance_sampling_cap` (truncated importance sampling, Yao et al. 2025, "Your
-        efficient RL framework secretly brings you off-policy RL training")."""
-        assert rollout.sampled_BT is not None
-        gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
+        # the ratio of each token's probability under the policy to that under the server that drew it, capped
+        # (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you
+        # off-policy RL training")
+        drawn_BT = inputs.rollout.completion_BT
+        gap_BT = torch.where(drawn_BT, inputs.of_tokens(inputs.old_BMT) - sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.vllm_importance_sampling_cap or torch.inf)
-        tokens = rollout.completion_BT.sum()
+        tokens = drawn_BT.sum()
         self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
-        self.record("importance", torch.where(rollout.completion_BT, weight_BT, 0).sum() / tokens, tokens)
-        return weight_BT.detach()
+        self.record("importance", torch.where(drawn_BT, weight_BT, 0).sum() / tokens, tokens)
+        return replace(inputs, importance_BT=weight_BT.detach())
 
     def count_items(self, batch: Any) -> Tensor:
         return items_of(self.method, batch)
@@ -512,15 +496,11 @@ class GRPOTrainer(DiffusionTrainer):
         """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean
         fraction of prompts whose cache a group shared; `mask_cache`: statistics of reused masks; `logged`:
         the last line of the log with a reward."""
-        logged: dict[str, Any] = next(
-            (line for line in reversed(self.state.log_history) if "reward" in line), {}
-        )
-        own = {
+        return super().get_performance_stats() | {
             "prompt_reuse": self._reused / self._reusable if self._reusable else None,
             "mask_cache": self.get_cache_stats(),
-            "logged": logged,
+            "logged": next((line for line in reversed(self.state.log_history) if "reward" in line), {}),
         }
-        return super().get_performance_stats() | own
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
@@ -651,18 +631,14 @@ class GRPOTrainer(DiffusionTrainer):
             self.record(*metric)
         step = self.state.global_step + 1
         if self.is_world_process_zero() and self.completion_log.due(step):
+            figures = {"reward": rewarded.total_B, **reward_of}
+            figures |= {"advantage": advantage_B, "truncated": truncated_B}
             columns = {
                 **rewarded.extras,
                 "prompt": [row.prompt for row in rewarded.rows],
                 "completion": rewarded.generation.texts,
+                **{name: figure_B.tolist() for name, figure_B in figures.items()},
             }
-            figures = {
-                "reward": rewarded.total_B,
-                **reward_of,
-                "advantage": advantage_B,
-                "truncated": truncated_B,
-            }
-            columns |= {name: figure_B.tolist() for name, figure_B in figures.items()}
             self.completion_log.write(step, columns, self.callback_handler.callbacks)
 
     def _move_reference(self) -> None:

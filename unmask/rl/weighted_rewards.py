@@ -41,6 +41,8 @@ from unmask.tasks import Reward, Task, get_rewards, get_task
 from unmask.training.run.fingerprints import code_fingerprint, content_hash, source_fingerprint
 
 RewardFunction = Callable[..., Any]
+RewardFunctions = Sequence[RewardFunction | str] | RewardFunction | str
+"""Functions or names, of which a single one needs no list."""
 BoundCall = Callable[[Arguments, float], list[Any]]
 """Returns, within this number of seconds, a value or an exception for each completion."""
 FailureKind = Literal["raised", "timeout", "invalid"]
@@ -100,8 +102,8 @@ def _load_function(target: str) -> RewardFunction:
     return found
 
 
-def as_list(functions: Sequence[RewardFunction | str] | RewardFunction | str) -> list[RewardFunction | str]:
-    """The functions or names, of which a single one needs no list."""
+def as_list(functions: RewardFunctions) -> list[RewardFunction | str]:
+    """The functions or names as a list."""
     if isinstance(functions, Sequence) and not isinstance(functions, str):
         return list(functions)
     return [functions]
@@ -119,8 +121,7 @@ def distinct(names: Iterable[str]) -> list[str]:
 def is_async(function: RewardFunction) -> bool:
     """Whether a function returns a coroutine: an async function, an object with an async `__call__`, or a
     partial of either."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = _without_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -190,7 +191,7 @@ class Rewards:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction | str] | RewardFunction | str,
+        functions: RewardFunctions,
         weights: Sequence[float] | None = None,
         workers: int = 0,
         *,
@@ -220,10 +221,7 @@ class Rewards:
             found = reward_functions_named(name, workers)
             self.functions += found
             self.weights += [weight] * len(found)
-        self.names = distinct(
-            f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__)
-            for f in self.functions
-        )
+        self.names = distinct(f.name if isinstance(f, Reward) else _name_of(f) for f in self.functions)
         self.seconds, self.errors = seconds, errors
         self.largest = MAX_REWARD / max(1.0, sum(map(abs, self.weights)))
         self._calls = [
@@ -266,33 +264,21 @@ class Rewards:
         logged = {name: list(values) for name, values in list(log.metrics.items())}
         extras = log.columns(len(rows))
         hint = MESSAGES_HINT if not all(isinstance(text, str) for text in arguments["completions"]) else ""
-        values_of = {name: list(map(self._value, answers)) for name, answers in answers_of.items()}
-        failures: dict[str, dict[int, Failure]] = {}
-        for name, values in values_of.items():
-            failures[name] = {row: each for row, each in enumerate(values) if isinstance(each, Failure)}
-            self._report(name, failures[name], len(rows), hint)
-        failed_BF = torch.tensor(
-            [[row in failures[name] for row in range(len(rows))] for name in values_of]
-        ).T
-        reward_BF = torch.tensor(
-            [
-                [math.nan if isinstance(value, Failure) else value for value in values]
-                for values in values_of.values()
-            ]
-        ).T
-        statuses: dict[str, Counter[str]] = {
-            name: Counter(answer.status for answer in answers if isinstance(answer, Verdict))
-            for name, answers in answers_of.items()
-        }
-        return RewardResult(
-            reward_BF,
-            failed_BF,
-            self.total(reward_BF, failed_BF),
-            {name: counts for name, counts in statuses.items() if counts},
-            {name: Counter(each.kind for each in found.values()) for name, found in failures.items()},
-            logged,
-            extras,
-        )
+        reward_FB, failed_FB = [], []
+        statuses: dict[str, Counter[str]] = {}
+        kinds: dict[str, Counter[str]] = {}
+        for name, answers in answers_of.items():
+            values = list(map(self._value, answers))
+            failures = {row: value for row, value in enumerate(values) if isinstance(value, Failure)}
+            self._report(name, failures, len(rows), hint)
+            reward_FB.append([math.nan if row in failures else value for row, value in enumerate(values)])
+            failed_FB.append([row in failures for row in range(len(rows))])
+            kinds[name] = Counter(failure.kind for failure in failures.values())
+            if verdicts := [answer.status for answer in answers if isinstance(answer, Verdict)]:
+                statuses[name] = Counter(verdicts)
+        reward_BF, failed_BF = torch.tensor(reward_FB).T, torch.tensor(failed_FB).T
+        total_B = self.total(reward_BF, failed_BF)
+        return RewardResult(reward_BF, failed_BF, total_B, statuses, kinds, logged, extras)
 
     def total(self, reward_BF: Tensor, failed_BF: Tensor) -> Tensor:
         """The weighted sum [B] of the functions that apply; NaN where none does, or where one failed (unless
@@ -371,9 +357,7 @@ class Rewards:
                 )
 
 
-def make_rewards(
-    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig
-) -> Rewards:
+def make_rewards(reward_funcs: RewardFunctions, args: GRPOConfig) -> Rewards:
     """The reward functions of a run.
 
     Raises:
@@ -395,9 +379,7 @@ def make_rewards(
     return rewards
 
 
-def reward_identities(
-    reward_funcs: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str,
-) -> list[dict[str, Any]]:
+def reward_identities(reward_funcs: RewardFunctions) -> list[dict[str, Any]]:
     """A name for each reward function, with a hash of its source; of a function or task in a file or module,
     of all of that file."""
     return [
@@ -421,11 +403,18 @@ def _identity_of_name(name: str) -> dict[str, Any]:
     return {"name": function} | (content_hash(Path(origin).read_text(encoding="utf-8")) if origin else {})
 
 
-def _identity_of_function(function: Callable[..., Any]) -> dict[str, Any]:
+def _identity_of_function(function: RewardFunction) -> dict[str, Any]:
+    function = _without_partial(function)
+    called_object = not (inspect.isfunction(function) or inspect.ismethod(function))
+    source = source_fingerprint(type(function) if called_object else function)
+    return {"name": _name_of(function)} | (source or {})
+
+
+def _name_of(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _without_partial(function: RewardFunction) -> RewardFunction:
     while isinstance(function, functools.partial):
         function = function.func
-    if not (inspect.isfunction(function) or inspect.ismethod(function)):  # an object that is called
-        return {"name": getattr(function, "__name__", type(function).__name__)} | (
-            source_fingerprint(type(function)) or {}
-        )
-    return {"name": function.__name__} | (source_fingerprint(function) or {})
+    return function

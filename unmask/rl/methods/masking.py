@@ -203,27 +203,19 @@ class Optimized(MaskingStrategy):
         cached = CachedDraw(
             draw.seed, draw.key_B % self.patterns, draw.iteration, draw.rows_before_B, numbers=self.numbers
         )
-        views = (
-            self.inner.plan(rollout, cached, config, progress)
-            if self.inner
-            else config.build_method().plan(rollout, cached)
-        )
-        return (
-            replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT))
-            if self.adaptive_loss
-            else views
-        )
+        if self.inner:
+            views = self.inner.plan(rollout, cached, config, progress)
+        else:
+            views = config.build_method().plan(rollout, cached)
+        if not self.adaptive_loss:
+            return views
+        return replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT))
 
     def get_cache_stats(self) -> dict[str, float]:
         info = self.numbers.cache_info()
         rate = info.hits / max(info.hits + info.misses, 1)
-        return {
-            "hits": info.hits,
-            "misses": info.misses,
-            "rate": rate,
-            "hit_rate": rate,
-            "size": info.currsize,
-        }
+        counts = {"hits": info.hits, "misses": info.misses, "size": info.currsize}
+        return counts | {"rate": rate, "hit_rate": rate}
 
 
 def drawn_patterns(

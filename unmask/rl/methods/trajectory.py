@@ -97,6 +97,9 @@ class OnPolicyReplayMethod(PolicyGradientMethod):
     partial = False
     num_iterations: int = fixed(1)
 
+    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
+        return replay(rollout, steps_within(rollout))
+
 
 @register
 class CJGRPO(ReplayMethod):
@@ -207,9 +210,6 @@ class ExactGradient(OnPolicyReplayMethod):
     remasking: str = fixed("random")
     after_eos: str = fixed("train")
 
-    def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        return replay(rollout, steps_within(rollout))
-
 
 @register
 class JustGRPO(OnPolicyReplayMethod):
@@ -227,4 +227,4 @@ class JustGRPO(OnPolicyReplayMethod):
         its block)."""
         canvas_BT = rollout.completion_BT | rollout.beyond_BT
         as_steps = replace(rollout, step_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
-        return replay(as_steps, steps_within(as_steps))
+        return super().plan(as_steps, draw)
