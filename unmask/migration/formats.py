@@ -25,99 +25,50 @@ from unmask.migration.trl import (
     variables_defaults,
 )
 
+Defaults = Callable[[Old, str | None], Settings]
+"""The defaults of a format that differ from Unmask's, by dotted key, from the old values and the script."""
+
 
 class Format(NamedTuple):
-    """A format of old configurations."""
+    """A format of old configurations. The fields of tables.yaml, which explains them, and its rules."""
 
     title: str
-    """Its name in errors and reports."""
     verb: str | None
-    """The verb for its configurations; None: any training."""
     table: Table
+    defaults: Defaults
     marks: frozenset[str]
-    """Keys, or `key=value`, any of which identifies the format."""
-    defaults: Callable[[Old, str | None], Settings] = lambda old, program: {}
-    """Its defaults that differ from Unmask's, by dotted key; a function of the old values and the script."""
     program: str = r"(?!)"
-    """Names of its scripts, as a regular expression."""
 
 
-D1_SFT: Table = {
-    **BATCHES,
-    **static("d1-sft"),
+TABLES: dict[str, tuple[Table, Defaults]] = {
+    "diffu-grpo": (D1, d1_defaults),
+    "d1-sft": (BATCHES | static("d1-sft"), lambda old, program: tables()["defaults"]["d1-sft"]),
+    "diffusion-dpo": (DIFFUSION_DPO, lambda old, program: {}),
+    "converter": (CONVERTER, lambda old, program: {"training.attention": "bidirectional"}),
+    "grpo-variables": (ROLLOUT_VARIABLES, variables_defaults),
+    "dllm-sft": (dllm.SFT, dllm.sft_defaults),
+    "dllm-text": (dllm.TEXT, dllm.text_defaults),
+    "dllm-grpo": (dllm.GRPO_FLAGS, dllm.grpo_defaults),
+    "trl-grpo": (TRL_GRPO, trl_defaults),
+    "trl-dpo": (TRL_DPO, trl_dpo_defaults),
+    "accelerate": (ACCELERATE, lambda old, program: {}),
 }
-MARKS = {name: frozenset(marks) for name, marks in tables()["marks"].items()}
-D1_MARKS = MARKS["diffu-grpo"] | DIFFUSION.keys() | IMPROVED.keys() | DIFFU_VARIABLES.keys()
-
-FORMATS = {
-    "diffu-grpo": Format(
-        "diffu-GRPO (d1's train.yaml and scripts, ImprovedDiffuGRPOConfig, DIFFU_* variables)",
-        "grpo",
-        D1,
-        D1_MARKS - {"log_memory_usage", "mode"},
-        d1_defaults,
-        r"diffu_grpo_train\.py$|run\.sh$",
-    ),
-    "d1-sft": Format(
-        "d1's sft_train.py",
-        "sft",
-        D1_SFT,
-        MARKS["d1-sft"],
-        lambda old, program: tables()["defaults"]["d1-sft"],
-        r"sft_train\.py$",
-    ),
-    "diffusion-dpo": Format(
-        "the config.yaml of Diffusion-DPO",
-        "dpo",
-        DIFFUSION_DPO,
-        MARKS["diffusion-dpo"],
-        program=r"diffusion_dpo_train\w*\.py$|run_training\.sh$",
-    ),
-    "converter": Format(
-        "the Diffusion LLM Converter (model, training and hardware configurations)",
-        "convert",
-        CONVERTER,
-        MARKS["converter"],
-        lambda old, program: {"training.attention": "bidirectional"},
-        r"train_diffusion\.py$|run_conversion\.sh$",
-    ),
-    "grpo-variables": Format(
-        "GRPO_* and VLLM_* variables",
-        "grpo",
-        ROLLOUT_VARIABLES,
-        frozenset(name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))),
-        variables_defaults,
-    ),
-    "dllm-sft": Format("dLLM's sft.py", "sft", dllm.SFT, MARKS["dllm-sft"], dllm.sft_defaults, r"/sft\.py$"),
-    "dllm-text": Format(
-        "dLLM's pt.py", "convert", dllm.TEXT, MARKS["dllm-text"], dllm.text_defaults, r"/pt\.py$"
-    ),
-    "dllm-grpo": Format(
-        "dLLM's GRPO",
-        "grpo",
-        dllm.GRPO_FLAGS,
-        MARKS["dllm-grpo"],
-        dllm.grpo_defaults,
-        r"/rl/grpo/.*train\.py$|llada/grpo\.py$",
-    ),
-    "trl-grpo": Format(
-        "TRL's GRPOConfig",
-        "grpo",
-        TRL_GRPO,
-        MARKS["trl-grpo"],
-        trl_defaults,
-        r"^trl grpo$|^(trl/)?(scripts/)?grpo\.py$",
-    ),
-    "trl-dpo": Format(
-        "TRL's DPOConfig",
-        "dpo",
-        TRL_DPO,
-        MARKS["trl-dpo"],
-        trl_dpo_defaults,
-        r"^trl dpo$|^(trl/)?(scripts/)?dpo\.py$",
-    ),
-    "accelerate": Format("accelerate", None, ACCELERATE, MARKS["accelerate"]),
+MARKS = {
+    "diffu-grpo": (DIFFUSION.keys() | IMPROVED.keys() | DIFFU_VARIABLES.keys())
+    - {"log_memory_usage", "mode"},
+    "grpo-variables": {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))},
 }
+"""The keys of a format that no other has, besides the marks in tables.yaml."""
+
+
+def _format(name: str, *, marks: Iterable[str] = (), **described: Any) -> Format:
+    table, defaults = TABLES[name]
+    return Format(
+        table=table, defaults=defaults, marks=frozenset({*marks, *MARKS.get(name, ())}), **described
+    )
+
+
+FORMATS = {name: _format(name, **described) for name, described in tables()["formats"].items()}
 
 
 def flat(values: Old) -> dict[str, Any]:
