@@ -20,6 +20,7 @@ from unmask.models.adapters import has_adapters
 from unmask.models.attention import attention_modules
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
+from unmask.models.model_state import training_only
 
 MASK_TOKEN = "mask_token"
 PEFT_ROW_PARAMETER = "trainable_tokens_delta"
@@ -134,16 +135,9 @@ def _parameters_named(
 @contextmanager
 def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
     """Let only the weights that the stage trains take gradients, for a while."""
-    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
-    trained = stage.parameters(lm, "train")
-    for parameter in before:
-        parameter.requires_grad_(before[parameter] and parameter in trained)
-    try:
-        with _mask_row_alone(lm) if only_mask_row(lm, stage) else nullcontext():
-            yield
-    finally:
-        for parameter, needed in before.items():
-            parameter.requires_grad_(needed)
+    trained = {parameter for parameter in stage.parameters(lm, "train") if parameter.requires_grad}
+    with training_only(lm, trained), _mask_row_alone(lm) if only_mask_row(lm, stage) else nullcontext():
+        yield
 
 
 @contextmanager

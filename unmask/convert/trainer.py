@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
@@ -154,10 +155,8 @@ class StageTrainer(DiffusionTrainer):
         )
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
-        step, end = (
-            self.steps_before + self.state.global_step,
-            self.args.attention_annealing * self.total_steps,
-        )
+        step = self.steps_before + self.state.global_step
+        end = self.args.attention_annealing * self.total_steps
         if self.evaluating or step >= end or lm.attention != "bidirectional":
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
@@ -200,13 +199,10 @@ class StageTrainer(DiffusionTrainer):
             max_new_tokens=self.args.rollout_tokens, temperature=1.0, remasking="random", seed=seed
         )
         continuations = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
-        batch = {
-            name: values.clone() if isinstance(values, torch.Tensor) else values
-            for name, values in batch.items()
-        }
+        batch = copy.deepcopy(batch)
         batch["one_document"] = False  # the rest of a continued row becomes padding
+        position_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
         for row, prompt, tokens in zip(rows, prompts, continuations, strict=True):
-            position_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
             stop = len(prompt) + len(tokens)
             batch["input_ids"][row, len(prompt) : stop] = torch.tensor(tokens, device=key_B.device)
             batch["documents"][row] = (position_T < stop).long()
@@ -220,10 +216,8 @@ class StageTrainer(DiffusionTrainer):
         if not only_mask_row(self.lm, self.stage):
             return names
         table = model.get_input_embeddings().weight
-        frozen = {
-            name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table
-        }
-        return [name for name in names if name not in frozen]
+        named = dict(model.named_parameters(remove_duplicate=False))
+        return [name for name in names if named[name] is not table]
 
 
 class ConvertTrainer:
@@ -240,7 +234,7 @@ class ConvertTrainer:
         eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
         peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of
             the weights that it names. Adapters are merged when the model is saved.
-        progress, rest: as in DiffusionTrainer.
+        progress, callbacks, rest: as in DiffusionTrainer.
 
     Raises:
         ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that
@@ -258,6 +252,7 @@ class ConvertTrainer:
         progress: ProgressTarget | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: peft.PeftConfig | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
         **rest: Any,
     ):
         refuse_unknown_arguments(
@@ -265,7 +260,7 @@ class ConvertTrainer:
         )
         args.check_assigned()
         lm = as_diffusion_lm(model, processing_class)
-        self.args, self.progress, self.rest = args, progress, rest
+        self.args, self.progress, self.callbacks, self.rest = args, progress, callbacks or [], rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._with_pattern(lm, stage) for stage in args.stages]
@@ -427,15 +422,15 @@ class ConvertTrainer:
 
     def _with_pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
         args, attention = self.args, stage.attention or self.args.attention
-        block_size = (
-            (stage.block_size or args.block_size or DEFAULT_BLOCK)
-            if attention == "block_causal"
-            else stage.block_size
-        )
-        context = args.causal_context and attention == "block_causal"
-        time_embedding = args.time_embedding or None  # None keeps an existing one
+        by_blocks = attention == "block_causal"
+        block_size = stage.block_size or (args.block_size or DEFAULT_BLOCK if by_blocks else None)
         return with_pattern(
-            lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding
+            lm,
+            attention,
+            block_size,
+            args.logit_shift,
+            causal_context=args.causal_context and by_blocks,
+            time_embedding=args.time_embedding or None,  # None keeps an existing one
         )
 
     def _run_stage(self, number: int, resume: str | bool) -> StageTrainer:
@@ -451,11 +446,10 @@ class ConvertTrainer:
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         args.assigned.clear()  # they are no user's
-        callbacks = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
-        for stop in callbacks:
+        for stop in self.callbacks:
             if isinstance(stop, StopOnSignal):
                 stop.steps_before = first
-        progress, log = self.progress, RunLog(folder=self.args.output_folder, first_step=first, stage=number)
+        log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
         trainer = StageTrainer(
             self.lms[number - 1],
             args,
@@ -467,11 +461,9 @@ class ConvertTrainer:
             total_steps=total,
             run_record=self.run_record,
             log=log,
-            **self.rest
-            | {
-                "progress": progress and ProgressPart(progress, first / total, last / total),
-                "callbacks": callbacks,
-            },
+            progress=self.progress and ProgressPart(self.progress, first / total, last / total),
+            callbacks=[*self.callbacks, self.trackers.part(first, number)],
+            **self.rest,
         )
         if not (restored := resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):

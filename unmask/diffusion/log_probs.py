@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,28 +69,18 @@ class Targets(NamedTuple):
     noised_N: Tensor  # into the pass's [B, M, T], without the causal ones
 
 
+@dataclass
 class ViewPasses:
     """The forward passes over the views of a batch: those over the same rows share a mask, and the host waits
     once to know all targets. Arguments as for `view_log_probs`; a causal view is in the pass of the first
     copies."""
 
-    def __init__(
-        self,
-        lm: DiffusionLM,
-        ids_BT: Tensor,
-        attention_mask_BT: Tensor | None,
-        views: Views,
-        *,
-        temperature: float = 1.0,
-    ):
-        self.lm, self.ids_BT, self.attention_mask_BT, self.views, self.temperature = (
-            lm,
-            ids_BT,
-            attention_mask_BT,
-            views,
-            temperature,
-        )
-        self._patterns: dict[tuple[int, int, int], Pattern] = {}
+    lm: DiffusionLM
+    ids_BT: Tensor
+    attention_mask_BT: Tensor | None
+    views: Views
+    temperature: float = 1.0
+    _patterns: dict[tuple[int, int, int], Pattern] = field(default_factory=dict)
 
     def all_log_probs(self, chunk: int | None) -> Tensor:
         """Log-probabilities [B, M, T] of all views, with at most `chunk` noised rows together."""
@@ -116,10 +106,8 @@ class ViewPasses:
 
     def _log_probs(self, rows: slice, copies: slice, targets: Targets) -> Tensor:
         ids_BT, hidden_BMT = self._part(self.ids_BT, rows), self._part(self.views.hidden_BMT, rows)[:, copies]
-        padding_BT, causal_N = (
-            self._part(self.attention_mask_BT, rows),
-            targets.token_N[len(targets.noised_N) :],
-        )
+        padding_BT = self._part(self.attention_mask_BT, rows)
+        causal_N = targets.token_N[len(targets.noised_N) :]
         key = (rows.start, rows.stop, hidden_BMT.shape[1])
         if key not in self._patterns:
             self._patterns[key] = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1])
@@ -138,10 +126,8 @@ class ViewPasses:
         row_N, copy_N, column_N = target_BMT[rows, copies].nonzero()
         noised_N = (row_N * target_BMT[rows, copies].shape[1] + copy_N) * length + column_N
         row_C, column_C = target_BMT[rows, -1].nonzero() if causal else (noised_N[:0], noised_N[:0])
-        row_N, copy_N = (
-            np.concatenate([row_N, row_C]),
-            np.concatenate([copies.start + copy_N, np.full_like(row_C, count - 1)]),
-        )
+        row_N = np.concatenate([row_N, row_C])
+        copy_N = np.concatenate([copies.start + copy_N, np.full_like(row_C, count - 1)])
         column_N = np.concatenate([column_N, column_C])
         places = (
             ((rows.start + row_N) * count + copy_N) * length + column_N,

@@ -1,9 +1,9 @@
-"""The state of a model: dropout, train and eval mode, and a hash of its weights."""
+"""The state of a model: dropout, train and eval mode, which weights are trained, and a hash of them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,19 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+@contextmanager
+def training_only(lm: DiffusionLM, trained: Collection[nn.Parameter]) -> Iterator[None]:
+    """Let only these weights take gradients, for a while."""
+    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
+    for parameter in before:
+        parameter.requires_grad_(parameter in trained)
+    try:
+        yield
+    finally:
+        for parameter, needed in before.items():
+            parameter.requires_grad_(needed)
 
 
 @contextmanager

@@ -55,16 +55,15 @@ class CompletionLog:
         """
         self._last = step
         count = len(next(iter(columns.values())))
-        picked = range(count) if count <= self.rows else [i * count // self.rows for i in range(self.rows)]
-        rows = [[_scalar(values[i]) for values in columns.values()] for i in picked]
-        for i in picked:
-            self._log.write(
-                {"step": step, **{name: values[i] for name, values in columns.items() if name != "step"}}
-            )
-        shown = [
-            [_shortened(_text(_scalar(_last_turn(values[i])))) for values in columns.values()] for i in picked
+        shown = min(count, self.rows)
+        picked = [
+            {name: values[i * count // shown] for name, values in columns.items()} for i in range(shown)
         ]
-        show_table(shown, f"completions of step {step}", columns)
+        for row in picked:
+            self._log.write({"step": step} | row | {"step": step})
+        texts = [[_shortened(_text(_scalar(_last_turn(value)))) for value in row.values()] for row in picked]
+        show_table(texts, f"completions of step {step}", columns)
+        rows = [[_scalar(value) for value in row.values()] for row in picked]
         for callback in callbacks:
             _track(callback, step, list(columns), rows)
 
@@ -108,11 +107,9 @@ def _text(value: str | float | None) -> str:
 
 
 def _shortened(text: str) -> str:
-    return (
-        text
-        if len(text) <= SHOWN_CHARACTERS
-        else f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
-    )
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
 
 
 def _markdown(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,17 +94,12 @@ def prompt_rows(
             unknown.count(lm.tokenizer, ids, example)
         tokens = len(ids) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):
-            in_context = limit == lm.context_length
-            bound, more = (
-                ("the model's context", "")
-                if in_context
-                else ("max_length", f", raise it (training.max_length={tokens})")
-            )
+            bound = "the model's context" if limit == lm.context_length else "max_length"
             lower = f" to {limit - len(ids)}" if limit > len(ids) else ""
             raise DataError(
                 f"{tokens} tokens with the completion, but {bound} is {limit}",
                 where=f"{where}, row {index}",
-                remedy=f"Lower training.max_completion_length{lower}{more} or drop the row",
+                remedy=f"Lower training.max_completion_length{lower}, or drop the row",
             )
     unknown.check(where)
     return PromptRows(rows, args.num_generations, encoded)
@@ -114,12 +110,8 @@ class GroupSampler(Sampler[int]):
     (`prompts_per_step` prompts) `repeats` times."""
 
     def __init__(self, count: int, *, prompts_per_step: int, group_size: int, repeats: int, seed: int):
-        self.count, self.prompts_per_step, self.group_size, self.repeats = (
-            count,
-            prompts_per_step,
-            group_size,
-            repeats,
-        )
+        self.count, self.prompts_per_step = count, prompts_per_step
+        self.group_size, self.repeats = group_size, repeats
         self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -204,19 +196,21 @@ def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list
     return [*islice(stream, rollouts * prompts_per_step(args, None))]
 
 
+@dataclass
 class PromptHistory:
     """The mean reward of every prompt so far, and draws of prompts without replacement.
 
-    Args:
+    Attributes:
         count: prompts in the dataset.
         target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread);
             spread is the standard deviation of all means, but at least 1e-6 * max(1, largest distance). New
             prompts have the weight of those at the target. None: all weights are equal.
+        seen: by prompt, the number of scored completions, and their mean reward.
     """
 
-    def __init__(self, count: int, target: float | None = None):
-        self.count, self.target = count, target
-        self.seen: dict[int, tuple[int, float]] = {}  # number of scored completions, and their mean reward
+    count: int
+    target: float | None = None
+    seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, prompt: int, reward: float) -> None:
         """Add the reward of a completion; NaN (unscored) is ignored."""
@@ -242,15 +236,12 @@ class PromptHistory:
         uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=RngStream.ROLLOUT)
         perturbed_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
         perturbed_N[list(exclude)] = -torch.inf
-        best = perturbed_N.topk(min(number, self.count - len(set(exclude)))).indices
-        return best.tolist()
+        return perturbed_N.topk(min(number, self.count - len(set(exclude)))).indices.tolist()
 
     def save(self, folder: Path) -> None:
         """Write the history into a checkpoint."""
-        write_atomic(
-            folder / HISTORY_FILE,
-            json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())),
-        )
+        stored = sorted((prompt, *counts) for prompt, counts in self.seen.items())
+        write_atomic(folder / HISTORY_FILE, json.dumps(stored))
 
     def load(self, folder: Path) -> None:
         """Read the history of a checkpoint."""

@@ -167,8 +167,7 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
         raise TrainingError(
             f"returned tensors of {found} for {batch} rows of {length} tokens", where=where, remedy=remedy
         )
-    noised = slice(-1 if views.causal else None)
-    visible = (views.target_BMT & ~views.hidden_BMT)[:, noised].any()
+    visible = (views.target_BMT & ~views.hidden_BMT).any()
     outside = (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any()
     any_visible, any_outside = torch.stack([visible, outside]).tolist()  # the host waits once
     if any_visible:

@@ -9,8 +9,7 @@ Shapes: B batch, T tokens, N filled tokens of the batch, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.kernels.log_softmax import at_least_float32
+from unmask.models.model_state import training_only
 from unmask.supervised.objective import Objective, ObjectiveLoss, Plan
 from unmask.tensor_checks import check_tensors
 
@@ -75,20 +75,11 @@ def with_quality_head(lm: DiffusionLM, args: Any = None) -> DiffusionLM:
     return lm
 
 
-@contextmanager
-def training_head(lm: DiffusionLM, *, alone: bool) -> Iterator[None]:
+def training_head(lm: DiffusionLM, *, alone: bool) -> AbstractContextManager[None]:
     """A context in which the quality head has gradients; if `alone`, nothing else has."""
-    head = lm.quality_head
-    assert head is not None
-    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
-    for parameter in lm.model.parameters():
-        parameter.requires_grad_(before[parameter] and not alone)
-    head.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter, had in before.items():
-            parameter.requires_grad_(had)
+    assert lm.quality_head is not None
+    others = {weight for weight in lm.model.parameters() if weight.requires_grad and not alone}
+    return training_only(lm, others | {*lm.quality_head.parameters()})
 
 
 class QualityObjective(Objective):

@@ -134,13 +134,6 @@ class SFTConfig(NoisingConfig, PairConfig):
         return self.views
 
 
-def objective_of(args: SFTConfig) -> Objective | None:
-    """The objective beside the masked loss, or in its place; None: only the masked loss."""
-    if args.max_gap is not None:
-        return GapObjective(args)
-    return None if args.quality_head == "off" else QualityObjective(args)
-
-
 class SFTTrainer(DiffusionTrainer):
     """Fine-tunes any model on conversations, prompts and completions, or text, in any record format of
     `unmask.data.formats`.
@@ -158,7 +151,11 @@ class SFTTrainer(DiffusionTrainer):
     def __init__(
         self, model: DiffusionLM | PreTrainedModel | str | Path, args: SFTConfig, *rows: Any, **named: Any
     ):
-        self.objective = objective_of(args)
+        self.objective: Objective | None = None  # beside the masked loss, or in its place
+        if args.max_gap is not None:
+            self.objective = GapObjective(args)
+        elif args.quality_head != "off":
+            self.objective = QualityObjective(args)
         if self.objective is not None:
             lm = as_diffusion_lm(model, named.get("processing_class"))
             model = self.objective.prepared(lm)

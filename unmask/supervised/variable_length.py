@@ -119,11 +119,8 @@ def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: MaskRNG, max_
     )[None]
     number_BN = draw.uniform(number_1N, 1, RngStream.GAP)[:, 0]
     order_BT = draw.uniform(columns(ids_BT), 1, RngStream.MASK)[:, 0]
-    rows = []
-    for row in zip(
-        *(each.tolist() for each in (ids_BT, batch["documents"], inside_BT, number_BN, order_BT)), strict=True
-    ):
-        rows.append(_Row(lm, max_gap, *row).cells())
+    columns_of = (each.tolist() for each in (ids_BT, batch["documents"], inside_BT, number_BN, order_BT))
+    rows = [_Row(lm, max_gap, *row).cells() for row in zip(*columns_of, strict=True)]
     parts = [
         pad_rows([[cell[part] for cell in row] for row in rows], fill)
         for part, fill in enumerate((lm.pad_token_id, 0, False, 0))
