@@ -145,36 +145,21 @@ def exact_log_likelihood(
         views = all_masked_views(maskable_BT)
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
-    return torch.cat(
-        [
-            _exact_row(lm, ids_BT, attention_mask_BT, group_BT, slice(b, b + 1), chunk)
-            for b in range(len(ids_BT))
-        ]
-    )
-
-
-def _exact_row(
-    lm: DiffusionLM,
-    ids_BT: Tensor,
-    attention_mask_BT: Tensor | None,
-    group_BT: Tensor,
-    row: slice,
-    chunk: int | None,
-) -> Tensor:
-    group_1T = group_BT[row]
-    if not (group_1T >= 0).any():
-        return torch.zeros(1, dtype=torch.float64, device=group_BT.device)
-    width = int(group_sizes(group_1T).max())
-    if width > MAX_EXACT_WIDTH:
-        remedy = f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens"
-        raise GenerationError(
-            f"an exact likelihood over {width} tokens needs 2**{width} passes",
-            where="estimator='exact'",
-            remedy=remedy,
-        )
-    mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
-    log_prob_1MT = _log_probs(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk)
-    return any_order(group_1T, log_prob_1MT.double())
+    total_B = torch.zeros(len(ids_BT), dtype=torch.float64, device=group_BT.device)
+    for index in (group_BT >= 0).any(1).nonzero().flatten().tolist():
+        row = slice(index, index + 1)
+        width = int(group_sizes(group_BT[row]).max())
+        if width > MAX_EXACT_WIDTH:
+            raise GenerationError(
+                f"an exact likelihood over {width} tokens needs 2**{width} passes",
+                where="estimator='exact'",
+                remedy="Use estimator='elbo', or completions (or blocks) of at most "
+                f"{MAX_EXACT_WIDTH} tokens",
+            )
+        mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
+        log_prob_1MT = _log_probs(lm, ids_BT[row], mask_1T, exact_views(group_BT[row], width), chunk)
+        total_B[row] = any_order(group_BT[row], log_prob_1MT.double())
+    return total_B
 
 
 def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ USED = re.compile(r"\$(?:(?P<plain>\w+)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))
 NO_TRAINING = re.compile(
     r"(chat|sample|eval|generate|convert|download|merge|preprocess|test|plot|api_server)\w*\.(py|sh)$"
 )
+PROGRAM = re.compile(r"(?!-).*\.(py|sh|sbatch)$", re.DOTALL)
 CONFIG_FLAGS = ("config", "config_file", "model_config", "training_config", "hardware_config")
 """Flags of a training script that name a configuration."""
 END = {"|", "&", "&&", "||", ";"}
@@ -147,9 +148,8 @@ def _expand(word: str, variables: Mapping[str, str]) -> str:
     """A word with variables replaced by the script's values, or by their defaults."""
 
     def value(found: re.Match[str]) -> str:
-        name = found["plain"] or found["name"]
-        default = found["default"]
-        return variables.get(name, found[0] if default is None else default.strip("\"'"))
+        default = found[0] if found["default"] is None else found["default"].strip("\"'")
+        return variables.get(found["plain"] or found["name"], default)
 
     return USED.sub(value, word)
 
@@ -157,7 +157,7 @@ def _expand(word: str, variables: Mapping[str, str]) -> str:
 def _command(words: Sequence[str]) -> Command | None:
     """The training that a line starts; None if it starts none."""
     words = list(_until_end(words))
-    place = next((at for at, word in enumerate(words) if _is_program(word)), None)
+    place = next((at for at, word in enumerate(words) if PROGRAM.match(word)), None)
     if words[:1] == ["trl"] and len(words) > 1:
         program, place = f"trl {words[1]}", 1
     elif place is None or NO_TRAINING.search(words[place]):
@@ -167,15 +167,11 @@ def _command(words: Sequence[str]) -> Command | None:
     flags, others = _flags(words[place + 1 :])
     if not flags and not re.search(r"run\.sh$", program):
         return None
-    launcher = {
-        name: value[0] if isinstance(value, list) else value
-        for name, value in _flags(words[:place])[0].items()
-    }
-    return Command(program, others, flags, launcher)  # a launcher's flag has one value; the program follows
-
-
-def _is_program(word: str) -> bool:
-    return not word.startswith("-") and re.search(r"\.(py|sh|sbatch)$", word) is not None
+    launcher, _ = _flags(words[:place])
+    for name, value in launcher.items():
+        if isinstance(value, list):  # a launcher's flag has one value; the program follows
+            launcher[name] = value[0]
+    return Command(program, others, flags, launcher)
 
 
 def _until_end(words: Sequence[str]) -> Iterator[str]:

@@ -78,9 +78,9 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     others = [file for file in files if file not in launchers]
     program = next((file.program for file in reversed(others) if file.program), None)
     where = " and ".join(map(str, paths))
-    parts: list[tuple[Format, Mapping[str, Any]]] = (
-        [(FORMATS["accelerate"], merged(launchers))] if launchers else []
-    )
+    parts: list[tuple[Format, Mapping[str, Any]]] = []
+    if launchers:
+        parts.append((FORMATS["accelerate"], merged(launchers)))
     if others:
         old = merged(others)
         parts.append((format_named(form or recognize(old, program, where)), old))
@@ -99,11 +99,8 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
         for key, value in each.defaults(values, program).items():
             if not _is_set(key, settings):
                 settings[key] = value
-                changes.append(
-                    Change(
-                        "", value, "added", f"{key} = {value}", f"the default of {each.title.split(' (')[0]}"
-                    )
-                )
+                why = f"the default of {each.title.split(' (')[0]}"
+                changes.append(Change("", value, "added", f"{key} = {value}", why))
     for file in files:
         changes += [Change(name, value, "dropped", "", why) for name, value, why in file.notes]
     config = _checked(verb, settings, where)
@@ -145,12 +142,11 @@ def _change(key: str, value: Any, found: Settings, rule: Rule) -> Change:
 
 def _is_set(key: str, settings: Settings) -> bool:
     """Whether a setting or one that contradicts it is set, or its section is turned off."""
-    section = key.partition(".")[0]
-    if section in settings:
+    if key.partition(".")[0] in settings:
         return True
     if key == "training.num_train_epochs" and "training.max_steps" in settings:
         return True
-    return any(name == key or name.startswith(f"{key}.") for name in settings)
+    return any(f"{name}.".startswith(f"{key}.") for name in settings)
 
 
 def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]:

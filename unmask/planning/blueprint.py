@@ -353,14 +353,13 @@ def count_passes(
             model.requires_grad_(False)
             # gradients flow through all layers, to the adapters
             model.get_input_embeddings().requires_grad_(True)
-        return {rows: _count_passes(model, pattern, work, rows) for rows in (1, 2)}
-
-
-def _count_passes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: int) -> list[tuple[int, int]]:
-    out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
-    gradient_BTD = torch.ones_like(out_BTD)
-    # the checks of `--debug` read values
-    with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):
-        out_BTD.backward(gradient_BTD)
-    model.zero_grad()  # else gradients would be added
-    return [(ahead.launches, ahead.traffic), (back.launches, back.traffic)]
+        counts = {}
+        for rows in (1, 2):
+            out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
+            gradient_BTD = torch.ones_like(out_BTD)
+            # the checks of `--debug` read values
+            with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):
+                out_BTD.backward(gradient_BTD)
+            model.zero_grad()  # else gradients would be added
+            counts[rows] = [(each.launches, each.traffic) for each in (ahead, back)]
+        return counts

@@ -86,10 +86,8 @@ class ReferenceTable:
             return None
         try:
             with safe_open(path, "pt") as file:
-                stored, table = (
-                    file.metadata() or {},
-                    cls(file.get_tensor("scores"), file.get_tensor("digests")),
-                )
+                stored = file.metadata() or {}
+                table = cls(file.get_tensor("scores"), file.get_tensor("digests"))
             stale = [name for name in hashes if stored.get(name) != hashes[name]]
             if not stale and stored.get(CONTENT) == table.content_hash():
                 return table

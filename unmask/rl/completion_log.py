@@ -61,7 +61,7 @@ class CompletionLog:
         ]
         for row in picked:
             self._log.write({"step": step} | row | {"step": step})
-        texts = [[_shortened(_text(_scalar(_last_turn(value)))) for value in row.values()] for row in picked]
+        texts = [[_shown(value) for value in row.values()] for row in picked]
         show_table(texts, f"completions of step {step}", columns)
         rows = [[_scalar(value) for value in row.values()] for row in picked]
         for callback in callbacks:
@@ -87,11 +87,6 @@ def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[li
         tracker.log({"completions": tracker.Table(columns=names, data=rows), "train/global_step": step})
 
 
-def _last_turn(value: Any) -> Any:
-    """The text of the last message, for the terminal; anything but messages as it is."""
-    return value[-1].get("content") if is_messages(value) else value
-
-
 def _scalar(value: Any) -> str | float | None:
     """A value for a cell of a table: messages as JSON, a lone surrogate as its number."""
     if value is None or isinstance(value, int):
@@ -106,7 +101,9 @@ def _text(value: str | float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _shortened(text: str) -> str:
+def _shown(value: Any) -> str:
+    """A value for the terminal: of messages the last one, and of a long text both ends."""
+    text = _text(_scalar(value[-1].get("content") if is_messages(value) else value))
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"

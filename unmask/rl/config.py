@@ -349,16 +349,15 @@ class GRPOConfig(TrainingConfig):
                 where="after_eos",
                 remedy="Leave it out",
             )
-        own_plan = strategy is None or strategy.uses is None
+        uses = None if strategy is None else strategy.uses
+        own_plan = uses is None
         if final and self.after_eos == "noise" and own_plan and not method.partial:
             raise ConfigError(
                 f"{self.method} always hides what is after the end, or keeps it as sampled",
                 where="after_eos",
                 remedy="Use mask or train, or a masking strategy",
             )
-        read = set(settings_of(method, plan=own_plan and not exact))
-        if strategy is not None and strategy.uses is not None:
-            read.update(strategy.uses)
+        read = {*settings_of(method, plan=own_plan and not exact), *(uses or ())}
         if not final and strategy is None and not method.separable:
             read.add("samples")
         self._unread = {}
@@ -369,10 +368,9 @@ class GRPOConfig(TrainingConfig):
         for name, readers in self._unread.items():
             if name in self.given:
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
-                what += " does not read it" + (
-                    " for a causal model, whose likelihood is exact" if exact else ""
-                )
-                raise ConfigError(what, where=name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+                why = " for a causal model, whose likelihood is exact" if exact else ""
+                remedy = f"Leave it out: it is for {', '.join(readers)}"
+                raise ConfigError(f"{what} does not read it{why}", where=name, remedy=remedy)
 
     def unread(self) -> set[str]:
         server = set() if self.rollout_config.backend == "vllm" else {"vllm_importance_sampling_cap"}
@@ -458,11 +456,8 @@ class GRPOConfig(TrainingConfig):
 
     def values_on_resume(self) -> dict[str, Any]:
         rollout = flat_values(self.rollout_config, "rollout.")
-        return (
-            super().values_on_resume()
-            | {"rollout": None}
-            | {name: rollout[name] for name in rollout if name != "rollout.api_key"}
-        )
+        rollout.pop("rollout.api_key")
+        return super().values_on_resume() | {"rollout": None} | rollout
 
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -478,46 +473,42 @@ class GRPOConfig(TrainingConfig):
         """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be
         named."""
         whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
-        what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
         yield Conflict(
-            " and ".join(["rollout.backend", *shards]), self.rollout_config.backend != "local", what, remedy
+            " and ".join(["rollout.backend", *shards]),
+            self.rollout_config.backend != "local",
+            "sharded weights cannot be sent to a server",
+            f"Use rollout.backend local, or {whole}",
         )
-        what, remedy = (
+        yield Conflict(
+            " and ".join(["sync_ref_model", *shards]),
+            self.needs_reference and self.sync_ref_model,
             "a reference cannot follow sharded weights",
             f"Leave sync_ref_model out, or {whole}",
         )
-        moves = self.needs_reference and self.sync_ref_model
-        yield Conflict(" and ".join(["sync_ref_model", *shards]), moves, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and
         vllm for a diffusion model, or without what it is sent."""
         read = read_attention()
         causal = read["attention"] == "causal"
-        unit = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
-        for key, size in {
-            "sampler.block_size": run.sampler.block_size,
-            "block_size": self.block_size,
-        }.items():
+        unit = 1 if causal else read["block_size"]
+        for key, size in (("sampler.block_size", run.sampler.block_size), ("block_size", self.block_size)):
             if unit is not None and size not in (None, unit):
-                what = (
-                    f"decoding blocks of {size} in a model that attends "
-                    f"{'token by token' if causal else f'in blocks of {unit}'}"
+                hint = f" ({CAUSAL_RECIPE_HINT})" if causal else ""
+                raise ConfigError(
+                    f"decoding blocks of {size} in a model that attends in blocks of {unit}",
+                    where=f"{key} and model.path",
+                    remedy=f"Set block_size to null{hint}",
                 )
-                remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (
-                    f" ({CAUSAL_RECIPE_HINT})" if causal else ""
-                )
-                raise ConfigError(what, where=f"{key} and model.path", remedy=remedy)
         if causal and read["logit_shift"] is not False:
             with naming_setting_too("model.path"):
                 self.refuse_for_causal_models()
         elif self.rollout_config.backend == "vllm":
-            what = (
-                "vllm decodes token by token, and this model is "
-                f"{read['attention']}{' without logit shift' if causal else ''}"
-            )
+            shift = " without logit shift" if causal else ""
             raise ConfigError(
-                what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local"
+                f"vllm decodes token by token, and this model is {read['attention']}{shift}",
+                where="rollout.backend and model.path",
+                remedy="Use rollout.backend server or local",
             )
         if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None:
             raise ConfigError(

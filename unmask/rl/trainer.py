@@ -374,8 +374,6 @@ class GRPOTrainer(DiffusionTrainer):
 
     def views_for(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """The views of the method (`policy_views`), or of a masking strategy."""
-        if self.lm.autoregressive:
-            return policy_views(self.lm, self.method, rollout, draw)
         sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
         progress = sampled / max(self.state.max_steps, 1)
 
@@ -385,11 +383,8 @@ class GRPOTrainer(DiffusionTrainer):
             return self.masking.plan(rollout, draw, self.args, progress)
 
         views = plan_views(plan, rollout, str(self.args.after_eos))
-        check_views(
-            views,
-            rollout,
-            f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}",
-        )
+        planner = self.args.method if self.masking is None else type(self.masking).__name__
+        check_views(views, rollout, f"plan of {planner}")
         return views
 
     # The loss.
