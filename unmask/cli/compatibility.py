@@ -25,8 +25,7 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
 
     with naming_sections(args):
         for conflict in args.conflicts(config):
-            if conflict.on:
-                raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
+            conflict.refuse()
         model, patterns = config.model, args.patterns()
         if not patterns and args.flash_attention and not model.from_scratch:
             patterns = [read_pattern(model)["attention"]]

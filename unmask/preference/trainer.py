@@ -359,9 +359,7 @@ class DPOTrainer(DiffusionTrainer):
 
     def _make_reference(self) -> Reference:
         args = self.args
-        conflict = args.adapter_conflict(has_adapters=hasattr(self.lm.model, "disable_adapter"))
-        if conflict.on:
-            raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
+        args.adapter_conflict(has_adapters=hasattr(self.lm.model, "disable_adapter")).refuse()
         if args.reference == "adapter" and not starts_at_base(self.lm):
             raise ConfigError(
                 "the adapters already change the policy, so that its base is another model",

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from unmask.diffusion.views import MaskRNG, Views
-from unmask.errors import ConfigError, TrainingError
+from unmask.errors import TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -110,8 +110,7 @@ class GRPOTrainer(DiffusionTrainer):
         self.prompts_per_step = prompts_per_step(args, rows)
         super().__init__(model, args, rows, eval_dataset, data_collator=list, **rest)
         for conflict in args.sharding_conflicts() if self.shards_weights else ():
-            if conflict.on:
-                raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
+            conflict.refuse()
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)

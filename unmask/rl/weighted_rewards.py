@@ -410,7 +410,7 @@ def _identity_of_function(function: RewardFunction) -> dict[str, Any]:
     return {"name": _name_of(function)} | (source or {})
 
 
-def _name_of(function: RewardFunction) -> str:
+def _name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 

@@ -46,6 +46,11 @@ class Conflict(NamedTuple):
     what: str
     remedy: str
 
+    def refuse(self) -> None:
+        """Raise ConfigError if they are set together."""
+        if self.on:
+            raise ConfigError(self.what, where=self.where, remedy=self.remedy)
+
 
 class Part(NamedTuple):
     """A part of a run with separate settings: a stage of a conversion, or the whole of any other run."""

@@ -31,6 +31,7 @@ from unmask.rl.methods.masking import (
     Optimized,
     find_masking,
     weighted_views,
+    weights_by_rate,
 )
 from unmask.rl.trainer import GRPOTrainer
 
@@ -225,12 +226,11 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
         log_probs[one, tuple(sorted(order[at:]))] for order in orders for at, one in enumerate(order)
     ) / len(orders)
     sums = {}
+    views = EverySet().plan(rollout, MaskRNG(0, keys(rollout)), config(method="wd1"), 0.5)
     for adaptive_loss in (False, True):
-        views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(
-            rollout, MaskRNG(0, keys(rollout)), config(method="wd1"), 0.5
-        )
+        weight_BMT = weights_by_rate(rollout, views.target_BMT) if adaptive_loss else views.weight_BMT
         sums[adaptive_loss] = sum(
-            float(views.weight_BMT[0, view, one])
+            float(weight_BMT[0, view, one])
             * log_probs[one, tuple(views.target_BMT[0, view].nonzero().flatten().tolist())]
             for _, view, one in views.target_BMT.nonzero().tolist()
         )
@@ -265,27 +265,12 @@ def test_document_a_reads_the_hit_rate_before_the_first_step_and_after_training(
     assert isinstance(made.masking_strategy, Optimized) and made.masking_strategy.adaptive_loss
 
 
-def test_optimized_wraps_other_strategies():
-    rollout, settings = sampled(), config()
-    draw = MaskRNG(0, keys(rollout) + 64)
-    for inner in (Diffusion(), Adaptive(0.2, 0.6)):
-        strategy = Optimized(inner)
-        wanted = inner.plan(rollout, MaskRNG(0, keys(rollout)), settings, 0.3)
-        assert (
-            same(strategy.plan(rollout, draw, settings, 0.3), wanted)
-            and strategy.get_cache_stats()["hits"] == 0
-        )
-        assert (
-            same(strategy.plan(rollout, draw, settings, 0.3), wanted)
-            and strategy.get_cache_stats()["rate"] == 0.5
-        )
-
-
 def test_the_table_is_bounded(monkeypatch):
     monkeypatch.setattr(masking, "TABLES", 3)
-    rollout, strategy = sampled(), Optimized(Diffusion())
+    rollout, strategy = sampled(), Optimized()
     for iteration in range(5):
-        strategy.plan(rollout, MaskRNG(0, keys(rollout), iteration), config(), 0.0)
+        draw = MaskRNG(0, keys(rollout), iteration)
+        strategy.plan(rollout, draw, config(method="coupled-grpo"), 0.0)
     assert strategy.get_cache_stats() == {"hits": 0, "misses": 10, "rate": 0.0, "hit_rate": 0.0, "size": 3}
 
 
@@ -354,11 +339,6 @@ def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path)
             Diffusion(),
             {"prompt_mask_rate": 0.5},
             "prompt_mask_rate: diffu-grpo with Diffusion does not read it",
-        ),
-        (
-            Optimized(Diffusion()),
-            {"prompt_mask_rate": 0.5},
-            "prompt_mask_rate: diffu-grpo with Optimized does not read it",
         ),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -171,8 +171,7 @@ class CachedDraw(MaskRNG):
 
 
 class Optimized(MaskingStrategy):
-    """Another strategy's plans (or the method's own), from N patterns of random numbers that are drawn once
-    and reused.
+    """The method's own plans, from N patterns of random numbers that are drawn once and reused.
 
     A completion has the pattern of its key modulo N. Each plan keeps its distribution, but completions with
     one pattern, in a batch or in different steps, share its random numbers: a run averages over N patterns
@@ -180,8 +179,6 @@ class Optimized(MaskingStrategy):
     pattern, so that no checkpoint needs to hold them.
 
     Args:
-        inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at
-            positions below T.
         patterns: N.
         adaptive_loss: whether hidden tokens have the weight L / (k M), as with `Adaptive`, in place of the
             plan's weights. If k is uniform from 1 to L, and all sets of k tokens are equally likely, the
@@ -189,24 +186,19 @@ class Optimized(MaskingStrategy):
             weights: the rate is 1.
     """
 
-    def __init__(
-        self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False
-    ):
+    uses = None
+
+    def __init__(self, patterns: int = 64, *, adaptive_loss: bool = False):
         if patterns < 1:
             raise ConfigError(f"must be at least 1, not {patterns}", where="patterns", remedy="Use 1 or more")
-        self.inner, self.patterns, self.adaptive_loss = inner, patterns, adaptive_loss
-        self.estimators = MaskingStrategy.estimators if inner is None else inner.estimators
-        self.uses = None if inner is None else inner.uses
+        self.patterns, self.adaptive_loss = patterns, adaptive_loss
         self.numbers = lru_cache(maxsize=TABLES)(partial(drawn_patterns, patterns))
 
     def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         cached = CachedDraw(
             draw.seed, draw.key_B % self.patterns, draw.iteration, draw.rows_before_B, numbers=self.numbers
         )
-        if self.inner:
-            views = self.inner.plan(rollout, cached, config, progress)
-        else:
-            views = config.build_method().plan(rollout, cached)
+        views = config.build_method().plan(rollout, cached)
         if not self.adaptive_loss:
             return views
         return replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT))
