@@ -502,7 +502,7 @@ def test_held_out_prompts_are_answered_greedily(tmp_path):
         eval_steps=1,
     )
     trainer.train()
-    tokens = generate(trainer.lm, ["ab", "cdef"], trainer.args.sampler(temperature=0.0, seed=0)).tokens
+    tokens = generate(trainer.lm, ["ab", "cdef"], trainer.args.sampler(0.0)).tokens
     assert trainer.evaluate()["eval_reward"] == pytest.approx((len(tokens[0]) + 1 + len(tokens[1]) + 5) / 2)
     assert [line["step"] for line in trainer.state.log_history if "eval_reward" in line] == [1, 2, 2]
 

@@ -305,7 +305,7 @@ class GRPOConfig(TrainingConfig):
                 remedy="Set vllm_importance_sampling_cap to null, or use another method",
             )
         # raises for settings that cannot be sampled with
-        sampler = self.sampler(temperature=self.temperature, seed=self.seed)
+        sampler = self.sampler(self.temperature)
         check_rollouts(self, sampler.model_copy(update={"trace": False}))
         check_ahead(self, method)
         self.assigned.clear()
@@ -547,7 +547,7 @@ class GRPOConfig(TrainingConfig):
         """Whether the KL term is to another model than the old policy."""
         return bool(self.beta) and self.kl_to == "reference"
 
-    def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
+    def sampler(self, temperature: float) -> SamplerConfig:
         """The sampler settings of rollouts."""
         return SamplerConfig(
             max_new_tokens=self.max_completion_length,
@@ -557,7 +557,7 @@ class GRPOConfig(TrainingConfig):
             temperature=temperature,
             constraint=self.constraint,  # type: ignore[arg-type]
             stop_at_eos=bool(self.stop_at_eos),
-            seed=seed,
+            seed=self.seed,
             batch_size=self.rollout_batch_size,
             trace=True,
         )

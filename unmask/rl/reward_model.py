@@ -30,10 +30,9 @@ class RewardModel:
     Args:
         path: a folder, or the name of a model on the Hugging Face hub; it must have one output, and
             safetensors weights.
-        device: as torch names it.
     """
 
-    def __init__(self, path: str, *, device: str = "cpu"):
+    def __init__(self, path: str):
         read_config(path, NO_CODE)
         self.tokenizer = read_tokenizer(path)
         refuse_pickled(path)
@@ -46,7 +45,7 @@ class RewardModel:
             }
             model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
             refuse_missing(info, path, "Give the folder or the name of a trained sequence classifier")
-            self.model = model.to(device).eval()
+            self.model = model.eval()
             outputs = self.model.config.num_labels
             if outputs != 1:
                 raise ModelError(
@@ -58,10 +57,8 @@ class RewardModel:
             if self.tokenizer.pad_token_id is None:
                 self.tokenizer.pad_token = self.tokenizer.eos_token
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
-            sample, plain = (
-                self.tokenizer("a")["input_ids"],
-                self.tokenizer("a", add_special_tokens=False)["input_ids"],
-            )
+            sample = self.tokenizer("a")["input_ids"]
+            plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
             start = next(index for index in range(len(sample)) if sample[index : index + len(plain)] == plain)
             self._before, self._after = sample[:start], sample[start + len(plain) :]
         self.__name__ = "reward_model"
@@ -70,22 +67,19 @@ class RewardModel:
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
         """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders.
         Special tokens that they spell are text."""
-        rows = [
-            self.token_ids(prompt, completion)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        rows = list(map(self.token_ids, prompts, completions))
         rewards: list[float] = []
         for start in range(0, len(rows), BATCH):
             batch = self.tokenizer.pad({"input_ids": rows[start : start + BATCH]}, return_tensors="pt")
-            rewards += self.model(**batch.to(self.model.device)).logits[:, 0].tolist()
+            rewards += self.model(**batch).logits[:, 0].tolist()
         return rewards
 
     def token_ids(self, prompt: Any, completion: Any) -> list[int]:
         """The ids with the tokenizer's own beginning and end, cut to its longest text."""
         text = prompt + completion if isinstance(prompt, str) else [*prompt, *completion]
         marked = as_text(self.tokenizer, text)
-        ids = encode(
-            self.tokenizer, marked if isinstance(text, str) else render_template(self.tokenizer, marked)
-        )
+        if not isinstance(text, str):
+            marked = render_template(self.tokenizer, marked)
+        ids = encode(self.tokenizer, marked)
         room = max(0, self.tokenizer.model_max_length - len(self._before) - len(self._after))
         return [*self._before, *ids[:room], *self._after]

@@ -85,9 +85,10 @@ class Rollout:
         rest_BT = self.beyond_BT & ~target_BMT.any(1)
         return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
 
-    def groups_of(self, chosen_BT: Tensor) -> Tensor:
-        """The groups [B, T] of some tokens; -1 elsewhere."""
-        return torch.where(chosen_BT, self.group_BT, -1)
+    @property
+    def noised_groups_BT(self) -> Tensor:
+        """The groups of the completion's tokens; -1 elsewhere."""
+        return torch.where(self.completion_BT, self.group_BT, -1)
 
 
 @dataclass

@@ -136,7 +136,7 @@ def test_tokens_weigh_what_the_loss_takes_them_to_weigh(attention, block_size):
 def test_the_mask_rate_follows_progress(attention, block_size, progress):
     rollout = sampled(attention, block_size)
     settings = config(masking="adaptive", mask_rate=[0.2, 1.0])
-    group_BT = rollout.groups_of(rollout.completion_BT)
+    group_BT = rollout.noised_groups_BT
     views = find_masking(settings).plan(rollout, MaskRNG(0, keys(rollout)), settings, progress)
     weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(
         rollout, MaskRNG(0, keys(rollout)), settings, progress
@@ -187,7 +187,7 @@ def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_o
     views, own = (find_masking(settings).plan(rollout, draw, settings, 0.5) for settings in (weighted, plain))
     assert views.hidden_BMT.equal(own.hidden_BMT) and views.target_BMT.equal(own.target_BMT)
     assert views.weight_BMT.dtype == torch.float32 and not views.weight_BMT[~views.target_BMT].any()
-    group_BT = rollout.groups_of(rollout.completion_BT)
+    group_BT = rollout.noised_groups_BT
     for row, view, position in views.target_BMT.nonzero().tolist():
         there_T = group_BT[row] == group_BT[row, position]
         rate = float(views.target_BMT[row, view, there_T].sum() / there_T.sum())

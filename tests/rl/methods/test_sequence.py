@@ -174,7 +174,7 @@ def test_views_of_exact_counts_weigh_what_they_promise(name):
     views = plan(name, rollout, samples=5)
     _, weight_M = np.polynomial.legendre.leggauss(5)
     share_M = torch.from_numpy(weight_M) / 2 if name == "gdpo" else torch.full((5,), 0.2, dtype=torch.float64)
-    size_BT = group_sizes(rollout.groups_of(rollout.completion_BT))
+    size_BT = group_sizes(rollout.noised_groups_BT)
     for row, view, token in views.target_BMT.nonzero().tolist():
         together_T = (rollout.group_BT[row] == rollout.group_BT[row, token]) & views.target_BMT[row, view]
         expected = share_M[view] * size_BT[row, token] / together_T.sum()

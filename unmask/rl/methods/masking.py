@@ -88,7 +88,7 @@ def weighted_views(
 def weights_by_rate(rollout: Rollout, target_BMT: Tensor) -> Tensor:
     """L / (k M) for each hidden token [B, M, T]: the inverse mask rate of its group in that view, averaged
     over views."""
-    group_BT = rollout.groups_of(rollout.completion_BT)
+    group_BT = rollout.noised_groups_BT
     hidden_CT = torch.where(target_BMT, group_BT[:, None], -1).flatten(0, 1)
     count_BMT = group_sizes(hidden_CT).view_as(target_BMT)
     return target_BMT * group_sizes(group_BT)[:, None] / count_BMT / target_BMT.shape[1]
@@ -103,7 +103,7 @@ class Diffusion(MaskingStrategy):
     """
 
     def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
-        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=config.samples)
+        views = exact_count_views(rollout.noised_groups_BT, draw, num_views=config.samples)
         return weighted_views(rollout, views.target_BMT, config)
 
 
@@ -130,7 +130,7 @@ class Adaptive(MaskingStrategy):
         self.start, self.end, self.adaptive_loss = start, end, adaptive_loss
 
     def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
-        group_BT = rollout.groups_of(rollout.completion_BT)
+        group_BT = rollout.noised_groups_BT
         rate = self.start + (self.end - self.start) * progress
         count_B1T = (rate * group_sizes(group_BT)[:, None]).round().long().clamp_min(1)
         hidden_BMT = hide(group_BT, draw, count_B1T.expand(-1, config.samples, -1))

@@ -37,7 +37,7 @@ class UniGRPO(TokenMethod):
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """One view of ceil(t L) hidden tokens, with weight 1: t is random in the first inner iteration, the
         others follow at equal distances, modulo 1."""
-        group_BT = rollout.groups_of(rollout.completion_BT)
+        group_BT = rollout.noised_groups_BT
         start_B = uniform(draw.seed, draw.key_B, stream=RngStream.TIME)
         time_B11 = ((start_B + draw.iteration / self.num_iterations) % 1.0)[:, None, None]
         count_B1T = (time_B11 * group_sizes(group_BT)[:, None]).ceil().long().clamp_min(1)
@@ -60,7 +60,7 @@ class ESPO(ClippedMethod):
     samples: int = plan_setting(1)
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        views = pairs_of_counts(rollout.groups_of(rollout.completion_BT), draw, pairs=self.samples)
+        views = pairs_of_counts(rollout.noised_groups_BT, draw, pairs=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:
@@ -113,7 +113,7 @@ class GDPO(ClippedMethod):
         node_M, weight_M = (
             torch.from_numpy(values) / 2 for values in np.polynomial.legendre.leggauss(self.samples)
         )
-        group_BT = rollout.groups_of(rollout.completion_BT)
+        group_BT = rollout.noised_groups_BT
         node_1M1, weight_1M1 = (
             values_M.to(group_BT.device)[None, :, None] for values_M in (node_M + 0.5, weight_M)
         )
@@ -168,7 +168,7 @@ class BGPO(Method):
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
         """Views of k ~ U{1..L} hidden tokens, stratified, with weight L / (k M)."""
-        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=self.samples)
+        views = exact_count_views(rollout.noised_groups_BT, draw, num_views=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:
