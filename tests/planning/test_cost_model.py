@@ -18,8 +18,7 @@ from unmask.models.hooks.head import LOGITS_AT_ONCE
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import LOGIT_COPIES, Network, Workload, matmul_flops, peak_memory
 from unmask.planning.estimates import StepEstimate, estimate_step
-from unmask.planning.launches import PassCost, PassCosts
-from unmask.planning.step_time import step_time
+from unmask.planning.step_time import PassCost, PassCosts, step_time
 
 NETWORK = Network(
     parameters=600_000_000,

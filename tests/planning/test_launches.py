@@ -23,9 +23,8 @@ from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.planning.blueprint import ModelSpec
+from unmask.planning.blueprint import LaunchCounter, ModelSpec
 from unmask.planning.cost_model import Workload
-from unmask.planning.launches import LaunchCounter
 from unmask.planning.step_time import DenoisingPass, pass_launches, step_launches, step_reads
 from unmask.training.trainer import DiffusionTrainer
 

@@ -11,8 +11,7 @@ from tests.tiny import llama_lm
 from tests.training.tiny_runs import PREFERENCES, settings
 from unmask.errors import DataError
 from unmask.preference.config import DPOConfig
-from unmask.preference.rows import UnpairedCollator
-from unmask.preference.trainer import DPOTrainer
+from unmask.preference.trainer import DPOTrainer, UnpairedCollator
 
 LABELLED = [
     {"prompt": "ab", "completion": "cd", "label": True},

@@ -14,8 +14,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.preference.config import DPOConfig
-from unmask.preference.trainer import DPOTrainer
-from unmask.preference.win_rate import split_row, wins
+from unmask.preference.trainer import DPOTrainer, split_row, wins
 
 SAMPLER = SamplerConfig(max_new_tokens=4)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
@@ -31,7 +33,7 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings
 from unmask.models.model_files import read_config, read_tokenizer, reading
 from unmask.planning.cost_model import Network, Workload
-from unmask.planning.launches import LaunchCounter, PassCost, PassCosts
+from unmask.planning.step_time import PassCost, PassCosts
 
 DEFAULT_LENGTH = 512
 BALANCED = "unmask_balanced"
@@ -340,6 +342,35 @@ def hidden_states(
         return model.base_model(
             input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask
         )[0]
+
+
+WITHOUT_KERNEL = {
+    *("aten::_unsafe_view", "aten::lift_fresh", "aten::empty", "aten::empty_like", "aten::empty_strided"),
+    *("aten::new_empty", "aten::new_empty_strided", "prim::device"),
+}
+
+WITHOUT_TRAFFIC = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::embedding"}
+"""Products, and rows of a table, of which few are read."""
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts the launches and the traffic, in bytes, of what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.traffic = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, out = func._schema.name, func(*args, **(kwargs or {}))
+        if not func.is_view and name not in WITHOUT_KERNEL:
+            self.launches += 1
+            if name not in WITHOUT_TRAFFIC and "attention" not in name:
+                self.traffic += sum(
+                    leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)
+                )
+        return out
 
 
 def count_passes(

@@ -21,8 +21,7 @@ from unmask.planning.cost_model import (
     host_bytes,
     peak_memory,
 )
-from unmask.planning.launches import PassCosts
-from unmask.planning.step_time import Bound, step_launches, step_reads, step_time
+from unmask.planning.step_time import Bound, PassCosts, step_launches, step_reads, step_time
 
 
 @dataclass(frozen=True, kw_only=True)

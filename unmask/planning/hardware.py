@@ -18,8 +18,7 @@ from unmask.planning.blueprint import ModelSpec
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
 from unmask.planning.estimates import StepEstimate, estimate_step
-from unmask.planning.launches import PassCosts
-from unmask.planning.step_time import CPU_LAUNCH_SECONDS, Bound, DenoisingPass, StepTime, pass_time
+from unmask.planning.step_time import CPU_LAUNCH_SECONDS, Bound, DenoisingPass, PassCosts, StepTime, pass_time
 
 CPU = "cpu"
 MEASURED_ROWS = 4  # unless --batch-size is set

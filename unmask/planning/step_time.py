@@ -2,6 +2,10 @@
 
 docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1
 GB is 1e9 bytes.
+
+A launch is an operation that PyTorch dispatches and that starts a kernel: all but views, allocations and
+questions about a tensor. Traffic is what operations read and write, without products of matrices and
+attention, whose time is that of their arithmetic.
 """
 
 from __future__ import annotations
@@ -20,19 +24,6 @@ from unmask.planning.cost_model import (
     host_seconds,
     matmul_flops,
     weight_bytes,
-)
-from unmask.planning.launches import (
-    LAUNCHES_OF_ADAPTER,
-    LAUNCHES_OF_CACHE,
-    LAUNCHES_OF_DRAW,
-    LAUNCHES_OF_HEAD,
-    LAUNCHES_OF_NOISE,
-    LAUNCHES_OF_SAMPLER,
-    LAUNCHES_OF_STEP,
-    LAUNCHES_PER_PARAMETER,
-    TRAFFIC_OF_ADAPTER,
-    PassCost,
-    PassCosts,
 )
 
 Bound = Literal["arithmetic", "memory", "launches", "reads", "link"]
@@ -60,6 +51,51 @@ CPU_LAUNCH_SECONDS = 25e-6  # of an operation on almost no data: one core of the
 # the same on a GPU, whose host runs Python and PyTorch: passes of one sequence on an H100 and an H200
 LAUNCH_SECONDS = 22e-6
 READ_SECONDS = 50e-6  # a GPU without work while the host reads a value and launches again: an assumption
+
+# Launches, counted on real steps and passes. `tests/planning/test_launches.py` counts them again: change them
+# here when it fails.
+LAUNCHES_OF_STEP = 75
+"""Launches of a training step: metrics, clipping and the update, which a fused optimizer launches for all
+parameters together."""
+LAUNCHES_OF_NOISE = 225
+"""Launches that draw the views of a batch of noised rows."""
+LAUNCHES_OF_HEAD = 47
+"""Launches of every pass of training: inputs, mask, head and loss."""
+LAUNCHES_OF_ADAPTER = {"float32": 10, "mixed": 16, "bfloat16": 16}
+"""Launches of the adapter of one matrix, forward and backward, by precision."""
+LAUNCHES_PER_PARAMETER = {"adamw": 0, "adamw_8bit": 1}
+"""Launches of an update, for each tensor of parameters."""
+LAUNCHES_OF_CACHE = 3
+"""Launches of a layer's cache of keys and values in a pass of generation."""
+LAUNCHES_OF_SAMPLER = 55
+"""Launches of a pass of generation: inputs, head, choice of tokens and bookkeeping."""
+LAUNCHES_OF_DRAW = 25
+"""Launches of a pass of generation above temperature 0."""
+
+TRAFFIC_OF_ADAPTER = {"float32": (12, 32), "mixed": (12, 24), "bfloat16": (18, 38)}
+"""Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and
+backward."""
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Launches and traffic of a forward or backward pass up to the output head."""
+
+    launches: float = 0.0
+    fixed_bytes: float = 0.0  # of weights: casts
+    token_bytes: float = 0.0  # of each token
+
+    def traffic(self, tokens: float) -> float:
+        """Bytes read and written in a pass of this many tokens."""
+        return self.fixed_bytes + self.token_bytes * tokens
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """The costs of a forward pass, and of its backward pass, without adapters."""
+
+    forward: PassCost
+    backward: PassCost
 
 
 @dataclass(frozen=True, kw_only=True)

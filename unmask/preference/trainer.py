@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.utils.data import SequentialSampler
 
 from unmask.config.run import SamplerConfig
 from unmask.config.user_code import load_function
+from unmask.data.decoding import text_after
 from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
@@ -38,7 +39,10 @@ from unmask.diffusion.views import (
     exact_count_views,
     exact_views,
 )
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
+from unmask.generation.output import end_of
+from unmask.generation.requests import make_requests
+from unmask.generation.sampler import generate
 from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
@@ -52,14 +56,13 @@ from unmask.preference.reference_log_probs import (
     digests,
     model_hashes,
 )
-from unmask.preference.rows import PreferenceBatch, UnpairedCollator, labeled, with_mismatched
-from unmask.preference.win_rate import Judge, check_prompts, wins
+from unmask.rewards.answers import describe_error
 from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, steps_per_epoch, total_steps
 from unmask.training.distributed import alone_in, failing_together
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
-from unmask.training.trainer import Batch, DiffusionTrainer
+from unmask.training.trainer import Batch, DiffusionTrainer, select_rows
 
 MEASURED_PAIRS, LOGGED_REDRAWS = 32, 8
 """The variance of the margin is measured on this many pairs, each with this many redraws of its masks."""
@@ -68,6 +71,45 @@ SAVE_SECONDS = 60.0
 killed."""
 FIRST_REDRAW = 1 << 30
 """The number of the first redraw; smaller numbers are epochs."""
+Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
+"""Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5
+for a draw, 0 if it loses."""
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """Collated rows with the views of their responses.
+
+    Attributes:
+        rows: the output of the collator, on the device.
+        views: the same for policy and reference.
+        reference_N: log-probabilities of the responses under the reference, in nats; None before they are
+            computed.
+        baseline: for KTO, a scalar (`DPOTrainer.baseline`).
+    """
+
+    rows: Batch
+    views: Views
+    reference_N: Tensor | None = None
+    baseline: Tensor | None = None
+
+    def select_rows(self, rows: slice) -> PreferenceBatch:
+        """These rows, with their views."""
+        part = select_rows(self.rows, rows)
+        reference_N = self.reference_N
+        if reference_N is not None:  # the first response of every row, then the second
+            count = len(self.rows["sample_id"])
+            reference_N = reference_N.view(-1, count)[:, rows].flatten()
+        return PreferenceBatch(part, self.views.select(rows, slice(None)), reference_N, self.baseline)
+
+
+class UnpairedCollator(Collator):
+    """Batches of responses; `mismatched` is the batch of mismatched responses."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super().__call__([row["response"] for row in rows])
+        batch["mismatched"] = super().__call__([row["mismatched"] for row in rows])
+        return batch | {"desirable": torch.tensor([row["desirable"] for row in rows])}
 
 
 class DPOTrainer(DiffusionTrainer):
@@ -512,3 +554,92 @@ class DPOTrainer(DiffusionTrainer):
                 self.record("win_rate", value)
         if self.args.loss_type == "kto":
             self.eval_baseline = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
+
+
+def labeled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
+    """The responses of pairs with a label: all chosen ones, then all rejected ones."""
+    return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
+
+
+def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
+    """Each labeled response with its mismatched one: the same prompt, followed by the response of the
+    nearest earlier row that has another prompt (the last row precedes the first), cut to `max_length` tokens.
+    KTO's baseline is estimated on these, as in TRL (within batches).
+
+    Raises:
+        DataError: all rows of the dataset, called `where`, have the same prompt.
+    """
+    starts = [row["maskable"].index(True) for row in rows]
+    prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
+    others = [index for index, prompt in enumerate(prompts) if prompt != prompts[0]]
+    if not others:
+        raise DataError(
+            "all rows have the same prompt, but kto compares responses to different ones",
+            where=where,
+            remedy="Give responses to at least two prompts, or use another loss_type",
+        )
+    names = ("input_ids", "documents", "maskable")
+    examples, nearest = [], others[-1]
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if prompts[index - 1] != prompts[index]:
+            nearest = index - 1
+        other, other_start = rows[nearest], starts[nearest]
+        mismatched = {
+            name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names
+        } | {"sample_id": len(rows) + index}
+        response = {name: row[name] for name in names} | {"sample_id": index}
+        examples.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
+    return examples
+
+
+def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> None:
+    """Check that completions of all prompts can be generated.
+
+    Raises:
+        GenerationError: a prompt leaves no room for a completion, or the settings do not fit the model.
+    """
+    for number, pair in zip(pairs.report.numbers, pairs, strict=True):
+        try:
+            make_requests(lm, [split_row(pair)[0]], sampler)
+        except GenerationError as error:
+            where = (error.where or "").replace("prompt 0", f"eval_dataset, row {number}")
+            raise GenerationError(
+                error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge"
+            ) from error
+
+
+def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> list[float]:
+    """The judge's values, from 0 to 1, of one completion per pair against the chosen response. Texts are
+    without special tokens.
+
+    Raises:
+        TrainingError: the judge raised, or did not return a number from 0 to 1 for each pair.
+    """
+    if not pairs:
+        return []
+    split = [split_row(pair) for pair in pairs]
+    with evaluating(lm):
+        completions = generate(lm, [prompt for prompt, _ in split], sampler).texts
+    prompts: list[str] = lm.tokenizer.batch_decode([prompt for prompt, _ in split], skip_special_tokens=True)
+    ends = lm.eos_token_ids
+    chosen = [text_after(lm.tokenizer, prompt, ids[: end_of(ids, ends)], ends) for prompt, ids in split]
+    try:
+        values: Any = judge(prompts, completions, chosen)
+        values = [float(value) for value in values]
+    except (Exception, SystemExit) as error:  # user code
+        raise TrainingError(
+            f"raised {describe_error(error)}", where="judge", remedy="Fix it, or leave it out"
+        ) from error
+    if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
+        raise TrainingError(
+            f"returned {values!r:.80} for {len(completions)} completions",
+            where="judge",
+            remedy="Return 1, 0.5 or 0 for each completion",
+        )
+    return values
+
+
+def split_row(row: Row) -> tuple[list[int], list[int]]:
+    """The token ids of the prompt and of the first response."""
+    start, end = row["maskable"].index(True), row["documents"].count(1)
+    return row["input_ids"][:start], row["input_ids"][start:end]
