@@ -212,10 +212,9 @@ def weight_bytes(network: Network, work: Workload) -> tuple[float, float, float]
     """Bytes of parameters, gradients and optimizer states on each device."""
     width = WEIGHT_BYTES[work.precision]
     stored = float(network.parameters * width)
-    trained, trained_width = network.parameters, width
+    trained = trained_parameters(network, work)
+    trained_width = 4 if work.lora_rank else width  # PEFT keeps adapters in float32
     if work.lora_rank:
-        # PEFT keeps adapters in float32
-        trained, trained_width = network.adapter_parameters(work.lora_rank), 4
         stored += trained * trained_width
         if work.quantization:
             stored -= network.linear_weights * (width - QUANTISED_WEIGHT[work.quantization])
@@ -236,11 +235,9 @@ def host_seconds(network: Network, work: Workload) -> float:
     """Seconds of an update in host memory: gradients and weights cross the link; weights and states are read
     and written there."""
     _, gradients, _ = weight_bytes(network, work)
-    return (
-        2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH
-        if work.host_optimizer
-        else 0.0
-    )
+    if not work.host_optimizer:
+        return 0.0
+    return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH
 
 
 def trained_parameters(network: Network, work: Workload) -> int:
@@ -262,21 +259,10 @@ def matmul_flops(network: Network, work: Workload) -> float:
     """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with
     checkpointing, 2 fewer if frozen."""
     chunked = work.predicted * network.vocabulary > work.logits_at_once
-    head = (
-        work.predicted
-        * network.hidden
-        * network.vocabulary
-        * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
-    )
-    adapters = (
-        network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
-    )
-    weights = network.multiplied_weights
-    teacher = (
-        2 * work.batch * work.sequence_length * (weights + network.hidden * network.vocabulary)
-        if work.teacher
-        else 0
-    )
+    table, weights = network.hidden * network.vocabulary, network.multiplied_weights
+    head = work.predicted * table * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
+    adapters = network.adapter_parameters(work.lora_rank or 0) * (8 if work.checkpointing else 6)
+    teacher = 2 * work.batch * work.sequence_length * (weights + table) if work.teacher else 0
     return work.tokens * (weights * work.flops_per_weight + adapters) + head + teacher
 
 

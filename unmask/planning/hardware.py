@@ -174,14 +174,14 @@ class StepEstimator:
         of a recipe. A sequence is as long as a row of training. Empty without figures of the device (a
         CPU)."""
         context, attention = self.work.sequence_length, self.work.attention
-        one = DenoisingPass(
-            context=context, attention=attention, block=self.blueprint.settings_for(attention)["block_size"]
-        )
-        passes = {batch: dataclasses.replace(one, batch=batch) for batch in GENERATION_BATCHES}
-        device = recipe.hardware.devices[0]
+        block = self.blueprint.settings_for(attention)["block_size"]
         network, cost = self.network(recipe.workload(self.work).precision), self.costs("bfloat16").forward
-        times = {batch: pass_time(network, cost, work, device) for batch, work in passes.items()}
-        return {batch: time for batch, time in times.items() if time is not None}
+        times = {}
+        for batch in GENERATION_BATCHES:
+            work = DenoisingPass(context=context, attention=attention, block=block, batch=batch)
+            if (time := pass_time(network, cost, work, recipe.hardware.devices[0])) is not None:
+                times[batch] = time
+        return times
 
     def device_to_measure(self, recipe: HardwareRecipe) -> str:
         """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantized."""

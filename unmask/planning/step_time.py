@@ -197,11 +197,8 @@ def step_traffic(network: Network, costs: PassCosts, work: Workload) -> float:
         backward += work.tokens * sum(
             of_input * width_in + of_output * width_out for width_in, width_out in network.linears
         )
-    both = (
-        forward * (2 if work.checkpointing else 1)
-        + backward
-        + 4 * PASSES_OVER_LOGITS * work.predicted * network.vocabulary
-    )
+    logits = 4 * PASSES_OVER_LOGITS * work.predicted * network.vocabulary
+    both = forward * (2 if work.checkpointing else 1) + backward + logits
     return work.passes * both + work.forward_only_passes * forward + 2 * sum(weight_bytes(network, work))
 
 

@@ -31,6 +31,12 @@ class ObjectiveLoss:
     metrics: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
 
 
+def row_weights(chosen_BT: Tensor, items_B: Tensor) -> Tensor:
+    """The weights [N] of the chosen positions with which a loss is the mean over those of each row, times the
+    row's items."""
+    return (items_B / chosen_BT.sum(1).clamp_min(1))[:, None].expand_as(chosen_BT)[chosen_BT]
+
+
 class Objective:
     """An objective of supervised fine-tuning. `args`: the `SFTConfig`."""
 

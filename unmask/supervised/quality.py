@@ -29,7 +29,7 @@ from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.kernels.log_softmax import at_least_float32
 from unmask.models.model_state import training_only
-from unmask.supervised.objective import Objective, ObjectiveLoss, Plan
+from unmask.supervised.objective import Objective, ObjectiveLoss, Plan, row_weights
 from unmask.tensor_checks import check_tensors
 
 
@@ -163,9 +163,7 @@ def quality_loss(logits_N: Tensor, rollout: FilledRows, items_B: Tensor) -> Tens
     """The mean cross-entropy of each row's filled tokens, times the row's items (its learned tokens), summed
     over rows, in nats."""
     check_tensors(filled_BT=rollout.filled_BT, items_B=items_B)
-    filled_B = rollout.filled_BT.sum(1)
-    weight_N = (items_B / filled_B.clamp_min(1))[:, None].expand_as(rollout.filled_BT)[rollout.filled_BT]
+    weight_N = row_weights(rollout.filled_BT, items_B)
     check_tensors(weight_N=weight_N, logits_N=logits_N)
-    return (
-        weight_N * binary_cross_entropy_with_logits(logits_N.float(), rollout.right_N, reduction="none")
-    ).sum()
+    loss_N = binary_cross_entropy_with_logits(logits_N.float(), rollout.right_N, reduction="none")
+    return (weight_N * loss_N).sum()

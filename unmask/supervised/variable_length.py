@@ -35,7 +35,7 @@ from unmask.diffusion.views import MaskRNG, columns
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
-from unmask.supervised.objective import Objective, ObjectiveLoss, Plan
+from unmask.supervised.objective import Objective, ObjectiveLoss, Plan, row_weights
 from unmask.tensor_checks import check_tensors
 
 KEEPS_LENGTH = 0.25  # of the gaps
@@ -139,9 +139,7 @@ def canvas_loss(log_prob_N: Tensor, canvases: Canvases, items_B: Tensor) -> Tens
     """The mean cross-entropy of each row's hidden positions, times the row's items (its learned tokens),
     summed over rows, in nats."""
     check_tensors(hidden_BT=canvases.hidden_BT, items_B=items_B)
-    hidden_BT = canvases.hidden_BT
-    weight_B1 = (items_B.to(log_prob_N) / hidden_BT.sum(1).clamp_min(1))[:, None]
-    weight_N = weight_B1.expand_as(hidden_BT)[hidden_BT]
+    weight_N = row_weights(canvases.hidden_BT, items_B.to(log_prob_N))
     check_tensors(weight_N=weight_N, log_prob_N=log_prob_N)
     return -(weight_N * log_prob_N).sum()
 
