@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -195,21 +196,15 @@ class ModelSpec:
         layer and of a row."""
         pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
         shallow, deeper = (
-            count_passes(with_layers(self.config, depth), pattern, work) for depth in (SHALLOW, DEEPER)
+            np.array(count_passes(with_layers(self.config, depth), pattern, work), dtype=np.float64)
+            for depth in (SHALLOW, DEEPER)
         )
         more = (layers - SHALLOW) / (DEEPER - SHALLOW)
-
-        def of_all_layers(direction: int, rows: int) -> list[float]:
-            return [
-                few + more * (many - few)
-                for few, many in zip(shallow[rows][direction], deeper[rows][direction], strict=True)
-            ]
-
-        def cost(direction: int) -> PassCost:
-            (launches, one_row), (_, two_rows) = of_all_layers(direction, 1), of_all_layers(direction, 2)
-            return PassCost(launches, 2 * one_row - two_rows, (two_rows - one_row) / work.row_length)
-
-        return PassCosts(cost(0), cost(1))
+        costs = []
+        for (launches, one_row), (_, two_rows) in (shallow + more * (deeper - shallow)).tolist():
+            token_bytes = (two_rows - one_row) / work.row_length
+            costs.append(PassCost(launches, 2 * one_row - two_rows, token_bytes))
+        return PassCosts(*costs)
 
     @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
@@ -375,16 +370,15 @@ class LaunchCounter(TorchDispatchMode):
 
 def count_passes(
     config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload
-) -> dict[int, list[tuple[int, int]]]:
-    """Launches and traffic of a forward pass and of its backward pass, by their number of rows: one and
-    two."""
+) -> list[list[tuple[int, int]]]:
+    """Launches and traffic of a forward pass, and of its backward pass: with one row, and with two."""
     with FakeTensorMode():
         model = fake_model(config, work)
         if work.lora_rank:
             model.requires_grad_(False)
             # gradients flow through all layers, to the adapters
             model.get_input_embeddings().requires_grad_(True)
-        counts = {}
+        counts: list[list[tuple[int, int]]] = [[], []]
         for rows in (1, 2):
             out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
             gradient_BTD = torch.ones_like(out_BTD)
@@ -392,5 +386,6 @@ def count_passes(
             with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):
                 out_BTD.backward(gradient_BTD)
             model.zero_grad()  # else gradients would be added
-            counts[rows] = [(each.launches, each.traffic) for each in (ahead, back)]
+            for direction, counter in zip(counts, (ahead, back), strict=True):
+                direction.append((counter.launches, counter.traffic))
         return counts

@@ -120,12 +120,8 @@ def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, s
     for group, reward in zip(group_B.tolist(), reward_B.tolist(), strict=True):
         if not math.isnan(reward):
             scored[group].append(reward)
-    means: dict[int, Any] = {
-        group: reward_B.new_tensor(rewards).mean().tolist() for group, rewards in scored.items()
-    }
-    # rounded like the means, so that a mean can equal a bound
-    low, high = reward_B.new_tensor([low, high]).tolist()
-    kept = {group for group, mean in means.items() if low <= mean <= high}
+    # compared as tensors, which rounds the bounds like the means
+    kept = {group for group, rewards in scored.items() if low <= reward_B.new_tensor(rewards).mean() <= high}
     kept_B = torch.tensor([group in kept for group in group_B.tolist()], dtype=torch.bool)
     return kept_B & ~equal_rewards(reward_B, group_B) if spread else kept_B
 

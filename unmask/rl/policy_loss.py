@@ -73,8 +73,15 @@ def policy_loss(
         ConfigError: `method` is a name or a class, or has no loss_type; or a missing reference.
     """
     _check_method(method)
-    tensors = {"log_prob_BMT": log_prob_BMT, "old_BMT": old_BMT, "reference_BMT": reference_BMT}
-    check_tensors(ids_BT=rollout.ids_BT, **views.tensors, **tensors, advantage_B=advantage_B, kept_B=kept_B)
+    check_tensors(
+        ids_BT=rollout.ids_BT,
+        **views.tensors,
+        log_prob_BMT=log_prob_BMT,
+        old_BMT=old_BMT,
+        reference_BMT=reference_BMT,
+        advantage_B=advantage_B,
+        kept_B=kept_B,
+    )
     if method.loss_type is None:
         raise ConfigError(
             f"that of {method.name} follows from the model's attention",

@@ -156,7 +156,7 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
     )
     if not isinstance(views, Views):
         raise TrainingError(f"returned {type(views).__name__}, not Views", where=where, remedy=remedy)
-    tensors = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
+    tensors = views.tensors.values()
     dtypes_fit = (
         views.hidden_BMT.dtype == views.target_BMT.dtype == torch.bool
         and views.weight_BMT.is_floating_point()

@@ -353,18 +353,16 @@ def get_method(name: str) -> type[Method]:
         ConfigError: there is none, or the class cannot be loaded, or was not registered.
     """
     with naming_setting("method"):
-        if ":" not in name:
-            refuse_file_alone(
-                name, lambda value: isinstance(value, type) and issubclass(value, Method), "method"
-            )
-        elif "__dataclass_fields__" in vars(method := load_class(name, Method)) and hasattr(method, "name"):
+        if ":" in name:
+            method = load_class(name, Method)
+            if "__dataclass_fields__" not in vars(method) or not hasattr(method, "name"):
+                raise ConfigError(
+                    f"{method.__name__} is not registered",
+                    where=name,
+                    remedy="Give it a name, and write @register above it (docs/rl.md has an example)",
+                )
             return method
-        else:
-            raise ConfigError(
-                f"{method.__name__} is not registered",
-                where=name,
-                remedy="Give it a name, and write @register above it (docs/rl.md has an example)",
-            )
+        refuse_file_alone(name, lambda value: isinstance(value, type) and issubclass(value, Method), "method")
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}", where="method", remedy=did_you_mean(name, METHODS))
     return METHODS[name]
