@@ -147,11 +147,8 @@ class DPOConfig(PairConfig):
             self.stale_reference = "replace"  # the file of the overwritten run
 
     def shortened(self, steps: int) -> dict[str, Any]:
-        return (
-            super().shortened(steps)
-            | {"judge": None}
-            | ({"log_variance_steps": 0} if self.log_variance_steps else {})
-        )
+        variance = {"log_variance_steps": 0} if self.log_variance_steps else {}
+        return super().shortened(steps) | {"judge": None} | variance
 
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
         return {"first_rows": steps * rows_per_step(self)}
@@ -172,13 +169,7 @@ class DPOConfig(PairConfig):
         model = read_attention()
         autoregressive = model["attention"] == "causal" and model["logit_shift"] is not False
         with naming_setting_too("model.path"):
-            self.exact(
-                SimpleNamespace(
-                    attention=model["attention"],
-                    block_size=model["block_size"],
-                    autoregressive=autoregressive,
-                )
-            )
+            self.exact(SimpleNamespace(**model, autoregressive=autoregressive))
 
     def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
         """The largest forward pass of a step, and the number of passes. A chosen and a rejected response
@@ -188,25 +179,14 @@ class DPOConfig(PairConfig):
         work = super().workload(blueprint, run)
         assert work is not None
         model: Any = work  # `passes` reads only `attention`, which a workload has too
-        block = (
-            blueprint.settings_for("block_causal")["block_size"] if work.attention == "block_causal" else None
-        )
-        if work.attention == "causal":
-            views = 1
-        elif block and self._wants_exact(block):
-            views = 2**block - 1
-        else:
-            views = self.samples
+        views = 1 if work.attention == "causal" else self.samples
+        if work.attention == "block_causal":
+            block = blueprint.settings_for("block_causal")["block_size"]
+            views = 2**block - 1 if self._wants_exact(block) else views
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
         length = work.sequence_length * (2 if paired else 1)
-        all_passes = list(
-            passes(
-                model,
-                work.batch,
-                views,
-                self.logprob_batch_size or max(work.batch, TOKENS_TOGETHER // length),
-            )
-        )
+        chunk = self.logprob_batch_size or max(work.batch, TOKENS_TOGETHER // length)
+        all_passes = list(passes(model, work.batch, views, chunk))
         rows, copies = all_passes[0]
         count = len(all_passes)
         forward_only_passes = (count if count > 1 else 0) + (count if compared else 0)
