@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -135,20 +136,16 @@ class ReferenceTable:
                 part = ordered[start : start + size]
                 ids = [row["sample_id"] for row in part]
                 if not self.digest_EI[plan, ids].all():
-                    log_prob_BS = self.log_prob_EIS.new_zeros(len(part), self.log_prob_EIS.shape[2])
-                    digest_B = self.digest_EI.new_zeros(len(part))
-                    mine = range(accelerator.process_index, len(part), accelerator.num_processes)
+                    mine, found = part[accelerator.process_index :: accelerator.num_processes], []
                     for first in range(0, len(mine), batch_size):
-                        index = list(mine[first : first + batch_size])
-                        log_prob_N, digest_B[index] = log_probs_of([part[at] for at in index], plan)
-                        log_prob_BS[index] = (
-                            log_prob_N.view(log_prob_BS.shape[1], -1).T.cpu().to(log_prob_BS.dtype)
-                        )
-                        done = finished + (first + len(index)) * accelerator.num_processes
+                        batch = mine[first : first + batch_size]
+                        log_prob_N, digest_B = log_probs_of(batch, plan)
+                        found.append(([row["sample_id"] for row in batch], log_prob_N.cpu(), digest_B))
+                        done = finished + (first + len(batch)) * accelerator.num_processes
                         report(min(1.0, done / total))
-                    for table_EI, found_B in ((self.log_prob_EIS, log_prob_BS), (self.digest_EI, digest_B)):
-                        of_all: Any = accelerator.reduce(found_B.to(accelerator.device), "sum")
-                        table_EI[plan, ids] = of_all.cpu()
+                    for sample_ids, log_prob_N, digest_B in gather_object(found):
+                        self.log_prob_EIS[plan, sample_ids] = log_prob_N.view(-1, len(sample_ids)).T
+                        self.digest_EI[plan, sample_ids] = digest_B
                     yield
                 finished += len(part)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from unmask.data.decoding import text_after
 from unmask.data.rows import pad_rows
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.views import Views
+from unmask.diffusion.views import Views, columns
 from unmask.errors import GenerationError, TrainingError
 from unmask.generation.output import Generation, end_of
 from unmask.models.diffusion_lm import DiffusionLM
@@ -216,19 +216,18 @@ def make_rollout(
         return pad_rows(rows, fill).to(lm.device, non_blocking=True)
 
     ids = [prompt + trace.canvas for prompt, trace in zip(prompts, traces, strict=True)]
-    lengths = [len(trace.canvas) for trace in traces]
-    ended = [
-        [1] * len(tokens) + [0] * (length - len(tokens))
-        for tokens, length in zip(generation.tokens[at], lengths, strict=True)
-    ]
-    canvas_BT = padded(0, ([1] * length for length in lengths), 0).bool()
-    document_BT = padded(1, ([1] * length for length in lengths), 0)
+    ids_BT = pad_rows(ids, lm.pad_token_id).to(lm.device, non_blocking=True)
+    lengths = [[len(row) for row in rows] for rows in (prompts, generation.tokens[at], ids)]
+    prompt_B1, tokens_B1, whole_B1 = torch.tensor(lengths)[:, :, None].to(lm.device, non_blocking=True)
+    position_BT = columns(ids_BT)
+    prompt_BT, document_BT = position_BT < prompt_B1, (position_BT < whole_B1).long()
+    canvas_BT = (document_BT > 0) & ~prompt_BT
     group_BT = noise_groups(lm, canvas_BT, document_BT)
     return Rollout(
-        ids_BT=pad_rows(ids, lm.pad_token_id).to(lm.device, non_blocking=True),
+        ids_BT=ids_BT,
         document_BT=document_BT,
-        prompt_BT=(document_BT > 0) & ~canvas_BT,
-        completion_BT=padded(0, ended, 0).bool(),
+        prompt_BT=prompt_BT,
+        completion_BT=canvas_BT & (position_BT < prompt_B1 + tokens_B1),
         step_BT=padded(-1, (trace.steps for trace in traces), -1),
         group_BT=group_BT,
         block_BT=decoding_blocks(lm, canvas_BT, group_BT, block_size),
