@@ -63,11 +63,10 @@ def elbo(
     views.
 
     The views are those of `elbo_views`: one with everything hidden, then complementary pairs, so that of an
-    even number one view is left
-    out. Masks depend on the draw and on the positions from the first maskable token, not on what is before
-    it: two rows with the same draw and equally long groups have the same masks, and others as nearly as their
-    lengths allow (`_common_numbers`). `shared`: the number of first maskable tokens that a row has in common
-    with those that it will be compared with, for that purpose.
+    even number one view is left out. Masks depend on the draw and on the positions from the first maskable
+    token, not on what is before it: two rows with the same draw and equally long groups have the same masks,
+    and others as nearly as their lengths allow (`_common_numbers`). `shared`: the number of first maskable
+    tokens that a row has in common with those that it will be compared with, for that purpose.
 
     Counts are stratified over the P pairs. The pairs m and P - 1 - m hide k and L - k tokens, and L - k and
     k: they are identically distributed and independent, and the squares of their differences estimate the

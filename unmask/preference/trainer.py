@@ -340,8 +340,8 @@ class DPOTrainer(DiffusionTrainer):
     @torch.no_grad()
     def baseline(self, batches: Iterable[Batch]) -> Tensor:
         """KTO's estimate of the KL divergence from the reference: the mean log-ratio of the mismatched
-        responses of all processes, at least
-        0. For a diffusion model likelihoods are bounds, on the same masks for both."""
+        responses of all processes, at least 0. For a diffusion model likelihoods are bounds, on the same
+        masks for both."""
         total: Any = torch.zeros(2, dtype=self.lm.log_prob_dtype, device=self.accelerator.device)
         with self.lockstep():
             for rows in batches:

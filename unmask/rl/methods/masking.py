@@ -3,9 +3,11 @@ the method's loss.
 
 Your own strategy is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
 
-    class Growing(MaskingStrategy): def plan(self, rollout, draw, config, progress): hidden_BMT =
-        draw.uniform(columns(rollout.ids_BT), config.samples, RngStream.MASK) < 0.2 + 0.6 * progress return
-        weighted_views(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
+    class Growing(MaskingStrategy):
+        def plan(self, rollout, draw, config, progress):
+            uniform_BMT = draw.uniform(columns(rollout.ids_BT), config.samples, RngStream.MASK)
+            hidden_BMT = (uniform_BMT < 0.2 + 0.6 * progress) & rollout.completion_BT[:, None]
+            return weighted_views(rollout, hidden_BMT, config)
 
 Shapes: B completions, M views, T positions, N patterns, C completions times views; L tokens of a group, k of
 them hidden.
@@ -69,9 +71,8 @@ def weighted_views(
     needs.
 
     token: 1 / (views that hide the token), so that the sum is its mean log-probability over these; a token
-    that no view hides has sum 0 and
-    ratio 1. mean: 1 / (tokens that the view hides). bound: L / (k M), which estimates the ELBO where k ~
-    U{1..L}.
+    that no view hides has sum 0 and ratio 1. mean: 1 / (tokens that the view hides). bound: L / (k M), which
+    estimates the ELBO where k ~ U{1..L}.
 
     Args:
         target_BMT: the hidden tokens of the completion [B, M, T].
