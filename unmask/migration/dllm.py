@@ -35,7 +35,7 @@ def data(value: str, old: Old) -> Settings:
         parts = dict(part.strip().split(":", 1) for part in (found["parts"] or "").split(",") if part.strip())
         sources.append(found["name"] + (f":{parts['name']}" if "name" in parts else ""))
         rows.append(
-            {split: int(parts[split].replace("_", "")) for split in ("train", "test") if split in parts}
+            {split: int(parts[split]) for split in ("train", "test") if split in parts}
         )
         if unknown := parts.keys() - {"name", "train", "test"}:
             raise DroppedError(
