@@ -34,9 +34,7 @@ def data(value: str, old: Old) -> Settings:
             raise ValueError
         parts = dict(part.strip().split(":", 1) for part in (found["parts"] or "").split(",") if part.strip())
         sources.append(found["name"] + (f":{parts['name']}" if "name" in parts else ""))
-        rows.append(
-            {split: int(parts[split]) for split in ("train", "test") if split in parts}
-        )
+        rows.append({split: int(parts[split]) for split in ("train", "test") if split in parts})
         if unknown := parts.keys() - {"name", "train", "test"}:
             raise DroppedError(
                 f"{', '.join(sorted(unknown))} of {spec!r} has no counterpart: write the rows to a file"
