@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.diffusion.log_probs import forward_inputs
+from unmask.diffusion.log_probs import forward_inputs, noise_groups
 from unmask.diffusion.views import Views
-from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
 from unmask.models.kernels.log_softmax import at_least_float32
@@ -63,8 +62,7 @@ def compare(
     any_target_BT = target_BMT.any(1)
     log_p_UK, top_UK, teacher_UD = predictions(teacher, ids_BT, document_BT, any_target_BT, top_k)
     index_BT = (any_target_BT.flatten().cumsum(0) - 1).view_as(any_target_BT)
-    index_N = index_BT[:, None].expand_as(target_BMT)[target_BMT]
-    target_N = ids_BT[:, None].expand_as(target_BMT)[target_BMT]
+    index_N, target_N = (each_BT[:, None].expand_as(target_BMT)[target_BMT] for each_BT in (index_BT, ids_BT))
     inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BMT, target_BMT)
     with lm.capturing() as student:
         # column 0: the real token
@@ -97,12 +95,8 @@ def distillation_loss(
 def later_visible(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
     """Where [B, M, T] a later token of the same block, or of the same document in a bidirectional model, is
     not hidden."""
-    document_BT = (
-        torch.ones_like(views.hidden_BMT[:, 0], dtype=torch.long) if document_BT is None else document_BT
-    )
-    segment_BMT = segments(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(
-        views.hidden_BMT
-    )
+    everywhere_BT = torch.ones_like(views.hidden_BMT[:, 0])
+    segment_BMT = noise_groups(lm, everywhere_BT, document_BT)[:, None].expand_as(views.hidden_BMT)
     shown_BMT = (~views.hidden_BMT).long()
     in_segment_BMT = torch.zeros_like(shown_BMT).scatter_add_(2, segment_BMT, shown_BMT)
     return in_segment_BMT.cumsum(2).gather(2, segment_BMT) > shown_BMT.cumsum(2)
