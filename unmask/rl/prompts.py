@@ -105,14 +105,17 @@ def prompt_rows(
     return PromptRows(rows, args.num_generations, encoded)
 
 
+@dataclass(eq=False)
 class GroupSampler(Sampler[int]):
     """Shuffled prompts, as in TRL's RepeatSampler: each prompt `group_size` times in a row, and each step
     (`prompts_per_step` prompts) `repeats` times."""
 
-    def __init__(self, count: int, *, prompts_per_step: int, group_size: int, repeats: int, seed: int):
-        self.count, self.prompts_per_step = count, prompts_per_step
-        self.group_size, self.repeats = group_size, repeats
-        self.seed, self.epoch = seed, 0
+    count: int
+    prompts_per_step: int
+    group_size: int
+    repeats: int
+    seed: int
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

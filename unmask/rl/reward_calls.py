@@ -137,11 +137,9 @@ class LocalReward:
             raise TrainingError(
                 f"raised {describe_error(error)}", where=f"reward function {self.name}"
             ) from error
-        return (
-            EVENT_LOOP.run(answers_of(values), end - time.monotonic())
-            if inspect.isawaitable(values)
-            else values
-        )
+        if not inspect.isawaitable(values):
+            return values
+        return EVENT_LOOP.run(answers_of(values), end - time.monotonic())
 
     def _values(self, arguments: Arguments, seconds: float) -> Any:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -176,8 +174,6 @@ class LocalReward:
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, says that a function must be called in the main thread."""
-    if error is None:
-        return False
-    return MAIN_THREAD_ERRORS.search(describe_error(error)) is not None or needs_main_thread(
-        error.__cause__ or error.__context__
-    )
+    while error is not None and not MAIN_THREAD_ERRORS.search(describe_error(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -37,11 +37,11 @@ def row_weights(chosen_BT: Tensor, items_B: Tensor) -> Tensor:
     return (items_B / chosen_BT.sum(1).clamp_min(1))[:, None].expand_as(chosen_BT)[chosen_BT]
 
 
+@dataclass(eq=False)
 class Objective:
-    """An objective of supervised fine-tuning. `args`: the `SFTConfig`."""
+    """An objective of supervised fine-tuning."""
 
-    def __init__(self, args: Any):
-        self.args = args
+    args: Any  # the `SFTConfig`
 
     def prepared(self, lm: DiffusionLM) -> DiffusionLM:
         """The model with what the objective trains."""
