@@ -32,11 +32,8 @@ EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(CONVERTER_STAG
 def stages(value: Any, old: Old) -> Settings:
     """Epochs of the stages: their sum, and each stage's fraction."""
     counts = [old.get(name) or 0 for name in EPOCHS]
-    parts = [
-        {"share": float(epochs), **stage}
-        for epochs, stage in zip(counts, CONVERTER_STAGES, strict=True)
-        if epochs
-    ]
+    staged = zip(counts, CONVERTER_STAGES, strict=True)
+    parts = [{"share": float(epochs), **stage} for epochs, stage in staged if epochs]
     if not parts:
         raise DroppedError("no stage has an epoch")
     return {"training.num_train_epochs": sum(counts), "training.stages": parts}

@@ -56,12 +56,11 @@ def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
     settings: dict[str, Any] = {
         "reshard_after_forward": str(sharding) in ("True", "true", "FULL_SHARD", "HYBRID_SHARD", "1")
     }
-    for ours, theirs in (
-        ("activation_checkpointing", "fsdp_activation_checkpointing"),
-        ("cpu_offload", "fsdp_offload_params"),
-    ):
-        if value.get(theirs) is not None:
-            settings[ours] = value[theirs]
+    names = {
+        "fsdp_activation_checkpointing": "activation_checkpointing",
+        "fsdp_offload_params": "cpu_offload",
+    }
+    settings |= {ours: value[theirs] for theirs, ours in names.items() if value.get(theirs) is not None}
     if layers := value.get("fsdp_transformer_layer_cls_to_wrap"):
         settings["transformer_layer_cls_to_wrap"] = layers.split(",") if isinstance(layers, str) else layers
     return {"training.fsdp": True, "training.fsdp_config": settings}

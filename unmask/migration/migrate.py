@@ -89,10 +89,9 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     changes: list[Change] = []
     for each, values in parts:
         for change, found in _read(each, values):
-            clashes = [key for key in found if key in settings and settings[key] != found[key]]
-            if clashes:
+            if any(settings.get(key, value) != value for key, value in found.items()):
                 change = change._replace(why=f"{change.why}; overrides an earlier key".lstrip("; "))
-            elif found and all(key in settings for key in found):
+            elif found and found.keys() <= settings.keys():
                 change = change._replace(new=f"{', '.join(found)}, as above")
             settings |= found
             changes.append(change)
@@ -105,9 +104,9 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
         changes += [Change(name, value, "dropped", "", why) for name, value, why in file.notes]
     config = _checked(verb, settings, where)
     missing = [option for key, option in OPTIONS.items() if key not in settings]
-    if verb is not None and "data.train" not in settings and "data.task" not in settings:
+    if verb is not None and settings.keys().isdisjoint({"data.train", "data.task"}):
         missing.append("--data FILE or --task NAME")
-    elif verb == "grpo" and "rewards" not in settings and "data.task" not in settings:
+    elif verb == "grpo" and settings.keys().isdisjoint({"rewards", "data.task"}):
         missing.append("rewards=FILE.py:FUNCTION")
     return Migration(" and ".join(each.title for each, _ in parts), verb, config, changes, missing)
 

@@ -304,8 +304,9 @@ class Rewards:
             if isinstance(function, WorkerReward | HttpReward) or is_async(function)
         }
         serial = {index: call() for index, call in enumerate(calls) if index not in parallel}
-        answers = serial | {index: started.result() for index, started in parallel.items()}
-        return [answers[index] for index in range(len(calls))]
+        return [
+            parallel[index].result() if index in parallel else serial[index] for index in range(len(calls))
+        ]
 
     def _value(self, answer: Any) -> float | Failure:
         """An answer as a number: NaN for None."""

@@ -108,12 +108,11 @@ class Diffusion(MaskingStrategy):
         return weighted_views(rollout, views.target_BMT, config)
 
 
-@dataclass
 class Adaptive(MaskingStrategy):
     """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the
     progress of training.
 
-    Attributes:
+    Args:
         start, end: r at the first step, and at the last one; linear in the steps.
         adaptive_loss: whether hidden tokens have the weight L / (k M), about 1 / (r M): the weights of a view
             then add up to those of a completion hidden whole, at any rate. They are in the exponent of the
@@ -122,17 +121,14 @@ class Adaptive(MaskingStrategy):
 
     estimators = ("token",)
 
-    start: float = 0.3
-    end: float = 0.9
-    adaptive_loss: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if not (0 < self.start <= 1 and 0 < self.end <= 1):
+    def __init__(self, start: float = 0.3, end: float = 0.9, *, adaptive_loss: bool = False):
+        if not (0 < start <= 1 and 0 < end <= 1):
             raise ConfigError(
-                f"{self.start} and {self.end} are not mask rates",
+                f"{start} and {end} are not mask rates",
                 where="mask_rate",
                 remedy="Give two rates above 0 and up to 1",
             )
+        self.start, self.end, self.adaptive_loss = start, end, adaptive_loss
 
     def plan(self, rollout: Rollout, draw: MaskRNG, config: Any, progress: float) -> Views:
         group_BT = rollout.noised_groups_BT
