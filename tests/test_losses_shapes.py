@@ -188,19 +188,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an unknown advantage": (
         lambda: losses.advantages(torch.zeros(2), torch.zeros(2).long(), "mean"),  # type: ignore[arg-type]
-        "kind: unknown kind 'mean'",
+        "scale_rewards: there is no scaling 'mean'",
     ),
     "an unknown loss_type": (
         lambda: losses.token_weights(LEARNT_BT, "mean", UNIT_BT, 8),  # type: ignore[arg-type]
-        "kind: unknown kind 'mean'",
+        "loss_type: there is no loss type 'mean'",
     ),
     "an unknown loss_type of a divisor": (
         lambda: losses.count_items(LEARNT_BT, "tokens", UNIT_BT),  # type: ignore[arg-type]
-        "kind: unknown kind 'tokens'",
+        "loss_type: there is no loss type 'tokens'",
     ),
     "an unknown divergence": (
         lambda: losses.kl_divergence(torch.zeros(2, 5), "K3"),  # type: ignore[arg-type]
-        "kind: unknown kind 'K3'",
+        "kind: there is no divergence 'K3'",
     ),
     "the name of a schedule": (lambda: losses.Noise("cosine"), ("schedule: 'cosine' is not a schedule")),  # type: ignore[arg-type]
     "the name of a method": (

@@ -27,15 +27,8 @@ from unmask.diffusion.views import (
     random_views,
 )
 from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
-from unmask.rl.losses import (
-    advantages,
-    clipped_surrogate,
-    count_items,
-    kept_groups,
-    kl_divergence,
-    overlong_penalty,
-    token_weights,
-)
+from unmask.rl.advantages import advantages, kept_groups, overlong_penalty
+from unmask.rl.losses import clipped_surrogate, count_items, kl_divergence, token_weights
 from unmask.rl.methods import Loss, LossInputs, Method, get_method
 from unmask.rl.policy_loss import policy_loss, policy_views
 from unmask.rl.rollout import Rollout, make_rollout

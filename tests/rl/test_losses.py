@@ -17,16 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import examples
+from unmask.rl.advantages import ScaleRewards, advantages, kept_groups, overlong_penalty
 from unmask.rl.losses import (
     Divergence,
     LossType,
-    ScaleRewards,
-    advantages,
     clipped_surrogate,
     count_items,
-    kept_groups,
     kl_divergence,
-    overlong_penalty,
     token_weights,
 )
 

@@ -4,8 +4,9 @@ log-probabilities are corrected for."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.generation.remote.stub_servers import (
 )
 from tests.serving.servers import copied, serving_rollouts
 from tests.tiny import llama_lm
-from tests.training.tiny_runs import PAIRS, equal, make, share_of_a, weights
+from tests.training.tiny_runs import PAIRS, ROLLOUT, equal, make, settings, share_of_a, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.run import LoraSettings
 from unmask.errors import ConfigError, GenerationError, TrainingError
@@ -433,6 +434,42 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
         make("grpo", tmp_path / "unheld", reward=never).evaluate()
     none = make("grpo", tmp_path / "none", reward=never, eval_dataset=held_out).evaluate()
     assert math.isnan(none["eval_reward"]) and none["eval_unscored"] == 1.0
+
+
+class Elsewhere(GRPOTrainer):
+    """Rewards of one's own: 1 and 0 in turn."""
+
+    asked: ClassVar[list[tuple[float, int | None]]] = []
+
+    def generate_and_score(self, rows, *, temperature, step):
+        self.asked.append((temperature, step))
+        total_B = torch.tensor([1.0 - number % 2 for number in range(len(rows))])
+        generation = self.sample(rows, temperature=temperature, step=step)
+        return RewardedCompletions(rows, generation, total_B[:, None], total_B)
+
+
+def test_one_method_gives_completions_and_rewards_of_ones_own(tmp_path):
+    """In training and in evaluations. What is added to rewards, and the curriculum, follow it."""
+    args = GRPOConfig(
+        **settings(tmp_path, **ROLLOUT, max_steps=2, logging_steps=1, curriculum=0.5, overlong_buffer=1)
+    )
+    trainer = Elsewhere(llama_lm(), share_of_a, args, PAIRS, [{"prompt": "ab"}])
+    trainer.train()
+    assert trainer.evaluate()["eval_reward"] == 1.0
+    assert Elsewhere.asked == [(args.temperature, 0), (args.temperature, 1), (0.0, None)]
+    first = trainer.state.log_history[0]
+    assert first["reward"] == pytest.approx(0.5 - first["truncated"])
+    assert trainer.history.seen
+
+
+def test_completions_without_canvases_are_refused(tmp_path, monkeypatch):
+    trainer = make("grpo", tmp_path)
+    source = trainer.source.generate
+    monkeypatch.setattr(
+        trainer.source, "generate", lambda *rows, **more: replace(source(*rows, **more), trace=None)
+    )
+    with pytest.raises(GenerationError, match="has no canvases"):
+        trainer.train()
 
 
 def test_training_averages_hold_nothing_of_evaluations(tmp_path):

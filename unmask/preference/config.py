@@ -31,7 +31,10 @@ TOKENS_TOGETHER = 1024
 GPU."""
 MASK_FIELDS = ("samples", "complementary", "log_variance_steps", "plan_reused")
 """Settings without effect on an exact likelihood."""
-PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
+PAIRED, COMPARED = (
+    f"loss_type={'|'.join(name for name in get_args(LossType) if name != other)}"
+    for other in ("kto", "simpo")
+)
 """The losses of pairs, and the losses that compare the policy with a reference."""
 
 

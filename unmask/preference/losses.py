@@ -19,6 +19,7 @@ from unmask.errors import ConfigError
 from unmask.tensor_checks import check_tensors
 
 LossType = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
+"""The losses of `DPOTrainer`, which `_pair_loss` calls. After a change: `python scripts/list_settings.py`."""
 
 
 def log_ratios(log_prob_N: Tensor, reference_N: Tensor, length_N: Tensor | None = None) -> Tensor:
@@ -51,8 +52,8 @@ def margins(log_ratio_N: Tensor) -> Tensor:
 
 
 def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7). With label smoothing: its expectation if
-    labels are wrong with this probability (cDPO, Mitchell 2023).
+    """`sigmoid`: -log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7). With label smoothing: its
+    expectation if labels are wrong with this probability (cDPO, Mitchell 2023).
 
     With ELBO estimates on the same masks for policy and reference this is VRPO (Zhu et al. 2025, LLaDA 1.5,
     eq. 5).

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -315,14 +315,20 @@ class DPOTrainer(DiffusionTrainer):
         return log_ratios(log_prob_N, batch.reference_N, length_N)
 
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
-        args = self.args
-        if args.loss_type == "simpo":
-            return simpo(
-                margin_P, beta=args.beta, gamma=args.simpo_gamma, label_smoothing=args.label_smoothing
-            )
-        if args.loss_type == "sigmoid":
-            return dpo(margin_P, beta=args.beta, label_smoothing=args.label_smoothing)
-        return (ipo if args.loss_type == "ipo" else hinge)(margin_P, beta=args.beta)
+        beta, smoothing = self.args.beta, self.args.label_smoothing
+        match self.args.loss_type:
+            case "sigmoid":
+                return dpo(margin_P, beta=beta, label_smoothing=smoothing)
+            case "ipo":
+                return ipo(margin_P, beta=beta)
+            case "hinge":
+                return hinge(margin_P, beta=beta)
+            case "simpo":
+                return simpo(margin_P, beta=beta, gamma=self.args.simpo_gamma, label_smoothing=smoothing)
+            case "kto":
+                raise AssertionError("kto compares no pairs")
+            case _:
+                assert_never(self.args.loss_type)
 
     def _unpaired_loss(self, batch: PreferenceBatch, log_prob_N: Tensor, log_ratio_N: Tensor) -> Tensor:
         """KTO. The logged margin is the distance of a log-ratio from the baseline, positive on the side of

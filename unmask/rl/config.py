@@ -13,7 +13,8 @@ from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args, checked_fields
 from unmask.errors import ConfigError, did_you_mean
 from unmask.planning.blueprint import ModelSpec
-from unmask.rl.losses import Divergence, LossType, ScaleRewards
+from unmask.rl.advantages import ScaleRewards
+from unmask.rl.losses import Divergence, LossType
 from unmask.rl.methods.base import METHODS, Method, TokenMethod, fixed_settings, get_method, settings_of
 from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unmask.generation.output import Generation
-from unmask.rl.losses import equal_rewards
+from unmask.rl.advantages import equal_rewards
 from unmask.rl.prompts import PromptRow
 from unmask.rl.weighted_rewards import RewardResult
 from unmask.sandbox.outcome import Status
@@ -112,7 +112,7 @@ def rollout_metrics(
     yield "completion_length", sum(lengths) / count, count
     entropies = [
         entropy
-        for trace, length in zip(generation.trace or [], lengths, strict=True)
+        for trace, length in (zip(generation.trace, lengths, strict=True) if generation.trace else ())
         for entropy in trace.entropies[:length]
     ]
     if entropies:

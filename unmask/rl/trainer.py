@@ -27,9 +27,9 @@ from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
+from unmask.rl.advantages import advantages, kept_groups, overlong_penalty
 from unmask.rl.completion_log import CompletionLog
 from unmask.rl.config import GRPOConfig
-from unmask.rl.losses import advantages, kept_groups, overlong_penalty
 from unmask.rl.methods.base import LossInputs, loss_of
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.policy_loss import items_of, loss_inputs, policy_views
@@ -180,7 +180,7 @@ class GRPOTrainer(DiffusionTrainer):
             rows = self._choose([row for micro_batch in micro_batches for row in micro_batch], number)
         else:
             rows = ahead.rows
-        rewarded = self._with_signal(self.generate_and_score(rows, number), number)
+        rewarded = self._with_signal(self._sampled(rows, number), number)
         self._require_scores(rewarded)
         self._ask_next()  # the server samples while this process takes log-probabilities and trains
         self._move_reference()
@@ -204,9 +204,9 @@ class GRPOTrainer(DiffusionTrainer):
             self.record("masks/reuse_rate", stats["rate"])
         return updates
 
-    def generate_and_score(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
-        """Sample and reward completions of the rows' prompts for this rollout."""
-        rewarded = self._sample_and_reward(rows, temperature=self.args.temperature, step=step)
+    def _sampled(self, rows: list[PromptRow], rollout: int) -> RewardedCompletions:
+        """The rewarded completions of a rollout, whose rewards are shaped, and kept for the curriculum."""
+        rewarded = self.generate_and_score(rows, temperature=self.args.temperature, step=rollout)
         rewarded = replace(rewarded, total_B=self.shaped(rewarded.total_B, rewarded.generation))
         for prompt, reward in gather_object(
             list(zip(rewarded.prompt_B.tolist(), rewarded.total_B.tolist(), strict=True))
@@ -214,10 +214,11 @@ class GRPOTrainer(DiffusionTrainer):
             self.history.add(prompt, reward)  # the same on every process
         return rewarded
 
-    def _sample_and_reward(
+    def generate_and_score(
         self, rows: list[PromptRow], *, temperature: float, step: int | None
     ) -> RewardedCompletions:
-        """Completions and their rewards. Arguments as in `sample`."""
+        """Completions of the rows' prompts and their rewards, in training and in evaluations. Arguments as in
+        `sample`."""
         generation = self.sample(rows, temperature=temperature, step=step)
         with failing_together("rollout"), self.phases("reward"):
             if not rows:
@@ -275,7 +276,7 @@ class GRPOTrainer(DiffusionTrainer):
             if not any(gather_object([len(others)])):
                 break
             replaced = [start + repeat for start in dropped for repeat in range(group)][: len(others)]
-            rewarded = rewarded.replaced(replaced, self.generate_and_score(others, step))
+            rewarded = rewarded.replaced(replaced, self._sampled(others, step))
         return rewarded
 
     def _require_scores(self, rewarded: RewardedCompletions) -> None:
@@ -304,8 +305,8 @@ class GRPOTrainer(DiffusionTrainer):
             accelerator.gather(part.to(accelerator.device)).cpu()
             for part in (rewarded.total_B, difficulty_B, rewarded.prompt_B)
         )
-        kind = args.scale_rewards or "none"
-        advantage_B = advantages(reward_B, group_B, kind, temperature=args.softmax_temperature)
+        scaling, temperature = args.scale_rewards or "none", args.softmax_temperature
+        advantage_B = advantages(reward_B, group_B, scaling, temperature=temperature)
         low, high = args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
         if args.filter_zero_std_groups:
@@ -538,7 +539,7 @@ class GRPOTrainer(DiffusionTrainer):
         with evaluating(self.lm):
             self.source.sync_weights(None, self.state.global_step)
             rows = [prompts[index * group] for index in mine]
-            rewarded = self._sample_and_reward(rows, temperature=0.0, step=None)
+            rewarded = self.generate_and_score(rows, temperature=0.0, step=None)
         everyone = gather_object(
             list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True))
         )

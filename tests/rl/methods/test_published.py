@@ -20,7 +20,8 @@ from tests.published import HEAD_DK, OLD_DK, REFERENCE_DK, scored
 from tests.rl.methods.rollouts import config
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import Views
-from unmask.rl.losses import advantages, count_items, token_weights
+from unmask.rl.advantages import advantages
+from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods import LossInputs, Rollout
 from unmask.rl.methods.base import averaging_units
 from unmask.rl.rollout import learnable, plan_views

@@ -18,7 +18,8 @@ from unmask.diffusion.log_probs import sum_over_views
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.models.hooks.head import flat_indices
-from unmask.rl.losses import Divergence, LossType, ScaleRewards, clipped_surrogate, kl_divergence
+from unmask.rl.advantages import ScaleRewards
+from unmask.rl.losses import Divergence, LossType, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
 
 Estimator = Literal["token", "mean", "bound"]

@@ -7,7 +7,7 @@ import torch
 
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, columns
-from unmask.rl.losses import ScaleRewards
+from unmask.rl.advantages import ScaleRewards
 from unmask.rl.methods.base import TokenMethod, register
 from unmask.rl.rollout import Rollout
 

@@ -10,7 +10,8 @@ import torch
 
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide, pairs_of_counts
-from unmask.rl.losses import MAX_EXPONENT, Divergence, LossType, ScaleRewards, kl_divergence
+from unmask.rl.advantages import ScaleRewards
+from unmask.rl.losses import MAX_EXPONENT, Divergence, LossType, kl_divergence
 from unmask.rl.methods.base import (
     ClippedMethod,
     Loss,

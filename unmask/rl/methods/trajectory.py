@@ -23,7 +23,8 @@ from torch import Tensor
 
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, columns
-from unmask.rl.losses import LossType, ScaleRewards
+from unmask.rl.advantages import ScaleRewards
+from unmask.rl.losses import LossType
 from unmask.rl.methods.base import (
     Loss,
     LossInputs,
