@@ -207,12 +207,12 @@ def test_the_published_file():
     ("row", "message"),
     [
         ({"input": "1,2,3"}, "line 2: no column 'output'"),
-        ({"input": "1,2", "output": "3"}, "line 2, key 'input'"),
-        ({"input": "1,2,x", "output": "3"}, "line 2, key 'input'"),
-        ({"input": [1, 2, 3], "output": "3"}, "line 2, key 'input'"),
-        ({"input": "0,2,3", "output": "3"}, "line 2, key 'input'"),
-        ({"input": "1,2,3", "output": "-3"}, "line 2, key 'output'"),
-        ({"input": "1,2,3", "output": None}, "line 2, key 'output'"),
+        ({"input": "1,2", "output": "3"}, "line 2: .* are not 3 numbers and a target"),
+        ({"input": "1,2,x", "output": "3"}, "line 2: .* are not 3 numbers and a target"),
+        ({"input": [1, 2, 3], "output": "3"}, "line 2: .* are not 3 numbers and a target"),
+        ({"input": "0,2,3", "output": "3"}, "line 2: .* are not 3 numbers and a target"),
+        ({"input": "1,2,3", "output": "-3"}, "line 2: .* are not 3 numbers and a target"),
+        ({"input": "1,2,3", "output": None}, "line 2: .* are not 3 numbers and a target"),
         ({"input": "1,2,3", "output": "77"}, "77 cannot be reached"),
         ([1], "line 2: a row is an object"),
     ],
@@ -234,7 +234,7 @@ def test_four_numbers():
         assert task.verify(task.corrupt(row, random.Random(0)), row) == Verdict(0.1, "wrong")
     (read,) = task.rows([("row 1", {"input": "3,7,5,11", "output": "1"})])
     assert read["numbers"] == [3, 7, 5, 11] and task.verify(read["completion"], read).solved
-    with pytest.raises(DataError, match="'3,7,5,11' are not 3 numbers"):
+    with pytest.raises(DataError, match="'3,7,5,11' and '1' are not 3 numbers"):
         next(TASK.rows([("row 1", {"input": "3,7,5,11", "output": "1"})]))
 
 

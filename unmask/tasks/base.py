@@ -13,7 +13,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from unmask.config.user_code import failing_as, load_class, refuse_file_alone
 from unmask.errors import ConfigError, DataError, did_you_mean
@@ -65,6 +65,18 @@ class Reward:
         return self.verify(
             [text if isinstance(text, str) else text[-1]["content"] for text in completions], rows
         )
+
+
+def texts_of(record: Mapping[str, Any], names: Iterable[str], where: str) -> list[str]:
+    """The texts in these columns of a record. Raises a DataError for a blank one, and for what is no text."""
+    for name in names:
+        if not (isinstance(record[name], str) and record[name].strip()):
+            raise DataError(
+                f"{record[name]!r:.40} is not text",
+                where=f"{where}, key {name!r}",
+                remedy="Write it as a string, or remove the row",
+            )
+    return [record[name] for name in names]
 
 
 def split_of(group: str) -> Split:
@@ -240,26 +252,14 @@ class Puzzle(Task):
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
         """`count` different rows of a split. They depend on the seed; a smaller count gives the first of
-        them.
-
-        ConfigError if the split is unknown, or the task has fewer problems.
-        """
-        if split not in get_args(Split):
-            raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'")
+        them. ConfigError if the task has fewer problems."""
         rng = random.Random(f"{self.name} {split} {seed}")
         rows: dict[str, Row] = {}
         for _ in range(100 * count + 10_000):
             if len(rows) >= count:
                 break
             if row := self.draw(split, rng):
-                if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
-                    remedy = (
-                        "Return self.row(...), which has a text under prompt, or None (docs/tasks.md has "
-                        "an example)"
-                    )
-                    raise ConfigError(
-                        f"draw returned {row!r:.80}, which is no row", where=self.name, remedy=remedy
-                    )
+                require_names(row, PARTS, f"{self.name}, as draw returns it")
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"

@@ -169,17 +169,16 @@ class Countdown(Puzzle):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found
         by search."""
-        if not NUMBERS.fullmatch(str(record["input"])) or record["input"].count(",") + 1 != self.count:
-            remedy = f"Write {self.count} integers from 1 to {MAX_NUMBER}, as '30,100,93'"
+        numbers, target = str(record["input"]), str(record["output"])
+        if not (
+            NUMBERS.fullmatch(numbers) and numbers.count(",") == self.count - 1 and TARGET.fullmatch(target)
+        ):
             raise DataError(
-                f"{record['input']!r} are not {self.count} numbers",
-                where=f"{where}, key 'input'",
-                remedy=remedy,
+                f"{numbers!r} and {target!r} are not {self.count} numbers and a target",
+                where=where,
+                remedy=f"Write integers from 1 to {MAX_NUMBER} in input, as '30,100,93', and one in output",
             )
-        if not TARGET.fullmatch(str(record["output"])):
-            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer"
-            raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
-        row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
+        row = self._row([*map(int, numbers.split(","))], int(target))
         if row["completion"] is None:
             raise DataError(
                 f"{row['target']} cannot be reached from {row['numbers']}",
