@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Sequence
 
 QUOTIENT = re.compile(r"\\frac\{([0-9.]+)\}\{([0-9.]+)\}|([0-9.]+) ?/ ?([0-9.]+)")
 TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
@@ -27,25 +28,24 @@ KINDS = {
 FUNCTION = re.compile(r"\\(?:binom|log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|div)(?![a-zA-Z])")
 
 
+Rules = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
+"""Patterns, and what is written in their place, one after the other."""
 ONE = r"1(?:\.0*)?(?![0-9.])"
-NO_OPS = [
-    (re.compile(pattern), spelling)
-    for pattern, spelling in [
-        (r"(^|[=(\[{,]|\\cdot|\\times|\\frac) ?\+ ?|- ?-", r"\1"),
-        (r"\+ ?(?=[+-])|(?<=-) ?\+ ?", ""),
-        (rf"{TEXT.pattern}|\\?[{{}}]|[\[\]]", r"\1"),
-        (r"\(([^()+=<>,-]*)\)", r"\1"),
-        (r"(?:^|\+) ?\( ?(-[^()+-]*)\)|(?<![0-9.])0+(?=[0-9])", r"\1"),
+NO_OPS: Rules = [
+    (r"(^|[=(\[{,]|\\cdot|\\times|\\frac) ?\+ ?|- ?-", r"\1"),
+    (r"\+ ?(?=[+-])|(?<=-) ?\+ ?", ""),
+    (rf"{TEXT.pattern}|\\?[{{}}]|[\[\]]", r"\1"),
+    (r"\(([^()+=<>,-]*)\)", r"\1"),
+    (r"(?:^|\+) ?\( ?(-[^()+-]*)\)|(?<![0-9.])0+(?=[0-9])", r"\1"),
+    (
         (
-            (
-                rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] "
-                rf"?0(?![0-9.])|\^{ONE}"
-            ),
-            "",
+            rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] "
+            rf"?0(?![0-9.])|\^{ONE}"
         ),
-        (rf"(?<![0-9.]){ONE} ?(?=[a-zA-Z\\(])", ""),
-        (r"(?<![0-9]) ?(?:\\cdot|\\times|\*)(?![a-zA-Z])|(?:\\cdot|\\times|\*) ?(?![0-9a-zA-Z])", ""),
-    ]
+        "",
+    ),
+    (rf"(?<![0-9.]){ONE} ?(?=[a-zA-Z\\(])", ""),
+    (r"(?<![0-9]) ?(?:\\cdot|\\times|\*)(?![a-zA-Z])|(?:\\cdot|\\times|\*) ?(?![0-9a-zA-Z])", ""),
 ]
 """What changes the text of a formula, but not the formula: products and quotients with 1, sums with 0, and
 brackets around no sum."""
@@ -72,9 +72,14 @@ def is_final(answer: str, reference: str, question: str) -> bool:
 
 def unadorned(text: str) -> str:
     """The text without `NO_OPS`, to find it in another text without them."""
-    for pattern, instead in NO_OPS:
-        text = pattern.sub(instead, text)
-    return text.strip()
+    return substituted(text, NO_OPS).strip()
+
+
+def substituted(text: str, rules: Rules) -> str:
+    """The text after these substitutions."""
+    for pattern, instead in rules:
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def lowest_terms(text: str) -> bool:

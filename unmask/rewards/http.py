@@ -20,7 +20,7 @@ CALL_SECONDS = 600.0
 LATE = LateError("no answer in time")
 MAX_ANSWER = 2**20
 """Bytes of an answer at most."""
-NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
+NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class HttpReward:
@@ -52,12 +52,8 @@ class HttpReward:
     def ask(self, arguments: Arguments, seconds: float) -> list[Any]:
         """The answer for each completion, or the exception in its place: a LateError if none came within
         `seconds`."""
-        columns = {
-            name: values
-            for name, values in arguments.items()
-            if name not in ("prompts", "completions", *NOT_SENT)
-        }
-        columns = {"prompt": arguments["prompts"], "completion": arguments["completions"], **columns}
+        columns = {"prompt": arguments["prompts"], "completion": arguments["completions"]}
+        columns |= {name: values for name, values in arguments.items() if name not in NOT_COLUMNS}
         bodies = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         found: list[Any] = [LATE] * len(bodies)
         deadline, remaining = time.monotonic() + seconds, iter(range(len(bodies)))

@@ -7,11 +7,10 @@ it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate
 
-from unmask.rewards.final_form import TEXT, UNIT, number_kind, occurs
+from unmask.rewards.final_form import TEXT, UNIT, Rules, number_kind, occurs, substituted
 
 MACRO = re.compile(r"\\([a-zA-Z]+)")
 SPELLINGS = {
@@ -79,7 +78,7 @@ BASES = [
     "twelve",
 ]
 NOTHING, ANYTHING = "(?:none|(?:there (?:is|are) )?no solutions?|(?:the )?empty set)", "all real(?: number)?s"
-SPELLED: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+SPELLED: Rules = [
     ("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))", r"\\sqrt{\1\2}"),
     (r"\{([^{}]*[^{} ]) ?\\over(?![a-z]) ?([^{}]+)\}", r"\\frac{\1}{\2}"),
     (r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -107,13 +106,9 @@ SPELLED: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
 ]
 """Other spellings of roots, fractions, products with i, matrices, bases, sets, lists, logarithms and
 repeating decimals."""
-REWRITTEN = [(re.compile(pattern), spelling) for pattern, spelling in SPELLED]
-SIGNS_OF_UNITS = [
-    (re.compile(pattern), spelling)
-    for pattern, spelling in [
-        (r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))", r"\\text{ degrees}"),
-        (r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$", r"\1\2\3\\text{ dollars}"),
-    ]
+SIGNS_OF_UNITS: Rules = [
+    (r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))", r"\\text{ degrees}"),
+    (r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$", r"\1\2\3\\text{ dollars}"),
 ]
 WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("\u201c", "\u201d")]
 WRAPPERS += [(mark, mark) for mark in ("**", "*", "```", "`", '"', "'")]
@@ -191,12 +186,9 @@ IRREGULAR = {
 }
 POWERS = {"square": "2", "cubic": "3", "cubed": "3"}
 POWER_NAMED = {"2": r"square|area|\^2", "3": r"cubi|cube|volume|\^3"}
-UNITS_OF_NUMBERS = re.compile(
-    rf"(?<=[0-9]) ?(?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?![a-zA-Z])|{UNIT.pattern}"
-)
-UNIT_ASKED = re.compile(
-    rf"\bin ((?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?: ?/ ?(?:{'|'.join(ABBREVIATIONS)}))?)(?![a-zA-Z])"
-)
+SHORT_UNIT = "|".join(name for name in ABBREVIATIONS if name != "in")
+UNITS_OF_NUMBERS = re.compile(rf"(?<=[0-9]) ?(?:{SHORT_UNIT})(?![a-zA-Z])|{UNIT.pattern}")
+UNIT_ASKED = re.compile(rf"\bin ((?:{SHORT_UNIT})(?: ?/ ?(?:{'|'.join(ABBREVIATIONS)}))?)(?![a-zA-Z])")
 INFINITY = r"\infty"
 FORMULA = re.compile(r"\$+([^$]+)\$+|\\\[(.+?)\\\]", re.DOTALL)
 
@@ -206,10 +198,7 @@ def plain(text: str) -> str:
     stop."""
     text = SPELLING.sub(lambda found: SPELLINGS[found[0]], SEPARATED.sub("", text.translate(SIGNS)))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
-    text = OUTER.sub("", text)
-    for pattern, spelling in REWRITTEN:
-        text = pattern.sub(spelling, text)
-    return _braced(text).strip()
+    return _braced(substituted(OUTER.sub("", text), SPELLED)).strip()
 
 
 def _braced(text: str) -> str:
@@ -461,9 +450,7 @@ def unwrapped(text: str) -> str:
         inner = inside(text, opening, closing)
         if inner and not (opening == "(" and "," in inner):
             return unwrapped(inner)
-    for pattern, unit in SIGNS_OF_UNITS:
-        text = pattern.sub(unit, text)
-    return text
+    return substituted(text, SIGNS_OF_UNITS)
 
 
 def inside(text: str, opening: str, closing: str) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import ArithmeticSyntaxError, evaluate, numbers_used
+from unmask.rewards.final_form import Rules, substituted
 from unmask.rewards.format import tagged_answers
 from unmask.rewards.parsing import BOX, answer_of
 from unmask.rewards.spelling import inside, unwrapped
@@ -46,15 +47,12 @@ SIGNS = str.maketrans(
     }
 )
 """Other signs of the operators."""
-SPELLINGS = [
-    (re.compile(pattern), spelling)
-    for pattern, spelling in [
-        (r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*"),
-        (r"\\div(?![a-zA-Z])", "/"),
-        (r"\\(?:left|right)(?![a-zA-Z])", ""),
-        (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
-        (r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])", "*"),
-    ]
+SPELLINGS: Rules = [
+    (r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*"),
+    (r"\\div(?![a-zA-Z])", "/"),
+    (r"\\(?:left|right)(?![a-zA-Z])", ""),
+    (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
+    (r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])", "*"),
 ]
 """LaTeX, and x for a product."""
 STATED = re.compile(" *[1-9][0-9]{0,8} *")
@@ -249,9 +247,7 @@ def _sides(text: str) -> list[str]:
     """The two sides of an equation, or the expression, that a text is."""
     if len(text) > MAX_ANSWER:
         return [""]
-    text = text.translate(SIGNS)
-    for pattern, spelling in SPELLINGS:
-        text = pattern.sub(spelling, text)
+    text = substituted(text.translate(SIGNS), SPELLINGS)
     return [_plain(side) for side in _plain(text).split("=")]
 
 
