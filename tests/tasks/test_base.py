@@ -198,6 +198,8 @@ def test_about_a_quarter_is_test():
 def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"'sudoko'.*'sudoku'"):
         get_task("sudoko")
+    with pytest.raises(ConfigError, match="there is no split 'validation'"):
+        get_task("sudoku").generate("validation", 1, 0)
 
 
 def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
@@ -236,7 +238,7 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     ):
         task.generate("train", 3, 0)
     monkeypatch.setattr(Echo, "draw", lambda self, split, rng: {"word": "a"})
-    with pytest.raises(DataError, match=r"echo, as draw returns it: no column 'prompt', "):
+    with pytest.raises(ConfigError, match=r"echo: draw returned \{'word': 'a'\}, which is no row"):
         task.generate("train", 1, 0)
 
 

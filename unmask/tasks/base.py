@@ -13,10 +13,10 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from unmask.config.user_code import failing_as, load_class, refuse_file_alone
-from unmask.errors import ConfigError, DataError, did_you_mean
+from unmask.errors import ConfigError, DataError, did_you_mean, require_known
 from unmask.records import Record, require_names
 from unmask.rewards.verdict import Verdict
 
@@ -252,14 +252,25 @@ class Puzzle(Task):
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
         """`count` different rows of a split. They depend on the seed; a smaller count gives the first of
-        them. ConfigError if the task has fewer problems."""
+        them.
+
+        ConfigError if the split is unknown, or the task has fewer problems.
+        """
+        require_known(split, get_args(Split), "split", where=self.name)
         rng = random.Random(f"{self.name} {split} {seed}")
         rows: dict[str, Row] = {}
         for _ in range(100 * count + 10_000):
             if len(rows) >= count:
                 break
             if row := self.draw(split, rng):
-                require_names(row, PARTS, f"{self.name}, as draw returns it")
+                if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
+                    remedy = (
+                        "Return self.row(...), which has a text under prompt, or None (docs/tasks.md has "
+                        "an example)"
+                    )
+                    raise ConfigError(
+                        f"draw returned {row!r:.80}, which is no row", where=self.name, remedy=remedy
+                    )
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"
