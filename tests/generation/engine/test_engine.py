@@ -347,9 +347,8 @@ def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
     engine.submit(request, config)
     while engine.waiting or engine.running:
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(
-                "unmask.generation.engine.engine.follow_drafts", stop
-            )  # between a step and the drafts that follow from it
+            # between a step and the drafts that follow from it
+            patch.setattr("unmask.generation.engine.drafts.confirmed", stop)
             engine.step()
         for sequence in engine.running:
             if sequence.step == 0:

@@ -6,38 +6,53 @@ Shapes: B sequences, N predictions, J some of them, W positions of a block, G dr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.generation.engine.forward import Predictions
-from unmask.generation.engine.host import first_true, members, moved, moved_together
+from unmask.generation.engine.host import first_true, members, moved, moved_together, ranks
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import BatchState, Draft
-from unmask.generation.engine.steps import choose, decide_all, reveal
+from unmask.generation.engine.slots import BatchEntry, BatchState, Draft, Predictions
+from unmask.generation.engine.steps import choose, decide_all
 
 
-def follow_drafts(
+def add_drafted(
+    entries: Sequence[BatchEntry], member_N: np.ndarray, slot_N: Tensor, position_N: Tensor
+) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
+    """The hidden positions, then those of drafts: member, slot, position and steps ahead."""
+    ahead_N, device = np.zeros_like(member_N), position_N.device
+    for member, entry in enumerate(entries):
+        if entry.draft is not None:
+            number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden
+            draft_J, rank_J = moved_together(device, number_J, ranks(counts))
+            drafted_J = first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start
+            position_N = torch.cat([position_N, drafted_J])
+            slot_N = torch.cat([slot_N, torch.full_like(draft_J, entry.slot)])
+            member_N = np.append(member_N, np.full_like(number_J, member))
+            ahead_N = np.append(ahead_N, 1 + number_J)
+    return member_N, slot_N, position_N, ahead_N
+
+
+def denoise_with_drafts(
     slots: BatchState,
     sequences: list[SequenceState],
     predictions: Predictions,
-    advance: Callable[[list[SequenceState]], None],
+    step: Callable[[list[SequenceState], Predictions], None],
 ) -> None:
-    """After a denoising step, make one more for every draft that equals the state reached, and draft the next
+    """Make a denoising step, and one more for every draft that equals the state reached. Then draft the next
     states of the sequences that stay in their block, from the predictions for the last draft that each
     used."""
+    step(sequences, predictions.at(np.flatnonzero(predictions.ahead_N == 0)))
     used, active = dict.fromkeys(range(len(sequences)), 0), list(range(len(sequences)))
     for ahead in range(1, 1 + max(sequence.config.num_speculative_tokens for sequence in sequences)):
-        active = _confirmed(slots, [i for i in active if sequences[i].step], sequences, ahead)
+        active = confirmed(slots, [i for i in active if sequences[i].step], sequences, ahead)
         if not active:
             break
         used |= dict.fromkeys(active, ahead)
         own = _predictions_of(predictions, active, sequences, predictions.ahead_N == ahead)
-        stepping = [sequences[i] for i in active]
-        reveal(slots, stepping, own)
-        advance(stepping)
+        step([sequences[i] for i in active], own)
     for sequence in sequences:
         sequence.draft = None
     drafting = [
@@ -64,7 +79,7 @@ def _predictions_of(
     return part._replace(slot_N=moved(slot_B[part.member_N], part.position_N.device))
 
 
-def _confirmed(
+def confirmed(
     slots: BatchState, candidates: list[int], sequences: list[SequenceState], ahead: int
 ) -> list[int]:
     """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that was

@@ -20,15 +20,16 @@ import torch
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens, stale_positions
-from unmask.generation.engine.drafts import follow_drafts
-from unmask.generation.engine.forward import Predictions, buckets, predict
-from unmask.generation.engine.guidance import guided_predictions
+from unmask.generation.engine.drafts import denoise_with_drafts
+from unmask.generation.engine.forward import buckets, predict
+from unmask.generation.engine.guidance import guided_predictions, show_in_copies
 from unmask.generation.engine.host import moved
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.noise import num_numbers
 from unmask.generation.engine.recorded_passes import check_graphs, passes_of
+from unmask.generation.engine.revision import hide_and_reveal, predict_with_quality
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import BatchEntry, BatchState
+from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
 from unmask.generation.engine.speculate import Verifier, begin, speculate
 from unmask.generation.engine.steps import reveal
 from unmask.generation.output import Trace
@@ -138,7 +139,10 @@ class Engine:
                 "the request was made with other settings", where="config", remedy="Make it with these"
             )
         config = self._settings.setdefault(config.model_dump_json(), config)
-        sequence = SequenceState(self._tickets, request, config, request.length)
+        texts = [request.ids]
+        if config.cfg_scale:
+            texts.append([self.lm.mask_token_id] * request.length)
+        sequence = SequenceState(self._tickets, request, config, texts, request.length)
         if config.self_speculative:
             sequence.num_columns += num_columns(self.lm, config)
             sequence.speculation = begin(self.lm, request, config)
@@ -146,7 +150,7 @@ class Engine:
             sequence.num_columns += config.num_speculative_tokens * (self.lm.block_size or 1)
             self.slots.create_noise(num_numbers(request, config))
         columns = sequence.num_columns
-        if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
+        if self.max_batch_tokens is not None and len(sequence.texts) * columns > self.max_batch_tokens:
             what = (
                 f"{columns} tokens{' twice, for guidance,' if config.cfg_scale else ''} exceed "
                 f"{self.max_batch_tokens}"
@@ -181,7 +185,7 @@ class Engine:
         config, forbidden = sequence.config, None
         if sequence.speculation is not None:
             num_final = sequence.speculation.position
-        elif config.remask_fraction > 0 or config.revise is not None:
+        elif sequence.hides_again:
             num_final = sequence.span[0]
         else:
             num_final = [*self.slots.hidden_SC[at].tolist(), True].index(True)
@@ -223,9 +227,10 @@ class Engine:
         self._admit()
         if sequences := [each for each in self.running if each.speculation is None]:
             predictions = self._predict(sequences)
-            reveal(self.slots, sequences, predictions.at(np.flatnonzero(predictions.ahead_N == 0)))
-            self._advance(sequences)
-            follow_drafts(self.slots, sequences, predictions, self._advance)
+            if any(each.config.num_speculative_tokens for each in sequences):
+                denoise_with_drafts(self.slots, sequences, predictions, self._reveal)
+            else:
+                self._reveal(sequences, predictions)
         if speculative := [each for each in self.running if each.speculation is not None]:
             self.num_forward_passes += 1
             self._finish(speculate(self.lm, self.verifier, self.slots, speculative, alone=self._alone))
@@ -237,7 +242,7 @@ class Engine:
         needed = self.slots.count, max((sequence.num_columns for sequence in self.running), default=0)
         while self.waiting and len(self.running) + len(entering) < self.batch_size:
             first = self.waiting[0]
-            grown = needed[0] + first.num_slots, max(needed[1], first.num_columns)
+            grown = needed[0] + len(first.texts), max(needed[1], first.num_columns)
             if grown[0] * grown[1] > limit:
                 break
             entering.append(self.waiting.popleft())
@@ -247,21 +252,15 @@ class Engine:
         grown = max(needed[0], reserved[0]), max(needed[1], reserved[1])
         if grown != reserved:
             self.slots.reserve(*(grown if grown[0] * grown[1] <= limit else needed))
-        texts = [(ids, each.request.hidden) for each in entering for ids in self._texts(each)]
+        texts = [(ids, each.request.hidden) for each in entering for ids in each.texts]
         added = iter(self.slots.add_all(texts))
         for sequence in entering:
-            sequence.slots = list(islice(added, sequence.num_slots))
+            sequence.slots = list(islice(added, len(sequence.texts)))
             self.running.append(sequence)
         for cache in self.slots.caches:
             cache.clear([slot for sequence in entering for slot in sequence.slots])
         if self.exact_cache:
             self._prefill(set(entering))
-
-    def _texts(self, sequence: SequenceState) -> list[list[int]]:
-        """The ids of each slot of a sequence: the whole sequence, and with guidance the copy with a hidden
-        prompt."""
-        ids = sequence.request.ids
-        return [ids, [self.lm.mask_token_id] * len(ids)] if sequence.num_slots == 2 else [ids]
 
     def _prefill(self, entering: set[SequenceState]) -> None:
         """Cache the keys and values of the prompts. Each is computed once; if a running sequence has the same
@@ -275,7 +274,7 @@ class Engine:
             base, causal = self._prefix(sequence), sequence.config.self_speculative
             if base == 0 or (sequence not in entering and sequence.num_cached < base):
                 continue
-            for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
+            for slot, ids in zip(sequence.slots, sequence.texts, strict=True):
                 source = known.setdefault((sequence.config.deterministic, causal, tuple(ids[:base])), slot)
                 if sequence not in entering:
                     continue
@@ -296,7 +295,7 @@ class Engine:
             self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # only now does the cache hold them
             sequence.num_cached = self._prefix(sequence)
-            self.prompt_tokens += sequence.request.blocks[0][0] * sequence.num_slots
+            self.prompt_tokens += sequence.request.blocks[0][0] * len(sequence.texts)
 
     def _prefix(self, sequence: SequenceState) -> int:
         """The number of tokens whose keys do not depend on what is revealed: those before the first block, or
@@ -313,21 +312,31 @@ class Engine:
         """Logits at every hidden position of the current blocks, after guidance."""
         entries = [self._entry(sequence, sequence.slots[0]) for sequence in sequences]
         entries += [self._entry(each, slot) for each in sequences for slot in each.slots[1:]]
-        predictions = predict(self.lm, self.slots, entries, alone=self._alone)
+        run = predict_with_quality if any(entry.revise == "quality" for entry in entries) else predict
+        predictions = run(self.lm, self.slots, entries, alone=self._alone)
         self.num_forward_passes += 1
         for sequence in sequences:
             sequence.num_forward_passes += 1
-        return guided_predictions(sequences, entries, predictions)
+        is_guided = len(entries) > len(sequences)
+        return guided_predictions(sequences, entries, predictions) if is_guided else predictions
+
+    def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> None:
+        """Decide on tokens, reveal the best, and advance."""
+        step = hide_and_reveal if any(sequence.hides_again for sequence in sequences) else reveal
+        step(self.slots, sequences, predictions)
+        if guided := [sequence for sequence in sequences if sequence.config.cfg_scale]:
+            show_in_copies(self.slots, guided)
+        self._advance(sequences)
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
         revise = config.revise.by if config.revise is not None and sequence.num_revised else None
         num_predicted = sequence.block_size if revise else sequence.num_hidden
-        entry = BatchEntry(slot, length, start, stop, num_predicted, revise=revise)
+        entry = BatchEntry(slot, length, start, stop, num_predicted, sequence.num_cached, revise=revise)
         if config.cache != "exact":
             return entry._replace(recompute=stale_positions(sequence))
         if self.exact_cache:
-            return entry._replace(num_cached=sequence.num_cached, draft=sequence.draft)
+            return entry._replace(draft=sequence.draft)
         is_copy = slot != sequence.slots[0]
         state = tuple(sequence.request.prompt), is_copy, start, stop, sequence.steps_done, revise
         return entry._replace(state=state)

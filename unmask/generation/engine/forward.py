@@ -7,59 +7,21 @@ some of them, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from unmask.generation.engine.cached_forward import cached_pass, partial_pass
+from unmask.generation.engine.drafts import add_drafted
 from unmask.generation.engine.host import moved, slot_index, starts
 from unmask.generation.engine.recorded_passes import forward
-from unmask.generation.engine.slots import BatchEntry, BatchState
+from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 WASTE = 1024  # tokens of padding above which a separate pass is cheaper
 Pass = Callable[[DiffusionLM, BatchState, Sequence[BatchEntry], np.ndarray, Tensor, np.ndarray], Tensor]
-
-
-class Predictions(NamedTuple):
-    """Predictions at hidden positions, ordered by sequence and position; those of drafts come last."""
-
-    logits_NV: Tensor  # aligned
-    member_N: np.ndarray  # index of the sequence in the pass
-    slot_N: Tensor  # of the sequence
-    position_N: Tensor  # in the sequence
-    ahead_N: np.ndarray  # how many steps ahead the predicted state is drafted; 0: the current state
-    quality_N: Tensor | None = None  # the logs of the quality head's probabilities; None: not computed
-
-    def counts(self, size: int) -> np.ndarray:
-        """The number [B] of predictions of each of `size` sequences."""
-        return np.bincount(self.member_N, minlength=size)
-
-    def take(self, index_J: Tensor, member_J: np.ndarray) -> Predictions:
-        """The predictions at some rows, whose members are `member_J`."""
-        quality_J = None if self.quality_N is None else self.quality_N[index_J]
-        ahead_J = np.zeros_like(member_J)
-        return Predictions(
-            self.logits_NV[index_J],
-            member_J,
-            self.slot_N[index_J],
-            self.position_N[index_J],
-            ahead_J,
-            quality_J,
-        )
-
-    def at(self, index_J: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
-        """The predictions at some rows; `number_B` renumbers their members."""
-        member_N = self.member_N if number_B is None else number_B[self.member_N]
-        if np.array_equal(index_J, np.arange(len(member_N))):
-            return self._replace(member_N=member_N)
-        taken = self.take(moved(index_J, self.position_N.device), member_N[index_J])
-        return taken._replace(ahead_N=self.ahead_N[index_J])
 
 
 def predict(
@@ -68,35 +30,41 @@ def predict(
     """Logits at the positions of the current blocks that `BatchState.hidden_positions` names. Sequences in
     equal states are computed once. Sequences of very different lengths have separate passes. With `alone`,
     every sequence has a pass of its own."""
-    member_N, slot_N, position_N, ahead_N = slots.hidden_positions(entries)
+    return run_passes(lm, slots, entries, alone)[0]
+
+
+def run_passes(
+    lm: DiffusionLM, slots: BatchState, entries: Sequence[BatchEntry], alone: bool
+) -> tuple[Predictions, Tensor | None]:
+    """The predictions of `predict`, and the number of each row among those that the passes computed; None:
+    they are in this order."""
+    member_N, slot_N, position_N = slots.hidden_positions(entries)
+    ahead_N = np.zeros_like(member_N)
+    if any(entry.draft is not None for entry in entries):
+        member_N, slot_N, position_N, ahead_N = add_drafted(entries, member_N, slot_N, position_N)
     computed, twin = _distinct(slots, entries)
-    judged = any(entry.revise == "quality" for entry in entries)
     parts, taken = list[Tensor](), list[np.ndarray]()
-    with lm.capturing() if judged else nullcontext(list[Tensor]()) as states:
-        for group, run in _passes(lm, entries, computed, alone):
-            number_B = np.full(len(entries), -1)
-            number_B[group] = np.arange(len(group))
-            index_J = np.flatnonzero(number_B[member_N] >= 0)
-            position_J = position_N
-            if len(index_J) < len(member_N):
-                position_J = position_N[moved(index_J, position_N.device)]
-            own = [entries[member] for member in group]
-            parts.append(run(lm, slots, own, number_B[member_N[index_J]], position_J, ahead_N[index_J]))
-            taken.append(index_J)
+    for group, run in _passes(lm, entries, computed, alone):
+        number_B = np.full(len(entries), -1)
+        number_B[group] = np.arange(len(group))
+        index_J = np.flatnonzero(number_B[member_N] >= 0)
+        position_J = position_N
+        if len(index_J) < len(member_N):
+            position_J = position_N[moved(index_J, position_N.device)]
+        own = [entries[member] for member in group]
+        parts.append(run(lm, slots, own, number_B[member_N[index_J]], position_J, ahead_N[index_J]))
+        taken.append(index_J)
     index_N = np.concatenate(taken)
     source_N = np.empty_like(member_N)  # index of each position among the computed ones
     source_N[index_N] = np.arange(len(index_N))
     if len(computed) < len(entries):  # such sequences have no drafts
         first_B = starts([entry.num_predicted for entry in entries])
         source_N = source_N[first_B[np.array(twin)[member_N]] + np.arange(len(member_N)) - first_B[member_N]]
-    logits_NV, quality_N = parts[0] if len(parts) == 1 else torch.cat(parts), None
-    if judged:
-        assert lm.quality_head is not None
-        quality_N = logsigmoid(lm.quality_head(torch.cat(states)))
+    logits_NV, source = parts[0] if len(parts) == 1 else torch.cat(parts), None
     if not np.array_equal(source_N, np.arange(len(index_N))):
         source = moved(source_N, position_N.device)
-        logits_NV, quality_N = logits_NV[source], None if quality_N is None else quality_N[source]
-    return Predictions(logits_NV, member_N, slot_N, position_N, ahead_N, quality_N)
+        logits_NV = logits_NV[source]
+    return Predictions(logits_NV, member_N, slot_N, position_N, ahead_N), source
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:

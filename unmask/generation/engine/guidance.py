@@ -9,23 +9,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.host import members, moved, moved_together, starts
 from unmask.generation.engine.sequence import SequenceState
-from unmask.generation.engine.slots import BatchEntry, BatchState
+from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
 from unmask.generation.policies import guide
 
 
 def guided_predictions(
     sequences: list[SequenceState], entries: list[BatchEntry], predictions: Predictions
 ) -> Predictions:
-    """The predictions of the sequences after guidance. `entries`: one for each sequence, then one
-    for the copy of each with guidance."""
+    """The predictions of the sequences after guidance. `entries`: one for each sequence, then one for the
+    copy of each with guidance."""
     count, member_N = len(sequences), predictions.member_N
-    if len(entries) == count:
-        return predictions
     copy_B = np.arange(count)
-    copy_B[[sequence.num_slots == 2 for sequence in sequences]] = np.arange(count, len(entries))
+    copy_B[[len(sequence.texts) == 2 for sequence in sequences]] = np.arange(count, len(entries))
     index_J = np.flatnonzero(member_N < count)
     member_J, row_B = member_N[index_J], starts([entry.num_predicted for entry in entries])
     is_guided_J = copy_B[member_J] >= count
@@ -38,10 +35,8 @@ def guided_predictions(
 
 
 def show_in_copies(slots: BatchState, sequences: list[SequenceState]) -> None:
-    """Show what was decoded in the copies with a hidden prompt too."""
-    spans = [(*sequence.slots, *sequence.span) for sequence in sequences if sequence.num_slots == 2]
-    if not spans:
-        return
+    """Show what was decoded in the copies with a hidden prompt, which these sequences have, too."""
+    spans = [(*sequence.slots, *sequence.span) for sequence in sequences]
     slot_B, copy_B, start_B, stop_B = np.array(spans).T
     member_N = members(stop_B - start_B)
     position_N = np.concatenate([np.arange(start, stop) for _, _, start, stop in spans])

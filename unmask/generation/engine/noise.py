@@ -14,10 +14,9 @@ from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
-from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.host import moved, moved_together, ranks
 from unmask.generation.engine.sequence import SequenceNoise, SequenceState
-from unmask.generation.engine.slots import BatchState
+from unmask.generation.engine.slots import BatchState, Predictions
 from unmask.generation.policies import streams
 from unmask.generation.requests import Request
 

@@ -6,11 +6,14 @@ Shapes: B sequences, N positions with predictions, J some of them, W positions o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from unmask.generation.engine.forward import Predictions
+from unmask.generation.engine.forward import run_passes
 from unmask.generation.engine.host import (
     first_by_order,
     first_by_priority,
@@ -21,24 +24,38 @@ from unmask.generation.engine.host import (
     padded,
 )
 from unmask.generation.engine.sequence import SequenceState, by_settings
-from unmask.generation.engine.slots import BatchState
+from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
+from unmask.generation.engine.steps import reveal
 from unmask.generation.revise import doubts, present_log_probs
+from unmask.models.diffusion_lm import DiffusionLM
 
 At = tuple[Tensor, Tensor]  # slots and positions
 
 
-def tokens_to_hide(
-    slots: BatchState, sequences: list[SequenceState], predictions: Predictions
-) -> tuple[Predictions, list[At], list[int]]:
-    """The predictions of hidden positions, the slots and positions of the tokens to hide again, and how many
-    these are in each sequence."""
+def predict_with_quality(
+    lm: DiffusionLM, slots: BatchState, entries: Sequence[BatchEntry], alone: bool
+) -> Predictions:
+    """`predict`, with the values of the quality head."""
+    assert lm.quality_head is not None
+    with lm.capturing() as states:
+        predictions, source_N = run_passes(lm, slots, entries, alone)
+    quality_N = logsigmoid(lm.quality_head(torch.cat(states)))
+    return predictions._replace(quality_N=quality_N if source_N is None else quality_N[source_N])
+
+
+def hide_and_reveal(slots: BatchState, sequences: list[SequenceState], predictions: Predictions) -> None:
+    """A denoising step that also hides tokens again, and reveals as many more."""
     again = [sequence.num_remasked for sequence in sequences]
     hide_at = [_unlikely(slots, sequences, again)] if any(again) else []
     if any(sequence.num_revised for sequence in sequences):
         predictions, doubted_at, doubted = _doubted(slots, sequences, predictions)
         hide_at.append(doubted_at)
         again = [one + other for one, other in zip(again, doubted, strict=True)]
-    return predictions, hide_at, again
+    reveal(slots, sequences, predictions, more=again)
+    for at in hide_at:
+        slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
+    for sequence, count in zip(sequences, again, strict=True):
+        sequence.num_hidden += count
 
 
 def _unlikely(slots: BatchState, sequences: list[SequenceState], again: list[int]) -> At:

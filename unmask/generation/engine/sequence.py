@@ -47,9 +47,9 @@ class SequenceState:
     ticket: int
     request: Request
     config: SamplerConfig
+    texts: list[list[int]]  # its ids, and with guidance those of the copy with a hidden prompt
     num_columns: int  # KV-cache columns reserved for the sequence: positions and drafts
-    # its slot, and with guidance that of the copy with a hidden prompt
-    slots: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # of each text
     block: int = 0  # the current decoding block
     step: int = 0  # denoising steps of this block so far
     steps_done: int = 0  # denoising steps of all blocks so far
@@ -100,6 +100,11 @@ class SequenceState:
                 )
 
     @property
+    def hides_again(self) -> bool:
+        """Whether steps may hide tokens again."""
+        return self.config.remask_fraction > 0 or self.config.revise is not None
+
+    @property
     def num_remasked(self) -> int:
         """The number of tokens that the step hides again. It reveals as many more than its count."""
         return count_remasked(self.counts, self.step, self.config.remask_fraction)
@@ -109,11 +114,6 @@ class SequenceState:
         """The most tokens that the step hides again by its own predictions. It reveals as many more than its
         count."""
         return self.request.revisions[self.block][self.step] if self.request.revisions else 0
-
-    @property
-    def num_slots(self) -> int:
-        """2 with guidance, else 1."""
-        return 1 + (self.config.cfg_scale > 0)
 
 
 def by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:

@@ -21,7 +21,6 @@ from unmask.generation.engine.host import (
     members,
     moved,
     moved_together,
-    ranks,
     slot_index,
 )
 from unmask.generation.engine.kv_cache import CacheMemory, SlotCache
@@ -103,6 +102,35 @@ class BatchEntry(NamedTuple):
             return self.length
         drafts = len(self.draft.ids_GW) if self.draft else 0
         return self.end(lm) - self.num_cached + drafts * (self.end(lm) - self.base(lm))
+
+
+class Predictions(NamedTuple):
+    """Predictions at hidden positions, ordered by sequence and position; those of drafts come last."""
+
+    logits_NV: Tensor  # aligned
+    member_N: np.ndarray  # index of the sequence in the pass
+    slot_N: Tensor  # of the sequence
+    position_N: Tensor  # in the sequence
+    ahead_N: np.ndarray  # how many steps ahead the predicted state is drafted; 0: the current state
+    quality_N: Tensor | None = None  # the logs of the quality head's probabilities; None: not computed
+
+    def counts(self, size: int) -> np.ndarray:
+        """The number [B] of predictions of each of `size` sequences."""
+        return np.bincount(self.member_N, minlength=size)
+
+    def take(self, index_J: Tensor, member_J: np.ndarray) -> Predictions:
+        """The predictions at some rows, whose members are `member_J`."""
+        quality_J = None if self.quality_N is None else self.quality_N[index_J]
+        at, ahead_J = (self.slot_N[index_J], self.position_N[index_J]), np.zeros_like(member_J)
+        return Predictions(self.logits_NV[index_J], member_J, *at, ahead_J, quality_J)
+
+    def at(self, index_J: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
+        """The predictions at some rows; `number_B` renumbers their members."""
+        member_N = self.member_N if number_B is None else number_B[self.member_N]
+        if np.array_equal(index_J, np.arange(len(member_N))):
+            return self._replace(member_N=member_N)
+        taken = self.take(moved(index_J, self.position_N.device), member_N[index_J])
+        return taken._replace(ahead_N=self.ahead_N[index_J])
 
 
 class SpeculativeEntry(NamedTuple):
@@ -214,12 +242,9 @@ class BatchState:
 
         return self.plans.get(("blocks", spans), index, 0)
 
-    def hidden_positions(
-        self, entries: Sequence[BatchEntry]
-    ) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
-        """Member, slot, position and steps ahead (0: the current state) of every position to predict: the
-        hidden ones of the current blocks, and the revealed ones of a block that is revised. The host knows
-        how many, and the device which."""
+    def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[np.ndarray, Tensor, Tensor]:
+        """Member, slot and position of every position to predict: the hidden ones of the current blocks, and
+        the revealed ones of a block that is revised. The host knows how many, and the device which."""
         device = self.ids_SC.device
         slot_B, start_B, count_B = np.array(
             [(entry.slot, entry.start, entry.num_predicted) for entry in entries]
@@ -231,18 +256,7 @@ class BatchState:
             hidden_BW = hidden_BW | (revise_B1 & (self.step_SC[at] >= 0))
         order_BW = first_true(hidden_BW)  # what is not in the block comes after what is
         member_N = members(count_B)
-        slot_N, position_N = moved(slot_B[member_N], device), first_by_order(order_BW, start_B, count_B)
-        ahead_N = np.zeros_like(member_N)
-        for member, entry in enumerate(entries):
-            if entry.draft is not None:
-                number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden
-                draft_J, rank_J = moved_together(device, number_J, ranks(counts))
-                drafted_J = first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start
-                position_N = torch.cat([position_N, drafted_J])
-                slot_N = torch.cat([slot_N, torch.full_like(draft_J, entry.slot)])
-                member_N = np.append(member_N, np.full_like(number_J, member))
-                ahead_N = np.append(ahead_N, 1 + number_J)
-        return member_N, slot_N, position_N, ahead_N
+        return member_N, moved(slot_B[member_N], device), first_by_order(order_BW, start_B, count_B)
 
     def read_at(
         self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor

@@ -1,8 +1,8 @@
-"""What `Engine._denoise` does after the forward pass: decide on tokens, and reveal the best.
+"""What a denoising step does after its forward pass: decide on tokens, and reveal the best.
 
-The host knows how many tokens each sequence reveals and hides again, and the device which: it sorts, and the
-host takes the first ones. Only where predictions decide how many (`threshold`, `factor`, `entropy_bound`,
-`early_commit`, `revise.below`), the host reads the number.
+The host knows how many tokens each sequence reveals, and the device which: it sorts, and the host takes the
+first ones. Only where predictions decide how many (`threshold`, `factor`, `entropy_bound`, `early_commit`),
+the host reads the number.
 
 Shapes: B sequences, N positions of their blocks with predictions, J chosen ones, M the most of one sequence,
 V vocabulary.
@@ -15,32 +15,30 @@ import torch
 from torch import Tensor
 
 from unmask.generation.constraints.decide import decide_given, windows_of
-from unmask.generation.engine.forward import Predictions
-from unmask.generation.engine.guidance import show_in_copies
-from unmask.generation.engine.host import first_by_priority, moved, padded
+from unmask.generation.engine.host import Counts, first_by_priority, moved, padded
 from unmask.generation.engine.noise import numbers
-from unmask.generation.engine.revision import tokens_to_hide
 from unmask.generation.engine.sequence import SequenceState, by_settings
-from unmask.generation.engine.slots import BatchState
+from unmask.generation.engine.slots import BatchState, Predictions
 from unmask.generation.policies import Decision, decide_by, num_accepted
 
 
-def reveal(slots: BatchState, sequences: list[SequenceState], predictions: Predictions) -> None:
-    """One denoising step, without its forward pass."""
-    predictions, hide_at, again = tokens_to_hide(slots, sequences, predictions)
+def reveal(
+    slots: BatchState, sequences: list[SequenceState], predictions: Predictions, more: Counts | None = None
+) -> None:
+    """One denoising step, without its forward pass; `more`: tokens that each sequence reveals beyond its
+    count."""
     decision = decide_all(slots, sequences, predictions)
     decision = decision._replace(log_prob_N=decision.log_prob_N.double())
-    planned = [sequence.tokens_to_reveal() + more for sequence, more in zip(sequences, again, strict=True)]
+    planned = [sequence.tokens_to_reveal() for sequence in sequences]
+    if more is not None:
+        planned = [count + other for count, other in zip(planned, more, strict=True)]
     index_J, chosen = choose(sequences, predictions, decision, planned)
     step_B = np.array([sequence.steps_done for sequence in sequences], dtype=np.int32)
     slot_J, step_J = predictions.slot_N[index_J], moved(np.repeat(step_B, chosen), index_J.device)
-    for at in hide_at:
-        slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
     slots.write((slot_J, predictions.position_N[index_J]), decision, index_J, step_J)
     slots.sum_S.index_add_(0, predictions.slot_N, decision.log_prob_N)
-    for sequence, revealed, hidden in zip(sequences, chosen, again, strict=True):
-        sequence.num_hidden += hidden - revealed
-    show_in_copies(slots, sequences)
+    for sequence, count in zip(sequences, chosen, strict=True):
+        sequence.num_hidden -= count
 
 
 def decide_all(
