@@ -13,7 +13,6 @@ logits, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,20 +23,6 @@ from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.slots import BatchState, SpeculativeEntry, as_columns
 from unmask.generation.speculation import Tree, draft_tree
 from unmask.models.diffusion_lm import DiffusionLM
-
-
-@dataclass
-class _Plan:
-    """What the queries of a pass are."""
-
-    num_clean: int
-    num_drafts: int
-    num_masks: int
-    depth_J: Tensor
-    group_Q: Tensor  # -1: clean tokens and drafts, else the node before these masks
-    inside_Q: Tensor  # the number of a mask in its group
-    offset_Q: Tensor  # the position after the first one that is not decided
-    path_QG: Tensor  # the drafts that a query sees
 
 
 def draft_pass(lm: DiffusionLM, slots: BatchState, entries: Sequence[SpeculativeEntry]) -> Tensor:
@@ -68,25 +53,35 @@ def speculative_pass(
         masks after each node, the logits of their tokens without the first ones; with a logit shift, never
         that of the first one, which the token before it predicts.
     """
-    plan = _plan(entries, tree, slots.ids_SC.device)
+    num_clean = max(entry.base - entry.first for entry in entries)
+    drafts, width = max(len(entry.draft_G) for entry in entries), max(entry.num_masks for entry in entries)
     columns = max(entry.num_columns for entry in entries)
-    queries = _queries(lm, slots, entries, plan, columns)
-    text, groups, shift = plan.num_clean + plan.num_drafts, plan.num_drafts + 1, int(lm.logit_shift)
-    width, count = plan.num_masks, len(plan.group_Q)
-    mask_JW = torch.arange(text, count, device=plan.group_Q.device).view(groups, width)
-    causal_J = torch.arange(plan.num_clean - 1, text, device=mask_JW.device)
+    queries = _queries(lm, slots, entries, tree, (num_clean, drafts, width), columns)
+    text, groups, shift = num_clean + drafts, drafts + 1, int(lm.logit_shift)
+    count, device = text + groups * width, slots.ids_SC.device
+    mask_JW = torch.arange(text, count, device=device).view(groups, width)
+    causal_J = torch.arange(num_clean - 1, text, device=device)
     predicting_JW = mask_JW[:, max(skipped - shift, 0) : max(width - shift, 0)]
     row_R = torch.cat([causal_J, predicting_JW.flatten()])
-    index_BR = torch.arange(len(entries), device=row_R.device)[:, None] * count + row_R
+    index_BR = torch.arange(len(entries), device=device)[:, None] * count + row_R
     logits_NV = run_pass(lm, slots, entries, queries, columns, index_BR.flatten(), windows=True, cache=cache)
     logits_BRV = logits_NV.unflatten(0, index_BR.shape)
     return logits_BRV[:, :groups], logits_BRV[:, groups:].unflatten(1, predicting_JW.shape)
 
 
-def _plan(entries: Sequence[SpeculativeEntry], tree: Tree, device: torch.device) -> _Plan:
-    num_clean = max(entry.base - entry.first for entry in entries)
-    drafts, width = max(len(entry.draft_G) for entry in entries), max(entry.num_masks for entry in entries)
+def _queries(
+    lm: DiffusionLM,
+    slots: BatchState,
+    entries: Sequence[SpeculativeEntry],
+    tree: Tree,
+    sizes: tuple[int, int, int],
+    columns: int,
+) -> Queries:
+    """The queries of a pass. `sizes`: the most clean tokens, drafts, and masks after a node."""
+    assert slots.cache is not None
+    (num_clean, drafts, width), device = sizes, slots.ids_SC.device
     text, node_J = num_clean + drafts, torch.arange(drafts + 1, device=device)
+    # the node before a mask and the number of the mask after it; of clean tokens and drafts the node is -1
     group_Q = F.pad(node_J.repeat_interleave(width), (text, 0), value=-1)
     inside_Q = F.pad(torch.arange(width, device=device).repeat(drafts + 1), (text, 0))
     depth_J, path_JG = (
@@ -94,36 +89,28 @@ def _plan(entries: Sequence[SpeculativeEntry], tree: Tree, device: torch.device)
         tree.path_JJ[: drafts + 1, 1 : drafts + 1].to(device),
     )
     node_Q = torch.cat([node_J.new_zeros(num_clean), node_J[1:], group_Q[text:]])
-    offset_Q = depth_J[node_Q] + inside_Q - (group_Q < 0).long()
+    offset_Q = depth_J[node_Q] + inside_Q - (group_Q < 0).long()  # from the first position not decided
     offset_Q[:num_clean] = torch.arange(-num_clean, 0, device=device)
-    return _Plan(num_clean, drafts, width, depth_J, group_Q, inside_Q, offset_Q, path_JG[node_Q])
-
-
-def _queries(
-    lm: DiffusionLM, slots: BatchState, entries: Sequence[SpeculativeEntry], plan: _Plan, columns: int
-) -> Queries:
-    assert slots.cache is not None
     extents = [
         (entry.slot, entry.first, entry.base, entry.length, len(entry.draft_G), entry.num_masks)
         for entry in entries
     ]
-    slot_B1, first_B1, base_B1, length_B1, drafts_B1, masks_B1 = as_columns(extents, plan.group_Q.device)
-    group_Q, position_BQ = plan.group_Q, base_B1 + plan.offset_Q
-    number_Q = torch.arange(len(group_Q), device=group_Q.device) - plan.num_clean  # of a draft, from 0
+    slot_B1, first_B1, base_B1, length_B1, drafts_B1, masks_B1 = as_columns(extents, device)
+    position_BQ = base_B1 + offset_Q
+    number_Q = torch.arange(len(group_Q), device=device) - num_clean  # of a draft, from 0
     text_BQ = (group_Q < 0) & (position_BQ >= first_B1) & (number_Q < drafts_B1)
-    masked_BQ = (
-        (group_Q >= 0) & (group_Q <= drafts_B1) & (plan.inside_Q < masks_B1) & (position_BQ < length_B1)
-    )
+    masked_BQ = (group_Q >= 0) & (group_Q <= drafts_B1) & (inside_Q < masks_B1) & (position_BQ < length_B1)
     position_BQ = torch.where(text_BQ | masked_BQ, position_BQ, 0)
     ids_BQ = slots.ids_SC[slot_B1, position_BQ].masked_fill(masked_BQ, lm.mask_token_id)
     for member, entry in enumerate(entries):
-        ids_BQ[member, plan.num_clean : plan.num_clean + len(entry.draft_G)] = entry.draft_G
+        ids_BQ[member, num_clean : num_clean + len(entry.draft_G)] = entry.draft_G
     # the first column of a group; masks past the end of the sequence have none
     start_BQ = base_B1 + drafts_B1 + group_Q * masks_B1
-    stop_BQ = start_BQ + torch.minimum(masks_B1, length_B1 - base_B1 - plan.depth_J[group_Q])
-    column_BQ = torch.where(masked_BQ, start_BQ + plan.inside_Q, base_B1 + number_Q)
-    path_PQ = F.pad(plan.path_QG, (1, 1)).T  # no query sees what is before or after all drafts as a draft
-    drafted_BK = (torch.arange(columns, device=group_Q.device) - base_B1).clamp(-1, plan.num_drafts) + 1
+    stop_BQ = start_BQ + torch.minimum(masks_B1, length_B1 - base_B1 - depth_J[group_Q])
+    column_BQ = torch.where(masked_BQ, start_BQ + inside_Q, base_B1 + number_Q)
+    # no query sees what is before or after all drafts as a draft
+    path_PQ = F.pad(path_JG[node_Q], (1, 1)).T
+    drafted_BK = (torch.arange(columns, device=device) - base_B1).clamp(-1, drafts) + 1
     return Queries(
         slot_BQ=slot_B1.expand_as(position_BQ),
         position_BQ=position_BQ,

@@ -224,15 +224,11 @@ class ServerBackend(RemoteBackend):
             api_key=self.api_key,
         )
         self._sending = Lock()
-        try:
-            card = self.served()
-            self.model, self.most = card["id"], card["limits"]["sequences"]
-            if differ := differences(card["facts"], model_facts(lm)):
-                remedy = "Start `unmask serve` with the trained model"
-                raise GenerationError(f"the server holds another model: {differ}", where=url, remedy=remedy)
-        except GenerationError:
-            self.close()
-            raise
+        card = self.served()
+        self.model, self.most = card["id"], card["limits"]["sequences"]
+        if differ := differences(card["facts"], model_facts(lm)):
+            remedy = "Start `unmask serve` with the trained model"
+            raise GenerationError(f"the server holds another model: {differ}", where=url, remedy=remedy)
 
     def generate(
         self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
@@ -386,11 +382,7 @@ class VLLMBackend(RemoteBackend):
             patience=config.patience,
             api_key=self.api_key,
         )
-        try:
-            self.processed = self._probe()
-        except GenerationError:
-            self.close()
-            raise
+        self.processed = self._probe()
 
     def generate(
         self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None
