@@ -4,7 +4,7 @@ order, make its final text."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from unmask.config.run import SamplerConfig
@@ -41,17 +41,12 @@ class Frame:
     num_final: int
 
 
-@dataclass
 class Watched:
     """A sequence that is watched, as it was when last seen."""
 
-    request: Request
-    mask_token_id: int
-    ids: list[int] = field(init=False)
-    step: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.ids = list(self.request.ids)
+    def __init__(self, request: Request, mask_token_id: int):
+        self.request, self.mask_token_id = request, mask_token_id
+        self.ids, self.step = list(request.ids), 0
 
     def look(self, engine: Engine, ticket: int) -> Frame | None:
         """What changed in a running sequence; None if it has not begun, has ended, or has made no step since

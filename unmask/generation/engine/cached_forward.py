@@ -1,4 +1,4 @@
-"""Forward passes over cached keys: exact for causal and block-causal models, lossy for bidirectional models.
+"""Forward passes over cached keys, exact for causal and block-causal models.
 
 The queries of a pass are `[clean tokens | current block | draft 1 | draft 2 | ...]`, each part as wide as the
 longest sequence needs.
@@ -9,7 +9,6 @@ drafts, W positions of a block.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,6 @@ from torch import Tensor
 from unmask.generation.engine.host import moved, moved_together
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.recorded_passes import forward, num_columns
-from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, BatchState, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -57,20 +55,13 @@ class Queries:
     path_BQK: Tensor | None = None
     # the keys that all this says; made by the first pass with these queries
     mask: AttentionMask | None = None
+    num_clean: int = 0  # queries of clean tokens before those of a block
+    width: int = 0  # of the block, and of each draft
 
     @cached_property
     def written(self) -> tuple[Tensor, Tensor]:
         """The slots and columns [B, 1, Q] that the pass writes."""
         return self.slot_BQ[:, None], self.column_BQ[:, None]
-
-
-class ForwardPlan(NamedTuple):
-    """The queries of a pass over blocks, which stay the same until one of the sequences moves on to another
-    block."""
-
-    num_clean: int  # queries of clean tokens
-    width: int  # of the block, and of each draft
-    queries: Queries
 
 
 def cached_pass(
@@ -92,11 +83,24 @@ def cached_pass(
         * max(extent.stop for extent in extents)
         * max(entry.num_queries(lm) for entry in entries)
     )
-    num_clean, width, queries = slots.plans.get(
-        (extents, slots.cache.shape), lambda: _plan(lm, slots, extents), cells
-    )
-    base_B = np.array([extent.base for extent in extents])
-    _fill_in(lm, slots, queries)
+    # the same until one of the sequences moves on to another block
+    queries = slots.plans.get((extents, slots.cache.shape), lambda: _block_queries(lm, slots, extents), cells)
+    fill_in(lm, slots, queries)
+    base_N = np.array([extent.base for extent in extents])[member_N]
+    row_N = member_N * queries.ids_BQ.shape[1] + queries.num_clean
+    index_N = moved(row_N + ahead_N * queries.width - base_N, device)
+    index_N = index_N + slots.read_at(lm, entries, member_N, position_N)
+    if ahead_N.any():
+        _fill_in_drafts(entries, extents, queries)
+        if lm.logit_shift:  # the last clean token predicts the first one of a draft, too
+            last_N, first_N = moved_together(device, row_N - 1, np.where(ahead_N > 0, base_N, -1))
+            index_N = torch.where(position_N == first_N, last_N, index_N)
+    columns = max(extent.stop + extent.num_drafts * queries.width for extent in extents)
+    return run_pass(lm, slots, entries, queries, columns, index_N)
+
+
+def _fill_in_drafts(entries: Sequence[BatchEntry], extents: Sequence[Extent], queries: Queries) -> None:
+    """The tokens of the queries of drafts."""
     for member, (entry, extent) in enumerate(zip(entries, extents, strict=True)):
         if entry.draft is not None:
             block = slice(entry.start - extent.base, entry.stop - extent.base)
@@ -105,20 +109,11 @@ def cached_pass(
                 (queries.hidden_BQ, entry.draft.hidden_GW),
             ):
                 if values_BQ is not None:
-                    values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[
-                        : len(draft_GW), block
-                    ] = draft_GW
-    row_N = member_N * queries.ids_BQ.shape[1] + num_clean
-    index_N = moved(row_N + ahead_N * width - base_B[member_N], device)
-    index_N = index_N + slots.read_at(lm, entries, member_N, position_N)
-    if lm.logit_shift and ahead_N.any():  # the last clean token predicts the first one of a draft, too
-        last_N, base_N = moved_together(device, row_N - 1, np.where(ahead_N > 0, base_B[member_N], -1))
-        index_N = torch.where(position_N == base_N, last_N, index_N)
-    columns = max(extent.stop + extent.num_drafts * width for extent in extents)
-    return run_pass(lm, slots, entries, queries, columns, index_N)
+                    values_Q = values_BQ[member, queries.num_clean + queries.width :]
+                    values_Q.unflatten(0, (-1, queries.width))[: len(draft_GW), block] = draft_GW
 
 
-def _plan(lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent]) -> ForwardPlan:
+def _block_queries(lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent]) -> Queries:
     """The queries of a pass over these parts of sequences, without their tokens."""
     slot_B1, first_B1, base_B1, stop_B1, drafts_B1 = np.array(extents).T[:, :, None]
     num_clean, width = int((base_B1 - first_B1).max()), int((stop_B1 - base_B1).max())
@@ -130,9 +125,9 @@ def _plan(lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent]) -> Forw
     # a draft has columns after the block, and attends to these and to the clean tokens
     draft_start_BQ = stop_B1 + (ahead_Q - 1) * width
     drafts = (ahead_Q, draft_start_BQ, draft_start_BQ + offset_Q) if copies > 1 else None
-    return ForwardPlan(
-        num_clean, width, _queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts)
-    )
+    queries = make_queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts)
+    queries.num_clean, queries.width = num_clean, width
+    return queries
 
 
 def cache_clean_tokens(
@@ -143,42 +138,9 @@ def cache_clean_tokens(
         [(entry.slot, entry.num_cached, entry.base(lm)) for entry in entries]
     ).T[:, :, None]
     position_BQ = start_B1 + np.arange((base_B1 - start_B1).max())
-    queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
-    _fill_in(lm, slots, queries)
+    queries = make_queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
+    fill_in(lm, slots, queries)
     run_pass(lm, slots, entries, queries, int(base_B1.max()), queries.position_BQ.new_zeros(1), cache=cache)
-
-
-def stale_positions(sequence: SequenceState) -> tuple[int, int]:
-    """The positions that the next step computes with a lossy cache: all after each refresh interval, else the
-    block, and in a cache of the prefix alone what comes after it."""
-    (start, stop), config, length = sequence.span, sequence.config, sequence.request.length
-    if sequence.step % (config.refresh_interval or sys.maxsize) == 0:
-        return 0, length
-    return start, stop if config.cache == "dual" else length
-
-
-def partial_pass(
-    lm: DiffusionLM,
-    slots: BatchState,
-    entries: Sequence[BatchEntry],
-    member_N: np.ndarray,
-    position_N: Tensor,
-    ahead_N: np.ndarray,
-) -> Tensor:
-    """A lossy pass of a bidirectional model: some positions, over stale keys of the others (Wu et al. 2025,
-    "Fast-dLLM")."""
-    spans = [
-        (entry.slot, max(entry.recompute[0] - int(lm.logit_shift), 0), entry.recompute[1], entry.length)
-        for entry in entries
-        if entry.recompute
-    ]
-    slot_B1, start_B1, stop_B1, length_B1 = np.array(spans).T[:, :, None]
-    position_BQ = start_B1 + np.arange((stop_B1 - start_B1).max())
-    queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
-    _fill_in(lm, slots, queries)
-    row_N = moved(member_N * position_BQ.shape[1] - start_B1[member_N, 0], position_N.device)
-    index_N = row_N + slots.read_at(lm, entries, member_N, position_N)
-    return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
 
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
@@ -188,7 +150,7 @@ def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
     return Extent(entry.slot, first, base, stop, drafts)
 
 
-def _queries(
+def make_queries(
     lm: DiffusionLM,
     slots: BatchState,
     slot_B1: np.ndarray,
@@ -242,7 +204,7 @@ def _queries(
     )
 
 
-def _fill_in(lm: DiffusionLM, slots: BatchState, queries: Queries) -> None:
+def fill_in(lm: DiffusionLM, slots: BatchState, queries: Queries) -> None:
     """The present tokens of the queries."""
     at = (queries.slot_BQ, queries.position_BQ)
     queries.ids_BQ = slots.ids_SC[at]

@@ -19,12 +19,13 @@ import torch
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.engine.cached_forward import cache_clean_tokens, stale_positions
+from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.drafts import denoise_with_drafts
 from unmask.generation.engine.forward import buckets, predict
 from unmask.generation.engine.guidance import guided_predictions, show_in_copies
 from unmask.generation.engine.host import moved
 from unmask.generation.engine.kv_cache import SlotCache
+from unmask.generation.engine.lossy_cache import stale_positions
 from unmask.generation.engine.noise import num_numbers
 from unmask.generation.engine.recorded_passes import check_graphs, passes_of
 from unmask.generation.engine.revision import hide_and_reveal, predict_with_quality

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.generation.engine.cached_forward import cached_pass, partial_pass
+from unmask.generation.engine.cached_forward import cached_pass
 from unmask.generation.engine.drafts import add_drafted
 from unmask.generation.engine.host import moved, slot_index, starts
+from unmask.generation.engine.lossy_cache import partial_pass
 from unmask.generation.engine.recorded_passes import forward
 from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
