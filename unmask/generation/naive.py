@@ -27,7 +27,7 @@ from unmask.generation.requests import (
     without_ends,
 )
 from unmask.generation.revise import doubts, present_log_probs
-from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
+from unmask.generation.speculation import Tree, draft_inputs, draw_drafts, num_drafts, tree_of, verify
 from unmask.generation.variable_length import (
     RECORDS,
     OpenText,
@@ -276,7 +276,7 @@ def _speculate(
     steps: list[int] = [-1] * request.start
     decisions: dict[int, Decision] = {}
     key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
-    tree = draft_tree(num_drafts(lm, config), config.num_branches)
+    tree = tree_of(lm, config)
     # of each position the candidates, and the distributions that they were drawn from
     drafts: list[list[tuple[Tensor, Tensor]]] = []
     passes = num_drafted = num_accepted = 0

@@ -77,10 +77,14 @@ def num_drafts(lm: DiffusionLM, config: SamplerConfig) -> int:
 def num_columns(lm: DiffusionLM, config: SamplerConfig) -> int:
     """The most cache columns of a pass beyond those of the sequence: of drafts, and of masks after each
     node."""
-    drafts = num_drafts(lm, config)
-    tree = draft_tree(drafts, config.num_branches)
+    drafts, tree = num_drafts(lm, config), tree_of(lm, config)
     counts = [(tree.num_drafts(depth), depth) for depth in range(drafts + 1)]  # at this distance from the end
     return max(count - depth + (count + 1) * (drafts + 1) for count, depth in counts)
+
+
+def tree_of(lm: DiffusionLM, config: SamplerConfig) -> Tree:
+    """The drafts of a pass."""
+    return draft_tree(num_drafts(lm, config), config.num_branches)
 
 
 @cache

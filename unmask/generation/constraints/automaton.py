@@ -250,19 +250,16 @@ def _classes(
                 after[step] = numbers.setdefault(composed_S.tobytes(), len(functions))
                 if after[step] == len(functions):
                     functions.append(composed_S)
-                    _refuse_large(size * len(functions), where)
+                    if size * len(functions) > MAX_CELLS:
+                        what = f"its table of states and tokens has more than {MAX_CELLS} entries"
+                        remedy = "Bound its repetitions, or split it"
+                        raise GenerationError(what, where=where, remedy=remedy)
             function = after[step]
             if function == 0:
                 break
         class_V[token] = function
     used_C, class_V = np.unique(np.concatenate([[0], class_V]), return_inverse=True)
     return np.stack([functions[number] for number in used_C]), class_V.reshape(-1)[1:]
-
-
-def _refuse_large(cells: int, where: str) -> None:
-    if cells > MAX_CELLS:
-        what = f"its table of states and tokens has more than {MAX_CELLS} entries"
-        raise GenerationError(what, where=where, remedy="Bound its repetitions, or split it")
 
 
 def _with_ends(

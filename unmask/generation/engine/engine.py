@@ -82,7 +82,7 @@ class Engine:
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
-        GenerationError: batch_size is below 1, or cuda_graphs without a GPU.
+        GenerationError: cuda_graphs without a GPU, or a verifier that does not fit the model.
     """
 
     def __init__(
@@ -95,8 +95,6 @@ class Engine:
     ):
         self.lm, self.verifier = lm, verifier
         self.batch_size, self.max_batch_tokens = batch_size, max_batch_tokens
-        if batch_size < 1:
-            raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
         self.slots = BatchState(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"

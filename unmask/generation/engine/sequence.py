@@ -5,7 +5,7 @@ Shapes: G drafts, D depths, K candidates, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
@@ -116,7 +116,7 @@ class SequenceState:
         return self.request.revisions[self.block][self.step] if self.request.revisions else 0
 
 
-def by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:
+def by_settings(sequences: Sequence[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:
     """Each distinct config, and a mask [B] of the sequences that use it. The engine keeps equal configs as
     one object."""
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():

@@ -8,6 +8,7 @@ positions of several sequences, M some of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.forward import buckets
 from unmask.generation.engine.kv_cache import SlotCache
-from unmask.generation.engine.sequence import SequenceState, Speculation
+from unmask.generation.engine.sequence import SequenceState, Speculation, by_settings
 from unmask.generation.engine.slots import BatchState, SpeculativeEntry, as_columns
 from unmask.generation.engine.speculative_forward import draft_pass, speculative_pass
 from unmask.generation.output import end_of
@@ -25,7 +26,7 @@ from unmask.generation.policies import Decision
 from unmask.generation.remote.verify import server_logits
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request
-from unmask.generation.speculation import Tree, draft_tree, draw_drafts, num_drafts, verify
+from unmask.generation.speculation import Tree, draw_drafts, num_drafts, tree_of, verify
 from unmask.models.diffusion_lm import DiffusionLM
 
 Verifier = DiffusionLM | RemoteLM
@@ -34,7 +35,7 @@ Verifier = DiffusionLM | RemoteLM
 def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculation:
     """The state before the first round, which has no drafts."""
     none = torch.zeros(0, dtype=torch.long, device=lm.device)
-    shape = (0, _tree(lm, config).width, lm.config.vocab_size)
+    shape = (0, tree_of(lm, config).width, lm.config.vocab_size)
     return Speculation(
         request.start, request.start, none, torch.zeros(shape, dtype=lm.log_prob_dtype, device=lm.device)
     )
@@ -51,15 +52,14 @@ def speculate(
     with `alone`, all have. Returns the finished ones. `verifier`: the causal model that verifies, here or on
     a server; None: the model itself."""
     finished: list[SequenceState] = []
-    for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
-        alike = [sequence for sequence in sequences if sequence.config is config]
+    for config, uses_B in by_settings(sequences):
+        alike, tree = [*compress(sequences, uses_B)], tree_of(lm, config)
         for bucket in buckets([_state(sequence).position - sequence.num_cached for sequence in alike], alone):
             members = [alike[index] for index in bucket]
-            finished += (
-                _round(lm, slots, members)
-                if verifier is None
-                else _round_of_two(lm, verifier, slots, members)
-            )
+            if verifier is None:
+                finished += _round(lm, slots, members, tree)
+            else:
+                finished += _round_of_two(lm, verifier, slots, members, tree)
     return finished
 
 
@@ -78,31 +78,31 @@ def _entries(sequences: Sequence[SequenceState], num_masks: int) -> list[Specula
     return entries
 
 
-def _round(lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState]) -> list[SequenceState]:
-    tree, width = _tree(lm, sequences[0].config), num_drafts(lm, sequences[0].config) + 1
-    entries = _entries(sequences, width)
+def _round(
+    lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], tree: Tree
+) -> list[SequenceState]:
+    entries = _entries(sequences, num_drafts(lm, sequences[0].config) + 1)
     causal_BJV, masked_BJDV = speculative_pass(lm, slots, entries, tree)
-    last, finished = _reveal(lm, slots, sequences, causal_BJV, slots.cache)
+    last, finished = _reveal(lm, slots, sequences, tree, causal_BJV, slots.cache)
     going_on = [member for member, sequence in enumerate(sequences) if sequence not in finished]
     if going_on:
         at = torch.tensor([(member, last[member]) for member in going_on], device=masked_BJDV.device)
-        _draft(lm, slots, [sequences[member] for member in going_on], masked_BJDV[at[:, 0], at[:, 1]])
+        _draft(slots, [sequences[member] for member in going_on], tree, masked_BJDV[at[:, 0], at[:, 1]])
     return finished
 
 
 def _round_of_two(
-    lm: DiffusionLM, verifier: Verifier, slots: BatchState, sequences: list[SequenceState]
+    lm: DiffusionLM, verifier: Verifier, slots: BatchState, sequences: list[SequenceState], tree: Tree
 ) -> list[SequenceState]:
     """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
     count = num_drafts(lm, sequences[0].config)
     entries = _entries(sequences, 0)
-    tree = _tree(lm, sequences[0].config)
     if isinstance(verifier, DiffusionLM):
         causal_BJV, _ = speculative_pass(verifier, slots, entries, tree, cache=slots.verifier_cache)
     else:
         ids_BT = [slots.ids_SC[entry.slot, : entry.base].tolist() for entry in entries]
         causal_BJV = server_logits(verifier, lm, ids_BT, entries, tree, sequences[0].config)
-    _, finished = _reveal(lm, slots, sequences, causal_BJV, slots.verifier_cache)
+    _, finished = _reveal(lm, slots, sequences, tree, causal_BJV, slots.verifier_cache)
     going_on = [sequence for sequence in sequences if sequence not in finished]
     if going_on:
         entries = []
@@ -111,18 +111,15 @@ def _round_of_two(
             first, none = min(state.num_drafter_cached, state.position - 1), state.draft_G[:0]
             entries.append(SpeculativeEntry(slot, length, first, state.position, none, count + 1))
             state.num_drafter_cached = state.position
-        _draft(lm, slots, going_on, draft_pass(lm, slots, entries)[:, :count])
+        _draft(slots, going_on, tree, draft_pass(lm, slots, entries)[:, :count])
     return finished
-
-
-def _tree(lm: DiffusionLM, config: SamplerConfig) -> Tree:
-    return draft_tree(num_drafts(lm, config), config.num_branches)
 
 
 def _reveal(
     lm: DiffusionLM,
     slots: BatchState,
     sequences: list[SequenceState],
+    tree: Tree,
     logits_BJV: Tensor,
     cache: SlotCache | None,
 ) -> tuple[list[int], list[SequenceState]]:
@@ -133,7 +130,7 @@ def _reveal(
         cache: holds the keys of all drafts. Those that were kept move to the columns of their positions.
             None: a server has them.
     """
-    tree, shape = _tree(lm, sequences[0].config), logits_BJV.shape[:2]
+    shape = logits_BJV.shape[:2]
     decision, rank_N = _verify(slots, sequences, logits_BJV, tree)
     last, finished, revealed, moved = [], [], [], []
     nodes = torch.stack([rank_N.view(shape), decision.token_N.view(shape)], 1).tolist()
@@ -175,11 +172,8 @@ def _verify(
 ) -> tuple[Decision, Tensor]:
     """The token after each node [B * J] if the path to it is kept, and the rank of the candidate that it is,
     or -1."""
-    config, states, (size, count, vocabulary) = (
-        sequences[0].config,
-        [_state(sequence) for sequence in sequences],
-        logits_BJV.shape,
-    )
+    config, (size, count, vocabulary) = sequences[0].config, logits_BJV.shape
+    states = [_state(sequence) for sequence in sequences]
     draft_BJ = F.pad(pad_sequence([state.draft_G for state in states], batch_first=True), (1, 0))
     drafted_BDKV = pad_sequence([state.drafted_DKV for state in states], batch_first=True)
     depth_J = tree.depth_J[:count].to(draft_BJ.device)
@@ -200,13 +194,9 @@ def _verify(
     return verify(logits_BJV.flatten(0, 1), candidates, config, key_N, position_N, present_NV)
 
 
-def _draft(lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], logits_BDV: Tensor) -> None:
+def _draft(slots: BatchState, sequences: list[SequenceState], tree: Tree, logits_BDV: Tensor) -> None:
     """Draw the candidates of the next tokens, as far as the sequence goes."""
-    config, tree, (count, vocabulary) = (
-        sequences[0].config,
-        _tree(lm, sequences[0].config),
-        logits_BDV.shape[1:],
-    )
+    config, (count, vocabulary) = sequences[0].config, logits_BDV.shape[1:]
     key_N, position_N = _keys(sequences, torch.arange(count, device=logits_BDV.device))
     present_NV = _present(slots, sequences, count, vocabulary) if config.repetition_penalty != 1 else None
     draft_NK, drafted_NKV = draw_drafts(
