@@ -63,7 +63,7 @@ def complete(
     if verifier is not None:
         check_verifier(lm, verifier)
         for request in requests:
-            check_verified(verifier.context_length, request.length, config)
+            check_verified(verifier, request.length, config)
     with evaluating(lm), evaluating(verifier or lm):
         if config.self_speculative:
             traces = [_speculate(lm, verifier, request, config) for request in requests]

@@ -250,40 +250,42 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     return size
 
 
-def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
-    """Raise GenerationError unless the second model can verify the drafts of the first: a causal one, with
-    the same tokens."""
-    if not verifier.autoregressive:
+def check_verifier(lm: DiffusionLM, verifier: Any) -> None:
+    """Raise GenerationError unless the second model, a `DiffusionLM` or a `RemoteLM`, can verify the drafts
+    of the first: a causal one, with the same tokens."""
+    here = verifier if isinstance(verifier, DiffusionLM) else None
+    if here is not None and not here.autoregressive:
         remedy = "Give a causal model, or the causal reading (`.as_causal()`) of one with a causal context"
-        raise GenerationError(
-            f"is a model of {verifier.attention} attention", where="verifier", remedy=remedy
-        )
-    check_vocabulary(lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab())
-    sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, verifier))
+        raise GenerationError(f"is a model of {here.attention} attention", where="verifier", remedy=remedy)
+    differing = lm.tokenizer.get_vocab().items() ^ verifier.tokenizer.get_vocab().items()
+    if count := sum(token != lm.tokenizer.mask_token for token, _ in differing):
+        what = f"{count} entries differ from those of the drafting model's tokenizer"
+        raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer")
+    if here is None:
+        return
+    sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, here))
     if sizes != other_sizes:
         what = f"has the vocabulary size and mask token {other_sizes}, the drafting model {sizes}"
         raise GenerationError(what, where="verifier", remedy="Give a model with the same of both")
-    if verifier.device != lm.device:
-        what = f"is on {verifier.device}, and the drafting model on {lm.device}"
+    if here.device != lm.device:
+        what = f"is on {here.device}, and the drafting model on {lm.device}"
         raise GenerationError(what, where="verifier", remedy="Load both on one device")
 
 
-def check_vocabulary(words: dict[str, int], others: dict[str, int]) -> None:
-    """Raise GenerationError for a verifying model with other tokens than the drafting one."""
-    if count := len(words.items() ^ others.items()):
-        what = f"{count} entries differ from those of the drafting model's tokenizer"
-        raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer")
-
-
-def check_verified(context_length: int | None, length: int, config: SamplerConfig) -> None:
-    """Raise GenerationError for a request that is not to be verified, or whose tokens exceed the context of
-    the verifying model."""
+def check_verified(verifier: Any, length: int, config: SamplerConfig) -> None:
+    """Raise GenerationError for a request, of so many tokens, that the model cannot verify."""
     if not config.self_speculative:
         raise GenerationError(
             f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'"
         )
-    if context_length is not None and length > context_length:
-        what = f"{length} tokens exceed its context of {context_length}"
+    if not isinstance(verifier, DiffusionLM):
+        length += 1  # a server always writes a token after what it reads
+        if config.repetition_penalty != 1:
+            what = "changes logits, of which a server gives only the log-probabilities"
+            where = "repetition_penalty and verifier"
+            raise GenerationError(what, where=where, remedy="Leave one of them out")
+    if verifier.context_length is not None and length > verifier.context_length:
+        what = f"{length} tokens exceed its context of {verifier.context_length}"
         raise GenerationError(what, where="verifier", remedy="Shorten the prompt or lower max_new_tokens")
 
 
@@ -297,6 +299,12 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
                 where=where,
                 remedy="Use this model's tokenizer",
             )
+
+
+def longest_first(requests: Sequence[Request]) -> list[int]:
+    """The order in which requests run: the longest first, so that memory is allocated once, and equal prompts
+    together, so that their keys are computed once."""
+    return sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
 
 
 def _check_blocks(number: int, config: SamplerConfig, where: str) -> None:

@@ -17,6 +17,7 @@ from unmask.generation.output import Generation, make_generation
 from unmask.generation.requests import (
     Request,
     checked_keys,
+    longest_first,
     make_infill_requests,
     make_requests,
     without_ends,
@@ -139,13 +140,11 @@ def _filled_in(generation: Generation, requests: Sequence[Request]) -> list[list
 def _run(
     lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: Verifier | None = None
 ) -> Generation:
-    """Run requests through an engine: the longest first, so that memory is allocated once, and equal prompts
-    together, so that their keys are computed once."""
+    """Run requests through an engine."""
     engine = Engine(
         lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens, verifier=verifier
     )
-    order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
-    index = {engine.submit(requests[i], config): i for i in order}
+    index = {engine.submit(requests[i], config): i for i in longest_first(requests)}
     traces = {index[ticket]: trace for ticket, trace in engine.run()}
     generation = make_generation(lm, requests, [traces[i] for i in range(len(requests))], config)
     return replace(generation, prompt_reuse=engine.prompt_reuse)

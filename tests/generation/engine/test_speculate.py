@@ -232,6 +232,6 @@ def test_verifiers_that_do_not_fit_are_refused():
     other = copy.copy(verifier)
     other.tokenizer = character_tokenizer("abcdeg")
     with pytest.raises(
-        GenerationError, match="verifier: 3 entries differ from those of the drafting model's tokenizer"
+        GenerationError, match="verifier: 2 entries differ from those of the drafting model's tokenizer"
     ):
         sampler.generate(lm, ["a"], config, verifier=other)

@@ -35,8 +35,6 @@ from unmask.generation.engine.speculate import Verifier, begin, speculate
 from unmask.generation.engine.steps import reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import MOST_TOP, nan_error
-from unmask.generation.remote.verify import check_served, check_server
-from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
 from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
@@ -101,7 +99,7 @@ class Engine:
         if self.exact_cache:
             self.slots.create_cache(passes_of(lm).memory if lm.cuda_graphs else None)
         if verifier is not None:
-            check_server(lm, verifier) if isinstance(verifier, RemoteLM) else check_verifier(lm, verifier)
+            check_verifier(lm, verifier)
         self._verifier = verifier if isinstance(verifier, DiffusionLM) else None  # which has its keys here
         if self._verifier is not None:
             self.slots.verifier_cache = SlotCache()
@@ -128,10 +126,8 @@ class Engine:
                 model.
         """
         check_settings(self.lm, config)
-        if isinstance(self.verifier, RemoteLM):
-            check_served(self.verifier, request, config)
-        elif self.verifier is not None:
-            check_verified(self.verifier.context_length, request.length, config)
+        if self.verifier is not None:
+            check_verified(self.verifier, request.length, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
         if given != (config.parallel, config.constraint is not None, config.revise is not None):
             raise GenerationError(

@@ -36,7 +36,7 @@ from unmask.generation.remote.protocol import (
     model_facts,
 )
 from unmask.generation.remote.vllm_client import RemoteLM, check_nccl
-from unmask.generation.requests import Request, make_requests
+from unmask.generation.requests import Request, longest_first, make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.variables import ADMIN_KEY, API_KEY
@@ -243,8 +243,7 @@ class ServerBackend(RemoteBackend):
             )
         unconstrained = config.model_copy(update={"constraint": None})  # the server compiles it
         requests = make_requests(self.lm, prompts, unconstrained, keys)
-        # as in process
-        order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
+        order = longest_first(requests)
         chunks = in_chunks(
             [requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE))
         )

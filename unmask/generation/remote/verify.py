@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
-from unmask.errors import GenerationError
 from unmask.generation.engine.slots import SpeculativeEntry
 from unmask.generation.remote.vllm_client import RemoteLM
-from unmask.generation.requests import Request, check_verified, check_vocabulary
 from unmask.generation.speculation import Tree
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -96,21 +94,3 @@ def distribution(known: Mapping[int, float], vocabulary: int, never: Collection[
     for token in never:
         out_V[token] = -torch.inf
     return out_V
-
-
-def check_server(lm: DiffusionLM, server: RemoteLM) -> None:
-    """Raise GenerationError unless the server's tokenizer has the same tokens as the drafting model's, the
-    mask token aside."""
-    words, others = (dict(tokenizer.get_vocab()) for tokenizer in (lm.tokenizer, server.tokenizer))
-    for vocabulary in (words, others):
-        vocabulary.pop(lm.tokenizer.mask_token, None)
-    check_vocabulary(words, others)
-
-
-def check_served(server: RemoteLM, request: Request, config: SamplerConfig) -> None:
-    """Raise GenerationError for a request that a server cannot verify."""
-    # a server always writes a token after what it reads
-    check_verified(server.context_length, request.length + 1, config)
-    if config.repetition_penalty != 1:
-        what = "changes logits, of which a server gives only the log-probabilities"
-        raise GenerationError(what, where="repetition_penalty and verifier", remedy="Leave one of them out")
