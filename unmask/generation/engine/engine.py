@@ -93,6 +93,8 @@ class Engine:
     ):
         self.lm, self.verifier = lm, verifier
         self.batch_size, self.max_batch_tokens = batch_size, max_batch_tokens
+        if batch_size < 1:
+            raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
         self.slots = BatchState(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
