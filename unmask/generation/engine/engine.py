@@ -80,7 +80,8 @@ class Engine:
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
-        GenerationError: cuda_graphs without a GPU, or a verifier that does not fit the model.
+        GenerationError: batch_size is below 1, cuda_graphs without a GPU, or a verifier that does not fit the
+            model.
     """
 
     def __init__(
