@@ -20,11 +20,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-messages",
+        action="store_true",
+        help="record the errors of the tests that pass (tests/errors.py)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The process that only hands out tests (`-n`) need not import what they do, before which no worker would
     start."""
+    if config.getoption("write_messages") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--write-messages writes one file from one process: leave out -n")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tests.fixtures")
+        config.pluginmanager.import_plugin("tests.errors")
 
 
 hypothesis.settings.register_profile(
