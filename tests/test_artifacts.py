@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 
+from tests.errors import raises
 from unmask import artifacts
 from unmask.artifacts import MetricsLog, irregular_file, read_file, run_manifest, write_atomic, write_manifest
 from unmask.errors import DataError
@@ -54,17 +55,17 @@ def test_a_line_torn_by_a_crash_is_left_out_and_the_log_goes_on(tmp_path):
 
 def test_a_missing_or_malformed_log_is_named(tmp_path):
     log = MetricsLog(tmp_path / "training_logs.json")
-    with pytest.raises(DataError, match=r"training_logs\.json: no such metrics file"):
+    with raises(DataError, where=str(tmp_path / "training_logs.json")):
         log.read()
     log.path.write_text('{"step": 1}\nstep: 2\n')
-    with pytest.raises(DataError, match=r"training_logs\.json, line 2: not JSON"):
+    with raises(DataError, where=f"{tmp_path}/training_logs.json, line 2"):
         log.read()
     for line in ("1" * 5000, "[" * 100_000):
         log.path.write_text(f"{line}\n")
-        with pytest.raises(DataError, match=r"training_logs\.json, line 1: not JSON"):
+        with raises(DataError, where=f"{tmp_path}/training_logs.json, line 1"):
             log.read()
     log.path.write_bytes(b"\xff\n")
-    with pytest.raises(DataError, match=r"training_logs\.json: cannot be read"):
+    with raises(DataError, where=str(tmp_path / "training_logs.json")):
         log.read()
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from unmask.errors import DataError
 from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
 
@@ -51,59 +52,43 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "where"),
     [
-        ("t.jsonl", b'{"a": 1}\n{"a": \n', "line 2: malformed JSON"),
-        ("t.jsonl", b'{"a": 1} {"a": 2}\n', "line 1: malformed JSON, column 10: Extra data"),
-        ("t.jsonl", b'  {"a" 1}\n', "line 1: malformed JSON, column 8: Expecting ':'"),
-        (
-            "t.jsonl",
-            b'{"a": 1}\n{"a": "x',
-            "line 2: malformed JSON, column 7: .*; the text ends in the middle of a record",
-        ),
-        ("t.jsonl", b"[" * 200_000, "line 1: malformed JSON"),
-        ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1: malformed JSON"),
-        (
-            "t.json",
-            b'[{"a": 1},\n{"a": 2}',
-            "line 2: malformed JSON, .*; the text ends in the middle of a record",
-        ),
-        (
-            "t.json",
-            b'[{"a": 1},\n{"a" 2}]',
-            "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Fix",
-        ),
-        ("t.jsonl", b'"text"\n', "line 1: a row is an object"),
-        ("t.jsonl", b"\n \n", "empty"),
-        ("t.jsonl", b'{"a": "\xff"}\n', "byte 7 is not UTF-8"),
-        ("t.json", b'{"a": 1}', "not an array of objects"),
-        ("t.json", b"[]", "no rows"),
-        ("t.json", b"[1]", "row 0: a row is an object"),
-        ("t.csv", b'a,b\n1,2\n"1,2\n', "row 1: malformed CSV"),
-        ("t.csv", b"a\n" + b"x" * 200_000, "row 0: malformed CSV"),
-        ("t.csv", b"a,b,a\n1,2,3\n", "several columns are named 'a'"),
-        ("t.csv", b"a,,\n1,2,3\n", "several columns are named ''"),
-        ("t.csv", b"prompt;completion\n1;2\n", "the columns are separated by ';', not by ','"),
-        ("t.csv", b"prompt\tcompletion\n1\t2\n", r"the columns are separated by '\\t', not by ','"),
-        ("t.tsv", b"prompt,completion\n1,2\n", r"the columns are separated by ',', not by '\\t'"),
-        (
-            "t.jsonl",
-            b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n',
-            "line 2: malformed JSON: 'a' is in an object twice",
-        ),
-        ("t.json", b'[{"a": [{"b": 1, "b": 1}]}]', "line 1: malformed JSON: 'b' is in an object twice"),
+        ("t.jsonl", b'{"a": 1}\n{"a": \n', ", line 2"),
+        ("t.jsonl", b'{"a": 1} {"a": 2}\n', ", line 1"),
+        ("t.jsonl", b'  {"a" 1}\n', ", line 1"),
+        ("t.jsonl", b'{"a": 1}\n{"a": "x', ", line 2"),
+        ("t.jsonl", b"[" * 200_000, ", line 1"),
+        ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", ", line 1"),
+        ("t.json", b'[{"a": 1},\n{"a": 2}', ", line 2"),
+        ("t.json", b'[{"a": 1},\n{"a" 2}]', ", line 2"),
+        ("t.jsonl", b'"text"\n', ", line 1"),
+        ("t.jsonl", b"\n \n", ""),
+        ("t.jsonl", b'{"a": "\xff"}\n', ", line 1"),
+        ("t.json", b'{"a": 1}', ""),
+        ("t.json", b"[]", ""),
+        ("t.json", b"[1]", ", row 0"),
+        ("t.csv", b'a,b\n1,2\n"1,2\n', ", row 1"),
+        ("t.csv", b"a\n" + b"x" * 200_000, ", row 0"),
+        ("t.csv", b"a,b,a\n1,2,3\n", ""),
+        ("t.csv", b"a,,\n1,2,3\n", ""),
+        ("t.csv", b"prompt;completion\n1;2\n", ""),
+        ("t.csv", b"prompt\tcompletion\n1\t2\n", ""),
+        ("t.tsv", b"prompt,completion\n1,2\n", ""),
+        ("t.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', ", line 2"),
+        ("t.json", b'[{"a": [{"b": 1, "b": 1}]}]', ", line 1"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_what_cannot_be_read_is_named(tmp_path, name, content, where):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with raises(DataError, where=f"{path}{where}") as caught:
         list(read_records(path))
-    assert str(path) in str(caught.value) and caught.value.remedy
+    assert caught.value.remedy
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(DataError, match="no such file"):
+    with raises(DataError, where=str(tmp_path / "t.txt")):
         list(read_lines(tmp_path / "t.txt"))
 
 
@@ -123,11 +108,14 @@ def test_lines_come_one_by_one_with_their_ends_compressed_or_not(tmp_path_factor
 
 
 def test_rows_before_a_malformed_one_are_read_first(tmp_path):
-    for name, content in [("t.jsonl", '{"a": 1}\n{"a": '), ("t.csv", "a,b\n1,2\n3")]:
+    for name, content, where in [
+        ("t.jsonl", '{"a": 1}\n{"a": ', "line 2"),
+        ("t.csv", "a,b\n1,2\n3", "row 1"),
+    ]:
         (tmp_path / name).write_text(content)
         rows = read_records(tmp_path / name)
         next(rows)
-        with pytest.raises(DataError, match=f"{name}, (line 2|row 1)"):
+        with raises(DataError, where=f"{tmp_path}/{name}, {where}"):
             next(rows)
 
 
@@ -153,27 +141,21 @@ def test_an_error_is_raised_or_stands_in_place_of_its_row(tmp_path_factory, line
     assert read() == (errors[0] if errors else kept)
 
 
-@pytest.mark.parametrize("cut", [1, 9, 30])
-def test_a_compressed_file_that_was_cut_off(cut, tmp_path):
+@pytest.mark.parametrize(("cut", "lines"), [(1, 3), (9, 3), (30, 0)])
+def test_a_compressed_file_that_was_cut_off(cut, lines, tmp_path):
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n' * 3 + b'{"a": 2}')[:-cut])
-    with pytest.raises(
-        DataError, match=r"t\.jsonl\.gz, after line \d: the compressed file is damaged or cut off"
-    ) as caught:
+    with raises(DataError, where=f"{path}, after line {lines}") as caught:
         list(read_records(path))
     assert caught.value.remedy
 
 
 def test_missing_names_are_told_with_those_present_and_the_nearest():
     require_names(["a", "b"], ["b"], "here")
-    with pytest.raises(
-        DataError, match=r"here: no column 'prompt' \(present: 'promt', 'x'\). Did you mean 'promt'\?"
-    ):
+    with raises(DataError, where="here"):
         require_names(["promt", "x"], ["x", "prompt"], "here")
 
 
 def test_a_missing_column_without_a_similar_one_points_to_the_formats():
-    with pytest.raises(
-        DataError, match=r"no column 'chosen' \(present: 'messages'\)\. Rename a column: docs/data.md"
-    ):
+    with raises(DataError, where="row 0"):
         require_names(["messages"], ["chosen"], "row 0")

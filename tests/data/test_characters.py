@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.errors import raises
 from unmask.data.characters import SPECIAL, character_tokenizer
 from unmask.errors import ConfigError
 
@@ -58,5 +59,5 @@ def test_there_is_no_mask_token_until_one_is_added():
 
 def test_repeated_characters_count_once_and_none_is_an_error():
     assert character_tokenizer("aba").get_vocab() == character_tokenizer("ab").get_vocab()
-    with pytest.raises(ConfigError, match="alphabet is empty"):
+    with raises(ConfigError, where="character_tokenizer"):
         character_tokenizer("")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from tests.tokenizers import tokenizer as every_kind
 from unmask.data.characters import character_tokenizer
@@ -107,7 +108,7 @@ def test_a_real_tokenizer():
     assert prompt_ids == tokenizer("Once upon a time")["input_ids"]
     assert completion_ids.count(tokenizer.eos_token_id) == 1 and completion_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.bos_token_id not in completion_ids
-    with pytest.raises(DataError, match="no chat template"):
+    with raises(DataError, where=tokenizer.name_or_path):
         encode_prompt(tokenizer, [_turn("user", "hi")])
 
 
@@ -200,7 +201,7 @@ def test_ids_are_unchanged(ids):
 
 @pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1, "a"], {"role": "user"}, [{"content": "a"}]])
 def test_other_types_of_prompt_are_refused(prompt):
-    with pytest.raises(DataError, match="a prompt cannot be"):
+    with raises(DataError, where="prompt"):
         encode_prompt(BARE, prompt)
 
 
@@ -378,33 +379,25 @@ def test_an_answer_with_any_end_token_inside_is_refused(answer):
         lambda: encode_pair(tokenizer, [_turn("user", "a")], [_turn("assistant", answer)], ends),
         lambda: encode_preference(tokenizer, {"prompt": "a", "chosen": "b", "rejected": answer}, ends),
     ):
-        with pytest.raises(DataError, match="has the end token") as caught:
+        with raises(DataError, where="completion") as caught:
             render_it()
         assert caught.value.reason == "end token inside the text"
-    with pytest.raises(DataError, match="only an end token"):
+    with raises(DataError, where="completion"):
         encode_pair(tokenizer, "a", "<|im_end|>", ends)
 
 
 @pytest.mark.parametrize(
-    ("turns", "message", "reason"),
+    ("turns", "reason"),
     [
-        ([_turn("user", "a")], "there is no turn of the assistant", "without an answer"),
-        (
-            [_turn("assistant", "a")],
-            "message 0 is the assistant's, but follows no message to answer",
-            "answer without a question",
-        ),
-        (
-            [_turn("user", "a"), _turn("assistant", "b"), _turn("assistant", "c")],
-            "message 2 .* follows no message",
-            "answer without a question",
-        ),
-        ("abc", "not a list of messages", "wrong type"),
+        ([_turn("user", "a")], "without an answer"),
+        ([_turn("assistant", "a")], "answer without a question"),
+        ([_turn("user", "a"), _turn("assistant", "b"), _turn("assistant", "c")], "answer without a question"),
+        ("abc", "wrong type"),
     ],
 )
 @pytest.mark.parametrize("learn", ["all", "last"])
-def test_conversations_without_an_answer_to_learn_are_refused(learn, turns, message, reason):
-    with pytest.raises(DataError, match=message) as caught:
+def test_conversations_without_an_answer_to_learn_are_refused(learn, turns, reason):
+    with raises(DataError, where="messages") as caught:
         encode_turns(CHAT, turns, learn)
     assert caught.value.reason == reason
 
@@ -416,11 +409,11 @@ def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
         "endif %}!{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    with pytest.raises(DataError, match=r"renders the prompt differently.*only appends"):
+    with raises(
+        DataError, where="prompt [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]"
+    ):
         encode_turns(forgets, turns, "all")
-    with pytest.raises(
-        DataError, match=r"does not end a turn of the assistant.*training\.learn=last"
-    ) as caught:
+    with raises(DataError, where=None) as caught:
         encode_turns(PLAIN_CHAT, turns, "all")
     assert caught.value.reason is None  # of the template: no row would be better
     assert encode_turns(PLAIN_CHAT, turns[:2], "all")[1] == encode_pair(BARE, "", "b")[1]
@@ -447,7 +440,7 @@ def test_an_earlier_answer_may_be_only_a_tool_call(content):
         tokenizer.decode([token for token, is_trained in zip(prompt, learnt, strict=True) if is_trained])
         == "f<|im_end|>"
     )
-    with pytest.raises(DataError, match="does not end a turn of the assistant"):
+    with raises(DataError, where=None):
         encode_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said + calls)), turns, "all")
 
 
@@ -457,13 +450,9 @@ def test_a_template_by_name_or_from_a_file(tmp_path):
     assert read_template(str(path)) == CHATML
     assert read_template("simple") == TEMPLATES["simple"]
     for wrong in ("simpel", str(tmp_path)):
-        told = (
-            r"data\.chat_template: .*neither a template of Unmask.*Use data\.chat_template=simple, or the "
-            r"path"
-        )
-        with pytest.raises(ConfigError, match=told):
+        with raises(ConfigError, where="data.chat_template"):
             read_template(wrong)
-    with pytest.raises(DataError, match="the chat template is malformed") as caught:
+    with raises(DataError, where=None) as caught:
         encode_prompt(_tokenizer("{% for m in messages %}"), [_turn("user", "a")])
     assert caught.value.reason is None
 
@@ -486,25 +475,26 @@ def test_templates_that_cannot_serve_are_refused():
     marks_the_last = _tokenizer(
         "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}"
     )
-    with pytest.raises(DataError, match="renders the prompt differently"):
+    with raises(DataError, where="prompt [{'role': 'user', 'content': 'a'}]"):
         encode_pair(marks_the_last, [_turn("user", "a")], [_turn("assistant", "b")])
     refuses = _tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="roles must alternate"):
+    with raises(DataError, where=None) as caught:
         encode_prompt(refuses, [_turn("user", "a")])
+    assert "roles must alternate" in caught.value.what
     joins = _tokenizer("{% for m in messages %}{{ 'a' + m.content }}{% endfor %}")
     rewrites = _tokenizer("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
     for tokenizer, turn in ((joins, _turn("user", ["b"])), (rewrites, _turn("assistant", "b"))):
-        with pytest.raises(DataError, match="the chat template refuses") as caught:
+        with raises(DataError, where=None) as caught:
             encode_prompt(tokenizer, [turn])
         assert caught.value.reason == "refused by the chat template"
-    with pytest.raises(DataError, match=r"no chat template.*chat_template"):
+    with raises(DataError, where=None):
         encode_pair(BARE, [_turn("user", "a")], [_turn("assistant", "b")])
 
 
 def test_a_tokenizer_without_an_end_of_sequence():
     endless = _tokenizer()
     endless.eos_token = None
-    with pytest.raises(DataError, match="no EOS token"):
+    with raises(DataError, where=None):
         encode_pair(endless, "a", "b")
 
 
@@ -513,7 +503,7 @@ def test_a_tokenizer_without_an_end_of_sequence():
     [("a", [_turn("assistant", "b")]), ([_turn("user", "a")], "b"), ("a", None), ([_turn("user", "a")], [])],
 )
 def test_strings_and_messages_are_not_mixed(prompt, completion):
-    with pytest.raises(DataError, match="different types"):
+    with raises(DataError, where="prompt, completion"):
         encode_pair(CHAT, prompt, completion)
 
 
@@ -540,10 +530,10 @@ def test_an_answer_with_an_end_token_inside_is_refused(answer):
         lambda: encode_pair(CHAT, "a", broken[0]["content"]),
         lambda: encode_turns(CHAT, asked + broken + asked + other, "all"),
     ):
-        with pytest.raises(DataError, match="has the end token") as caught:
+        with raises(DataError, where="completion") as caught:
             render_it()
         assert caught.value.reason == "end token inside the text"
-    with pytest.raises(DataError, match="only an end token") as caught:
+    with raises(DataError, where="completion") as caught:
         encode_pair(CHAT, "a", CHAT.eos_token)
     assert caught.value.reason == "empty"
 
@@ -554,7 +544,7 @@ def test_language_modeling():
         == encode_pair(BARE, "", "ab")
         == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
     )
-    with pytest.raises(DataError, match="not a list of messages"):
+    with raises(DataError, where="messages"):
         encode_example(CHAT, {"messages": "a"})
 
 
@@ -581,7 +571,7 @@ def test_preferences_with_an_implicit_prompt():
 
 @pytest.mark.parametrize(("chosen", "rejected"), [("b", "c"), (" b", " c"), (ASKED + ANSWER, OTHER)])
 def test_an_implicit_prompt_is_not_empty(chosen, rejected):
-    with pytest.raises(DataError, match="they have no common beginning") as caught:
+    with raises(DataError, where="chosen, rejected") as caught:
         encode_preference(CHAT, {"chosen": chosen, "rejected": rejected})
     assert caught.value.reason == "empty"
 
@@ -589,7 +579,7 @@ def test_an_implicit_prompt_is_not_empty(chosen, rejected):
 @given(words, words.filter(bool), words.filter(bool))
 def test_an_implicit_prompt_loses_nothing(prompt, a, b):
     if a == b:
-        with pytest.raises(DataError, match="the same"):
+        with raises(DataError, where="chosen, rejected"):
             split_implicit_prompt(prompt + a, prompt + b)
         return
     start, chosen, rejected = split_implicit_prompt(prompt + a, prompt + b)
@@ -632,7 +622,7 @@ def test_a_completion_is_a_single_answer(tokenizer, prompt, completion, reason):
 
 
 def test_preferences_that_differ_before_the_last_answer_are_refused():
-    with pytest.raises(DataError, match="a turn of the user") as caught:
+    with raises(DataError, where="completion") as caught:
         encode_preference(
             CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER}
         )
@@ -690,7 +680,7 @@ def test_an_answer_with_weight_0_is_not_learnt(answers):
         ]
     wanted = [text for text, weight in answers if weight != 0]
     if not wanted:
-        with pytest.raises(DataError, match="all answers have weight 0") as caught:
+        with raises(DataError, where="weight") as caught:
             encode_turns(CHAT, turns, "all")
         assert caught.value.reason == "without an answer"
         return

@@ -11,6 +11,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from unmask.data.formats import (
     PREFERENCES,
     PROMPT,
@@ -68,7 +69,7 @@ def test_the_system_column_becomes_the_first_message(turns, system):
     assert read([row | {"system": ""}]) == [{"messages": messages(turns)}]
     [same] = read([row | {"conversations": [{"from": "system", "value": system, "weight": 0}, *said(turns)]}])
     assert same == {"messages": [messages(first)[0] | {"weight": 0}, *messages(turns)]}
-    with pytest.raises(DataError, match="there are two system prompts") as caught:
+    with raises(DataError, where="system") as caught:
         read([row | {"conversations": said([("system", system + "d"), *turns])}])
     assert caught.value.reason == "two system prompts"
 
@@ -105,16 +106,11 @@ def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_though
     answer = "<reasoning>\none and\none\n</reasoning>\n<answer>\nIt is 2.\n</answer>"
     prompt = [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n1+1?"}]
     assert read([row]) == [{"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}]
-    for thoughts, message, reason in [
-        ("one", "'one' is not a list of strings", "wrong type"),
-        ([1], r"\[1\] is not a list of strings", "wrong type"),
-        ([], "there is no trace", "empty"),
-        ([" "], "there is no trace", "empty"),
-    ]:
-        with pytest.raises(DataError, match=f"thinking_trajectories: {message}") as caught:
+    for thoughts, reason in [("one", "wrong type"), ([1], "wrong type"), ([], "empty"), ([" "], "empty")]:
+        with raises(DataError, where="thinking_trajectories") as caught:
             read([row | {"thinking_trajectories": thoughts}])
         assert caught.value.reason == reason
-    with pytest.raises(DataError, match="attempt: is empty"):
+    with raises(DataError, where="attempt"):
         read([row | {"attempt": ""}])
 
 
@@ -150,32 +146,12 @@ def test_a_null_in_a_table_counts_as_absent(rows):
 
 
 @pytest.mark.parametrize(
-    ("formats", "first", "other", "message"),
+    ("formats", "first", "other"),
     [
-        (
-            SUPERVISED,
-            {"text": "a"},
-            {"prompt": "a", "completion": "b"},
-            r"prompt, completion \(text\) after rows of text \(text\)",
-        ),
-        (
-            SUPERVISED,
-            {"prompt": "a", "completion": "b"},
-            {"prompt": CHAT[:1], "completion": CHAT[1:]},
-            r"\(messages\) after .*\(text\)",
-        ),
-        (
-            SUPERVISED,
-            {"messages": CHAT},
-            {"conversations": said([("human", "a")])},
-            r"conversations \(messages of ShareGPT\) after",
-        ),
-        (
-            SUPERVISED,
-            {"messages": CHAT},
-            {"messages": said([("human", "a")])},
-            r"\(messages of ShareGPT\) after .*\(messages\)",
-        ),
+        (SUPERVISED, {"text": "a"}, {"prompt": "a", "completion": "b"}),
+        (SUPERVISED, {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+        (SUPERVISED, {"messages": CHAT}, {"conversations": said([("human", "a")])}),
+        (SUPERVISED, {"messages": CHAT}, {"messages": said([("human", "a")])}),
         (
             PREFERENCES,
             {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -183,50 +159,26 @@ def test_a_null_in_a_table_counts_as_absent(rows):
                 "conversations": said([("human", "a")]),
                 **{name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")},
             },
-            (
-                r"a row of conversations, chosen, rejected \(messages of ShareGPT\) after rows of prompt, "
-                r"chosen, rejected \(text\)"
-            ),
         ),
-        (
-            PREFERENCES,
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            {"chosen": "ab", "rejected": "ac"},
-            r"chosen, rejected \(text\) after",
-        ),
-        (
-            PREFERENCES,
-            {"chosen": "ab", "rejected": "ac"},
-            {"chosen": CHAT, "rejected": CHAT},
-            r"\(messages\) after .*\(text\)",
-        ),
-        (PREFERENCES, TEXTS, REPEATED, r"\(text and messages\) after .*\(text\)"),
-        (PREFERENCES, IN_MESSAGES, REPEATED, r"\(text and messages\) after .*\(messages\)"),
-        (
-            PREFERENCES,
-            {"chosen": CHAT, "rejected": CHAT},
-            REPEATED,
-            r"a row of prompt, chosen, rejected \(text and messages\) after rows of chosen",
-        ),
-        (
-            PREFERENCES,
-            IN_MESSAGES,
-            {**IN_MESSAGES, "prompt": said([("human", "a")])},
-            r"\(messages of ShareGPT and messages\) after .*",
-        ),
+        (PREFERENCES, {"prompt": "a", "chosen": "b", "rejected": "c"}, {"chosen": "ab", "rejected": "ac"}),
+        (PREFERENCES, {"chosen": "ab", "rejected": "ac"}, {"chosen": CHAT, "rejected": CHAT}),
+        (PREFERENCES, TEXTS, REPEATED),
+        (PREFERENCES, IN_MESSAGES, REPEATED),
+        (PREFERENCES, {"chosen": CHAT, "rejected": CHAT}, REPEATED),
+        (PREFERENCES, IN_MESSAGES, {**IN_MESSAGES, "prompt": said([("human", "a")])}),
     ],
 )
-def test_the_first_row_sets_the_format(formats, first, other, message):
+def test_the_first_row_sets_the_format(formats, first, other):
     for one, two in ((first, other), (other, first)):
         reader = Reader(formats)
         reader.read(one)
-        with pytest.raises(DataError, match="Keep one format in a file") as caught:
+        with raises(DataError, where=None) as caught:
             reader.read(two)
         assert caught.value.reason == "another format"
         assert reader.read(one)
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, where=None):
         read([first, other], formats)
-    with pytest.raises(DataError, match=r"after rows of .* \(such as row 1\)"):
+    with raises(DataError, where=None):
         reader = Reader(formats)
         with pytest.raises(DataError):
             reader.read({})
@@ -247,22 +199,22 @@ def test_a_bad_first_row_sets_no_format(bad, good):
 
 
 @pytest.mark.parametrize(
-    ("formats", "row", "missing"),
+    ("formats", "row"),
     [
-        (SUPERVISED, {"prompt": "a"}, "'completion'"),
-        (SUPERVISED, {"promt": "a"}, "'prompt', 'completion'"),
-        (SUPERVISED, {"question": "a", "attempt": "b"}, "'thinking_trajectories'"),
-        (SUPERVISED, {"question": "a", "answer": "b"}, "'prompt', 'completion'"),
-        (SUPERVISED, {"question": "a"}, "'prompt', 'completion'"),
-        (UNPAIRED, {"question": "a", "output": "b", "label": True}, "'prompt', 'completion'"),
-        (PREFERENCES, {"prompt": "a", "chosen": "b"}, "'rejected'"),
-        (PREFERENCES, {"chosen": "b"}, "'rejected'"),
-        (PREFERENCES, {"conversations": [], "chosen": "b"}, "'rejected'"),
-        (UNPAIRED, {"prompt": "a", "completion": "b"}, "'label'"),
+        (SUPERVISED, {"prompt": "a"}),
+        (SUPERVISED, {"promt": "a"}),
+        (SUPERVISED, {"question": "a", "attempt": "b"}),
+        (SUPERVISED, {"question": "a", "answer": "b"}),
+        (SUPERVISED, {"question": "a"}),
+        (UNPAIRED, {"question": "a", "output": "b", "label": True}),
+        (PREFERENCES, {"prompt": "a", "chosen": "b"}),
+        (PREFERENCES, {"chosen": "b"}),
+        (PREFERENCES, {"conversations": [], "chosen": "b"}),
+        (UNPAIRED, {"prompt": "a", "completion": "b"}),
     ],
 )
-def test_the_nearest_format_names_the_missing_columns(formats, row, missing):
-    with pytest.raises(DataError, match=f"no column {missing} ") as caught:
+def test_the_nearest_format_names_the_missing_columns(formats, row):
+    with raises(DataError, where=None) as caught:
         read([row], formats)
     assert caught.value.reason == "a column is missing"
 
@@ -270,7 +222,7 @@ def test_the_nearest_format_names_the_missing_columns(formats, row, missing):
 @pytest.mark.parametrize("column", ["prompt", "conversations"])
 def test_a_prompt_that_is_null_is_missing_and_does_not_decide_for_the_file(column):
     reader = Reader(PREFERENCES)
-    with pytest.raises(DataError, match=f"no value in column '{column}'") as caught:
+    with raises(DataError, where="") as caught:
         reader.read({column: None, "chosen": "ab", "rejected": "ac"})
     assert caught.value.reason == "without a value"
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -278,66 +230,38 @@ def test_a_prompt_that_is_null_is_missing_and_does_not_decide_for_the_file(colum
 
 
 def test_a_later_row_is_told_what_the_first_has():
-    with pytest.raises(DataError, match="no column 'text'"):
+    with raises(DataError, where=None):
         read([{"text": "a"}, {"prompt": "b"}])
-    with pytest.raises(DataError, match=r"no value in column 'text'"):
+    with raises(DataError, where=None):
         read([{"text": "a"}, {"text": None}])
 
 
 @pytest.mark.parametrize(
-    ("row", "message", "reason"),
+    ("row", "where", "reason"),
     [
-        ({"text": "\n"}, "text: is empty", "empty"),
-        ({"messages": []}, "messages: is empty", "empty"),
+        ({"text": "\n"}, "text", "empty"),
+        ({"messages": []}, "messages", "empty"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]},
-            "messages: is empty",
+            "messages",
             "empty",
         ),
-        ({"prompt": [{"role": "user", "content": ""}], "completion": CHAT[1:]}, "prompt: is empty", "empty"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content: a message cannot be", "wrong type"),
-        (
-            {"conversations": [{"from": "human", "content": "a"}]},
-            "content: a message cannot be",
-            "wrong type",
-        ),
-        (
-            {"conversations": [{"from": "bard", "value": "a"}]},
-            "from: unknown speaker 'bard'.*human",
-            "wrong type",
-        ),
-        (
-            {"conversations": [{"from": ["human"], "value": "a"}]},
-            r"from: unknown speaker \['human'\]",
-            "wrong type",
-        ),
-        (
-            {"prompt": [1, 2], "completion": "a"},
-            r"prompt: neither a text nor messages: \[1, 2\]",
-            "wrong type",
-        ),
-        (
-            {"prompt": [True], "completion": "a"},
-            r"prompt: neither a text nor messages: \[True\]",
-            "wrong type",
-        ),
-        ({"messages": [CHAT]}, r"messages: neither a text nor messages", "wrong type"),
-        ({"text": 3}, "text: neither a text nor messages: 3", "wrong type"),
-        (
-            {"question": "a", "thinking_trajectories": ["b"], "attempt": 3},
-            "attempt: neither a text nor messages",
-            "wrong type",
-        ),
-        ({"messages": [{"role": 5, "content": "a"}]}, "role: a role cannot be 5", "wrong type"),
-        (
-            {"conversations": [{"from": "human", "value": "a"}], "system": 5},
-            "system: a system prompt cannot be 5",
-            "wrong type",
-        ),
+        ({"prompt": [{"role": "user", "content": ""}], "completion": CHAT[1:]}, "prompt", "empty"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content", "wrong type"),
+        ({"conversations": [{"from": "human", "content": "a"}]}, "content", "wrong type"),
+        ({"conversations": [{"from": "bard", "value": "a"}]}, "from", "wrong type"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "from", "wrong type"),
+        ({"prompt": [1, 2], "completion": "a"}, "prompt", "wrong type"),
+        ({"prompt": [True], "completion": "a"}, "prompt", "wrong type"),
+        ({"messages": [CHAT]}, "messages", "wrong type"),
+        ({"text": 3}, "text", "wrong type"),
+        ({"question": "a", "thinking_trajectories": ["b"], "attempt": 3}, "attempt", "wrong type"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "role", "wrong type"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "system", "wrong type"),
     ],
 )
-def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
-    with pytest.raises(DataError, match=message) as caught:
+def test_blank_texts_and_what_is_no_message_are_refused(row, where, reason):
+    with raises(DataError, where=where) as caught:
         read([row])
     assert caught.value.reason == reason
 
@@ -355,7 +279,7 @@ def test_parts_of_text_are_joined(texts):
     "part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text", "text": 3}, None]
 )
 def test_parts_that_are_no_text_are_refused(part):
-    with pytest.raises(DataError, match="content: a part of a message cannot be") as caught:
+    with raises(DataError, where="content") as caught:
         read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, CHAT[1]]}])
     assert caught.value.reason == "wrong type"
 
@@ -375,30 +299,18 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
 
 
 @pytest.mark.parametrize(
-    ("row", "message", "reason"),
+    ("row", "where", "reason"),
     [
-        ("text", "a row cannot be 'text'", "wrong type"),
-        (None, "a row cannot be None", "wrong type"),
-        (
-            {"prompt": "a", "completion": "b", "tools": [{"name": "add"}]},
-            "tools: a text has no chat template",
-            "with tools",
-        ),
-        (
-            {"conversations": CHAT, "history": [["a", "b"]]},
-            "history: the column history is not supported",
-            "with history",
-        ),
-        (
-            {"prompt": "a", "completion": "b", "system": "c"},
-            "system: the column system is not supported",
-            "with system",
-        ),
+        ("text", None, "wrong type"),
+        (None, None, "wrong type"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}, "tools", "with tools"),
+        ({"conversations": CHAT, "history": [["a", "b"]]}, "history", "with history"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "system", "with system"),
     ],
 )
-def test_rows_of_a_wrong_type_or_with_unsupported_columns_are_refused(row, message, reason):
+def test_rows_of_a_wrong_type_or_with_unsupported_columns_are_refused(row, where, reason):
     reader = Reader(SUPERVISED)
-    with pytest.raises(DataError, match=message) as caught:
+    with raises(DataError, where=where) as caught:
         reader.read(row)
     assert caught.value.reason == reason
     assert reader.read({"messages": CHAT, "tools": []}) == {"messages": CHAT}
@@ -407,7 +319,7 @@ def test_rows_of_a_wrong_type_or_with_unsupported_columns_are_refused(row, messa
 @pytest.mark.parametrize("name", ["question", "instruction", "input", "query", "system", "history"])
 def test_a_prompt_under_another_name_is_refused(name):
     row = {"chosen": "the one", "rejected": "the other"}
-    with pytest.raises(DataError, match=f"{name}: the column {name} is not supported"):
+    with raises(DataError, where=name):
         Reader(PREFERENCES).read(row | {name: "a"})
     assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row
 
@@ -447,7 +359,7 @@ def test_a_column_that_would_change_the_prompt_is_refused_in_every_format(name):
             read([row | {name: "b"}], formats)  # of a whole text, or read
             continue
         for value in ("b", ["b"], {"b": 1}, np.array([1, 2])):
-            with pytest.raises(DataError, match=f"{name}: ") as caught:
+            with raises(DataError, where=name) as caught:
                 read([row | {name: value}], formats)
             assert caught.value.reason == f"with {name}"
 
@@ -460,7 +372,7 @@ def test_columns_for_rewards_are_none_of_the_prompt():
 
 @pytest.mark.parametrize("name", ["function_call", "images", "image", "videos", "audio", "train_detail"])
 def test_parts_of_a_message_that_are_not_read_are_refused(name):
-    with pytest.raises(DataError, match=f"{name} of a message is not supported") as caught:
+    with raises(DataError, where=name) as caught:
         read([{"messages": [CHAT[0], CHAT[1] | {name: [{"name": "f"}]}]}])
     assert caught.value.reason == f"with {name}"
     assert read([{"messages": [CHAT[0], CHAT[1] | {name: None}]}]) == [{"messages": CHAT}]
@@ -469,7 +381,7 @@ def test_parts_of_a_message_that_are_not_read_are_refused(name):
 def test_tools_are_given_once():
     tools = [{"type": "function", "function": {"name": "f"}}]
     for inside in (tools, [], None):
-        with pytest.raises(DataError, match="tools are given twice"):
+        with raises(DataError, where="tools"):
             read([{"messages": CHAT, "tools": tools, "chat_template_kwargs": {"tools": inside}}])
     for row in ({"tools": tools}, {"chat_template_kwargs": {"tools": tools}}):
         assert read([{"messages": CHAT, **row}]) == [{"messages": CHAT, **row}]
@@ -509,7 +421,7 @@ def test_the_arguments_of_a_call_are_an_object(given, expected):
     ],
 )
 def test_calls_without_arguments_by_name_are_refused(calls):
-    with pytest.raises(DataError, match="tool_calls: calls cannot be") as caught:
+    with raises(DataError, where="tool_calls") as caught:
         read([{"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]}])
     assert caught.value.reason == "wrong type"
 
@@ -539,7 +451,7 @@ def test_train_is_a_weight(given, read_as):
     [("user", {"train": True}), ("assistant", {"train": "no"}), ("assistant", {"train": True, "weight": 0})],
 )
 def test_a_train_that_says_no_weight_is_refused(role, given):
-    with pytest.raises(DataError, match="train") as caught:
+    with raises(DataError, where="train") as caught:
         read([{"messages": [{"role": role, "content": "a", **given}, *CHAT]}])
     assert caught.value.reason == "wrong type"
 
@@ -548,7 +460,7 @@ def test_a_train_that_says_no_weight_is_refused(role, given):
     ("role", "weight"), [("assistant", 0.5), ("assistant", "0"), ("user", 1), ("system", 2)]
 )
 def test_a_weight_is_0_or_1_and_only_answers_have_one(role, weight):
-    with pytest.raises(DataError, match=f"the {role}'s message has weight") as caught:
+    with raises(DataError, where="weight") as caught:
         read([{"messages": [{"role": role, "content": "a", "weight": weight}, *CHAT]}])
     assert caught.value.reason == "wrong type"
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from tests.models.configurations import tiny_lm
 from unmask.config.run import SamplerConfig
@@ -177,60 +178,46 @@ def test_messages_become_pairs():
 
 
 BAD = {
-    "a column is missing": ({"prompt": "a"}, r"no column 'completion'"),
-    "without a value": (
-        {"prompt": "a", "completion": None},
-        r"no value in column 'completion'.*filled: 'prompt'",
-    ),
-    "empty": ({"prompt": "a", "completion": " \n"}, r"completion: is empty\. Fill it in"),
-    "too long": (
-        {"prompt": "a" * 20, "completion": "b" * 19},
-        r"41 tokens, but a row holds 40\. Raise max_length",
-    ),
-    "mask token in the text": (
-        {"prompt": "a", "completion": "<|mask|>"},
-        r"the text holds the mask token '<\|mask\|>'",
-    ),
-    "another format": ({"text": "a"}, r"a row of text \(text\) after rows of prompt, completion \(text\)"),
-    "wrong type": ({"prompt": "a", "completion": 3}, r"completion: neither a text nor messages: 3"),
-    "not valid Unicode": ({"prompt": "a", "completion": "\udc80"}, r"text: '\\udc80' is not valid Unicode"),
-    "malformed JSON": (
-        DataError("malformed JSON", where="line 2", reason="malformed JSON"),
-        r"line 2: malformed JSON",
-    ),
+    "a column is missing": ({"prompt": "a"}, ""),
+    "without a value": ({"prompt": "a", "completion": None}, ""),
+    "empty": ({"prompt": "a", "completion": " \n"}, ", completion"),
+    "too long": ({"prompt": "a" * 20, "completion": "b" * 19}, ""),
+    "mask token in the text": ({"prompt": "a", "completion": "<|mask|>"}, ""),
+    "another format": ({"text": "a"}, ""),
+    "wrong type": ({"prompt": "a", "completion": 3}, ", completion"),
+    "not valid Unicode": ({"prompt": "a", "completion": "\udc80"}, ", text"),
+    "malformed JSON": (DataError("malformed JSON", where="line 2", reason="malformed JSON"), ", line 2"),
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
 def test_a_bad_row_is_an_error_or_is_skipped_and_counted(reason):
-    bad, message = BAD[reason]
-    with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
+    bad, where = BAD[reason]
+    with raises(DataError, where=f"train_dataset, row 1{where}"):
         made([GOOD, bad, GOOD], tokenizer=MASKED)
     report = DataReport("train_dataset", skip=True)
     rows = pair_rows(MASKED, [GOOD, bad, GOOD, bad], RowLimits(40), report)
     assert rows == made([GOOD, GOOD], tokenizer=MASKED) and rows.report is report
     assert (report.read, report.kept, report.dropped) == (4, 2, {reason: [1, 3]})
     if reason not in ("another format", "a column is missing", "malformed JSON"):
-        with pytest.raises(DataError, match=rf"train_dataset: no row is left \(1 {reason}\)"):
+        with raises(DataError, where="train_dataset"):
             made([bad], skip=True, tokenizer=MASKED)
 
 
 def test_errors_that_concern_every_row_are_never_skipped():
     chat = [{"messages": [turn("user", "a"), turn("assistant", "b")]}]
-    with pytest.raises(DataError, match=r"row 0.*no chat template.*data\.chat_template"):
+    with raises(DataError, where="train_dataset, row 0"):
         made(chat, skip=True, learn="all")
     endless = character_tokenizer("ab")
     endless.eos_token = None
-    with pytest.raises(DataError, match=r"row 0.*no EOS token"):
+    with raises(DataError, where="train_dataset, row 0"):
         made([{"prompt": "a", "completion": "b"}], skip=True, tokenizer=endless)
 
 
 def test_a_canvas_must_hold_the_completion():
-    with pytest.raises(
-        DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"
-    ):
+    with raises(DataError, where="train_dataset, row 1"):
         made([GOOD, {"prompt": "a", "completion": "abcde"}], RowLimits(40, 5))
-    with pytest.raises(DataError, match=r"row 0: 13 tokens, but a row holds 12"):
+    with raises(DataError, where="train_dataset, row 0"):
         made([GOOD], RowLimits(12, 10))
     assert len(made([GOOD], RowLimits(13, 10))) == 1
     [row] = made([GOOD], RowLimits(12, 10, truncate_prompt=True))
@@ -351,36 +338,20 @@ def test_both_responses_keep_the_same_end_of_a_truncated_prompt(prompt, chosen, 
 
 
 @pytest.mark.parametrize(
-    ("reason", "bad", "message"),
+    ("reason", "bad", "where"),
     [
-        (
-            "chosen equals rejected",
-            {"prompt": "a", "chosen": "b", "rejected": "b"},
-            "chosen and rejected are the same",
-        ),
-        ("empty", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: is empty"),
-        ("empty", {"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt: is empty"),
-        ("too long", {"prompt": "a", "chosen": "b" * 38, "rejected": "b"}, "41 tokens, but a row holds 40"),
-        ("mask token in the text", {"prompt": "a", "chosen": "b", "rejected": "<|mask|>"}, "the mask token"),
-        (
-            "without a value",
-            {"prompt": "a", "chosen": "b", "rejected": None},
-            "no value in column 'rejected'",
-        ),
-        (
-            "another format",
-            {"chosen": "b", "rejected": "c"},
-            r"a row of chosen, rejected \(text\) after rows of prompt, chosen, rejected",
-        ),
-        (
-            "wrong type",
-            {"prompt": "a", "chosen": 4, "rejected": "c"},
-            "chosen: neither a text nor messages: 4",
-        ),
+        ("chosen equals rejected", {"prompt": "a", "chosen": "b", "rejected": "b"}, ", chosen, rejected"),
+        ("empty", {"prompt": "a", "chosen": "", "rejected": "b"}, ", chosen"),
+        ("empty", {"prompt": " ", "chosen": "a", "rejected": "b"}, ", prompt"),
+        ("too long", {"prompt": "a", "chosen": "b" * 38, "rejected": "b"}, ""),
+        ("mask token in the text", {"prompt": "a", "chosen": "b", "rejected": "<|mask|>"}, ""),
+        ("without a value", {"prompt": "a", "chosen": "b", "rejected": None}, ""),
+        ("another format", {"chosen": "b", "rejected": "c"}, ""),
+        ("wrong type", {"prompt": "a", "chosen": 4, "rejected": "c"}, ", chosen"),
     ],
 )
-def test_a_bad_preference_is_an_error_or_is_skipped_and_counted(reason, bad, message):
-    with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
+def test_a_bad_preference_is_an_error_or_is_skipped_and_counted(reason, bad, where):
+    with raises(DataError, where=f"train_dataset, row 1{where}"):
         preferred([PREFERRED, bad], tokenizer=MASKED)
     rows = (
         preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED)
@@ -453,7 +424,7 @@ def test_a_label_may_be_a_number_or_text_of_a_table(good, bad):
 @pytest.mark.parametrize("label", [2, "yes", 0.5, math.nan, [True]])
 def test_a_label_is_a_boolean(label):
     examples = [GOOD | {"label": True}, GOOD | {"label": label}]
-    with pytest.raises(DataError, match=rf"row 1, label: {re.escape(repr(label))} is neither true nor false"):
+    with raises(DataError, where="train_dataset, row 1, label"):
         made(examples, formats=UNPAIRED)
     rows = made(examples, formats=UNPAIRED, skip=True)
     assert rows.report.dropped == {"wrong type": [1]}

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, Column, iter_text_rows, pad_rows, separate_documents
@@ -118,30 +119,25 @@ def test_text_with_the_mask_token_is_refused_if_it_becomes_a_token():
     tokenizer = character_tokenizer(string.ascii_lowercase)
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     tokenizer.parse_special_tokens = True
-    words = r"the text holds the mask token '<|mask|>'.*Remove it".replace("|", r"\|")
-    with pytest.raises(DataError, match=f"eval_dataset, row 2: {words}"):
+    with raises(DataError, where="eval_dataset, row 2"):
         list(iter_text_rows(tokenizer, ["a", "b", "c<|mask|>d"], 8, where="eval_dataset"))
 
 
 def test_the_error_for_a_null_text_names_the_row():
-    words = (
-        r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, "
-        r"or remove the row"
-    )
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, where="train_dataset, row 1"):
         list(Column([{"text": "a"}, {"text": None}], "text", "train_dataset"))
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
 @pytest.mark.parametrize("packed", [True, False])
 def test_no_text_is_an_error(texts, packed):
-    with pytest.raises(DataError, match="no text to train on"):
+    with raises(DataError, where="train_dataset"):
         list(iter_text_rows(TOKENIZER, texts, 8, packed=packed))
 
 
 def test_a_column_of_rows():
     assert list(Column([{"text": "a", "x": 1}, {"text": "b"}], "text", "train_dataset")) == ["a", "b"]
-    with pytest.raises(DataError, match=r"eval_dataset, row 1.*text"):
+    with raises(DataError, where="eval_dataset, row 1"):
         list(Column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset"))
 
 

@@ -17,6 +17,7 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from unmask.config.run import DataSource
 from unmask.data.sources import load_examples, load_mixture, load_records, load_rows, split_documents
@@ -79,7 +80,7 @@ def test_examples_keep_values_of_mixed_types(tmp_path):
         (tmp_path / name).write_text(content)
         assert load_examples(tmp_path / name) == MIXED
         assert load_examples(str(tmp_path / name), max_rows=2) == MIXED[:2]
-        with pytest.raises(DataError, match="a column mixes types"):
+        with raises(DataError, where=str(tmp_path / name)):
             load_rows(tmp_path / name)
     Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     assert list(load_examples(tmp_path / "rows.parquet", max_rows=2)) == ROWS[:2]
@@ -88,7 +89,7 @@ def test_examples_keep_values_of_mixed_types(tmp_path):
 def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n{"a": 2}\n{"a')
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: malformed JSON"):
+    with raises(DataError, where=f"{path}, line 3"):
         load_examples(path)
     first, malformed, other, second, cut = load_examples(path, keep_malformed=True)
     assert (first, second) == ({"a": 1}, {"a": 2})
@@ -101,15 +102,15 @@ def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
         "malformed JSON",
     ]
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: byte 7 is not UTF-8"):
+    with raises(DataError, where=f"{path}, line 2"):
         load_examples(path)
     first, broken, second = load_examples(path, keep_malformed=True)
     assert (first, second) == ({"a": 1}, {"a": 2})
     assert (broken.where, broken.reason) == (f"{path}, line 2", "not valid Unicode")
     (tmp_path / "rows.json").write_text('[{"a": 1}, {"a"')
-    with pytest.raises(DataError, match=r"rows\.json, line 1: malformed JSON"):
+    with raises(DataError, where=f"{tmp_path}/rows.json, line 1"):
         load_examples(tmp_path / "rows.json", keep_malformed=True)
-    with pytest.raises(DataError, match="no such file"):
+    with raises(DataError, where=str(tmp_path / "absent.jsonl")):
         load_examples(tmp_path / "absent.jsonl", keep_malformed=True)
 
 
@@ -167,9 +168,7 @@ def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suf
     path = damaged_folder(home, suffix)
     places = [f"{home}, part 2 of 2", str(path)] if suffix == "parquet" else [f"{path}, line 300"] * 2
     for source, where in zip((home, path), places, strict=True):
-        with pytest.raises(
-            DataError, match=r"the rest cannot be read: .*Write the file again|malformed JSON"
-        ) as error:
+        with raises(DataError, where=where) as error:
             list(load_rows(source, streaming=True))
         assert error.value.where == where
     rows = iter(load_rows(home, streaming=True))
@@ -262,43 +261,43 @@ def test_leading_zeros_of_the_real_puzzles_survive():
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "where"),
     [
-        ("rows.jsonl", b'{"a": 1}\n{"a": ', "line 2: malformed JSON"),
-        ("rows.jsonl", b'{"a": 1}\n{"a": "x"}', "mixes types"),
-        ("rows.csv", b"a,b\n1,2\n3\n", "row 1: the number of fields"),
-        ("rows.csv", b"a,b\n", "no rows"),
-        ("rows.csv", b"", "empty"),
-        ("rows.txt", b" \n", "empty"),
-        ("rows.txt", b"caf\xe9", "byte 3 is not UTF-8"),
-        ("rows.txt.gz", gzip.compress(b"a\nb\n", mtime=0)[:-3], "damaged or cut off"),
-        ("rows.parquet", b"PAR1", "not a readable Parquet file"),
-        ("rows.pdf", b"x", "unknown kind of file '.pdf'"),
+        ("rows.jsonl", b'{"a": 1}\n{"a": ', ", line 2"),
+        ("rows.jsonl", b'{"a": 1}\n{"a": "x"}', ""),
+        ("rows.csv", b"a,b\n1,2\n3\n", ", row 1"),
+        ("rows.csv", b"a,b\n", ""),
+        ("rows.csv", b"", ""),
+        ("rows.txt", b" \n", ""),
+        ("rows.txt", b"caf\xe9", ", line 1"),
+        ("rows.txt.gz", gzip.compress(b"a\nb\n", mtime=0)[:-3], ", after line 2"),
+        ("rows.parquet", b"PAR1", ""),
+        ("rows.pdf", b"x", ""),
     ],
 )
-def test_errors_name_the_source_that_cannot_be_loaded(tmp_path, name, content, message):
+def test_errors_name_the_source_that_cannot_be_loaded(tmp_path, name, content, where):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with raises(DataError, where=f"{path}{where}") as caught:
         load_rows(path)
-    assert str(path) in str(caught.value) and caught.value.remedy
+    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.parquet", "folder/none"])
 def test_missing_files(tmp_path, name):
-    with pytest.raises(DataError, match="no such file"):
+    with raises(DataError, where=str(tmp_path / name)):
         load_rows(tmp_path / name)
 
 
 def test_directories(tmp_path):
-    with pytest.raises(DataError, match="not a saved dataset, nor files that"):
+    with raises(DataError, where=str(tmp_path)):
         load_rows(tmp_path)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "rows.jsonl").write_text('{"a": 1}\n{"a": ')
-    with pytest.raises(DataError, match=r"files/rows\.jsonl, line 2: malformed JSON"):
+    with raises(DataError, where=f"{tmp_path}/files/rows.jsonl, line 2"):
         load_rows(tmp_path / "files")
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no split 'train'.*'test'"):
+    with raises(DataError, where=str(tmp_path / "saved")):
         load_rows(tmp_path / "saved")
 
 
@@ -307,7 +306,7 @@ def test_empty_datasets(tmp_path):
     empty.save_to_disk(tmp_path / "saved")
     empty.to_parquet(tmp_path / "rows.parquet")
     for name in ("saved", "rows.parquet"):
-        with pytest.raises(DataError, match=f"{name}: the dataset is empty"):
+        with raises(DataError, where=str(tmp_path / name)):
             load_rows(tmp_path / name)
 
 
@@ -340,7 +339,7 @@ def test_errors_of_the_hub(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(DataError, match=f"owner/rows: .*{error}") as caught:
+    with raises(DataError, where="owner/rows") as caught:
         load_rows("owner/rows")
     assert caught.value.__cause__ is error
 
@@ -350,7 +349,7 @@ def test_a_truncated_parquet_file_is_refused(tmp_path):
     Dataset.from_list(ROWS).to_parquet(path)
     path.write_bytes(path.read_bytes()[:-20])
     for streaming in (False, True):
-        with pytest.raises(DataError, match=r"rows\.parquet: not a readable Parquet file") as caught:
+        with raises(DataError, where=str(path)) as caught:
             load_rows(path, streaming=streaming)
         assert caught.value.remedy
 
@@ -367,7 +366,7 @@ def test_a_stream_is_read_lazily(tmp_path):
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
     stream = iter(load_rows(path, streaming=True))
     assert [row["a"] for row in islice(stream, 2)] == [1, 2]
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: malformed JSON"):
+    with raises(DataError, where=f"{path}, line 3"):
         next(stream)
 
 
@@ -404,7 +403,7 @@ def test_a_file_reads_the_same_alone_in_a_folder_and_in_a_stream(suffix, packed,
         == alone
         == list(load_examples(tmp_path / "rows"))
     )
-    with pytest.raises(DataError, match="no split 'other'"):
+    with raises(DataError, where=str(source)):
         load_examples(tmp_path / "rows", split="other")
 
 
@@ -446,7 +445,7 @@ def test_a_kind_that_is_refused_alone_is_refused_in_a_folder(name, beside, tmp_p
             lambda source: list(load_records(source)),
             lambda source: load_rows(source, streaming=True),
         ):
-            with pytest.raises(DataError, match="unknown kind of file") as caught:
+            with raises(DataError, where=str(home / name)) as caught:
                 read(source)
             assert (
                 Path(caught.value.where or "").name == name
@@ -457,7 +456,7 @@ def test_a_kind_that_is_refused_alone_is_refused_in_a_folder(name, beside, tmp_p
 
 def test_a_folder_of_another_kind_names_a_file(tmp_path):
     (tmp_path / "notes.odt").write_text("a")
-    with pytest.raises(DataError, match=r"notes\.odt: unknown kind of file '\.odt'"):
+    with raises(DataError, where=str(tmp_path / "notes.odt")):
         load_rows(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
     assert list(load_rows(tmp_path)) == [{"text": "a"}]
@@ -489,9 +488,8 @@ def test_files_of_a_folder_are_read_in_turn_and_those_of_another_kind_are_named(
 def test_a_value_that_no_table_can_hold_is_no_traceback(value, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "a", "other": {value}}}')
-    with pytest.raises(DataError, match="a table cannot hold a value") as caught:
+    with raises(DataError, where=str(path)):
         load_rows(path)
-    assert caught.value.where == str(path)
 
 
 # Mixtures
@@ -532,13 +530,11 @@ def test_sources_that_cannot_be_mixed_are_named(streaming, tmp_path):
         sources = [DataSource(path=str(tmp_path / f"{name}.jsonl"), **more) for name in names]
         return load_mixture(sources, seed=0, streaming=streaming)
 
-    with pytest.raises(
-        DataError, match=r"text\.jsonl and .*story\.jsonl: the sources have no column in common.*text_column"
-    ):
+    with raises(DataError, where=f"{tmp_path}/text.jsonl and {tmp_path}/story.jsonl"):
         mix("text", "story")
-    with pytest.raises(DataError, match=r"number\.jsonl: the sources cannot be mixed"):
+    with raises(DataError, where=f"{tmp_path}/text.jsonl and {tmp_path}/number.jsonl"):
         mix("text", "number")
-    with pytest.raises(DataError, match=r"text\.jsonl: no column 'story'"):
+    with raises(DataError, where=str(tmp_path / "text.jsonl")):
         mix("text", text_column="story")
-    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+    with raises(DataError, where=str(tmp_path / "absent.jsonl")):
         mix("text", "absent")

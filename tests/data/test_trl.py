@@ -14,6 +14,7 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tests.errors import raises
 from unmask.data.characters import character_tokenizer
 from unmask.data.encoding import encode_prompt, encode_row
 from unmask.data.formats import SUPERVISED, Reader, read_prompt
@@ -162,7 +163,7 @@ def test_a_row_has_the_same_ids_in_every_verb_and_in_trl(template, columns):
     )
     for prompt in PROMPTS.values():
         if not shows_tools:
-            with pytest.raises(DataError, match="the chat template does not write tools"):
+            with raises(DataError, where="train, row 0, tools"):
                 in_every_verb(tokenizer, prompt, more)
             continue
         made = in_every_verb(tokenizer, prompt, more)
@@ -197,7 +198,8 @@ def test_a_call_without_words_is_learnt_as_trl_renders_it(template):
         pair = {"prompt": messages[:1], "completion": messages[1:2], "tools": [TOOL]}
         if template not in WITH_TOOLS:
             for row in (*rows, {"messages": messages}, {"messages": messages[:2]}, pair):
-                with pytest.raises(DataError, match=r"does not write tool(s|_calls)"):
+                missing = "tools" if "tools" in row else "tool_calls"
+                with raises(DataError, where=f"train, row 0, {missing}"):
                     SFTTrainer.make_rows(lm, config(SFTConfig, learn=learn), [row], "train")
             continue
         for row in rows:
@@ -244,7 +246,7 @@ def test_reasoning_that_the_template_leaves_out_is_refused(template, learn, name
             [made] = SFTTrainer.make_rows(lm, config(SFTConfig, learn=learn), [row], "train")
             assert "20 C is warm." in lm.tokenizer.decode(made["input_ids"])
             continue
-        with pytest.raises(DataError, match=f"the chat template does not write {name}"):
+        with raises(DataError, where=f"train, row 0, {name}"):
             SFTTrainer.make_rows(lm, config(SFTConfig, learn=learn), [row], "train")
 
 
@@ -319,11 +321,11 @@ def test_texts_have_no_template_to_read_a_column(name):
     }[name]
     lm = lm_of(TOKENIZERS["qwen3_training"])
     for row in ({"prompt": "a", "completion": "b"}, {"text": "a"}):
-        with pytest.raises(DataError, match=name) as caught:
+        with raises(DataError, where=f"train, row 0, {name}") as caught:
             SFTTrainer.make_rows(lm, config(SFTConfig), [row | more], "train")
         assert caught.value.reason == f"with {name}"
     for prompt in ("a", [5, 6]):
-        with pytest.raises(DataError, match=name):
+        with raises(DataError, where=f"train, row 0, {name}"):
             GRPOTrainer.make_rows(lm, config(GRPOConfig), [{"prompt": prompt, **more}], "train")
 
 
