@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import enumeration
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import KINDS, TOY_VOCABULARY, toy_lm
 from unmask.diffusion.likelihood import any_order, elbo, exact_log_likelihood
@@ -174,7 +175,7 @@ def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
 
 def test_too_many_orders_are_refused():
     ids, maskable = batch(1, length=13)
-    with pytest.raises(GenerationError, match=r"13 tokens needs 2\*\*13 passes.*estimator='elbo'"):
+    with raises(GenerationError, where="estimator='exact'"):
         exact_log_likelihood(toy_lm(), ids, None, maskable)
     exact_log_likelihood(toy_lm("blocks of three"), ids, None, maskable)  # each block on its own
 

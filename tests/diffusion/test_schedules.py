@@ -10,6 +10,7 @@ import torch
 
 from tests import enumeration
 from tests.diffusion.test_views import GROUPS, Listed, estimates
+from tests.errors import raises
 from unmask.diffusion.schedules import SCHEDULES, SIGMA_MAX, SIGMA_MIN, Noise, get_schedule
 from unmask.diffusion.views import MaskRNG, complementary_pair, random_views
 from unmask.errors import ConfigError
@@ -33,9 +34,7 @@ def test_nothing_is_hidden_at_0_and_everything_at_1(name):
 
 
 def test_an_unknown_schedule_is_an_error():
-    with pytest.raises(
-        ConfigError, match=r"schedule: unknown schedule 'quadratic'.*linear, cosine, geometric"
-    ):
+    with raises(ConfigError, where="schedule"):
         get_schedule("quadratic")
 
 
@@ -176,23 +175,20 @@ def test_discrete_times_average_to_their_bound_which_rises_to_the_continuous_one
 
 def test_bands_and_pairs_that_cannot_be_are_refused():
     linear = get_schedule("linear")
-    for settings, words in [
-        ({"low": 0.8, "high": 0.2}, "min_time, max_time: times from 0.8 to 0.2"),
-        ({"high": 1.5}, "times from 0.001 to 1.5"),
-        ({"timesteps": 0}, "num_timesteps: no multiple of 1/0"),
-        (
-            {"low": 0.3, "high": 0.4, "timesteps": 4},
-            "num_timesteps: no multiple of 1/4 lies between 0.3 and 0.4",
-        ),
-        ({"weighting": "2/t"}, "weighting: unknown weighting '2/t'.*elbo, 1/t, uniform, cart"),
+    for settings, where in [
+        ({"low": 0.8, "high": 0.2}, "min_time, max_time"),
+        ({"high": 1.5}, "min_time, max_time"),
+        ({"timesteps": 0}, "num_timesteps"),
+        ({"low": 0.3, "high": 0.4, "timesteps": 4}, "num_timesteps"),
+        ({"weighting": "2/t"}, "weighting"),
     ]:
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, where=where):
             Noise(linear, **settings)
-    for noise, words in [
-        (Noise(linear, timesteps=8), "num_timesteps: discrete times have no complementary pairs"),
-        (Noise(linear, 0.6, 0.9), "min_time: .*from 0.6"),
+    for noise, where in [
+        (Noise(linear, timesteps=8), "num_timesteps"),
+        (Noise(linear, 0.6, 0.9), "min_time"),
     ]:
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, where=where):
             complementary_pair(GROUPS, MaskRNG(0, torch.arange(5)), noise)
 
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 from transformers import AutoTokenizer
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from tests.tiny import float64_causal, float64_lm
 from unmask.config.run import SamplerConfig
@@ -59,7 +60,7 @@ def test_budgets_keep_what_is_next_to_the_gap():
     assert between(suffix_budget=3) == f"{before}abcdef{hole}fed{end}"
     assert between(prefix_budget=0, suffix_budget=0) == f"{before}{hole}{end}"
     assert between(prefix_budget=99, suffix_budget=99) == between()
-    with pytest.raises(GenerationError, match=r"suffix_budget: -1 tokens"):
+    with raises(GenerationError, where="suffix_budget"):
         between(suffix_budget=-1)
 
 
@@ -83,21 +84,16 @@ def test_a_user_s_text_holds_no_hole(known):
     prompt = fim_prompt(lm, f"a{known.hole}b", f"c{known.end}d")
     assert [prompt.count(token) for token in (before, hole, end)] == [1, 1, 1]
     lm.tokenizer.parse_special_tokens = True
-    with pytest.raises(GenerationError, match="a text holds one of the tokens"):
+    with raises(GenerationError, where="fim_prompt"):
         fim_prompt(lm, f"a{known.hole}b", "c")
 
 
 def test_models_that_cannot_are_refused():
-    with pytest.raises(
-        GenerationError, match=r"no tokens for fill-in-the-middle. Use a model .*StarCoder.*<fim_prefix>"
-    ):
+    with raises(GenerationError, where="fim_prompt"):
         fim_prompt(float64_lm(), "a", "b")
-    with pytest.raises(GenerationError, match=r"bidirectional attention. Use unmask.infill"):
+    with raises(GenerationError, where="fim_prompt"):
         fim_prompt(float64_lm("phi", "bidirectional"), "a", "b")
     for known in FORMATS:
         lm = family(known, ends=False)
-        end = lm.tokenizer.convert_tokens_to_ids(known.ends_middle)
-        with pytest.raises(
-            GenerationError, match=rf"does not stop at .* Load it with eos_token_ids=\[\d+, {end}\]"
-        ):
+        with raises(GenerationError, where="fim_prompt"):
             fim_prompt(lm, "a", "b")

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.errors import raises
 from tests.generation.cases import Watch
 from tests.helpers import shared_path
-from tests.tiny import FLOAT64_CONTEXT, float64_lm
+from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -236,65 +237,50 @@ def test_only_lengths_that_fit_the_constraint_are_tried():
         assert gap.length in {1, 4, 6, 8} and set(gap.scores) <= {1, 4, 6, 8}
     for text, gaps in zip(generation.texts, generation.gaps, strict=True):
         assert re.fullmatch("(ab){2,5}|f", text[gaps[0].start : gaps[0].start + gaps[0].length])
-    with pytest.raises(
-        GenerationError, match=r"has 1 to 3 tokens: the shortest has 5. Set max_gap to 5 or more"
-    ):
+    with raises(GenerationError, where="constraint for text 0"):
         sampler.infill(
             lm, TEXTS, SamplerConfig(constraint=ConstraintConfig(choice=["abcde"])), length="auto", max_gap=3
         )
 
 
 @pytest.mark.parametrize(
-    "text, error",
+    "text",
     [
-        ("abc", r"text 0: has no gap. Write <gap> where tokens are missing"),
-        ("ab<ga", r"text 0: has no gap"),
-        ("", r"text 0: has no gap"),
-        ("ab<gap>", r"gap 1 has no text after it"),
-        ("ab<gap><gap>c", r"gap 1 has no text after it"),
-        ("ab<gap>c<gap>", r"gap 2 has no text after it"),
-        ("<gap>", r"gap 1 has no text after it"),
-        ([[4, 5]], r"text 0: has no gap"),
-        ([4, 5], r"neither a string nor lists of token ids"),
-        ([{"role": "user", "content": "a<gap>b"}], r"neither a string nor lists of token ids"),
-        ([[4], [99]], r"token id 99 is outside the vocabulary"),
-        ([[], [4]], r"the first token is hidden"),
-        (
-            [[4] * 20, [5] * 12],
-            rf"32 tokens and 1 gap of up to 9 exceed the context of {FLOAT64_CONTEXT}. Set max_gap to at most 8",
-        ),
-        (
-            [[4] * 20, [5] * 5, [5] * 5],
-            r"30 tokens and 2 gaps of up to 9 exceed the context of 40. Set max_gap to at most 5",
-        ),
-        ([[4] * 20, [5] * 20], r"exceed the context of 40. Shorten the text"),
+        "abc",
+        "ab<ga",
+        "",
+        "ab<gap>",
+        "ab<gap><gap>c",
+        "ab<gap>c<gap>",
+        "<gap>",
+        [[4, 5]],
+        [4, 5],
+        [{"role": "user", "content": "a<gap>b"}],
+        [[4], [99]],
+        [[], [4]],
+        [[4] * 20, [5] * 12],
+        [[4] * 20, [5] * 5, [5] * 5],
+        [[4] * 20, [5] * 20],
     ],
 )
-def test_texts_that_cannot_be_searched_are_refused(text, error):
-    with pytest.raises(GenerationError, match=error):
+def test_texts_that_cannot_be_searched_are_refused(text):
+    with raises(GenerationError, where="text 0"):
         sampler.infill(float64_lm("phi", "bidirectional", logit_shift=True), [text], length="auto", max_gap=9)
 
 
 def test_searches_that_cannot_be_made_are_refused():
     lm = float64_lm("phi", "bidirectional")
-    for mark, error in (
-        ("", "it is empty"),
-        (lm.tokenizer.mask_token, "it is in the mask token"),
-        (lm.tokenizer.mask_token[1:3], "it is in the mask token"),
-    ):
-        with pytest.raises(GenerationError, match=f"gap_mark: {error}"):
+    for mark in ("", lm.tokenizer.mask_token, lm.tokenizer.mask_token[1:3]):
+        with raises(GenerationError, where="gap_mark"):
             sampler.infill(lm, ["ab<gap>c"], length="auto", gap_mark=mark)
-    with pytest.raises(GenerationError, match="max_gap: 0 tokens"):
+    with raises(GenerationError, where="max_gap"):
         sampler.infill(lm, ["ab<gap>c"], length="auto", max_gap=0)
-    with pytest.raises(GenerationError, match="texts is one string"):
+    with raises(GenerationError, where="texts"):
         sampler.infill(lm, "ab<gap>c", length="auto", max_gap=9)
     for attention, block_size in (("causal", None), ("block_causal", 4)):
-        with pytest.raises(
-            GenerationError,
-            match=r"does not see the text after a gap. Use a bidirectional model .*fim_prompt",
-        ):
+        with raises(GenerationError, where="length"):
             sampler.infill(float64_lm("phi", attention, block_size), ["ab<gap>c"], length="auto", max_gap=9)
-    with pytest.raises(GenerationError, match="length: 'any'"):
+    with raises(GenerationError, where="length"):
         sampler.infill(lm, ["ab<gap>c"], length="any")
-    with pytest.raises(GenerationError, match="no mask token"):
+    with raises(GenerationError, where="text 0"):
         sampler.infill(lm, ["ab<gap>c"])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from tests.errors import raises
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import ConfigError, GenerationError
@@ -272,7 +273,7 @@ def test_rounding_does_not_rank_equal_positions(remasking):
 def test_nan_predictions_are_an_error(temperature):
     logits_NV = random_logits(0, 3, 6)
     logits_NV[1, 4] = torch.nan
-    with pytest.raises(GenerationError, match="predictions are NaN"):
+    with raises(GenerationError, where="model"):
         decide_rows(logits_NV, temperature=temperature)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.helpers import shared_path
 from tests.tiny import FLOAT64_CONTEXT, float64_lm
@@ -100,7 +101,7 @@ def test_the_context_may_be_filled_to_the_last_token():
         make_requests(lm, [[4] * 3], SamplerConfig(max_new_tokens=FLOAT64_CONTEXT - 3))[0].length
         == FLOAT64_CONTEXT
     )
-    with pytest.raises(GenerationError, match="prompt 0"):
+    with raises(GenerationError, where="prompt 0"):
         make_requests(lm, [[4] * 4], SamplerConfig(max_new_tokens=FLOAT64_CONTEXT - 3))
 
 
@@ -210,147 +211,74 @@ def test_infilling_covers_every_hidden_position_once(attention, block_size, data
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "settings, where",
     [
-        (
-            {"steps": 3, "tokens_per_step": 2},
-            r"tokens_per_step: steps and tokens_per_step contradict one another. Set one of them",
-        ),
-        ({"steps": 3, "threshold": 0.9}, "steps and threshold contradict"),
-        ({"threshold": 0.9, "factor": 1.0}, "threshold and factor contradict"),
-        ({"threshold": 0.9, "remask_fraction": 0.1}, "remask_fraction: cannot be combined with threshold"),
-        (
-            {"threshold": 0.9, "remasking": "random"},
-            "threshold: cannot be combined with remasking 'random'. Use remasking 'low_confidence'",
-        ),
-        ({"entropy_bound": 0.9}, "Use remasking 'entropy'"),
-        (
-            {"order_temperature": 1.0, "remasking": "random"},
-            "order_temperature: has no effect with remasking 'random'",
-        ),
-        ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature: has no effect with threshold"),
-        (
-            {"filtered_confidence": True, "remasking": "random"},
-            "filtered_confidence: has no effect with remasking 'random'",
-        ),
-        (
-            {"threshold": 0.9, "schedule": "dream"},
-            "schedule: 'dream' cannot be combined with threshold, which does not fix the number of steps",
-        ),
-        ({"refresh_interval": 3}, "an exact cache needs no refresh"),
-        (
-            {"num_speculative_tokens": 2, "remask_fraction": 0.5},
-            "num_speculative_tokens: cannot be combined with remask_fraction",
-        ),
-        (
-            {"num_speculative_tokens": 2, "cfg_scale": 0.5},
-            "num_speculative_tokens: cannot be combined with cfg_scale",
-        ),
-        ({"allowed_tokens": [1, 2], "forbidden_tokens": [2, 1]}, "every allowed token is forbidden"),
-        ({"temperature": 1e-40}, "temperature: 1e-40 is not valid"),
+        ({"steps": 3, "tokens_per_step": 2}, "tokens_per_step"),
+        ({"steps": 3, "threshold": 0.9}, "threshold"),
+        ({"threshold": 0.9, "factor": 1.0}, "factor"),
+        ({"threshold": 0.9, "remask_fraction": 0.1}, "remask_fraction"),
+        ({"threshold": 0.9, "remasking": "random"}, "threshold"),
+        ({"entropy_bound": 0.9}, "entropy_bound"),
+        ({"order_temperature": 1.0, "remasking": "random"}, "order_temperature"),
+        ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature"),
+        ({"filtered_confidence": True, "remasking": "random"}, "filtered_confidence"),
+        ({"threshold": 0.9, "schedule": "dream"}, "schedule"),
+        ({"refresh_interval": 3}, "refresh_interval"),
+        ({"num_speculative_tokens": 2, "remask_fraction": 0.5}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 2, "cfg_scale": 0.5}, "num_speculative_tokens"),
+        ({"allowed_tokens": [1, 2], "forbidden_tokens": [2, 1]}, "allowed_tokens"),
+        ({"temperature": 1e-40}, "temperature"),
         ({"temperature": 1e39}, "temperature"),
-        ({"order_temperature": 1e-39}, "order_temperature: 1e-39 is not valid"),
+        ({"order_temperature": 1e-39}, "order_temperature"),
         ({"cfg_scale": 1e39}, "cfg_scale"),
         ({"repetition_penalty": 1e-50}, "repetition_penalty"),
-        (
-            {"early_commit": 0.5, "remask_fraction": 0.5},
-            "early_commit: cannot be combined with remask_fraction",
-        ),
-        (
-            {"revise": {}, "threshold": 0.9},
-            "revise: cannot be combined with threshold, which does not fix the number of steps",
-        ),
-        ({"revise": {}, "remask_fraction": 0.5}, "revise: cannot be combined with remask_fraction"),
-        (
-            {"revise": {}, "num_speculative_tokens": 2},
-            "revise: cannot be combined with num_speculative_tokens",
-        ),
-        ({"revise": {}, "early_commit": 0.5}, "revise: cannot be combined with early_commit"),
-        (
-            {"revise": {"schedule": "loop"}, "schedule": "dream"},
-            "revise: cannot be combined with schedule 'dream'",
-        ),
-        ({"revise": {"t_on": 0.5}}, "revise.t_on: has no effect with schedule 'cap'"),
-        ({"revise": {"schedule": "loop", "t_off": 0.6}}, "revise.t_off: 0.6 is not below t_on, 0.55"),
-        ({"revise": {"temperature": 1e-9}}, "revise.temperature: 1e-09 is not valid"),
-        ({"revise": {"eta": 0.0}}, "revise.eta: 0.0 is not valid"),
-        ({"steps": 0}, "steps: 0 is not valid"),
-        ({"steps": -1}, "steps: -1 is not valid"),
-        ({"tokens_per_step": 0}, "tokens_per_step: 0 is not valid"),
+        ({"early_commit": 0.5, "remask_fraction": 0.5}, "early_commit"),
+        ({"revise": {}, "threshold": 0.9}, "revise"),
+        ({"revise": {}, "remask_fraction": 0.5}, "revise"),
+        ({"revise": {}, "num_speculative_tokens": 2}, "revise"),
+        ({"revise": {}, "early_commit": 0.5}, "revise"),
+        ({"revise": {"schedule": "loop"}, "schedule": "dream"}, "revise"),
+        ({"revise": {"t_on": 0.5}}, "revise.t_on"),
+        ({"revise": {"schedule": "loop", "t_off": 0.6}}, "revise.t_off"),
+        ({"revise": {"temperature": 1e-9}}, "revise.temperature"),
+        ({"revise": {"eta": 0.0}}, "revise.eta"),
+        ({"steps": 0}, "steps"),
+        ({"steps": -1}, "steps"),
+        ({"tokens_per_step": 0}, "tokens_per_step"),
         ({"allowed_tokens": []}, "allowed_tokens"),
         ({"reveal_last": []}, "reveal_last"),
     ],
 )
-def test_settings_that_contradict_one_another(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_contradict_one_another(settings, where):
+    with raises(ConfigError, where=where):
         SamplerConfig(**settings)
 
 
 @pytest.mark.parametrize(
-    "attention, block_size, settings, message",
+    "attention, block_size, settings, where",
     [
-        ("bidirectional", None, {"steps": 9}, "steps: 9 steps for 8 tokens"),
-        ("bidirectional", None, {"block_size": 3}, "block_size 3: does not divide the 8 new tokens"),
-        ("bidirectional", None, {"block_size": 16}, "block_size 16: does not divide"),
-        (
-            "bidirectional",
-            None,
-            {"allowed_tokens": [99]},
-            "allowed_tokens: token id 99 is outside the vocabulary",
-        ),
-        ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
-        ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
-        ("bidirectional", None, {"reveal_last": [99]}, "reveal_last: token id 99"),
-        (
-            "bidirectional",
-            None,
-            {"num_speculative_tokens": 2},
-            "num_speculative_tokens: later states are drafted in attention blocks",
-        ),
-        (
-            "causal",
-            None,
-            {"num_speculative_tokens": 2},
-            "num_speculative_tokens: later states are drafted in attention blocks",
-        ),
-        ("causal", None, {"cfg_scale": 1.0}, "cfg_scale: a causal model has never seen a hidden prompt"),
-        ("causal", None, {"revise": {}}, "revise: blocks of one token have no visible token to hide"),
-        ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
-        (
-            "bidirectional",
-            None,
-            {"sub_block_size": 2},
-            "sub_block_size: 2 is for block-causal attention.* Use block_size",
-        ),
-        (
-            "causal",
-            None,
-            {"sub_block_size": 2},
-            "sub_block_size: 2 is for block-causal attention",
-        ),
-        (
-            "block_causal",
-            4,
-            {"block_size": 2},
-            "block 2 for an attention block of 4. Leave it out for this model, or .* sub_block_size",
-        ),
-        (
-            "block_causal",
-            4,
-            {"block_size": 8},
-            "block_size: decoding block 8 for an attention block of 4. Leave it out for this model",
-        ),
-        (
-            "block_causal",
-            4,
-            {"sub_block_size": 5},
-            "sub_block_size: 5 is .* in blocks of at least as many tokens.* the attention block's size",
-        ),
-        ("block_causal", 4, {"cache": "prefix"}, "cache: prefix for a model whose cache is exact"),
+        ("bidirectional", None, {"steps": 9}, "steps"),
+        ("bidirectional", None, {"block_size": 3}, "block_size 3"),
+        ("bidirectional", None, {"block_size": 16}, "block_size 16"),
+        ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens"),
+        ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens"),
+        ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens"),
+        ("bidirectional", None, {"reveal_last": [99]}, "reveal_last"),
+        ("bidirectional", None, {"num_speculative_tokens": 2}, "num_speculative_tokens"),
+        ("causal", None, {"num_speculative_tokens": 2}, "num_speculative_tokens"),
+        ("causal", None, {"cfg_scale": 1.0}, "cfg_scale"),
+        ("causal", None, {"revise": {}}, "revise"),
+        ("causal", None, {"cache": "dual"}, "cache"),
+        ("bidirectional", None, {"sub_block_size": 2}, "sub_block_size"),
+        ("causal", None, {"sub_block_size": 2}, "sub_block_size"),
+        ("block_causal", 4, {"block_size": 2}, "block_size"),
+        ("block_causal", 4, {"block_size": 8}, "block_size"),
+        ("block_causal", 4, {"sub_block_size": 5}, "sub_block_size"),
+        ("block_causal", 4, {"cache": "prefix"}, "cache"),
     ],
 )
-def test_settings_that_do_not_fit_the_model(attention, block_size, settings, message):
-    with pytest.raises(GenerationError, match=message):
+def test_settings_that_do_not_fit_the_model(attention, block_size, settings, where):
+    with raises(GenerationError, where=where):
         make_requests(
             float64_lm("phi", attention, block_size), [[4]], SamplerConfig(max_new_tokens=8, **settings)
         )
@@ -358,10 +286,10 @@ def test_settings_that_do_not_fit_the_model(attention, block_size, settings, mes
 
 def test_tokens_that_cannot_be_produced():
     lm = float64_lm("phi", "bidirectional")
-    with pytest.raises(GenerationError, match="allowed_tokens: all of them are forbidden"):
+    with raises(GenerationError, where="allowed_tokens"):
         make_requests(lm, [[4]], SamplerConfig(allowed_tokens=[lm.mask_token_id], max_new_tokens=4))
     everything = [token for token in range(lm.mask_token_id)]
-    with pytest.raises(GenerationError, match="every token is forbidden"):
+    with raises(GenerationError, where="forbidden_tokens"):
         make_requests(lm, [[4]], SamplerConfig(forbidden_tokens=everything, max_new_tokens=4))
 
 
@@ -369,27 +297,27 @@ def test_texts_that_cannot_be_filled_in():
     lm = float64_lm("phi", "bidirectional", None, True)
     mask = lm.mask_token_id
     config = SamplerConfig()
-    with pytest.raises(GenerationError, match=r"text 1: has no mask token\. Write <"):
+    with raises(GenerationError, where="text 1"):
         make_infill_requests(lm, [[4, mask], [4, 5]], config)
-    with pytest.raises(GenerationError, match="text 0: 41 tokens exceed the context of 40"):
+    with raises(GenerationError, where="text 0"):
         make_infill_requests(lm, [[mask] * 41], config)
-    with pytest.raises(GenerationError, match="text 0: the first token is hidden"):
+    with raises(GenerationError, where="text 0"):
         make_infill_requests(lm, [[mask, 4]], config)
-    with pytest.raises(GenerationError, match="text 0: token id 999 is outside the vocabulary"):
+    with raises(GenerationError, where="text 0"):
         make_infill_requests(lm, [[4, mask, 999]], config)
-    with pytest.raises(GenerationError, match="texts is one string"):
+    with raises(GenerationError, where="texts"):
         make_infill_requests(lm, "a<mask>", config)
 
 
 def test_keys_and_prompts_of_other_types():
     lm, config = float64_lm(), SamplerConfig(max_new_tokens=4)
     for key in (2**63, "x", None, 1.5):
-        with pytest.raises(GenerationError, match=r"keys: .* is not a 64-bit integer"):
+        with raises(GenerationError, where="keys"):
             make_requests(lm, ["ab"], config, [key])
     for prompts in (None, 5, b"ab", {"a": 1}):
-        with pytest.raises(GenerationError, match="prompts is of type"):
+        with raises(GenerationError, where="prompts"):
             make_requests(lm, prompts, config)
-    with pytest.raises(DataError, match="not valid Unicode"):
+    with raises(DataError, where="text"):
         make_requests(lm, ["a\udcff"], config)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import MistralConfig, MistralForCausalLM
 
+from tests.errors import raises
 from tests.generation.cases import PROMPTS, prompt_lists
 from tests.helpers import examples, partly_slow
 from tests.tiny import float64_causal, float64_lm
@@ -364,17 +365,13 @@ def test_more_candidates_take_fewer_passes():
 
 
 def test_candidates_are_of_this_mode():
-    with pytest.raises(
-        ConfigError, match=r"num_branches: has no effect with mode 'denoise'\. Use mode 'self-speculative'"
-    ):
+    with raises(ConfigError, where="num_branches"):
         SamplerConfig(num_branches=2)
 
 
 @pytest.mark.parametrize("name", DENOISING_FIELDS)
 def test_settings_of_denoising_are_refused_by_name(name):
-    with pytest.raises(
-        ConfigError, match=f"{name}: has no effect with mode 'self-speculative'. Leave it out"
-    ):
+    with raises(ConfigError, where=name):
         SamplerConfig(mode=MODE, **{name: CHANGED[name]})
 
 
@@ -389,20 +386,15 @@ def test_settings_of_denoising_are_refused_by_name(name):
 )
 def test_models_without_a_causal_context_are_refused(attention, block_size, context):
     lm = float64_lm("phi", attention, block_size, causal_context=context)
-    with pytest.raises(
-        GenerationError,
-        match=r"mode: 'self-speculative' needs a model that reads finished blocks.*Use mode 'denoise', or a model of `unmask convert",
-    ):
+    with raises(GenerationError, where="mode"):
         sampler.generate(lm, ["a"], SamplerConfig(mode=MODE, max_new_tokens=4))
 
 
 def test_gaps_and_empty_prompts_are_refused():
     lm = float64_lm("phi", "block_causal", 4, False, causal_context=True)
-    with pytest.raises(
-        GenerationError, match=r"mode: .*the text after a gap would not be read. Use mode 'denoise'"
-    ):
+    with raises(GenerationError, where="mode"):
         sampler.infill(lm, [f"a{lm.tokenizer.mask_token}b"], SamplerConfig(mode=MODE))
-    with pytest.raises(GenerationError, match="the prompt is empty"):
+    with raises(GenerationError, where="prompt 0"):
         sampler.generate(lm, [[]], SamplerConfig(mode=MODE, max_new_tokens=4))
 
 
@@ -410,7 +402,7 @@ def test_drafts_that_are_nan_are_an_error():
     logits_NV = torch.zeros(2, 5)
     logits_NV[1, 3] = torch.nan
     for temperature in (0.0, 1.0):
-        with pytest.raises(GenerationError, match="predictions are NaN"):
+        with raises(GenerationError, where="model"):
             speculation.probabilities(logits_NV, SamplerConfig(mode=MODE, temperature=temperature), None)
 
 
@@ -419,8 +411,5 @@ def test_a_tree_too_large_for_a_pass_is_refused():
         float64_lm("phi", "block_causal", 4, causal_context=True),
         SamplerConfig(mode=MODE, num_speculative_tokens=32, num_branches=32),
     )
-    with pytest.raises(
-        GenerationError,
-        match=r"num_speculative_tokens and num_branches: a pass would have 34,\d+ positions beside the text, more than 8,192",
-    ):
+    with raises(GenerationError, where="num_speculative_tokens and num_branches"):
         sampler.generate(lm, [[4]], config)

@@ -13,9 +13,10 @@ from scipy.stats import chisquare
 from torch import nn
 
 import unmask
+from tests.errors import raises
 from tests.generation.cases import Watch
 from tests.helpers import partly_slow
-from tests.tiny import FLOAT64_CONTEXT, float64_causal
+from tests.tiny import float64_causal
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler, variable_length
@@ -282,7 +283,7 @@ def test_keys_are_of_the_texts():
     same = sampler.infill(lm, [TEXTS[0]] * 2, config, [7, 7], length="auto", max_gap=7).tokens
     assert same[0] == same[1]
     assert same[0] != sampler.infill(lm, [TEXTS[0]], config, [8], length="auto", max_gap=7).tokens[0]
-    with pytest.raises(GenerationError, match="keys: 1 keys for 2 prompts"):
+    with raises(GenerationError, where="keys"):
         sampler.infill(lm, [TEXTS[0]] * 2, config, [7], length="auto", max_gap=7)
 
 
@@ -303,7 +304,7 @@ def test_elsewhere_both_tokens_are_forbidden():
             sampler.infill(lm, texts, config).tokens
             == sampler.infill(filling_lm(-30.0, -30.0), texts, config).tokens
         )
-    with pytest.raises(GenerationError, match="allowed_tokens: all of them are forbidden"):
+    with raises(GenerationError, where="allowed_tokens"):
         unmask.generate(lm, [[1, 4]], SamplerConfig(allowed_tokens=sorted(both)))
 
 
@@ -336,24 +337,22 @@ def test_lengths_can_still_be_searched():
 )
 def test_settings_that_need_a_length_are_refused(settings):
     (name,) = settings
-    with pytest.raises(
-        GenerationError, match=rf"{name}: has no meaning while the lengths of gaps are open.*length='search'"
-    ):
+    with raises(GenerationError, where=name):
         sampler.infill(filling_lm(), TEXTS, SamplerConfig(**settings), length="auto", max_gap=7)
 
 
 @pytest.mark.parametrize(
-    "text, error",
+    "text",
     [
-        ([1, 4], "neither a string nor lists of token ids"),
-        ([[1, 4], []], r"gap 1 has no text after it"),
-        ([[1] * 20, [5] * 12], rf"32 tokens and 1 gap of up to 9 exceed the context of {FLOAT64_CONTEXT}"),
+        [1, 4],
+        [[1, 4], []],
+        [[1] * 20, [5] * 12],
     ],
 )
-def test_texts_that_cannot_be_filled_are_refused(text, error):
-    with pytest.raises(GenerationError, match=error):
+def test_texts_that_cannot_be_filled_are_refused(text):
+    with raises(GenerationError, where="text 0"):
         sampler.infill(filling_lm(), [text], length="auto", max_gap=9)
-    with pytest.raises(GenerationError, match="max_batch_tokens: text 0 may have 13 tokens, which exceed 12"):
+    with raises(GenerationError, where="max_batch_tokens"):
         sampler.infill(filling_lm(), TEXTS[:1], SamplerConfig(max_batch_tokens=12), length="auto", max_gap=7)
 
 

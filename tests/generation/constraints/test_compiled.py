@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.generation.constraints.vocabularies import END, PAD, SMALL, TEXT, text_of, walks
 from tests.helpers import examples
 from unmask.config.constraint import ConstraintConfig
@@ -145,92 +146,70 @@ def test_all_that_is_accepted_is_json(schema):
 
 
 @pytest.mark.parametrize(
-    "schema, where, what",
+    "schema, where",
     [
-        ({"type": "integer", "multipleOf": 3}, "multipleOf", "cannot be enforced beside type"),
-        (
-            {"type": "integer", "minimum": 3, "exclusiveMaximum": 3},
-            "",
-            "no integer is within exclusiveMaximum and minimum",
-        ),
-        ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum", "true is not a number"),
-        ({"type": "number", "minimum": 10**41}, "minimum", "numbers of more than 40 digits"),
-        ({"type": "string", "minimum": 3}, "minimum", "cannot be enforced beside type"),
+        ({"type": "integer", "multipleOf": 3}, ".multipleOf"),
+        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, ""),
+        ({"type": "integer", "exclusiveMinimum": True}, ".exclusiveMinimum"),
+        ({"type": "number", "minimum": 10**41}, ".minimum"),
+        ({"type": "string", "minimum": 3}, ".minimum"),
         (
             {"type": "object", "properties": {"x": {"type": "string", "contentEncoding": "a"}}},
-            "properties.x.contentEncoding",
-            "enforced",
+            ".properties.x.contentEncoding",
         ),
-        (
-            {"oneOf": [{"type": "number"}, {"type": "integer"}]},
-            "oneOf",
-            "a value may fit both entry 0 and entry 1",
-        ),
-        ({"allOf": [{"type": "null"}, {"type": "null"}]}, "allOf", "of several schemas cannot be enforced"),
-        ({"not": {"type": "null"}}, "", "not without a type cannot be enforced"),
-        (
-            {"prefixItems": [{"type": "null"}], "minItems": 2},
-            "minItems",
-            "2 exceeds the 1 that are described",
-        ),
-        ({}, "", "allows everything"),
-        ({"type": {}}, "type", "not a type"),
-        ({"format": ["a"]}, "format", "cannot be enforced"),
-        ({"maxLength": 1e20}, "maxLength", "is not a count"),
-        ({"type": "strng"}, "type", "not a type"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, ".oneOf"),
+        ({"allOf": [{"type": "null"}, {"type": "null"}]}, ".allOf"),
+        ({"not": {"type": "null"}}, ""),
+        ({"prefixItems": [{"type": "null"}], "minItems": 2}, ".minItems"),
+        ({}, ""),
+        ({"type": {}}, ".type"),
+        ({"format": ["a"]}, ".format"),
+        ({"maxLength": 1e20}, ".maxLength"),
+        ({"type": "strng"}, ".type"),
         (
             {
                 "type": "array",
                 "items": {"$ref": "#/$defs/t"},
                 "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}},
             },
-            "",
-            "itself",
+            ".$defs.t.items.$ref",
         ),
-        ({"$ref": "#/$defs/absent"}, "$ref", "not in this schema"),
-        ({"type": "array"}, "", "does not say what its items are"),
-        ({"type": "array", "items": True}, "items", "not a schema"),
-        (
-            {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2},
-            "minProperties",
-            "cannot be enforced",
-        ),
-        ({"type": "object", "properties": {}, "required": ["x"]}, "required", "not all among"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength", "exceeds"),
-        ({"type": "string", "pattern": "a[b"}, "pattern", "not closed"),
-        ({"type": "string", "pattern": 'say "'}, "", "JSON escapes"),
-        ({"type": "string", "pattern": "a(b"}, "", "unterminated"),
-        ({"type": "string", "format": "iri"}, "format", "cannot be enforced"),
-        ({"enum": [[1]]}, "enum", "cannot be enforced"),
-        ({"type": "string", "const": 1}, "const", "not of type"),
+        ({"$ref": "#/$defs/absent"}, ".$ref"),
+        ({"type": "array"}, ""),
+        ({"type": "array", "items": True}, ".items"),
+        ({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}, ".minProperties"),
+        ({"type": "object", "properties": {}, "required": ["x"]}, ".required"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, ".minLength"),
+        ({"type": "string", "pattern": "a[b"}, ".pattern"),
+        ({"type": "string", "pattern": 'say "'}, ".pattern"),
+        ({"type": "string", "pattern": "a(b"}, ".pattern"),
+        ({"type": "string", "format": "iri"}, ".format"),
+        ({"enum": [[1]]}, ".enum"),
+        ({"type": "string", "const": 1}, ".const"),
     ],
 )
-def test_a_schema_that_cannot_be_enforced_is_refused(schema, where, what):
-    with pytest.raises(GenerationError, match=re.escape(what)) as error:
+def test_a_schema_that_cannot_be_enforced_is_refused(schema, where):
+    with raises(GenerationError, where=f"constraint.json_schema{where}"):
         compile_constraint(ConstraintConfig(json_schema=schema), SMALL)
-    assert str(error.value.where).endswith(where) and str(error.value.where).startswith(
-        "constraint.json_schema"
-    )
 
 
 @pytest.mark.parametrize(
-    "pattern, what",
+    "pattern",
     [
-        ("a)(b", "unbalanced parenthesis at character 2"),
-        ("a(b", "unterminated subpattern at character 2"),
-        ("a[z-a]", "bad character range z-a at character 3"),
-        (r"(a)\1", "backreference, which is not regular at character 4"),
-        ("a(?=b)", "look-around, which is not supported at character 2"),
-        (r"a\b", "word boundary"),
-        ("^a$", "anchor at character 1"),
-        (r"[^\s\S]", "no text matches it"),
-        ("日", "no sequence of this model's tokens meets it"),
+        "a)(b",
+        "a(b",
+        "a[z-a]",
+        r"(a)\1",
+        "a(?=b)",
+        r"a\b",
+        "^a$",
+        r"[^\s\S]",
+        "日",
     ],
 )
-def test_a_pattern_that_is_invalid_is_refused_with_its_place(pattern, what):
-    with pytest.raises(GenerationError, match=re.escape(what)) as error:
+def test_a_pattern_that_is_invalid_is_refused_with_its_place(pattern):
+    with raises(GenerationError, where="constraint.regex"):
         compile_constraint(ConstraintConfig(regex=pattern), SMALL)
-    assert error.value.where == "constraint.regex"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +255,7 @@ def test_settings_survive_their_own_record(given):
 
 def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
     monkeypatch.setattr(bounded_process, "SECONDS", 3)
-    with pytest.raises(GenerationError, match="more than 3 seconds"):
+    with raises(GenerationError, where="constraint.regex"):
         compile_constraint(ConstraintConfig(regex="a{100000}"), SMALL)
 
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.generation.constraints.vocabularies import SMALL, text_of, walks
 from tests.helpers import partly_slow
@@ -140,27 +141,26 @@ def test_lark_reads_strings_of_its_own_grammar():
 
 
 @pytest.mark.parametrize(
-    "grammar, where, what",
+    "grammar, where",
     [
-        ("start: a", "", "Rule 'a' used but not defined"),
-        ('start: "a', "", "line 1 column 8"),
-        ('begin: "a"', "", "start"),
-        ("start: WORD\nWORD: /a(?=b)/", ".WORD", "look-around"),
-        ('start: "(" start ")"', "", "no text of it"),
-        ("start: SIGN\nSIGN: /[+--]/", ".SIGN", "has -- in a class"),
-        ("", "", "start"),
-        ("start:", "", "no text but the empty one"),
-        ("start: start", "", "no text but the empty one"),
-        ("start: A\n%declare A", ".A", "is declared"),
-        ('start: A | "a"\nA: "\U0010fffd"', ".A", "no text matches it"),
-        ("start: A\nA: /a++b/", ".A", "possessive"),
-        ("start: " + "(" * 5000 + '"a"' + ")" * 5000, "", "recursion"),
+        ("start: a", ""),
+        ('start: "a', ""),
+        ('begin: "a"', ""),
+        ("start: WORD\nWORD: /a(?=b)/", ".WORD"),
+        ('start: "(" start ")"', ""),
+        ("start: SIGN\nSIGN: /[+--]/", ".SIGN"),
+        ("", ""),
+        ("start:", ""),
+        ("start: start", ""),
+        ("start: A\n%declare A", ".A"),
+        ('start: A | "a"\nA: "\U0010fffd"', ".A"),
+        ("start: A\nA: /a++b/", ".A"),
+        ("start: " + "(" * 5000 + '"a"' + ")" * 5000, ""),
     ],
 )
-def test_a_grammar_that_is_invalid_is_refused(grammar, where, what):
-    with pytest.raises(GenerationError, match=what) as error:
+def test_a_grammar_that_is_invalid_is_refused(grammar, where):
+    with raises(GenerationError, where=f"constraint.grammar{where}"):
         compile_constraint(ConstraintConfig(grammar=grammar), SMALL)
-    assert str(error.value.where) == f"constraint.grammar{where}"
 
 
 @pytest.mark.parametrize(
@@ -173,21 +173,21 @@ def test_a_grammar_that_is_invalid_is_refused(grammar, where, what):
 )
 def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch, grammar):
     monkeypatch.setattr(bounded_process, "SECONDS", 2)
-    with pytest.raises(GenerationError, match="more than 2 seconds"):
+    with raises(GenerationError, where="constraint.grammar"):
         compile_constraint(ConstraintConfig(grammar=grammar), SMALL)
 
 
 def test_the_states_that_are_reached_without_a_byte_are_bounded(monkeypatch):
     monkeypatch.setattr(grammars, "MAX_CLOSED", 1000)
-    with pytest.raises(GenerationError, match="more than 1,000 states"):
+    with raises(GenerationError, where=""):
         grammar_automaton('start: e~100\ne: "a" |', 0, "")
 
 
 def test_a_grammar_whose_automaton_is_too_large_is_refused(monkeypatch):
-    with pytest.raises(GenerationError, match="more than 200,000 states"):
+    with raises(GenerationError, where=""):
         grammar_automaton(grammars.JSON, 9, "")
     monkeypatch.setattr(grammars, "MAX_STATES", 100)
-    with pytest.raises(GenerationError, match="more than 100 states"):
+    with raises(GenerationError, where=""):
         grammar_automaton(grammars.JSON, 2, "")
-    with pytest.raises(ConfigError, match="has no effect without json or a grammar"):
+    with raises(ConfigError, where="depth"):
         ConstraintConfig(regex="a", depth=1)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.errors import raises
 from unmask.errors import GenerationError
 from unmask.generation.constraints.byte_automaton import ByteAutomaton, byte_automata
 from unmask.generation.constraints.string_patterns import string_pattern
@@ -221,7 +222,7 @@ def test_random_patterns_match_what_they_match_in_javascript(seed, count):
 )
 def test_sets_are_those_of_ecma(pattern, yes, no):
     if no is None:
-        with pytest.raises(GenerationError, match="ends are reversed"):
+        with raises(GenerationError, where="pattern"):
             string_pattern(pattern, "pattern")
         return
     (automaton,) = byte_automata([string_pattern(pattern, "pattern")], "pattern", plain=True)
@@ -291,10 +292,7 @@ def test_properties_are_those_of_ecma():
     for name in NAMED:
         if not is_property(name):
             for pattern in (f"\\p{{{name}}}", f"a[b\\P{{{name}}}]"):
-                with pytest.raises(
-                    GenerationError,
-                    match=r"no property of characters, at character|an escape that is no character",
-                ):
+                with raises(GenerationError, where="pattern"):
                     string_pattern(pattern, "pattern")
     taken = [
         f"\\{kind}{{{name}}}"
@@ -332,7 +330,7 @@ def test_properties_are_those_of_ecma():
     ],
 )
 def test_what_is_a_pattern_only_without_the_flag_has_no_properties(pattern):
-    with pytest.raises(GenerationError, match="has properties or"):
+    with raises(GenerationError, where="pattern"):
         string_pattern(pattern, "pattern")
     kept = re.sub(r"\\[pP]\{\w+\}|\\u\{61\}", "", pattern)  # what is left is a pattern
     if not kept.startswith(("[a-]", "[-z]", "{")):
@@ -341,35 +339,34 @@ def test_what_is_a_pattern_only_without_the_flag_has_no_properties(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern, what",
+    "pattern",
     [
-        (r"\p{Greek}", "Write Script=Greek"),
-        ("a(b", "unterminated group at character 2"),
-        ("a)b", "unbalanced parenthesis at character 2"),
-        ("a[b", "class that is not closed at character 2"),
-        ("[]a]", "begins with its end at character 1"),
-        ("[^]]", "begins with its end"),
-        ("[b-a]", "ends are reversed"),
-        ("a{3,2}", "bounds are reversed"),
-        ("*a", "repetition of nothing at character 1"),
-        ("a**", "repetition of nothing at character 3"),
-        ("a^b", "anchor within the text at character 2"),
-        ("a$b", "anchor within the text"),
-        ("(^a)+", "anchor that is repeated"),
-        ("(a$)?", "anchor that is repeated"),
-        ("(a$|b)c", "anchor within the text at character 7"),
-        (r"a\b", "escape that is no character"),
-        (r"(a)\1", "escape that is no character"),
-        (r"\q", "escape that is no character"),
-        (r"\ud800", "escape that is no character"),
-        ("(?=a)", "group of a kind that is not supported"),
-        ("(?i)a", "group of a kind that is not supported"),
-        ('say "', "JSON escapes"),
-        (r"a\\b", "JSON escapes"),
-        (r"\n", "JSON escapes"),
+        r"\p{Greek}",
+        "a(b",
+        "a)b",
+        "a[b",
+        "[]a]",
+        "[^]]",
+        "[b-a]",
+        "a{3,2}",
+        "*a",
+        "a**",
+        "a^b",
+        "a$b",
+        "(^a)+",
+        "(a$)?",
+        "(a$|b)c",
+        r"a\b",
+        r"(a)\1",
+        r"\q",
+        r"\ud800",
+        "(?=a)",
+        "(?i)a",
+        'say "',
+        r"a\\b",
+        r"\n",
     ],
 )
-def test_what_is_no_regular_pattern_of_plain_strings_is_refused(pattern, what):
-    with pytest.raises(GenerationError, match=re.escape(what)) as error:
+def test_what_is_no_regular_pattern_of_plain_strings_is_refused(pattern):
+    with raises(GenerationError, where="constraint.pattern"):
         string_pattern(pattern, "constraint.pattern")
-    assert error.value.where == "constraint.pattern"

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.generation.cases import PATTERNS, configs
 from tests.helpers import chi_square_is_likely, examples, partly_slow
 from tests.tiny import float64_lm
@@ -112,13 +113,11 @@ def test_texts_are_drawn_from_the_distribution_given_the_constraint():
     assert chi_square_is_likely(counts, probs)
 
 
-@pytest.mark.parametrize(
-    "text, what", [([A, EOS, None, D], "'</s>' at position 1"), ([UNK, A, None], "'<unk>' at position 0")]
-)
-def test_a_token_that_is_no_text_is_named(text, what):
+@pytest.mark.parametrize("text", [[A, EOS, None, D], [UNK, A, None]])
+def test_a_token_that_is_no_text_is_named(text):
     lm = float64_lm("phi", "bidirectional")
     text = [lm.mask_token_id if token is None else token for token in text]
-    with pytest.raises(GenerationError, match=f"the token {what} is no text. Leave it out of the text"):
+    with raises(GenerationError, where="constraint.over for text 0"):
         sampler.infill(lm, [text], over_text(SamplerConfig()))
 
 
@@ -138,18 +137,16 @@ def test_sums_run_over_hidden_positions_alone():
 def test_a_text_whose_sums_would_take_too_much_memory_is_refused(monkeypatch):
     lm = float64_lm("phi", "bidirectional")
     monkeypatch.setattr("unmask.generation.constraints.gaps.MOST_EDGES", 50)
-    with pytest.raises(GenerationError, match="7 tokens are too many for a constraint of"):
+    with raises(GenerationError, where="constraint.over for text 0"):
         sampler.infill(lm, [[A, *[lm.mask_token_id] * 6]], over_text(SamplerConfig()))
 
 
 def test_what_cannot_fit_is_refused():
     lm = float64_lm("phi", "bidirectional")
     hidden, config = lm.mask_token_id, over_text(SamplerConfig())
-    with pytest.raises(GenerationError, match="text 1: no tokens in its gaps make the text meet it"):
+    with raises(GenerationError, where="constraint for text 1"):
         sampler.infill(lm, [[A, hidden, B, D, A], [A, hidden, D, D]], config)
-    with pytest.raises(GenerationError, match=r"constraint\.over: a completion is met as a whole"):
+    with raises(GenerationError, where="constraint.over"):
         sampler.generate(lm, [[A]], config.model_copy(update={"max_new_tokens": 4}))
-    with pytest.raises(
-        GenerationError, match=r"constraint\.over: the text as a whole is not searched for lengths"
-    ):
+    with raises(GenerationError, where="constraint.over"):
         sampler.infill(lm, ["a<gap>d"], config, length="auto", gap_mark="<gap>", max_gap=3)

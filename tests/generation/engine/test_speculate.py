@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.generation.cases import PROMPTS, Watch, prompt_lists
 from tests.helpers import examples, partly_slow
 from tests.tiny import float64_lm
@@ -174,7 +175,7 @@ def test_memory_is_bounded_by_the_configuration():
             engine.step()
             assert engine.slots.ids_SC.numel() <= 60 + 2 * more
     config, engine = SamplerConfig(mode=MODE, max_new_tokens=8), Engine(lm, max_batch_tokens=30)
-    with pytest.raises(GenerationError, match=r"max_batch_tokens: 46 tokens exceed 30\. Raise it"):
+    with raises(GenerationError, where="max_batch_tokens"):
         engine.submit(make_requests(lm, [[4] * 22], config)[0], config)
 
 
@@ -223,15 +224,11 @@ def test_a_model_verifies_its_own_causal_reading_with_more_kept_drafts():
 def test_verifiers_that_do_not_fit_are_refused():
     lm, verifier = small_verifier(True)
     config = SamplerConfig(mode=MODE, max_new_tokens=4)
-    with pytest.raises(
-        GenerationError, match=r"verifier: is a model of block_causal attention\. Give a causal model"
-    ):
+    with raises(GenerationError, where="verifier"):
         sampler.generate(lm, ["a"], config, verifier=lm)
-    with pytest.raises(GenerationError, match="verifier: has no effect with mode 'denoise'"):
+    with raises(GenerationError, where="verifier"):
         sampler.generate(lm, ["a"], SamplerConfig(max_new_tokens=4), verifier=verifier)
     other = copy.copy(verifier)
     other.tokenizer = character_tokenizer("abcdeg")
-    with pytest.raises(
-        GenerationError, match="verifier: 2 entries differ from those of the drafting model's tokenizer"
-    ):
+    with raises(GenerationError, where="verifier"):
         sampler.generate(lm, ["a"], config, verifier=other)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import unmask
+from tests.errors import raises
 from tests.generation.cases import PROMPTS, every_pattern
 from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
@@ -80,5 +81,5 @@ def test_without_the_setting_there_are_no_tables():
 
 
 def test_drafts_of_self_speculation_have_none():
-    with pytest.raises(ConfigError, match="top_log_probs"):
+    with raises(ConfigError, where="top_log_probs"):
         SamplerConfig(mode="self-speculative", top_log_probs=3)

@@ -20,6 +20,7 @@ import torch
 from peft import IA3Config, LoraConfig
 
 import unmask
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
@@ -111,9 +112,7 @@ def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.Mo
         )
         server.sync(changed(lm), step=1)
         found, untouched = server.generate(PROMPTS, CONFIG, KEYS), first.generate(PROMPTS, CONFIG, KEYS)
-        with pytest.raises(
-            GenerationError, match=r"has no model 'absent'\. Set rollout\.model to one of tiny, remasking"
-        ):
+        with raises(GenerationError, where=url):
             make_backend(to_server(url, model="absent"), lm, tmp_path)
         server.close()
         first.close()
@@ -126,10 +125,7 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     trained = adapted(lm)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
-        with pytest.raises(
-            GenerationError,
-            match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge",
-        ):
+        with raises(GenerationError, where="sync"):
             server.sync(trained, step=0)
         server.sync(merged(trained), step=0)
         generation = server.generate(PROMPTS, CONFIG, KEYS)
@@ -142,9 +138,7 @@ def test_a_table_that_is_no_longer_the_head_is_not_sent_to_a_model_in_which_it_i
     trained = with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["wte"], init_lora_weights=False))
     _, url = fake(lm)
     backend = make_backend(to_vllm(url), lm, tmp_path)
-    with pytest.raises(
-        GenerationError, match=r"sync: .*table and head differ.*leave table and head out of the adapters"
-    ):
+    with raises(GenerationError, where="sync"):
         backend.sync(merged(trained), 0)
     backend.sync(
         merged(with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True))), 0
@@ -154,22 +148,14 @@ def test_a_table_that_is_no_longer_the_head_is_not_sent_to_a_model_in_which_it_i
 
 def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> None:
     with served(float64_lm(attention="block_causal", block_size=4)) as url:
-        for lm, error in [
-            (float64_lm(attention="block_causal", block_size=3), "block_size is 4 and not 3"),
-            (float64_lm(attention="bidirectional"), "attention is 'block_causal' and not 'bidirectional'"),
-            (
-                float64_lm("gpt2", attention="block_causal", block_size=4),
-                "model_type is 'phi' and not 'gpt2'",
-            ),
+        for lm in [
+            float64_lm(attention="block_causal", block_size=3),
+            float64_lm(attention="bidirectional"),
+            float64_lm("gpt2", attention="block_causal", block_size=4),
         ]:
-            with pytest.raises(
-                GenerationError, match=f"the server holds another model: .*{error}.*Start `unmask serve` with"
-            ):
+            with raises(GenerationError, where=url):
                 make_backend(to_server(url), lm, tmp_path)
-    with (
-        serving(lambda path, body: (200, {"status": "ok"})) as url,
-        pytest.raises(RemoteError, match="Use `unmask serve`"),
-    ):
+    with serving(lambda path, body: (200, {"status": "ok"})) as url, raises(RemoteError, where=url):
         make_backend(to_server(url), float64_lm(), tmp_path)
 
 
@@ -242,12 +228,9 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
     lm = float64_lm()
     with served(lm) as url:
         server = make_backend(to_server(url), lm, tmp_path)
-        with pytest.raises(GenerationError, match=r"deterministic: .*start the server with --deterministic"):
+        with raises(GenerationError, where="deterministic"):
             server.generate(PROMPTS, CONFIG.model_copy(update={"deterministic": True}), KEYS)
-        with pytest.raises(
-            GenerationError,
-            match=r"takes weights only with its admin key.*Set UNMASK_ADMIN_KEY.*--weights-from",
-        ):
+        with raises(GenerationError, where=url):
             server.sync(changed(lm), 0)
         server.close()
 
@@ -348,41 +331,34 @@ def test_vllm_is_for_causal_models(tmp_path):
         float64_lm(attention="block_causal", block_size=3),
         float64_lm(logit_shift=False),
     ):
-        with pytest.raises(
-            GenerationError, match=r"backend: vLLM decodes token by token.*Use backend 'server' or 'local'"
-        ):
+        with raises(GenerationError, where="backend"):
             make_backend(to_vllm("http://127.0.0.1:9"), lm, tmp_path)
 
 
 def test_a_vllm_without_the_mask_token_is_refused_at_the_start(tmp_path):
-    error = r"does not know the mask token.*out of vocab.*Start it from a model that Unmask saved"
     with (
         serving(lambda path, body: (400, {"message": "out of vocab"})) as url,
-        pytest.raises(GenerationError, match=error),
+        raises(GenerationError, where=url),
     ):
         make_backend(to_vllm(url), float64_lm(), tmp_path)
 
 
 ADAPTERS_ELSEWHERE = [
-    (LoraConfig(target_modules=["q_proj"], use_dora=True), "use_dora"),
-    (LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), "modules_to_save"),
-    (LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}), "rank_pattern"),
-    (LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": 2}), "alpha_pattern"),
-    (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[4]), "trainable_token_indices"),
-    (LoraConfig(target_modules=["q_proj"], bias="lora_only"), "bias"),
-    (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "peft_type IA3"),
-]
+    pytest.param(LoraConfig(target_modules=["q_proj"], **{name: value}), id=name)
+    for name, value in {
+        "use_dora": True,
+        "modules_to_save": ["embed_tokens"],
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"q_proj": 2},
+        "trainable_token_indices": [4],
+        "bias": "lora_only",
+    }.items()
+] + [pytest.param(IA3Config(target_modules=["q_proj"], feedforward_modules=[]), id="IA3")]
 
 
-@pytest.mark.parametrize(
-    ("peft_config", "words"), ADAPTERS_ELSEWHERE, ids=[words for _, words in ADAPTERS_ELSEWHERE]
-)
-def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft_config, words, tmp_path):
-    error = (
-        rf"sync: vLLM does not compute adapters with {words} as they are trained\. Train plain LoRA "
-        r"adapters, or set sync to disk"
-    )
-    with pytest.raises(GenerationError, match=error):
+@pytest.mark.parametrize("peft_config", ADAPTERS_ELSEWHERE)
+def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft_config, tmp_path):
+    with raises(GenerationError, where="sync"):
         make_backend(
             to_vllm("http://127.0.0.1:9", sync="lora"),
             with_adapters(float64_lm().frozen_copy(), peft_config),
@@ -391,15 +367,15 @@ def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft
 
 
 @pytest.mark.parametrize(
-    ("sync", "words"),
+    ("sync", "where"),
     [
-        ("lora", "sync: a PhiForCausalLM has no adapters to send.*Train with lora"),
-        ("nccl", "NCCL needs a GPU"),
+        ("lora", "sync"),
+        ("nccl", "update_weights"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL finds a GPU here")
-def test_weights_that_cannot_be_sent_are_refused_before_any_request(sync, words, tmp_path):
-    with pytest.raises(GenerationError, match=words):
+def test_weights_that_cannot_be_sent_are_refused_before_any_request(sync, where, tmp_path):
+    with raises(GenerationError, where=where):
         make_backend(to_vllm("http://127.0.0.1:9", sync=sync), float64_lm(), tmp_path)
 
 
@@ -425,10 +401,7 @@ def test_vllm_serves_adapters_under_their_own_name(fake, tmp_path):
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path)
     vllm.version = "/run/rollout_weights/step-9"
-    with pytest.raises(
-        GenerationError,
-        match=r"the server's own weights are from /run/rollout_weights/step-9\. Restart the server",
-    ):
+    with raises(GenerationError, where=url):
         backend.sync(adapted(lm), 0)
     vllm.version = "default"
     backend.sync(adapted(lm), 0)
@@ -470,7 +443,7 @@ def test_a_vllm_that_lost_the_weights_gets_them_and_samples_again(fake, tmp_path
     again = paths.index("/reset_prefix_cache")
     assert paths[again + 1 :].count("/v1/completions") == 4
     vllm.restarts = 1000
-    with pytest.raises(RemoteError, match=r"does not keep the weights.*Use one server per run"):
+    with raises(RemoteError, where=url):
         backend.generate(PROMPTS, CONFIG.model_copy(update={"batch_size": 1}), KEYS)
     backend.close()
 
@@ -528,7 +501,7 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path, monkeypatch):
         assert told in serve.end(signal.SIGINT)
         assert serve.process.returncode == 130
         backend.http.patience = 0.6
-        with pytest.raises(RemoteError, match=r"has accepted no requests for 0\.6 seconds"):
+        with raises(RemoteError, where=f"http://127.0.0.1:{port}"):
             backend.generate(prompts, config, keys)
         backend.close()
     finally:

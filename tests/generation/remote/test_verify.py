@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.generation.cases import PROMPTS
 from tests.helpers import partly_slow
 from tests.tiny import float64_lm
@@ -115,7 +116,7 @@ def test_a_text_may_fill_the_servers_context_but_for_a_token():
     lm, verifier = pair()
     config = SamplerConfig(**MODE, stop_at_eos=False)
     sampler.generate(lm, [[4] * 5], config, verifier=Served(verifier, context_length=15))
-    with pytest.raises(GenerationError, match="verifier: 15 tokens exceed its context of 14"):
+    with raises(GenerationError, where="verifier"):
         sampler.generate(lm, [[4] * 5], config, verifier=Served(verifier, context_length=14))
 
 
@@ -131,15 +132,13 @@ def test_a_server_that_answers_with_fewer_is_noticed():
     server.http, server.model = Http(), "m"
     assert RemoteLM.prompt_log_probs(server, [1, 7], 1) == [{}, {7: -0.5}]
     for top in (2, -1):
-        with pytest.raises(
-            GenerationError, match="verifier: the server gives 1 log-probabilities of a token"
-        ):
+        with raises(GenerationError, where="verifier"):
             RemoteLM.prompt_log_probs(server, [1, 7], top)
 
 
 def test_a_penalty_is_refused():
     lm, verifier = pair()
-    with pytest.raises(GenerationError, match="repetition_penalty and verifier: changes logits"):
+    with raises(GenerationError, where="repetition_penalty and verifier"):
         sampler.generate(
             lm, PROMPTS, SamplerConfig(**MODE, repetition_penalty=1.5), verifier=Served(verifier)
         )
@@ -149,9 +148,7 @@ def test_a_server_with_another_tokenizer_is_refused():
     lm, verifier = pair()
     server = Served(verifier)
     server.tokenizer = character_tokenizer("abcdeg")
-    with pytest.raises(
-        GenerationError, match="verifier: 2 entries differ from those of the drafting model's tokenizer"
-    ):
+    with raises(GenerationError, where="verifier"):
         sampler.generate(lm, PROMPTS, SamplerConfig(**MODE), verifier=server)
 
 
@@ -162,8 +159,5 @@ def test_a_server_that_gives_too_few_is_named(monkeypatch):
 
     server = Served(pair()[1])
     server.http, server.model = Http(), "m"
-    with pytest.raises(
-        GenerationError,
-        match=r"verifier: the server refuses -1 log-probabilities a token\. Start it with --max-logprobs",
-    ):
+    with raises(GenerationError, where="verifier"):
         RemoteLM.prompt_log_probs(server, [1, 2], -1)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import unmask
+from tests.errors import raises
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -79,8 +80,9 @@ def test_waiting_for_an_absent_server_ends_with_patience(monkeypatch):
         clock[0] += seconds
 
     monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    with pytest.raises(GenerationError, match=r"has accepted no requests for 0\.6 seconds.*Start it"):
-        RemoteLM(f"http://127.0.0.1:{free_port()}", TOKENIZER, patience=0.6)
+    url = f"http://127.0.0.1:{free_port()}"
+    with raises(GenerationError, where=url):
+        RemoteLM(url, TOKENIZER, patience=0.6)
     assert 0.6 < clock[0] <= 0.6 + 2 * 0.5  # it asks every half second
 
 
@@ -91,9 +93,7 @@ def test_a_silent_server_is_an_error_after_the_timeout():
 
     with serving(sleep) as url:
         lm = RemoteLM(url, TOKENIZER, timeout=0.4)
-        with pytest.raises(
-            RemoteError, match=r"no answer within 0\.4 seconds\. Raise timeout.*0 of 1 completions are done"
-        ):
+        with raises(RemoteError, where=url):
             lm.generate([[4]])
 
 
@@ -150,7 +150,7 @@ def test_completions_before_a_crash_are_kept():
 
     with serving(partly) as url:
         lm = RemoteLM(url, TOKENIZER, patience=0.6)
-        with pytest.raises(RemoteError, match="2 of 3 completions are done") as caught:
+        with raises(RemoteError, where=url) as caught:
             lm.generate([[4], [5], [6]])
     assert caught.value.completed == {0: ([4], [-0.5]), 1: ([5], [-0.5])}
 
@@ -158,7 +158,7 @@ def test_completions_before_a_crash_are_kept():
 def test_refusals_name_the_reason():
     with serving(lambda path, body: (400, {"message": "too long"})) as url:
         lm = RemoteLM(url, TOKENIZER)
-        with pytest.raises(GenerationError, match=r"/v1/completions is refused \(400\).*too long"):
+        with raises(GenerationError, where=url):
             lm.generate([[4]])
         for meaningless in (
             {"threshold": 0.9},
@@ -167,13 +167,11 @@ def test_refusals_name_the_reason():
             {"num_speculative_tokens": 2},
             {"mode": "self-speculative"},
         ):
-            with pytest.raises(
-                GenerationError, match=f"{next(iter(meaningless))}: has no effect on a causal server"
-            ):
+            with raises(GenerationError, where=next(iter(meaningless))):
                 lm.generate([[4]], SamplerConfig(**meaningless))
-        with pytest.raises(GenerationError, match="prompts is one string"):
+        with raises(GenerationError, where="prompts"):
             lm.generate("Once upon a time")
-        with pytest.raises(GenerationError, match="2 keys for 1 prompts"):
+        with raises(GenerationError, where="keys"):
             lm.generate([[4]], keys=[1, 2])
 
 
@@ -181,10 +179,7 @@ def test_refusals_name_the_reason():
     "answer", [[], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"token_ids": 3}]}, "text"]
 )
 def test_an_unexpected_answer_is_an_error(answer):
-    with (
-        serving(lambda path, body: (200, answer)) as url,
-        pytest.raises(RemoteError, match="the answer lacks a field"),
-    ):
+    with serving(lambda path, body: (200, answer)) as url, raises(RemoteError, where=url):
         RemoteLM(url, TOKENIZER).generate([[4]])
 
 
@@ -192,7 +187,7 @@ def test_an_aborted_completion_is_an_error():
     def abort(path, body):
         return 200, {"choices": [echo(path, body)[1]["choices"][0] | {"finish_reason": "abort"}]}
 
-    with serving(abort) as url, pytest.raises(RemoteError, match="aborted"):
+    with serving(abort) as url, raises(RemoteError, where=url):
         RemoteLM(url, TOKENIZER).generate([[4]])
 
 
@@ -207,8 +202,9 @@ def test_an_endless_answer_is_an_error_after_the_timeout():
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         dripping = pool.submit(lambda: drip(server.accept()[0]))
-        with pytest.raises(RemoteError, match=r"no answer within 0\.5 seconds"):
-            RemoteLM(f"http://127.0.0.1:{server.getsockname()[1]}", TOKENIZER, timeout=0.5)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with raises(RemoteError, where=url):
+            RemoteLM(url, TOKENIZER, timeout=0.5)
         assert not dripping.done()
         assert isinstance(dripping.exception(timeout=10), OSError | None)
 
@@ -217,7 +213,7 @@ def test_an_endless_answer_is_an_error_after_the_timeout():
 def test_completions_before_a_refusal_are_kept(status):
     with serving(lambda path, body: echo(path, body) if body["prompt"] != [6] else (status, {})) as url:
         lm = RemoteLM(url, TOKENIZER, patience=0.6)
-        with pytest.raises(RemoteError, match="2 of 3 completions are done") as caught:
+        with raises(RemoteError, where=url) as caught:
             lm.generate([[4], [5], [6]], SamplerConfig(batch_size=1))
     assert set(caught.value.completed) == {0, 1}
 
@@ -229,7 +225,7 @@ def test_a_refused_prompt_stops_the_others():
         seen.append(body["prompt"])
         return (400, {"message": "no"}) if body["prompt"] == [4] else echo(path, body)
 
-    with serving(refuse) as url, pytest.raises(GenerationError, match="is refused"):
+    with serving(refuse) as url, raises(GenerationError, where=url):
         RemoteLM(url, TOKENIZER).generate([[4], *[[5]] * 50], SamplerConfig(batch_size=1))
     assert len(seen) < 5
 
@@ -400,8 +396,5 @@ def test_vllm_gets_weights_over_nccl(vllm, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_weights_over_nccl_need_a_gpu():
-    with (
-        serving(echo) as url,
-        pytest.raises(GenerationError, match=r"NCCL needs a GPU on both sides\. Give a folder"),
-    ):
+    with serving(echo) as url, raises(GenerationError, where="update_weights"):
         RemoteLM(url, TOKENIZER).update_weights(torch.nn.Linear(2, 2))
