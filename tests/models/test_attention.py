@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from tests.errors import raises
 from tests.helpers import last_tokens, partly_slow
 from tests.models.configurations import (
     LAYERS,
@@ -383,7 +384,10 @@ def test_activation_checkpointing_changes_memory_and_not_gradients(name, pattern
 @pytest.mark.parametrize("name", NAMES)
 def test_no_model_runs_without_a_mask(name):
     lm = tiny_lm(name)
-    with pytest.raises(ModelError, match=r"without a mask.*unmask\.DiffusionLM"):
+    [attention] = {
+        kind for module in lm.model.modules() if (kind := type(module).__name__).endswith("Attention")
+    }
+    with raises(ModelError, where=attention):
         lm.model(random_ids(1, 4))
     lm.logits(random_ids(1, 4))
 
@@ -392,7 +396,7 @@ def test_no_model_runs_without_a_mask(name):
 def test_what_the_attention_function_would_have_to_ignore_is_an_error(extra):
     heads = torch.zeros(1, 2, 3, 4)
     mask = unpadded_mask("causal", None, 3, 0, torch.device("cpu"))
-    with pytest.raises(ModelError, match="Linear: attention sinks"):
+    with raises(ModelError, where="Linear"):
         unmask_attention(
             torch.nn.Linear(1, 1), heads, heads, heads, None, unmask_mask=mask, **{extra: torch.zeros(2)}
         )
@@ -411,19 +415,19 @@ def test_a_soft_cap_that_never_bites_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "block_size", "words"),
+    ("pattern", "block_size", "where"),
     [
-        ("sideways", None, "unknown attention pattern 'sideways'.*causal, block_causal, bidirectional"),
-        ("block_causal", None, "block_size: .*at least 1"),
-        ("block_causal", 0, "block_size 0"),
-        ("causal", 4, "block_size 4 with causal attention"),
-        ("bidirectional", 4, "block_size 4 with bidirectional attention"),
+        ("sideways", None, "attention"),
+        ("block_causal", None, "block_size"),
+        ("block_causal", 0, "block_size"),
+        ("causal", 4, "block_size"),
+        ("bidirectional", 4, "block_size"),
     ],
 )
-def test_patterns_that_make_no_sense_are_refused(pattern, block_size, words):
-    with pytest.raises(ConfigError, match=words):
+def test_patterns_that_make_no_sense_are_refused(pattern, block_size, where):
+    with raises(ConfigError, where=where):
         check_pattern(pattern, block_size)
-    with pytest.raises(ConfigError, match=words):
+    with raises(ConfigError, where=where):
         tiny_lm("llama", pattern, block_size)
 
 

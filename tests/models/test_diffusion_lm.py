@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.models.configurations import CONFIGURATIONS, NAMES, VOCABULARY, WINDOW, random_ids, tiny_lm
 from unmask.errors import ModelError
@@ -165,7 +166,7 @@ def test_logits_are_float32_at_least(dtype):
 def test_a_row_longer_than_the_context_is_an_error():
     lm = tiny_lm("gpt2")
     lm.logits(random_ids(1, 64))
-    with pytest.raises(ModelError, match=r"65 tokens, but the model's context is 64"):
+    with raises(ModelError, where="input_ids"):
         lm.logits(random_ids(1, 65))
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.data.test_encoding import CHATML, LLAMA3
+from tests.errors import raises
 from tests.models.test_released import END, MASK, write_published
 from tests.tiny import build_causal
 from tests.training.tiny_runs import make
@@ -167,16 +168,13 @@ def test_a_released_model_with_several_ends(tmp_path):
 @pytest.mark.parametrize("wrong", [ROWS, -1, None])
 def test_ends_that_cannot_be_generated_are_refused(wrong, tmp_path):
     lm = load(write(tmp_path))
-    with pytest.raises(
-        ModelError,
-        match=r"eos_token_ids: .*(outside the vocabulary of 16|the mask token).*Give ids of tokens",
-    ):
+    with raises(ModelError, where="eos_token_ids"):
         load(tmp_path, eos_token_ids=[IM_END, lm.mask_token_id if wrong is None else wrong])
 
 
 @pytest.mark.parametrize("wrong", [["<|im_end|>"], "<|im_end|>", [11.0]])
 def test_ends_that_are_no_ids_are_refused(wrong, tmp_path):
-    with pytest.raises(ModelError, match=r"eos_token_ids: .* is not a token id\. Give ids"):
+    with raises(ModelError, where="eos_token_ids"):
         load(write(tmp_path), eos_token_ids=wrong)
 
 

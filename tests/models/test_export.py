@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import unmask
+from tests.errors import raises
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, random_ids, tiny_lm
 from unmask.cli import app
 from unmask.errors import ModelError
@@ -88,26 +89,20 @@ class Own(LlamaForCausalLM):
 # PEFT 0.21 asks for it
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (
-            lambda: tiny_lm("llama", "bidirectional"),
-            "causal, and this one is bidirectional.*of a released family, or serve it with `unmask serve`",
+        lambda: tiny_lm("llama", "bidirectional"),
+        lambda: tiny_lm("llama", "block_causal", 4),
+        lambda: tiny_lm("llama", shift=False),
+        lambda: (lm := tiny_lm("llama")).bind(
+            peft.get_peft_model(lm.model, peft.LoraConfig(target_modules=["q_proj"]))
         ),
-        (lambda: tiny_lm("llama", "block_causal", 4), "this one is block_causal"),
-        (lambda: tiny_lm("llama", shift=False), "this one is causal without logit shift"),
-        (
-            lambda: (lm := tiny_lm("llama")).bind(
-                peft.get_peft_model(lm.model, peft.LoraConfig(target_modules=["q_proj"]))
-            ),
-            "PeftModel.*Merge",
-        ),
-        (lambda: (lm := tiny_lm("llama")).bind(Own(lm.model.config)), "Own is not a class of transformers"),
+        lambda: (lm := tiny_lm("llama")).bind(Own(lm.model.config)),
     ],
     ids=["bidirectional", "block-causal", "no shift", "adapters", "own class"],
 )
-def test_what_is_no_stock_causal_model_is_refused(make, words, tmp_path):
-    with pytest.raises(ModelError, match=rf"layout: .*{words}") as error:
+def test_what_is_no_stock_causal_model_is_refused(make, tmp_path):
+    with raises(ModelError, where="layout") as error:
         export(make(), tmp_path / "out", "hf")
     assert error.value.remedy and not (tmp_path / "out").exists()
 

@@ -7,6 +7,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from tests.data.test_encoding import CHATML, LLAMA3, PLAIN
+from tests.errors import raises
 from tests.helpers import partly_slow
 from unmask.data.characters import character_tokenizer
 from unmask.errors import DataError
@@ -90,9 +91,7 @@ def tokenizer(template: str):
 
 @partly_slow("name", BOMBS, *range(0, len(BOMBS), 2))
 def test_a_template_without_end_is_one_error(name: str) -> None:
-    with pytest.raises(
-        DataError, match=r"the chat template is stopped: .*(more than|maximum recursion|asks for|recursive)"
-    ):
+    with raises(DataError, where=None):
         render_template(tokenizer(BOMBS[name]), [{"role": "user", "content": "a"}])
     assert turn_end(tokenizer(BOMBS[name])) is None
 

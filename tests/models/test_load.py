@@ -23,6 +23,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from tests.models.configurations import (
     ALPHABET,
@@ -267,14 +268,14 @@ def test_new_weights_depend_on_the_seed_alone(stock):
     one, same, other = initialize(stock, seed=1), initialize(stock, seed=1), initialize(stock, seed=2)
     assert same_weights(one.model, same.model) and not same_weights(one.model, other.model)
     assert one.settings == load(stock).settings
-    with pytest.raises(ModelError, match="no such folder"):
+    with raises(ModelError, where=str(stock / "nowhere")):
         initialize(stock / "nowhere", seed=0)
 
 
 def test_a_path_that_is_no_name_on_the_hub_is_not_looked_up_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("./nope", "runs/nope/model", "elsewhere/run/model"):
-        with pytest.raises(ModelError, match=rf"^{path}: no such folder. Check the path"):
+        with raises(ModelError, where=path):
             load(path)
 
 
@@ -282,93 +283,69 @@ def test_a_name_that_is_no_folder_is_said_to_be_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "runs").mkdir()  # of models, as `hf download --local-dir` makes one
-    with pytest.raises(
-        ModelError, match=r"runs/sfft: there is no such folder; as a hub id: cannot load a model config"
-    ):
+    with raises(ModelError, where="runs/sfft"):
         load("runs/sfft")
 
 
 # What is wrong with a folder, and how the error begins.
 BROKEN = {
-    "no folder": (
-        lambda path: [file.unlink() for file in path.iterdir()],
-        "is a folder, and has no config.json",
+    "no folder": lambda path: [file.unlink() for file in path.iterdir()],
+    "config that is no JSON": lambda path: (path / "config.json").write_text("{"),
+    "config of nothing": lambda path: (path / "config.json").write_text("{}"),
+    "no causal model": lambda path: change_config(path, model_type="t5"),
+    "no tokenizer": lambda path: [file.unlink() for file in path.glob("token*")],
+    "tokenizer cut off": lambda path: (path / "tokenizer.json").write_text('{"version"'),
+    "weights of another size": lambda path: change_config(path, hidden_size=32),
+    "weights cut off": lambda path: (path / "model.safetensors").write_bytes(
+        (path / "model.safetensors").read_bytes()[:-10]
     ),
-    "config that is no JSON": (
-        lambda path: (path / "config.json").write_text("{"),
-        "cannot load a model config",
-    ),
-    "config of nothing": (
-        lambda path: (path / "config.json").write_text("{}"),
-        "cannot load a model config.*model_type",
-    ),
-    "no causal model": (lambda path: change_config(path, model_type="t5"), "cannot load the weights"),
-    "no tokenizer": (
-        lambda path: [file.unlink() for file in path.glob("token*")],
-        "no usable tokenizer.*tokenizer.save_pretrained",
-    ),
-    "tokenizer cut off": (
-        lambda path: (path / "tokenizer.json").write_text('{"version"'),
-        "no usable tokenizer",
-    ),
-    "weights of another size": (lambda path: change_config(path, hidden_size=32), "cannot load the weights"),
-    "weights cut off": (
-        lambda path: (path / "model.safetensors").write_bytes(
-            (path / "model.safetensors").read_bytes()[:-10]
-        ),
-        "model.safetensors is incomplete",
-    ),
-    "no weights": (
-        lambda path: (path / "model.safetensors").unlink(),
-        "cannot load the weights.*with safetensors weights",
-    ),
+    "no weights": lambda path: (path / "model.safetensors").unlink(),
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_folder_is_named_with_a_remedy(stock, damage, words):
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_folder_is_named_with_a_remedy(stock, damage):
     damage(stock)
-    with pytest.raises(ModelError, match=words) as error:
+    with raises(ModelError, where=str(stock)) as error:
         load(stock)
-    assert error.value.where == str(stock) and error.value.remedy and "\n" not in str(error.value)
+    assert error.value.remedy and "\n" not in str(error.value)
 
 
 def test_a_padding_token_outside_the_vocabulary_is_refused(stock):
     config = json.loads((stock / "config.json").read_text())
     (stock / "config.json").write_text(json.dumps(config | {"pad_token_id": 99999}))
-    with pytest.raises(
-        ModelError, match=r"cannot load the weights \(Padding_idx must be within num_embeddings\)"
-    ):
+    with raises(ModelError, where=str(stock)) as refused:
         load(stock)
+    assert "Padding_idx must be within num_embeddings" in refused.value.what
 
 
 def test_weights_that_are_missing_are_not_made_up(stock):
     weights = load_file(stock / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, stock / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"the weights lack lm_head\.weight"):
+    with raises(ModelError, where=str(stock)):
         load(stock)
 
 
 def test_pickled_weights_are_not_read(stock):
     torch.save(load_file(stock / "model.safetensors"), stock / "pytorch_model.bin")
     (stock / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="safetensors"):
+    with raises(ModelError, where=str(stock)):
         load(stock)
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "words"),
+    ("asked", "error", "where"),
     [
-        ({"dtype": "int8"}, ModelError, "unknown dtype 'int8'.*float32"),
-        ({"device": "abacus"}, ModelError, "no device 'abacus'"),
-        ({"attention": "sideways"}, ConfigError, "unknown attention pattern"),
+        ({"dtype": "int8"}, ModelError, "dtype"),
+        ({"device": "abacus"}, ModelError, "device"),
+        ({"attention": "sideways"}, ConfigError, "attention"),
         ({"attention": "block_causal"}, ConfigError, "block_size"),
-        ({"block_size": 4}, ConfigError, "block_size 4 with causal attention"),
+        ({"block_size": 4}, ConfigError, "block_size"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(stock, asked, error, words):
-    with pytest.raises(error, match=words):
+def test_arguments_that_make_no_sense_are_refused(stock, asked, error, where):
+    with raises(error, where=where):
         load(stock, **asked)
 
 
@@ -384,46 +361,29 @@ def llama4(chunk):
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    "config",
     [
-        (
-            BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED),
-            "BloomForCausalLM: attention is built into",
-        ),
-        (
-            GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED),
-            "GPTJForCausalLM: attention is built into",
-        ),
-        (
-            MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED),
-            "MambaForCausalLM: its recurrent layers",
-        ),
-        (Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "Lfm2ForCausalLM: .*'conv'"),
-        (
-            Lfm2MoeConfig(**GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
-            "Lfm2MoeForCausalLM: .*'conv'",
-        ),
-        (
-            MiniMaxConfig(**HEADS, **LOCAL, layer_types=["linear_attention", "full_attention"]),
-            "MiniMaxForCausalLM: .*'linear_attention'",
-        ),
-        (
-            Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]),
-            "Qwen3NextForCausalLM: its recurrent",
-        ),
-        (llama4(chunk=63), "Llama4ForCausalLM: .*'chunked_attention'"),
+        BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED),
+        GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED),
+        MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED),
+        Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+        Lfm2MoeConfig(**GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
+        MiniMaxConfig(**HEADS, **LOCAL, layer_types=["linear_attention", "full_attention"]),
+        Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]),
+        llama4(chunk=63),
     ],
     ids=["bloom", "gptj", "mamba", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "llama4"],
 )
-def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config, words):
+def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config):
     model = AutoModelForCausalLM.from_config(config)
+    where = type(model).__name__
     model.save_pretrained(tmp_path)
     character_tokenizer(ALPHABET).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=words):
+    with raises(ModelError, where=where):
         make_diffusion(model, character_tokenizer(ALPHABET))
-    with pytest.raises(ModelError, match=words):
+    with raises(ModelError, where=where):
         load(tmp_path)
-    with pytest.raises(ModelError, match=words):
+    with raises(ModelError, where=where):
         ModelSpec.read(ModelConfig(path=str(tmp_path))).facts()
 
 
@@ -466,18 +426,16 @@ def test_the_layers_of_a_split_model_are_shared_out_in_order_by_memory(name: str
         assert places["lm_head"] == "cuda:0"
 
 
-@pytest.mark.parametrize(("count", "message"), [(0, "there are none here"), (1, "there is one here")])
+@pytest.mark.parametrize("count", [0, 1])
 def test_a_model_is_not_split_over_fewer_than_two_gpus(
-    count: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_lm("llama").save(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=1))
-    with pytest.raises(
-        ModelError, match=f"device_map: a model is spread over two GPUs or more, but {message}"
-    ):
+    with raises(ModelError, where="device_map"):
         load(tmp_path, device_map="balanced")
-    with pytest.raises(ModelError, match="quantized weights are not spread"):
+    with raises(ModelError, where="device_map, quantization"):
         load(tmp_path, device_map="balanced", quantization="4bit")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from unmask.errors import ModelError
 from unmask.models.model_paths import check_model, near_path
@@ -34,9 +35,8 @@ def test_a_whole_model_passes(model: Path) -> None:
 @pytest.mark.parametrize("size", [0, 5, 8, 1000, 500_000, -1])
 def test_weights_that_end_early_are_refused(model: Path, size: int) -> None:
     cut(model / "model.safetensors", size)
-    with pytest.raises(ModelError, match=r"model.safetensors is incomplete") as refused:
+    with raises(ModelError, where=str(model)):
         check_model(model)
-    assert refused.value.where == str(model)
     check_model(model, weights=False)
 
 
@@ -44,7 +44,7 @@ def test_a_pointer_of_git_lfs_is_refused(model: Path) -> None:
     (model / "model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
     )
-    with pytest.raises(ModelError, match="is a pointer of Git LFS"):
+    with raises(ModelError, where=str(model)):
         check_model(model)
 
 
@@ -53,17 +53,15 @@ def test_a_part_of_a_run_names_the_trained_model(model: Path, tmp_path: Path) ->
     (run / "stage-1" / "checkpoint-5").mkdir(parents=True)
     model.rename(run / "model")
     for part in (run / "stage-1", run / "stage-1" / "checkpoint-5"):
-        with pytest.raises(
-            ModelError, match=f"is a part of a run, and has no config.json. Name {run / 'model'}"
-        ):
+        with raises(ModelError, where=str(part)):
             check_model(part)
-    with pytest.raises(ModelError, match=f"Name {run}$|Name {run}\\."):
+    with raises(ModelError, where=str(tmp_path / "runs")):
         check_model(tmp_path / "runs")
     check_model(run)
 
 
 def test_a_file_is_no_folder(model: Path) -> None:
-    with pytest.raises(ModelError, match=f"is a file, not the folder of a model. Name the folder: {model}"):
+    with raises(ModelError, where=str(model / "config.json")):
         check_model(model / "config.json")
 
 
@@ -83,7 +81,7 @@ def test_a_near_path_is_proposed(
     monkeypatch.chdir(tmp_path)
     Path("runs/demo/sft").mkdir(parents=True)
     assert near_path(Path(typed)) == remedy
-    with pytest.raises(ModelError, match="no such folder") as refused:
+    with raises(ModelError, where=typed) as refused:
         check_model(typed)
     assert refused.value.remedy == remedy
 
@@ -97,7 +95,7 @@ def test_a_name_on_the_hub_is_no_wrong_path_but_one_beside_runs_is(
     Path("runs/sft").mkdir(parents=True)
     check_model("runs/sfft")  # as a folder `Qwen` may hold another model of that owner
     Path("runs/sft/manifest.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"runs/sfft: no such folder. Did you mean runs/sft\?"):
+    with raises(ModelError, where="runs/sfft"):
         check_model("runs/sfft")
 
 

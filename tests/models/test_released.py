@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tests.models.released import (
     CONFIGS,
     END,
@@ -144,7 +145,7 @@ def test_shards_types_and_tied_embeddings(name, tmp_path):
 
 def test_what_a_config_leaves_out_is_as_released(tmp_path):
     folder = write_published("sdar", tmp_path / "sdar", block_size=..., mask_token_id=...)
-    with pytest.raises(ModelError, match="no mask token 151669"):  # of the released tokenizer
+    with raises(ModelError, where=str(folder)):  # of the released tokenizer
         load(folder)
     (folder / "config.json").write_text(
         json.dumps({key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"})
@@ -187,51 +188,33 @@ def test_new_weights_for_a_released_architecture(published):
 
 
 REFUSED_CONFIGS = {
-    "another architecture": (
-        "dream",
-        {"architectures": ["DreamForCausalLM"]},
-        "another architecture, DreamForCausalLM",
-    ),
-    "shared experts": (
-        "llada_moe",
-        {"shared_expert_intermediate_size": 8},
-        "shared_expert_intermediate_size is 8, and only None",
-    ),
-    "one expert": ("llada2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which is not supported"),
-    "biases": ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, and only False"),
-    "another block": ("llada", {"block_type": "sequential"}, "block_type is 'sequential'"),
-    "layers by a number": (
-        "llada_moe",
-        {"moe_layer_freq": 1},
-        "moe_layer_freq is 1, and not a number for each of 2 layers",
-    ),
-    "layers that are too few": (
-        "llada_moe",
-        {"moe_layer_freq": [0]},
-        r"moe_layer_freq is \[0\], and not a number",
-    ),
-    "windows": ("sdar", {"use_sliding_window": True}, "use_sliding_window is True"),
-    "no sizes": ("llada", {"d_model": ..., "n_heads": ...}, "the config lacks d_model, n_heads"),
+    "another architecture": ("dream", {"architectures": ["DreamForCausalLM"]}),
+    "shared experts": ("llada_moe", {"shared_expert_intermediate_size": 8}),
+    "one expert": ("llada2", {"num_experts_per_tok": 1}),
+    "biases": ("llada", {"include_qkv_bias": True}),
+    "another block": ("llada", {"block_type": "sequential"}),
+    "layers by a number": ("llada_moe", {"moe_layer_freq": 1}),
+    "layers that are too few": ("llada_moe", {"moe_layer_freq": [0]}),
+    "windows": ("sdar", {"use_sliding_window": True}),
+    "no sizes": ("llada", {"d_model": ..., "n_heads": ...}),
 }
 
 
-@pytest.mark.parametrize(("family", "changes", "words"), REFUSED_CONFIGS.values(), ids=REFUSED_CONFIGS.keys())
-def test_a_config_that_the_stock_class_does_not_compute_is_refused(tmp_path, family, changes, words):
+@pytest.mark.parametrize(("family", "changes"), REFUSED_CONFIGS.values(), ids=REFUSED_CONFIGS.keys())
+def test_a_config_that_the_stock_class_does_not_compute_is_refused(tmp_path, family, changes):
     folder = write_published(family, tmp_path / "x", **changes)
-    with pytest.raises(ModelError, match=words) as error:
+    with raises(ModelError, where=str(folder)) as error:
         load(folder)
-    assert error.value.where == str(folder) and error.value.remedy
+    assert error.value.remedy
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     weights = published_weights("llada")
     extra = {"model.transformer.blocks.0.q_proj.bias": torch.zeros(HIDDEN)}
-    with pytest.raises(
-        ModelError, match=r"no llada model has the weights model\.layers\.0\.self_attn\.q_proj\.bias"
-    ):
+    with raises(ModelError, where=str(tmp_path / "x")):
         load(write_published("llada", tmp_path / "x", weights | extra))
     del weights["model.transformer.blocks.1.up_proj.weight"]
-    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
+    with raises(ModelError, where=str(tmp_path / "x")):
         load(write_published("llada", tmp_path / "x", weights))
 
 
@@ -281,52 +264,27 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "lm", "words"),
+    ("layout", "lm"),
     [
-        (
-            "sdar",
-            lambda: make_diffusion(*llama_causal(), attention="block_causal", block_size=4),
-            "a LlamaForCausalLM.*Qwen3ForCausalLM",
-        ),
-        (
-            "llada",
-            lambda: qwen3(attention="bidirectional", block_size=None),
-            "a Qwen3ForCausalLM.*LlamaForCausalLM",
-        ),
-        (
-            "sdar",
-            lambda: qwen3(attention="bidirectional", block_size=None),
-            "bidirectional attention.*block_causal",
-        ),
-        ("sdar", lambda: qwen3(logit_shift=True), "logit_shift=True.*without"),
-        (
-            "llada",
-            lambda: make_diffusion(*llama_causal(attention_bias=True), attention="bidirectional"),
-            "attention_bias=True",
-        ),
-        (
-            "llada",
-            lambda: make_diffusion(*llama_causal(hidden_act="gelu"), attention="bidirectional"),
-            "hidden_act='gelu'",
-        ),
-        ("llada", lambda: make_diffusion(*llama_causal(head_dim=8), attention="bidirectional"), "head_dim=8"),
+        ("sdar", lambda: make_diffusion(*llama_causal(), attention="block_causal", block_size=4)),
+        ("llada", lambda: qwen3(attention="bidirectional", block_size=None)),
+        ("sdar", lambda: qwen3(attention="bidirectional", block_size=None)),
+        ("sdar", lambda: qwen3(logit_shift=True)),
+        ("llada", lambda: make_diffusion(*llama_causal(attention_bias=True), attention="bidirectional")),
+        ("llada", lambda: make_diffusion(*llama_causal(hidden_act="gelu"), attention="bidirectional")),
+        ("llada", lambda: make_diffusion(*llama_causal(head_dim=8), attention="bidirectional")),
         (
             "llada",
             lambda: make_diffusion(
                 *llama_causal(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"
             ),
-            "rope_par",
         ),
-        ("llada_moe", lambda: mixture(norm_topk_prob=True), "norm_topk_prob=True"),
-        (
-            "mdlm",
-            lambda: qwen3(),
-            "unknown layout 'mdlm'.*llada, dream, sdar, fast_dllm_v2, llada_moe, llada2, hf",
-        ),
+        ("llada_moe", lambda: mixture(norm_topk_prob=True)),
+        ("mdlm", lambda: qwen3()),
     ],
 )
-def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, words):
-    with pytest.raises((ModelError, ConfigError), match=words) as error:
+def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm):
+    with raises((ModelError, ConfigError), where="layout") as error:
         export(lm(), tmp_path / "out", layout)
     assert error.value.remedy and not (tmp_path / "out").exists()
 
@@ -340,10 +298,10 @@ def test_adapters_and_foreign_weights_are_refused(tmp_path):
             copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
         )
     )
-    with pytest.raises(ModelError, match=r"PeftModelForCausalLM.*Merge"):
+    with raises(ModelError, where="layout"):
         export(adapted, tmp_path / "out", "sdar")
     lm.model.time_embedding = torch.nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"the weight time_embedding.bias"):
+    with raises(ModelError, where="layout"):
         export(lm, tmp_path / "out", "sdar")
 
 

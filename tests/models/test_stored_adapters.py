@@ -13,6 +13,7 @@ from peft import IA3Config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.tiny import adapted, float64_lm, save_adapters
 from unmask.errors import ModelError
@@ -112,77 +113,46 @@ def pickled(folder: Path) -> None:
 
 TABLE = "base_model.model.model.embed_tokens.weight"
 SPOILED = {
-    "no adapters": (
-        lambda folder: (folder / SETTINGS).unlink(),
-        r"holds no adapters: there is no adapter_config\.json",
-    ),
-    "pickled": (pickled, r"its weights are pickled \(adapter_model\.bin\)"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot read the adapters"),
-    "torn": (
-        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]),
-        "cannot read the adapters",
-    ),
-    "no JSON": (lambda folder: (folder / SETTINGS).write_text("{"), "cannot read the adapters"),
-    "other layers": (
-        lambda folder: rewrite(folder, target_modules=["c_attn"]),
-        "Target modules .*c_attn.* not found",
-    ),
-    "on the head": (
-        lambda folder: rewrite(folder, target_modules=["lm_head"]),
-        r"lm_head\.lora_A\.weight is absent",
-    ),
-    "another rank": (
-        lambda folder: rewrite(folder, r=8),
-        r"another model: .*lora_A\.weight is \(4, 16\), and has to be \(8, 16\)",
-    ),
-    "a part": (
-        lambda folder: spoil(folder, lambda weights: weights.popitem()),
-        r"another model: .* is absent, and has to be \(",
-    ),
-    "a table": (
-        lambda folder: spoil(folder, lambda weights: weights.update({TABLE: torch.zeros(10, 16)})),
-        "embed_tokens.weight is .* absent",
-    ),
-    "another kind": (
-        lambda folder: IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(folder),
-        "of the kind IA3",
-    ),
-    "changed base": (
-        lambda folder: rewrite(folder, init_lora_weights="pissa"),
-        "init_lora_weights pissa does not leave",
-    ),
-    "biases": (
-        lambda folder: rewrite(folder, bias="all"),
-        "LoRA with bias does not leave the model's own weights as they are",
-    ),
-    "code": (
-        lambda folder: rewrite(folder, megatron_config={}, megatron_core="os"),
-        "LoRA with megatron_config, megatron_core",
-    ),
-    "pattern": (of_another_pattern, "they were trained with attention causal, not bidirectional"),
+    "no adapters": lambda folder: (folder / SETTINGS).unlink(),
+    "pickled": pickled,
+    "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "torn": lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]),
+    "no JSON": lambda folder: (folder / SETTINGS).write_text("{"),
+    "other layers": lambda folder: rewrite(folder, target_modules=["c_attn"]),
+    "on the head": lambda folder: rewrite(folder, target_modules=["lm_head"]),
+    "another rank": lambda folder: rewrite(folder, r=8),
+    "a part": lambda folder: spoil(folder, lambda weights: weights.popitem()),
+    "a table": lambda folder: spoil(folder, lambda weights: weights.update({TABLE: torch.zeros(10, 16)})),
+    "another kind": lambda folder: IA3Config(
+        target_modules=["q_proj"], feedforward_modules=[]
+    ).save_pretrained(folder),
+    "changed base": lambda folder: rewrite(folder, init_lora_weights="pissa"),
+    "biases": lambda folder: rewrite(folder, bias="all"),
+    "code": lambda folder: rewrite(folder, megatron_config={}, megatron_core="os"),
+    "pattern": of_another_pattern,
 }
 
 
 @pytest.mark.parametrize("kind", SPOILED)
 def test_other_folders_are_refused_and_change_nothing(kind: str, lm: DiffusionLM, tmp_path: Path) -> None:
-    change, error = SPOILED[kind]
+    change = SPOILED[kind]
     good = load_adapters(lm, save_adapters(adapted(lm), tmp_path / "good"))
     bad, before, digest = save_adapters(adapted(lm, 1), tmp_path / "bad"), logits(good), fingerprint(lm.model)
     change(bad)
-    with pytest.raises(ModelError, match=f"(?s)^{bad}: .*{error}") as refused:
+    with raises(ModelError, where=str(bad)) as refused:
         load_adapters(lm, bad)
     assert refused.value.remedy
     if kind not in ("other layers", "on the head"):  # whose weights are those of the layers that there are
-        with pytest.raises(ModelError, match=f"^{bad}: "):
+        with raises(ModelError, where=str(bad)):
             read_adapters(good, bad)
     assert torch.equal(logits(good), before) and fingerprint(lm.model) == digest
 
 
 def test_absent_folders_and_whole_models_are_refused(lm: DiffusionLM, tmp_path: Path) -> None:
     lm.save(tmp_path / "model")
-    with pytest.raises(ModelError, match=r"absent: no such folder\. Give a folder with LoRA adapters"):
+    with raises(ModelError, where=str(tmp_path / "absent")):
         load_adapters(lm, tmp_path / "absent")
-    with pytest.raises(ModelError, match="holds no adapters"):
+    with raises(ModelError, where=str(tmp_path / "model")):
         load_adapters(load(tmp_path / "model", dtype="float64"), tmp_path / "model")
 
 
@@ -206,10 +176,7 @@ def test_weights_in_4_bits_are_shared_too(layers: list[str] | str, tmp_path: Pat
 
 def test_weights_in_8_bits_are_not_shared(lm: DiffusionLM, tmp_path: Path) -> None:
     lm.model.is_loaded_in_8bit = True
-    with pytest.raises(
-        ModelError,
-        match=r"quantization: several models cannot share weights in 8 bits\. Load it with quantization 4bit",
-    ):
+    with raises(ModelError, where="quantization"):
         load_adapters(lm, save_adapters(adapted(lm), tmp_path))
 
 
@@ -240,8 +207,6 @@ def test_adapters_of_another_scale_do_not_replace_others(
         save_adapters(adapted(lm, 1, **settings), tmp_path / "b"),
     )
     before = logits(loaded)
-    with pytest.raises(
-        ModelError, match=f"their {next(iter(settings))} differs from that of the present adapters"
-    ):
+    with raises(ModelError, where=str(other)):
         read_adapters(loaded, other)
     assert torch.equal(logits(loaded), before)
