@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.helpers import cost
 from unmask.rewards.arithmetic import MAX_DEPTH, MAX_LENGTH, ArithmeticSyntaxError, evaluate, numbers_used
 
@@ -35,7 +36,7 @@ def test_value_is_python_s_value_over_fractions(tree):
     try:
         expected = eval(exact, {"Fraction": Fraction})
     except ZeroDivisionError:
-        with pytest.raises(ArithmeticSyntaxError, match="divides by zero"):
+        with raises(ArithmeticSyntaxError, where=None):
             evaluate(text)
     else:
         assert evaluate(text) == expected

@@ -12,6 +12,7 @@ from typing import ClassVar
 import httpx2 as httpx
 import pytest
 
+from tests.errors import raises
 from unmask.errors import ConfigError
 from unmask.rewards.http import HttpReward
 from unmask.rewards.timeouts import LateError
@@ -55,7 +56,7 @@ def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscore
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:abc/", "http://", "https:///path"])
 def test_an_address_that_is_none_is_told_before_training(url):
-    with pytest.raises(ConfigError, match="http"):
+    with raises(ConfigError, where=url):
         HttpReward(url)
 
 

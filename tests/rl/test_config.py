@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.rl.methods.rollouts import config, held, keys, made_up, masks, usual
 from tests.training.tiny_runs import QUICK, SMALL, unmask
@@ -91,7 +92,7 @@ def test_a_recipe_has_the_values_of_d1_and_is_a_word_in_python_and_on_the_comman
 
 def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_nearest():
     assert not GRPOConfig.for_task("gsm8k", beta=0.0).sync_ref_model  # it would have no effect
-    with pytest.raises(ConfigError, match=r"there is no recipe for 'sudoko'.*'sudoku'"):
+    with raises(ConfigError, where="for_task"):
         GRPOConfig.for_task("sudoko")
 
 
@@ -198,48 +199,36 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
         # without a server nothing is corrected
         given["rollout"] = {"backend": "vllm", "url": "http://localhost:8000"}
         if plain.remasking == "random":  # in which order no server of vLLM samples
-            with pytest.raises(ConfigError, match="ignores remasking"):
+            with raises(ConfigError, where="rollout.backend and remasking"):
                 config(name, **base, **given)
             return
     if not all(torch.equal(*pair) for pair in zip(outcome(plain), outcome(changed), strict=True)):
         config(name, **base, **given).refuse_unread(None)
         return
-    with pytest.raises(ConfigError, match=f"^{setting}: (needs beta|{name} does not read it)"):
+    with raises(ConfigError, where=setting):
         config(name, **base, **given).refuse_unread(None)
 
 
 @pytest.mark.parametrize(
-    ("given", "needed", "message"),
+    ("given", "needed", "where"),
     [
-        (
-            {"softmax_temperature": 2.0},
-            {"scale_rewards": "softmax"},
-            "softmax_temperature: needs scale_rewards=softmax",
-        ),
-        ({"kl": "k1"}, {"beta": 0.1}, "kl: needs beta"),
-        ({"kl_to": "old"}, {"beta": 0.1}, "kl_to: needs beta"),
-        ({"use_bias_correction_kl": True}, {"beta": 0.1}, "use_bias_correction_kl: needs beta"),
+        ({"softmax_temperature": 2.0}, {"scale_rewards": "softmax"}, "softmax_temperature"),
+        ({"kl": "k1"}, {"beta": 0.1}, "kl"),
+        ({"kl_to": "old"}, {"beta": 0.1}, "kl_to"),
+        ({"use_bias_correction_kl": True}, {"beta": 0.1}, "use_bias_correction_kl"),
         (
             {"use_bias_correction_kl": True, "method": "trace-rl", "kl": "k1"},
             {"kl": "k3"},
-            "use_bias_correction_kl: needs kl=k3",
+            "use_bias_correction_kl",
         ),
-        ({"ref_model": "m"}, {"beta": 0.1}, "ref_model: needs beta"),
-        (
-            {"sync_ref_model": True, "method": "trace-rl"},
-            {"kl_to": "reference"},
-            "sync_ref_model: needs kl_to=reference",
-        ),
-        (
-            {"ref_model_mixup_alpha": 0.5, "beta": 0.1},
-            {"sync_ref_model": True},
-            "ref_model_mixup_alpha: needs sync_ref_model",
-        ),
-        ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward: needs difficulty"),
+        ({"ref_model": "m"}, {"beta": 0.1}, "ref_model"),
+        ({"sync_ref_model": True, "method": "trace-rl"}, {"kl_to": "reference"}, "sync_ref_model"),
+        ({"ref_model_mixup_alpha": 0.5, "beta": 0.1}, {"sync_ref_model": True}, "ref_model_mixup_alpha"),
+        ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward"),
     ],
 )
-def test_a_setting_is_refused_without_what_it_needs(given, needed, message, tmp_path):
-    with pytest.raises(ConfigError, match=f"^{message}"):
+def test_a_setting_is_refused_without_what_it_needs(given, needed, where, tmp_path):
+    with raises(ConfigError, where=where):
         GRPOConfig(output_dir=str(tmp_path), **given)
     GRPOConfig(output_dir=str(tmp_path), **given | needed)
 
@@ -253,7 +242,7 @@ def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(nam
     if name == "coupled-grpo" or masking == "diffusion":
         args.refuse_unread(strategy)
         return
-    with pytest.raises(ConfigError, match=f"^after_eos: {name} always hides what is after the end"):
+    with raises(ConfigError, where="after_eos"):
         args.refuse_unread(strategy)
 
 
@@ -280,7 +269,7 @@ def test_a_setting_that_a_method_does_not_read_is_refused_whatever_its_value(nam
             continue  # a masking strategy may read it
         for value in dict.fromkeys(value for value in map(str, defaults) if value != "None"):
             value = next(default for default in defaults if str(default) == value)
-            with pytest.raises(ConfigError, match=f"^{setting}: ({name} does not read it|needs )"):
+            with raises(ConfigError, where=setting):
                 GRPOConfig(method=name, **{setting: value})
             assert setting in args.unread()
     assert (
@@ -299,14 +288,12 @@ def test_a_given_default_is_refused_from_every_source(tmp_path):
         {"overrides": [*given, "training.method=cj-grpo"], "config_files": [tmp_path / "half.yaml"]},
     ):
         run = resolve(read_layers(**sources))
-        with pytest.raises(ConfigError, match="prompt_mask_rate: cj-grpo does not read it"):
+        with raises(ConfigError, where="training.prompt_mask_rate"):
             training_arguments("grpo", run)
-    with pytest.raises(ConfigError, match="prompt_mask_rate: cj-grpo does not read it"):
+    with raises(ConfigError, where="prompt_mask_rate"):
         GRPOConfig(method="cj-grpo", prompt_mask_rate=0.15)
     args = GRPOConfig(prompt_mask_rate=0.15)
-    with pytest.raises(ConfigError, match="does not read it for a causal model"):
+    with raises(ConfigError, where="prompt_mask_rate"):
         args.refuse_unread(None, exact=True)
-    with pytest.raises(
-        ConfigError, match="vllm_importance_sampling_cap: local samples from the trained model itself"
-    ):
+    with raises(ConfigError, where="rollout.backend and vllm_importance_sampling_cap"):
         GRPOConfig(vllm_importance_sampling_cap=2.0)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.training.tiny_runs import equal, make, ranks, weights
 from unmask.errors import ConfigError
 from unmask.generation.output import Generation, Trace
@@ -158,5 +159,5 @@ def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
     other = make("grpo", tmp_path / "list", rows=trainer.train_dataset.rows, reward=ranks, **more)
     other.train()
     assert equal(weights(trainer.lm), weights(other.lm))
-    with pytest.raises(ConfigError, match="max_steps: a stream has no end"):
+    with raises(ConfigError, where="max_steps"):
         make("grpo", tmp_path / "endless", rows=stream, max_steps=-1)

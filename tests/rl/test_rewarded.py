@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 import unmask
+from tests.errors import raises
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -89,7 +90,7 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
             return generate(*arguments)
 
         trainer.source.backend.generate = dying  # type: ignore[method-assign]
-        with pytest.raises(RemoteError, match="accepted no requests"):
+        with raises(RemoteError, where=url):
             trainer.train()
         assert (tmp_path / "run" / "checkpoint-2").is_dir()
         resumed = run(url)
@@ -116,7 +117,7 @@ def test_what_was_half_done_is_not_logged_twice(tmp_path):
 
     run(tmp_path / "straight", fails=False).train()
     calls.clear()
-    with pytest.raises(TrainingError, match="wrong"):
+    with raises(TrainingError, where=None):
         run(tmp_path / "broken", fails=True).train()
     run(tmp_path / "broken", fails=False).train(resume_from_checkpoint=True)
     for folder in (tmp_path / "straight", tmp_path / "broken"):
@@ -138,11 +139,7 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
             save(lm, path)
 
         monkeypatch.setattr(type(trainer.lm), "save", full)
-        error = (
-            r"step-1: the weights cannot be written \(.*No space left on device\)\. Make room there, or "
-            r"set rollout\.folder"
-        )
-        with pytest.raises(RemoteError, match=error):
+        with raises(RemoteError, where=str(tmp_path / "run/rollout_weights/step-1")):
             trainer.train()
         trainer.source.backend.close()
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
@@ -189,28 +186,22 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
     lm = llama_lm("causal")
     with serving(FakeVLLM(lm, processed=False)) as url:
         trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
-        with pytest.raises(
-            GenerationError,
-            match=r"does not return the log-probabilities.*--logprobs-mode processed_logprobs",
-        ):
+        with raises(GenerationError, where="rollout"):
             trainer.train()
         trainer.source.backend.close()
 
 
 @pytest.mark.parametrize(
-    ("rollout", "message"),
+    ("rollout", "where"),
     [
         ({"backend": "sglang"}, "rollout.backend"),
-        ({"backend": "vllm"}, r"rollout.url: backend 'vllm' needs the address"),
-        (
-            {"backend": "vllm", "url": "http://h:1", "method": "espo"},
-            r"rollout\.backend and method: the loss of espo has no importance weights",
-        ),
-        ({"url": "http://h:1"}, r"rollout.url: has no effect with backend 'local'"),
+        ({"backend": "vllm"}, "rollout.url"),
+        ({"backend": "vllm", "url": "http://h:1", "method": "espo"}, "rollout.backend and method"),
+        ({"url": "http://h:1"}, "rollout.url"),
     ],
 )
-def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, where, tmp_path):
+    with raises(ConfigError, where=where):
         GRPOConfig(output_dir=str(tmp_path), method=rollout.pop("method", "diffu-grpo"), rollout=rollout)
 
 
@@ -218,59 +209,32 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "where"),
     [
-        (
-            VLLM | {"block_size": 32},
-            (
-                r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or "
-                r"sample a diffusion"
-            ),
-        ),
-        (VLLM | {"constraint": {"regex": "a*"}}, r"^rollout\.backend and constraint: vllm decodes a causal"),
-        (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and ignores steps"),
-        (VLLM | {"remasking": "entropy"}, r"^rollout\.backend and remasking: vllm decodes a causal"),
+        (VLLM | {"block_size": 32}, "rollout.backend and block_size"),
+        (VLLM | {"constraint": {"regex": "a*"}}, "rollout.backend and constraint"),
+        (VLLM | {"steps": 64}, "rollout.backend and steps"),
+        (VLLM | {"remasking": "entropy"}, "rollout.backend and remasking"),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
-            r"^rollout\.sync and use_cpu: NCCL needs a GPU.*Use disk or lora",
+            "rollout.sync and use_cpu",
         ),
-        (
-            VLLM | {"masking": "diffusion"},
-            r"^rollout\.backend and masking: a causal model's likelihood is exact.*Leave it out",
-        ),
-        (
-            VLLM | {"prompt_mask_rate": 0.3},
-            (
-                r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it for a causal "
-                r"model.*Leave it out"
-            ),
-        ),
+        (VLLM | {"masking": "diffusion"}, "rollout.backend and masking"),
+        (VLLM | {"prompt_mask_rate": 0.3}, "rollout.backend and prompt_mask_rate"),
         (
             VLLM | {"method": "spg", "vllm_importance_sampling_cap": None, "samples": 3},
-            r"^rollout\.backend and samples: spg does not read it for a causal model",
+            "rollout.backend and samples",
         ),
-        (
-            VLLM | {"logprob_temperature": 0.5},
-            (
-                r"^rollout\.backend and logprob_temperature: the server's log-probabilities are of "
-                r"temperature 1, not of 0\.5"
-            ),
-        ),
-        (
-            {"vllm_importance_sampling_cap": 3.0},
-            (
-                r"^rollout\.backend and vllm_importance_sampling_cap: local samples from the trained model itself.*set "
-                r"rollout.backend to vllm"
-            ),
-        ),
+        (VLLM | {"logprob_temperature": 0.5}, "rollout.backend and logprob_temperature"),
+        ({"vllm_importance_sampling_cap": 3.0}, "rollout.backend and vllm_importance_sampling_cap"),
         (
             {"vllm_importance_sampling_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}},
-            r"^rollout\.backend and vllm_importance_sampling_cap: server",
+            "rollout.backend and vllm_importance_sampling_cap",
         ),
     ],
 )
-def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, where, tmp_path):
+    with raises(ConfigError, where=where):
         GRPOConfig(output_dir=str(tmp_path), **given)
 
 
@@ -294,10 +258,7 @@ def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
 
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
-    with pytest.raises(
-        ConfigError,
-        match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use rollout\.backend local",
-    ):
+    with raises(ConfigError, where="rollout.backend"):
         make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
 
 
@@ -428,9 +389,7 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
         nan_ok=True,
     )
     assert trainer.state.log_history[-1]["eval_unscored"] == 0.25
-    with pytest.raises(
-        ConfigError, match=r"eval_dataset: there is nothing to evaluate on\. Give it to evaluate"
-    ):
+    with raises(ConfigError, where="eval_dataset"):
         make("grpo", tmp_path / "unheld", reward=never).evaluate()
     none = make("grpo", tmp_path / "none", reward=never, eval_dataset=held_out).evaluate()
     assert math.isnan(none["eval_reward"]) and none["eval_unscored"] == 1.0
@@ -518,9 +477,7 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
     twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
     _, kept_B = twice.group_advantages(rewarded)
     assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
-    with pytest.raises(
-        ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"
-    ):
+    with raises(ConfigError, where="difficulty_reward"):
         make("grpo", tmp_path, difficulty_reward="solve", **shape)
 
 

@@ -15,6 +15,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.rl.copy_server import REMOTE, CopyServer, trainer_of
 from tests.serving.servers import copied, serving_rollouts
@@ -409,7 +410,7 @@ def test_a_server_that_fails_in_the_background_stops_the_run_with_a_checkpoint(f
         "the server has accepted no requests for 30 seconds", where="http://h:1", remedy="Start it"
     )
     trainer = trainer_of(CopyServer(failing={failing: error}), tmp_path / "run", **shape)
-    with pytest.raises(RemoteError, match="accepted no requests for 30 seconds"):
+    with raises(RemoteError, where="http://h:1"):
         trainer.train()
     assert (
         trainer.state.global_step == failing
@@ -458,38 +459,25 @@ def test_every_method_either_has_a_ratio_or_refuses_older_rollouts(tmp_path):
         if name in WITH_RATIO:
             assert GRPOConfig(**settings).max_staleness == 1
         else:
-            refused = (
-                rf"^method and max_staleness: the loss of {name} has no ratio to the policy that "
-                r"sampled.*Leave it out, or use one of"
-            )
-            with pytest.raises(ConfigError, match=refused):
+            with raises(ConfigError, where="method and max_staleness"):
                 GRPOConfig(**settings)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "where"),
     [
-        (
-            {},
-            (
-                r"^rollout\.backend and max_staleness: only a server can sample while the model trains\. "
-                r"Set rollout\.backend to server"
-            ),
-        ),
+        ({}, "rollout.backend and max_staleness"),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync_steps": 2}},
-            r"^rollout\.sync_steps and max_staleness: the server would sample from older weights",
+            "rollout.sync_steps and max_staleness",
         ),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}},
-            (
-                r"^rollout\.sync and max_staleness: a restarted server would get the weights as they are "
-                r"being trained\. Use disk or lora"
-            ),
+            "rollout.sync and max_staleness",
         ),
         ({"rollout": REMOTE, "max_staleness": -1}, "max_staleness"),
     ],
 )
-def test_rollouts_ahead_that_cannot_be_are_refused_at_once(given, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_rollouts_ahead_that_cannot_be_are_refused_at_once(given, where, tmp_path):
+    with raises(ConfigError, where=where):
         GRPOConfig(output_dir=str(tmp_path), **{"max_staleness": 1, **given})

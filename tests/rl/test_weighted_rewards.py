@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerState
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
@@ -224,7 +225,7 @@ def test_functions_of_one_name_are_told_apart(path):
     for workers in (0, 1):
         again = Rewards([few, right, f"{path}:few"], workers=workers)
         assert again.names == ["few", "right", "few_2"]
-        with pytest.raises(TrainingError, match="reward function few_2"):
+        with raises(TrainingError, where="reward function few_2"):
             again(ROWS, TEXTS, IDS)
 
 
@@ -269,23 +270,21 @@ def test_tasks_are_named(name):
     assert rewards.names == [name, "length"]
     answers = [rows[0]["completion"], "", rows[2]["completion"]]
     assert_equal(rewards(rows, answers, IDS).total_B, [1.0, 0.0, 1.0])
-    with pytest.raises(ConfigError, match="unknown task"):
+    with raises(ConfigError, where=None):
         Rewards(name[:-1])
 
 
 def test_functions_and_weights_that_do_not_fit():
     for none in ([], ()):
-        with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
+        with raises(ConfigError, where="reward_funcs"):
             Rewards(none)
     for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
-        with pytest.raises(
-            ConfigError, match=r"reward_funcs: .* is not a reward function\. Give a function, or the name"
-        ):
+        with raises(ConfigError, where="reward_funcs"):
             Rewards(wrong)
-    with pytest.raises(ConfigError, match="reward_weights: 1 weights for 2 functions"):
+    with raises(ConfigError, where="reward_weights"):
         Rewards([right, length], weights=[1.0])
     for weight in (math.inf, -math.inf, math.nan, 1e13, "1", None):
-        with pytest.raises(ConfigError, match=r"reward_weights: .* is not valid\. Give numbers of at most"):
+        with raises(ConfigError, where="reward_weights"):
             Rewards([right, length], weights=[1.0, weight])
 
 
@@ -295,24 +294,21 @@ def test_a_wrong_return_value_names_the_function(returned):
         return returned
 
     for errors in ("unscored", "raise"):
-        with pytest.raises(
-            TrainingError,
-            match=r"reward function wrong: returned .* for 3 completions\. Return one float or None",
-        ):
+        with raises(TrainingError, where="reward function wrong"):
             Rewards([right, wrong], errors=errors)(ROWS, TEXTS, IDS)
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "where"),
     [
-        (lambda completions, **_: ["a" for _ in completions], r"completion 0: returned 'a'"),
-        (lambda completions, **_: [1.0, float("nan")], r"completion 1: returned nan"),
-        (lambda completions, **_: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda completions, **_: ["a" for _ in completions], "reward function <lambda>, completion 0"),
+        (lambda completions, **_: [1.0, float("nan")], "reward function <lambda>, completion 1"),
+        (lambda completions, **_: 1 / 0, "reward function <lambda>"),
     ],
 )
-def test_a_reward_that_misbehaves_is_named_where_errors_are_asked_for(function, message):
+def test_a_reward_that_misbehaves_is_named_where_errors_are_asked_for(function, where):
     rows = [{"prompt": "a"}, {"prompt": "b"}]
-    with pytest.raises(TrainingError, match=rf"^reward function <lambda>.*{message}"):
+    with raises(TrainingError, where=where):
         Rewards(function, errors="raise")(rows, ["x", "y"], [[1], [2]])
 
 
@@ -347,7 +343,7 @@ def test_workers_are_other_processes_and_without_them_it_is_this_one(path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_cannot_be_imported_is_told_before_training(path, workers):
-    with pytest.raises(UnmaskError, match="absent: there is no such name"):
+    with raises(UnmaskError, where=f"{path}:absent"):
         Rewards(f"{path}:absent", workers=workers)
 
 
@@ -381,9 +377,7 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
 def test_a_task_in_the_place_of_a_function_is_refused_with_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Task, "registered", dict(Task.registered))
     (tmp_path / "odd.py").write_text("from unmask.tasks import Task\nclass Odd(Task):\n    name = 'odd'")
-    with pytest.raises(
-        ConfigError, match=r"odd\.py:Odd: is a task, not a function.*--task .*odd\.py:Odd: .*rewards=\[odd\]"
-    ):
+    with raises(ConfigError, where=str(tmp_path / "odd.py:Odd")):
         Rewards(f"{tmp_path / 'odd.py'}:Odd")
 
 
@@ -391,7 +385,7 @@ def test_parts_of_a_wrong_length_are_refused(tmp_path):
     (tmp_path / "odd.py").write_text(
         "def odd(completions, **_): return [1.0] * (3 if completions[0] == '0' else 1)"
     )
-    with pytest.raises(TrainingError, match="reward function odd: returned 3 values for 2 completions"):
+    with raises(TrainingError, where="reward function odd"):
         Rewards(f"{tmp_path}/odd.py:odd", workers=2)([*ROWS, ROWS[0]], [*TEXTS, "3"], [*IDS, [1]])
 
 
@@ -464,7 +458,7 @@ def test_a_function_of_this_process_is_given_up_on(release):
     result = rewards(ROWS, TEXTS, IDS)
     assert_equal(result.reward_BF, [[math.nan, 1.0], [math.nan, 0.0], [math.nan, 1.0]])
     assert result.failures == {"<lambda>": {"timeout": 3}, "right": {}}
-    with pytest.raises(TrainingError, match=r"reward function <lambda>: gave no answer within 0\.2 seconds"):
+    with raises(TrainingError, where="reward function <lambda>"):
         Rewards(lambda **_: release.wait(60), seconds=0.2, errors="raise")(ROWS, TEXTS, IDS)
 
 
@@ -677,12 +671,13 @@ async def late(completions): return [0.0] * len(completions)
 )
 def test_a_function_that_does_not_take_its_arguments_is_an_error(tmp_path, workers, name, what):
     (tmp_path / "unfit.py").write_text(UNFIT)
-    with pytest.raises(TrainingError, match=rf"^reward function {name}: cannot be called: .*{what}.*kwargs"):
+    with raises(TrainingError, where=f"reward function {name}") as refused:
         Rewards(f"{tmp_path}/unfit.py:{name}", workers=workers)(ROWS, TEXTS, IDS)
+    assert what in refused.value.what  # Python's words
 
 
 def test_a_task_whose_columns_are_missing_is_an_error():
-    with pytest.raises(TrainingError, match=r"reward function sudoku: .*no column"):
+    with raises(TrainingError, where="reward function sudoku"):
         Rewards("sudoku")(ROWS, TEXTS, IDS)
 
 
@@ -713,15 +708,13 @@ def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, na
     assert sum(result.logged["words"]) == 3 and len(result.logged["words"]) == max(1, workers)
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [(3, "TypeError: a log cannot have the name 3"), ("\ud800", "UnicodeEncodeError")]
-)
+@pytest.mark.parametrize("name", [3, "\ud800"])
 @pytest.mark.parametrize("way", ["log_extra", "log_metric"])
-def test_a_log_of_no_name_is_a_failure_of_its_function(way, name, error):
+def test_a_log_of_no_name_is_a_failure_of_its_function(way, name):
     rewards = Rewards(
         lambda **given: given[way](name, [1.0] * 3 if way == "log_extra" else 1.0), errors="raise"
     )
-    with pytest.raises(TrainingError, match=f"reward function <lambda>: raised {error}"):
+    with raises(TrainingError, where="reward function <lambda>"):
         rewards(ROWS, TEXTS, IDS)
 
 
@@ -735,9 +728,9 @@ def test_what_a_process_logs_stays_with_its_completions(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf])
 def test_limits_and_errors_that_are_none(seconds, tmp_path):
-    with pytest.raises(ConfigError, match="reward_timeout"):
+    with raises(ConfigError, where="reward_timeout"):
         GRPOConfig(output_dir=str(tmp_path), reward_timeout=seconds)
-    with pytest.raises(ConfigError, match="reward_errors"):
+    with raises(ConfigError, where="reward_errors"):
         GRPOConfig(output_dir=str(tmp_path), reward_errors="ignore")
 
 

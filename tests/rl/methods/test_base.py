@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.helpers import REPOSITORY
 from tests.rl.methods.rollouts import (
@@ -361,10 +362,7 @@ def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_b
     assert args.loss_type is None
     by_blocks = args.build_method("block_causal")
     assert (by_blocks.loss_type, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
-    with pytest.raises(
-        ConfigError,
-        match=r"^loss_type: averages by view, but coupled-grpo predicts a token in several views",
-    ):
+    with raises(ConfigError, where="loss_type"):
         config("coupled-grpo", loss_type="view")
 
 
@@ -472,7 +470,7 @@ def test_what_is_logged_is_of_what_counts(name):
 
 
 def test_unknown_methods_are_refused():
-    with pytest.raises(ConfigError, match=r"unknown method 'agrp'. Did you mean 'agrpo'"):
+    with raises(ConfigError, where="method"):
         get_method("agrp")
     assert all(get_method(name).name == name for name in METHODS)
 
@@ -497,7 +495,7 @@ def test_a_method_of_ones_own_is_named_by_a_config(monkeypatch):
 def test_a_default_that_is_no_field_is_refused(monkeypatch):
     """Without an annotation the inherited default would silently stay."""
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
-    with pytest.raises(ConfigError, match=r"Mine.epsilon has no annotation. Write epsilon: TYPE = VALUE"):
+    with raises(ConfigError, where="tests.rl.methods.test_base"):
 
         @register
         class Mine(TokenMethod):

@@ -13,6 +13,7 @@ from itertools import combinations, permutations
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.rl.methods.rollouts import keys, made_up, rollout_of, stopping
 from tests.tiny import llama_lm
@@ -241,9 +242,7 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
 def test_adaptive_loss_is_refused_where_the_loss_weighs_by_the_rate_itself():
     for method in REPLACEABLE:
         if get_method(method).estimator != "token":
-            with pytest.raises(
-                ConfigError, match=rf"adaptive_loss: {method} weights the tokens of a view.*Leave it out"
-            ):
+            with raises(ConfigError, where="adaptive_loss"):
                 config(method=method, masking="optimized", adaptive_loss=True)
 
 
@@ -281,31 +280,23 @@ def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name)
         if not separable and weighs in STRATEGIES[name].estimators:
             assert isinstance(find_masking(config(method=method, masking=name)), STRATEGIES[name])
             continue
-        reason = (
-            f"{method} sums its loss"
-            if separable
-            else f"{method} compares bounds .* Use one of diffusion, optimized"
-        )
-        with pytest.raises(ConfigError, match=rf"masking: {reason}"):
+        with raises(ConfigError, where="masking"):
             config(method=method, masking=name)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "where"),
     [
-        ({"masking": "difusion"}, r"masking: unknown strategy 'difusion'.*diffusion"),
-        ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: needs two rates, not 1"),
-        ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: 0.0 and 0.5 are not mask rates"),
-        ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: needs masking=adaptive"),
-        ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
-        (
-            {"masking": "diffusion", "adaptive_loss": True},
-            "adaptive_loss: needs masking=adaptive or optimized",
-        ),
+        ({"masking": "difusion"}, "masking"),
+        ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate"),
+        ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate"),
+        ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate"),
+        ({"adaptive_loss": True}, "adaptive_loss"),
+        ({"masking": "diffusion", "adaptive_loss": True}, "adaptive_loss"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_without_a_meaning_are_refused(given, where):
+    with raises(ConfigError, where=where):
         config(**given)
 
 
@@ -323,25 +314,18 @@ def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name)
                 find_masking(args).plan(rollout, MaskRNG(0, keys(rollout)), args, 0.5)
                 for args in (plain, changed)
             ]
-            with (
-                nullcontext()
-                if not same(*plans)
-                else pytest.raises(ConfigError, match=f"^{setting}: {method} with .* does not read it")
-            ):
+            with nullcontext() if not same(*plans) else raises(ConfigError, where=setting):
                 GRPOConfig(**given, **{setting: value})
 
 
 def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path):
     trainer(tmp_path, Diffusion(), samples=3)
-    for strategy, given, message in [
-        (None, {"samples": 3}, "samples: diffu-grpo does not read it"),
-        (
-            Diffusion(),
-            {"prompt_mask_rate": 0.5},
-            "prompt_mask_rate: diffu-grpo with Diffusion does not read it",
-        ),
+    for strategy, given, where in [
+        (None, {"samples": 3}, "samples"),
+        (Diffusion(), {"prompt_mask_rate": 0.5}, "prompt_mask_rate"),
+        (Optimized(Diffusion()), {"prompt_mask_rate": 0.5}, "prompt_mask_rate"),
     ]:
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, where=where):
             trainer(tmp_path, strategy, **given)
 
 
@@ -406,42 +390,30 @@ class Wrong(MaskingStrategy):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda views, rollout: None, "returned NoneType, not Views"),
-        (
-            lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]),
-            r"tensors of .*\[4, 1, 7\] for 4 rows of 7 tokens",
-        ),
-        (lambda views, rollout: views.select(slice(1, None)), r"\[3, 2, 7\] for 4 rows"),
-        (lambda views, rollout: views.select(slice(None), slice(0)), r"\[4, 0, 7\] for 4 rows"),
-        (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT[:, 0]), r"\[4, 7\]"),
-        (
-            lambda views, rollout: replace(views, target_BMT=views.target_BMT.long()),
-            r"torch.int64 \[4, 2, 7\]",
-        ),
-        (lambda views, rollout: replace(views, weight_BMT=views.target_BMT), r"torch.bool \[4, 2, 7\] for"),
-        (
-            lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT),
-            "a target is not hidden",
-        ),
-        (
-            lambda views, rollout: weighted_views(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()),
-            "a target is outside the completion",
-        ),
+        lambda views, rollout: None,
+        lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]),
+        lambda views, rollout: views.select(slice(1, None)),
+        lambda views, rollout: views.select(slice(None), slice(0)),
+        lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT[:, 0]),
+        lambda views, rollout: replace(views, target_BMT=views.target_BMT.long()),
+        lambda views, rollout: replace(views, weight_BMT=views.target_BMT),
+        lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT),
+        lambda views, rollout: weighted_views(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()),
     ],
 )
-def test_a_plan_that_a_loss_cannot_read_is_refused(change, message, tmp_path):
+def test_a_plan_that_a_loss_cannot_read_is_refused(change, tmp_path):
     made = trainer(tmp_path, Wrong(change), max_steps=1, samples=2)
-    with pytest.raises(TrainingError, match=f"plan of Wrong: .*{message}"):
+    with raises(TrainingError, where="plan of Wrong"):
         made.train()
 
 
 @pytest.mark.parametrize("strategy", ["diffusion", Diffusion, object()])
 def test_what_is_no_strategy_is_refused(strategy, tmp_path):
-    with pytest.raises(ConfigError, match=r"masking: .* is not a MaskingStrategy"):
+    with raises(ConfigError, where="masking"):
         trainer(tmp_path, strategy)
-    with pytest.raises(ConfigError, match="patterns: must be at least 1, not 0"):
+    with raises(ConfigError, where="patterns"):
         Optimized(patterns=0)
 
 
@@ -468,13 +440,13 @@ def test_the_first_update_has_a_ratio_of_one_and_a_run_resumes_bit_for_bit(name,
 
 
 def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="masking: a causal model's likelihood is exact"):
+    with raises(ConfigError, where="masking"):
         trainer(tmp_path, masking="diffusion", lm=llama_lm("causal"))
-    with pytest.raises(ConfigError, match="masking: cj-grpo sums its loss over views of its own"):
+    with raises(ConfigError, where="masking"):
         trainer(tmp_path, Halves(), method="cj-grpo")
-    with pytest.raises(ConfigError, match=r"masking: espo compares bounds .* Adaptive"):
+    with raises(ConfigError, where="masking"):
         trainer(tmp_path, Adaptive(), method="espo")
-    with pytest.raises(ConfigError, match="masking: is 'block', but a strategy was passed as well"):
+    with raises(ConfigError, where="masking"):
         trainer(tmp_path, Halves(), masking="block")
 
 

@@ -18,6 +18,7 @@ from scipy import stats
 
 import unmask
 from benchmarks import policy_gradient
+from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.helpers import examples
 from tests.rl.methods.rollouts import (
@@ -452,5 +453,5 @@ def test_the_exact_gradient_is_one_setting():
 def test_a_causal_model_takes_the_exact_gradient_as_it_is():
     """Nothing after the end has a part in it, and its order is fixed."""
     config("exact-gradient").refuse_for_causal_models()
-    with pytest.raises(ConfigError, match="after_eos"):
+    with raises(ConfigError, where="after_eos"):
         config("cj-grpo", after_eos="train").refuse_for_causal_models()
