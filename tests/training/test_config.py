@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import SchedulerType, get_scheduler
 
+from tests.errors import raises
 from tests.helpers import require_bfloat16
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, ranks, settings, unmask, weights
@@ -112,7 +113,7 @@ def test_precision_that_is_assigned_to_a_config_that_was_made_is_taken_up(choose
             assert args.mixed_precision == runs and (args.bf16, args.fp16) == (runs == "bf16", runs == "fp16")
     args = config(tmp_path, bf16=True)
     args.fp16 = True
-    with pytest.raises(ConfigError, match="bf16, fp16: both are on"):
+    with raises(ConfigError, where="bf16, fp16"):
         args.choose_precision(in_float32=True)
 
 
@@ -207,9 +208,8 @@ def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those
 
 def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):
     for strategy in ("no", "epoch"):
-        with pytest.raises(ConfigError, match=f"has no effect with eval_strategy {strategy}") as refused:
+        with raises(ConfigError, where="eval_steps"):
             SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy=strategy)
-        assert refused.value.where == "eval_steps"
     assert SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy="steps").eval_steps == 1
 
 
@@ -218,11 +218,11 @@ def test_a_setting_that_is_assigned_later_is_known(cls, tmp_path):
     args = cls(output_dir=str(tmp_path))
     args.max_steps, args.seed, args.log_memory_usage, args._private = 3, 1, True, 2
     for name in ("enable_performance_logging", "masking_strategy", "lerning_rate"):
-        with pytest.raises(ConfigError, match=rf"{cls.__name__}: {name}: no known setting"):
+        with raises(ConfigError, where=f"{cls.__name__}: {name}"):
             setattr(args, name, True)
     assert copy.deepcopy(args).max_steps == pickle.loads(pickle.dumps(args)).max_steps == 3
     if cls is GRPOConfig:
-        with pytest.raises(ConfigError, match="Did you mean 'masking'"):
+        with raises(ConfigError, where="GRPOConfig: masking_strategy"):
             args.masking_strategy = "optimized"
 
 
@@ -270,18 +270,17 @@ def test_a_value_that_is_assigned_is_converted_as_that_of_a_new_config(tmp_path)
 def test_a_setting_that_the_trainer_has_read_is_not_changed_any_more(verb, tmp_path):
     trainer = make(verb, tmp_path)
     trainer.args.max_length = 3
-    with pytest.raises(ConfigError, match="after the trainer had read it") as refused:
+    with raises(ConfigError, where="max_length"):
         trainer.train()
-    assert refused.value.where == "max_length"
 
 
 @pytest.mark.parametrize("verb", ["convert", "sft"])
 def test_another_model_is_not_assigned_to_a_trainer(verb, tmp_path):
     trainer = make(verb, tmp_path)
     trainer.model = trainer.model
-    with pytest.raises(ConfigError, match="would not be trained") as refused:
+    with raises(ConfigError, where="trainer.model"):
         trainer.model = llama_lm().model
-    assert refused.value.where == "trainer.model" and trainer.model is trainer.lm.model
+    assert trainer.model is trainer.lm.model
 
 
 @pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
@@ -324,14 +323,14 @@ def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_mean
         "callback": "Did you mean 'callbacks'?",
         "enable_profiling": "Leave it out",
     }.items():
-        with pytest.raises(ConfigError, match="is no argument of the trainer") as refused:
+        with raises(ConfigError, where=name) as refused:
             trainer(
                 model=llama_lm("causal"),
                 args=args(output_dir=str(tmp_path), use_cpu=True),
                 train_dataset=rows,
                 **{name: 1},
             )
-        assert refused.value.where == name and words in str(refused.value)
+        assert words in str(refused.value)
 
 
 CONDITIONAL = [
@@ -409,13 +408,13 @@ def test_a_record_of_dpo_names_masks_that_an_exact_likelihood_does_not_draw(tmp_
     record = {name: getattr(DPOConfig, name) for name in MASK_FIELDS}
     assert config(tmp_path, DPOConfig, **record).exact(causal)
     for name, value in record.items():
-        with pytest.raises(ConfigError, match=f"{name}: an exact likelihood draws no masks"):
+        with raises(ConfigError, where=name):
             config(tmp_path, DPOConfig, **{name: value}).exact(causal)
-    with pytest.raises(ConfigError, match="samples: an exact likelihood draws no masks"):
+    with raises(ConfigError, where="samples"):
         config(tmp_path, DPOConfig, **record | {"samples": 9}).exact(causal)
 
 
 def test_a_limit_of_prompts_has_no_equal(tmp_path):
     for kind in (GRPOConfig, DPOConfig):
-        with pytest.raises(ConfigError, match=r"max_prompt_length: Leave it out: prompts are not cut"):
+        with raises(ConfigError, where=f"{kind.__name__}: max_prompt_length"):
             kind(output_dir=str(tmp_path), max_prompt_length=32)

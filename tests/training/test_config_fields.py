@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from unmask.errors import ConfigError
 from unmask.training.config_fields import check_settings, check_types, limits_of, setting
 
@@ -37,18 +38,18 @@ def check_given(config: Config, given: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "where"),
     [
-        ({"kind": "d"}, r"kind: unknown kind 'd'\. Use one of a, b, c"),
-        ({"share": 1.5}, r"share: 1.5 is out of range\. Use at least 0 and at most 1"),
-        ({"share": float("nan")}, "share: nan is out of range"),
-        ({"rates": [0.5, -1.0]}, r"rates: -1.0 is out of range\. Use at least 0"),
-        ({"of_either": 4}, r"of_either: needs kind=b or c\. Leave it out, or set kind=b or c"),
-        ({"of_switch": "x"}, "of_switch: needs on"),
+        ({"kind": "d"}, "kind"),
+        ({"share": 1.5}, "share"),
+        ({"share": float("nan")}, "share"),
+        ({"rates": [0.5, -1.0]}, "rates"),
+        ({"of_either": 4}, "of_either"),
+        ({"of_switch": "x"}, "of_switch"),
     ],
 )
-def test_what_is_out_of_range_unknown_or_without_effect_is_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_out_of_range_unknown_or_without_effect_is_refused(given, where):
+    with raises(ConfigError, where=where):
         check(Config(**given))
 
 
@@ -70,7 +71,7 @@ def test_the_rest_is_left_alone(given: dict[str, Any]):
 def test_what_is_given_by_itself_may_be_told():
     config = Config(of_either=4)
     check_given(config, [])
-    with pytest.raises(ConfigError, match="of_switch: needs on"):
+    with raises(ConfigError, where="of_switch"):
         check_given(config, ["of_switch"])
 
 
@@ -78,7 +79,7 @@ def test_what_is_given_by_itself_may_be_told():
     ("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)]
 )
 def test_what_is_of_another_type_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"^{name}: "):
+    with raises(ConfigError, where=name):
         check_types(Config(**{name: value}))
 
 

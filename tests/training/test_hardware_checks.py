@@ -18,6 +18,7 @@ import torch
 from torch._dynamo.backends import registry
 from transformers import training_args
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.models.kernels.test_flash import by_definition
 from tests.tiny import llama_lm, quantizable_llama_lm
@@ -114,11 +115,8 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
         "report_to": "none",
     }
     config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
-    with pytest.raises(
-        TrainingError,
-        match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller",
-    ):
-        run.run_verb(verb, config, RunFolder(config), Measurements(config))
+    with raises(TrainingError, where="hardware.max_memory_gb"):
+        run.run_verb(verb, config)
     assert asked == [config.hardware]
 
 
@@ -136,22 +134,17 @@ def subject(attention: str = "causal", *, split: bool = False) -> hardware_check
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    "more",
     [
-        ({"world_size": 2}, "several processes on a model that is split over devices"),
-        *[
-            ({name: value}, f"{name} on a model")
-            for name, value in {
-                "fsdp": True,
-                "deepspeed": {"zero_optimization": {"stage": 2}},
-                "torch_compile": True,
-            }.items()
-        ],
-        ({"flash_attention": True}, "flash_attention on a model"),
-        ({"generates": True}, "reinforcement learning on a model"),
+        {"world_size": 2},
+        {"fsdp": True},
+        {"deepspeed": {"zero_optimization": {"stage": 2}}},
+        {"torch_compile": True},
+        {"flash_attention": True},
+        {"generates": True},
     ],
 )
-def test_what_cannot_work_on_a_split_model_is_refused(more, message):
+def test_what_cannot_work_on_a_split_model_is_refused(more):
     off = {
         "world_size": 1,
         "n_gpu": 1,
@@ -166,7 +159,7 @@ def test_what_cannot_work_on_a_split_model_is_refused(more, message):
     named = "".join(
         f" and {name}" for name in more if name in off and name not in ("world_size", "generates")
     )
-    with pytest.raises(ConfigError, match=f"^model.device_map{named}: {message}"):
+    with raises(ConfigError, where=f"model.device_map{named}"):
         check_split(SimpleNamespace(**off | more), subject(split=True))
 
 
@@ -181,16 +174,14 @@ def test_several_gpus_in_one_process_are_for_models_that_are_split():
         flash_attention=False,
     )
     check_split(on, subject(split=True))
-    with pytest.raises(ConfigError, match="device: 2 GPUs in one process"):
+    with raises(ConfigError, where="device"):
         check_split(on, subject())
 
 
 def test_a_model_whose_layers_are_on_several_devices_is_known_as_split(tmp_path):
     lm = llama_lm()
     lm.model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
-    with pytest.raises(
-        ConfigError, match=r"^model\.device_map: reinforcement learning on a model that is split"
-    ):
+    with raises(ConfigError, where="model.device_map"):
         make("grpo", tmp_path, lm)
 
 
@@ -296,23 +287,20 @@ def test_a_resumed_run_of_a_quantized_model_is_the_same_run(tmp_path):
 
 @needs_bitsandbytes
 def test_quantized_weights_without_adapters_are_refused(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.quantization and lora: quantized weights take no gradients\. Train adapters",
-    ):
+    with raises(ConfigError, where="model.quantization and lora"):
         make("sft", tmp_path, quantized(tmp_path / "model", "4bit"))
 
 
 def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
     llama_lm().save(tmp_path)
-    with pytest.raises(ModelError, match="unknown quantization '3bit'"):
+    with raises(ModelError, where="quantization"):
         load(tmp_path, quantization="3bit")
-    with pytest.raises(ModelError, match="4bit weights do not compute in float64"):
+    with raises(ModelError, where="dtype"):
         load(tmp_path, quantization="4bit", dtype="float64")
-    with pytest.raises(ConfigError, match="quantization: '3bit' is not valid"):
+    with raises(ConfigError, where="quantization"):
         ModelConfig(path="x", quantization="3bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"4bit weights need bitsandbytes.*unmask\[cuda\]"):
+    with raises(ModelError, where="quantization"):
         load(tmp_path, quantization="4bit")
 
 
@@ -323,7 +311,7 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
 def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, monkeypatch):
     plain = prepared(verb, tmp_path, optim="sgd")
     plain.train()
-    with pytest.raises(ConfigError, match=r"flash_attention and use_cpu: there is no GPU that it runs on"):
+    with raises(ConfigError, where="flash_attention and use_cpu"):
         prepared(verb, tmp_path, flash_attention=True)
     calls: list[int] = []
     monkeypatch.setattr(hardware_checks, "check_flash_attention", lambda *_: None)
@@ -339,24 +327,24 @@ def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("capability", "options", "attention", "message"),
+    ("capability", "options", "attention", "where"),
     [
-        ((7, 5), {"bf16": True}, "bidirectional", "no GPU that it runs on"),
-        ((8, 0), {"bf16": True, "use_cpu": True}, "bidirectional", "no GPU that it runs on"),
-        ((8, 0), {}, "bidirectional", r"it computes in 16 bits only\. Set bf16"),
-        ((8, 0), {"bf16": True}, "block_causal", "it does not support block-causal attention"),
+        ((7, 5), {"bf16": True}, "bidirectional", "flash_attention"),
+        ((8, 0), {"bf16": True, "use_cpu": True}, "bidirectional", "flash_attention and use_cpu"),
+        ((8, 0), {}, "bidirectional", "flash_attention and model.dtype"),
+        ((8, 0), {"bf16": True}, "block_causal", "flash_attention and model.attention"),
         ((8, 0), {"bf16": True}, "causal", None),
     ],
 )
 def test_flash_attention_is_refused_where_it_could_not_act(
-    capability, options, attention, message, monkeypatch
+    capability, options, attention, where, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     args = SimpleNamespace(
         **{"flash_attention": True, "use_cpu": False, "bf16": False, "fp16": False} | options
     )
-    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+    with raises(ConfigError, where=where) if where else nullcontext():
         hardware_checks.check_flash_attention(args, subject(attention))
 
 
@@ -552,7 +540,7 @@ def test_cudnn_tries_its_algorithms_where_asked_to_and_where_it_is(verb, tmp_pat
     assert not torch.backends.cudnn.benchmark
     for available, options in [(False, {"use_cpu": False}), (True, {"use_cpu": True})]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        with pytest.raises(ConfigError, match=r"cudnn_benchmark: there is no GPU with cuDNN\. Leave it out"):
+        with raises(ConfigError, where="cudnn_benchmark"):
             make(verb, tmp_path, cudnn_benchmark=True, **options)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     hardware_checks.set_backends(SimpleNamespace(tf32=None, cudnn_benchmark=True, use_cpu=False))
@@ -584,19 +572,16 @@ def test_rows_are_read_by_as_many_workers_as_asked_for_and_are_the_same(verb, tm
 
 
 def test_sharding_that_would_not_act_is_refused(tmp_path):
-    with (
-        pytest.raises(ConfigError, match="fsdp: shards nothing in one process or on CPUs"),
-        warnings.catch_warnings(),
-    ):
+    with raises(ConfigError, where="fsdp"), warnings.catch_warnings():
         make("sft", tmp_path, fsdp=True)
 
 
 def test_deepspeed_configs_are_presets_files_or_mappings(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"deepspeed: needs deepspeed.*unmask\[deepspeed\]"):
+    with raises(ConfigError, where="deepspeed"):
         make("sft", tmp_path, deepspeed="zero1")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match="deepspeed: no launcher started this process"):
+    with raises(ConfigError, where="deepspeed"):
         make("sft", tmp_path, deepspeed="zero1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert [deepspeed_config(f"zero{stage}")["zero_optimization"]["stage"] for stage in (1, 2, 3)] == [
@@ -608,7 +593,7 @@ def test_deepspeed_configs_are_presets_files_or_mappings(tmp_path, monkeypatch):
     assert deepspeed_config(mapping) == mapping
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')
     assert deepspeed_config(str(tmp_path / "zero.json")) == {"zero_optimization": {"stage": 1}}
-    with pytest.raises(ConfigError, match="deepspeed: cannot read 'zero4'"):
+    with raises(ConfigError, where="deepspeed"):
         deepspeed_config("zero4")
-    with pytest.raises(ConfigError, match=r"deepspeed\.zero_optimization\.stage3_gather.*without weights"):
+    with raises(ConfigError, where="deepspeed.zero_optimization.stage3_gather_16bit_weights_on_model_save"):
         deepspeed_config({"zero_optimization": {"stage": 3}})

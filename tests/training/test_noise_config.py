@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import batch, make, settings
 from unmask.convert.config import ConvertConfig
@@ -14,26 +15,26 @@ from unmask.training.noise_config import NoisingConfig, noised_views
 
 
 @pytest.mark.parametrize(
-    ("refused", "words"),
+    ("refused", "where"),
     [
-        ({"schedule": "quadratic"}, "schedule: unknown schedule"),
-        ({"weighting": "2/t"}, "weighting: unknown weighting"),
-        ({"min_time": 0.0}, "min_time: 0.0 is not above 0"),
-        ({"cart_p": 1.0}, "cart_p: 1.0 is not between 0 and 1"),
+        ({"schedule": "quadratic"}, "schedule"),
+        ({"weighting": "2/t"}, "weighting"),
+        ({"min_time": 0.0}, "min_time"),
+        ({"cart_p": 1.0}, "cart_p"),
         ({"exact_count": True, "min_time": 0.4}, "exact_count"),
-        ({"min_time": 0.9, "max_time": 0.1}, "min_time, max_time: times from 0.9 to 0.1"),
-        ({"num_timesteps": 3, "min_time": 0.4, "max_time": 0.5}, "num_timesteps: no multiple of 1/3"),
+        ({"min_time": 0.9, "max_time": 0.1}, "min_time, max_time"),
+        ({"num_timesteps": 3, "min_time": 0.4, "max_time": 0.5}, "num_timesteps"),
     ],
 )
-def test_noise_that_makes_no_sense_is_refused(refused, words, tmp_path):
-    with pytest.raises(ConfigError, match=words):
+def test_noise_that_makes_no_sense_is_refused(refused, where, tmp_path):
+    with raises(ConfigError, where=where):
         NoisingConfig(**settings(tmp_path, **refused))
 
 
 def test_a_pair_that_cannot_be_is_refused_with_the_config(tmp_path):
     for refused in ({"num_timesteps": 8}, {"min_time": 0.6}):
         ConvertConfig(**settings(tmp_path, **refused))
-        with pytest.raises(ConfigError, match=next(iter(refused))):
+        with raises(ConfigError, where=next(iter(refused))):
             ConvertConfig(**settings(tmp_path, complementary=True, **refused))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.tiny import build_causal, llama_lm, quantizable_llama_lm
 from tests.training.tiny_runs import QUICK, equal, make, prepared, unmask, weights
 from unmask.errors import ConfigError, TrainingError
@@ -37,7 +38,7 @@ def test_a_loss_is_read_before_the_backward_pass_if_that_updates_weights(tmp_pat
         assert trainer.per_item(nan, 1).isnan()
     for name in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"):
         trainer.args.optim = name
-        with pytest.raises(TrainingError, match="the loss is nan"):
+        with raises(TrainingError, where="step 0"):
             trainer.per_item(nan, 1)
 
 
@@ -73,20 +74,16 @@ def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(v
 
 def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"
-    ):
+    with raises(ConfigError, where="optim"):
         make("sft", tmp_path, optim="adamw_bnb_8bit")
-    with pytest.raises(ConfigError, match=r"optim: needs torchao, which is not installed.*unmask\[torchao\]"):
+    with raises(ConfigError, where="optim"):
         make("sft", tmp_path, optim="adamw_torch_8bit")
     SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="stable_adamw")  # of another library
 
 
 @needs_bitsandbytes
 def test_an_optimizer_of_bitsandbytes_is_refused_on_shards(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"optim and fsdp: .*cannot update the shards of FSDP.*adamw_torch_8bit"
-    ):
+    with raises(ConfigError, where="optim and fsdp"):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_bnb_8bit", fsdp=True)
     SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_torch_8bit", fsdp=True)
 
@@ -99,9 +96,7 @@ def test_an_optimizer_is_refused_on_a_device_that_it_cannot_work_on(tmp_path, mo
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", step)
-    with pytest.raises(
-        ConfigError, match=r"optim: adamw_bnb_8bit cannot work on cpu \(no kernel\)\. Use adamw_torch"
-    ):
+    with raises(ConfigError, where="optim"):
         make("sft", tmp_path, optim="adamw_bnb_8bit")
 
 
@@ -169,14 +164,9 @@ def test_a_conversion_by_the_recipe_bfloat16(model, text, tmp_path, uncompiled):
 
 
 def test_stochastic_rounding_is_refused_where_nothing_would_be_rounded(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match=r"optim_args and model.dtype: bf16_stochastic_round, but no trained weight is in bfloat16",
-    ):
+    with raises(ConfigError, where="optim_args and model.dtype"):
         make("sft", tmp_path, **ROUNDED)
-    with pytest.raises(
-        ConfigError, match=r"optim_args and optim: adamw_torch does not support bf16_stochastic_round"
-    ):
+    with raises(ConfigError, where="optim_args and optim"):
         make("sft", tmp_path, llama_lm(dtype=torch.bfloat16), **ROUNDED | {"optim": "adamw_torch"})
 
 
@@ -285,23 +275,13 @@ def test_updates_too_small_for_bfloat16_add_up_in_host_memory_and_a_resume_keeps
     assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in copies[1])
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {"optim": "adamw_bnb_8bit"},
-            "adamw_bnb_8bit cannot keep its state in host memory. Use one of adamw_torch",
-        ),
-        ({"fsdp": True}, "sharding has its own offload"),
-        ({"fp16": True}, "the scaler of float16"),
-    ],
-)
-def test_an_optimizer_that_cannot_go_to_host_memory_is_refused(more, message):
+@pytest.mark.parametrize("more", [{"optim": "adamw_bnb_8bit"}, {"fsdp": True}, {"fp16": True}])
+def test_an_optimizer_that_cannot_go_to_host_memory_is_refused(more):
     args = SimpleNamespace(
         **{"optimizer_offload": True, "optim": "adamw_torch", "fsdp": None, "deepspeed": None, "fp16": False}
         | more
     )
-    with pytest.raises(ConfigError, match=f"optimizer_offload and {next(iter(more))}: {message}"):
+    with raises(ConfigError, where=f"optimizer_offload and {next(iter(more))}"):
         check_offload(args)
 
 

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, equal, make, ranks, weights
 from unmask.data.characters import character_model
@@ -74,9 +75,7 @@ def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp
     train(lm)
     with reference.model_in_use() as scored:
         assert torch.equal(scores(scored), before)
-    with pytest.raises(
-        ConfigError, match=r"reference: the adapters already change the policy, .*\. Use stored or frozen"
-    ):
+    with raises(ConfigError, where="reference"):
         make("dpo", tmp_path, llama_lm(attention_bias=True), peft_config=config, reference="adapter")
 
 
@@ -163,36 +162,24 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
     character_model(get_task("sudoku").alphabet, hidden=32, layers=1, context=128, seed=0).save(
         tmp_path / "other"
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"ref_model .*other: its vocabulary \(\d+ tokens\) is not the policy's .*Give a model of",
-    ):
+    with raises(ConfigError, where=f"ref_model {tmp_path}/other"):
         make("grpo", tmp_path / "run", beta=0.1, ref_model=str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match="ref_model: needs beta"):
+    with raises(ConfigError, where="ref_model"):
         make("grpo", tmp_path / "run", ref_model=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
-    ("pattern", "told"),
+    "pattern",
     [
-        (
-            ("causal", None, True),
-            (
-                "its attention is causal, the policy's block_causal and its block_size is None, the "
-                "policy's 4 and its"
-            ),
-        ),
-        (("block_causal", 8, False), "its block_size is 8, the policy's 4"),
-        (("block_causal", 4, True), "its logit_shift is True, the policy's False"),
+        ("causal", None, True),
+        ("block_causal", 8, False),
+        ("block_causal", 4, True),
     ],
 )
-def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told, tmp_path):
+def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, tmp_path):
     attention, block_size, shift = pattern
     llama_lm(attention, block_size, logit_shift=shift).save(tmp_path / "other")
-    with pytest.raises(
-        ConfigError,
-        match=rf"ref_model .*other: {told}.*Give a model that was saved with the policy's settings",
-    ):
+    with raises(ConfigError, where=f"ref_model {tmp_path}/other"):
         Reference(llama_lm("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
 
 
@@ -223,15 +210,9 @@ def test_a_second_model_is_held_where_the_training_is(tmp_path):
 def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(tmp_path, monkeypatch):
     lm = llama_lm()
     next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(
-        ConfigError,
-        match=r"reference: no reference can be made from weights that ZeRO 3 has sharded\. Use zero1",
-    ):
+    with raises(ConfigError, where="reference"):
         make("grpo", tmp_path, lm, beta=0.1)
     monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
     make("grpo", tmp_path, beta=0.1)
-    with pytest.raises(
-        ConfigError,
-        match=r"sync_ref_model: .* cannot follow sharded weights\. Leave sync_ref_model out",
-    ):
+    with raises(ConfigError, where="sync_ref_model"):
         make("grpo", tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)

@@ -22,6 +22,7 @@ from transformers.integrations.integration_utils import (
 )
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings
 from unmask.artifacts import MetricsLog
@@ -110,9 +111,7 @@ def test_logging_dir_is_where_tensorboard_writes_and_nothing_else_is_refused(tmp
     make("sft", tmp_path / "run", report_to=["tensorboard"], logging_dir=str(tmp_path / "logs")).train()
     (file,) = event_files(tmp_path)
     assert file.parent == tmp_path / "logs"
-    with pytest.raises(
-        ConfigError, match=r"logging_dir: TensorBoard alone writes there\. Set report_to: tensorboard"
-    ):
+    with raises(ConfigError, where="logging_dir"):
         SFTConfig(**settings(tmp_path) | {"logging_dir": "logs"})
 
 
@@ -313,14 +312,9 @@ def test_the_command_line_refuses_it_before_anything_is_loaded(verb, tmp_path, m
 
 def test_other_trackers_that_cannot_work_are_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
-    for wrong, words in {
-        "tensorbord": r"report_to: there is no tracker 'tensorbord'\. Did you mean 'tensorboard'\?",
-        "kubeflow": "kubeflow needs KUBEFLOW_TRAINER_SERVER_URL",
-    }.items():
-        with pytest.raises(ConfigError, match=words):
+    for wrong in ("tensorbord", "kubeflow", ["none", "tensorboard"]):
+        with raises(ConfigError, where="report_to"):
             SFTConfig(**settings(tmp_path) | {"report_to": wrong})
-    with pytest.raises(ConfigError, match="mixes names with none or all"):
-        SFTConfig(**settings(tmp_path) | {"report_to": ["none", "tensorboard"]})
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])

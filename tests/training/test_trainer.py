@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import (
@@ -208,7 +209,7 @@ def test_without_a_whole_checkpoint_a_resumed_run_starts_anew(tmp_path):
 
 def test_weights_alone_are_not_gone_on_from(tmp_path):
     make("sft", tmp_path, **SAVING, save_only_model=True).train()
-    with pytest.raises(TrainingError, match=r"optimizer.pt: is missing.*save_only_model"):
+    with raises(TrainingError, where=str(tmp_path / "checkpoint-6/optimizer.pt")):
         make("sft", tmp_path, **SAVING, save_only_model=True).train(resume_from_checkpoint=True)
 
 
@@ -223,7 +224,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_spares_earlier_checkpoints(v
     trainer = make(
         verb, tmp_path, lm, max_steps=6, save_strategy="steps", save_steps=2, callbacks=[Before(3, poison)]
     )
-    with pytest.raises(TrainingError, match=r"step 3: the loss is nan.*learning rate"):
+    with raises(TrainingError, where="step 3"):
         trainer.train()
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-2"]
     kept = load(tmp_path / "checkpoint-2")
@@ -271,7 +272,7 @@ def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
     other = make(verb, tmp_path, trainer.lm, rows=rows[:4], eval_dataset=rows[:4], **more)
     assert untimed(trainer.evaluate(rows[:4])) == untimed(other.evaluate())
     assert untimed(trainer.evaluate(trainer.eval_dataset)) == untimed(trainer.evaluate())
-    with pytest.raises(ConfigError, match="eval_dataset: there is nothing to evaluate on"):
+    with raises(ConfigError, where="eval_dataset"):
         make(verb, tmp_path, rows=rows).evaluate()
 
 
@@ -283,7 +284,7 @@ def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
     lines = (tmp_path / "training_logs.json").read_text().splitlines()
     trainer.rewind(3)
     assert (tmp_path / "training_logs.json").read_text().splitlines() == lines[:3]
-    with pytest.raises(ConfigError, match="metric_key_prefix: train is reserved for the summary of a run"):
+    with raises(ConfigError, where="metric_key_prefix"):
         trainer.evaluate(PAIRS, metric_key_prefix="train")
 
 
@@ -340,9 +341,7 @@ def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
     trainer.train()
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert trainer.state.best_metric == min(losses) and trainer.evaluate()["eval_loss"] == min(losses)
-    with pytest.raises(
-        ConfigError, match=r"metric_for_best_model: an evaluation has no 'f1'. Use one of eval_loss"
-    ):
+    with raises(ConfigError, where="metric_for_best_model"):
         make("sft", tmp_path / "b", metric_for_best_model="f1", **run).train()
 
 
@@ -359,14 +358,14 @@ def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
 
 
 def test_functions_that_would_never_be_called_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="compute_metrics: is never called"):
+    with raises(ConfigError, where="compute_metrics"):
         SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), PAIRS, compute_metrics=lambda _: {})
 
 
 def test_several_data_sets_and_predictions_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"eval_dataset: are several datasets: a, b\. Give one"):
+    with raises(DataError, where="eval_dataset"):
         make("sft", tmp_path, eval_dataset={"a": PAIRS, "b": PAIRS})
-    with pytest.raises(TrainingError, match="predict: whole rows have no predictions"):
+    with raises(TrainingError, where="predict"):
         make("sft", tmp_path).predict(PAIRS)
 
 
@@ -469,18 +468,18 @@ def test_a_row_without_a_column_is_named_with_it(verb, good, columns, tmp_path):
     for column in columns:
         broken = [dict(row) for row in good]
         del broken[5][column]
-        with pytest.raises(DataError, match=rf"row 5: no column '{column}'"):
+        with raises(DataError, where="train_dataset, row 5"):
             make(verb, tmp_path, rows=broken)
-        with pytest.raises(DataError, match=rf"row 5: no column '{column}'"):
+        with raises(DataError, where="eval_dataset, row 5"):
             make(verb, tmp_path, eval_dataset=broken)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_empty_data_set_is_refused(verb, tmp_path):
-    with pytest.raises(DataError, match="eval_dataset: the dataset is empty"):
+    with raises(DataError, where="eval_dataset"):
         make(verb, tmp_path, eval_dataset=[])
-    with pytest.raises(DataError, match="train_dataset: the dataset is empty"):
+    with raises(DataError, where="train_dataset"):
         SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), [])
 
 
@@ -544,7 +543,7 @@ def test_activation_checkpointing_gives_the_same_gradients(lora, reentrant, tmp_
 def test_an_earlier_run_is_not_overwritten(tmp_path):
     make("sft", tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
     before = (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes()
-    with pytest.raises(TrainingError, match=r"checkpoint-2: holds a checkpoint of an earlier run\. Resume"):
+    with raises(TrainingError, where=str(tmp_path / "checkpoint-2")):
         make("sft", tmp_path, max_steps=4, save_strategy="steps", save_steps=1).train()
     assert (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes() == before
 
@@ -554,7 +553,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(t
     trainer = make("sft", tmp_path, lm, max_steps=2)
     start = weights(lm)
     next(iter(lm.model.parameters())).register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(TrainingError, match=r"step 0: the gradient norm is nan"):
+    with raises(TrainingError, where="step 0"):
         trainer.train()
     assert equal(weights(lm), start)
 
@@ -568,7 +567,7 @@ def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
         processing_class=lm.tokenizer,
     )
     assert trainer.lm.attention == "causal" and trainer.lm.model is lm.model
-    with pytest.raises(ModelError, match="with its tokenizer as processing_class"):
+    with raises(ModelError, where="model"):
         SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS)
 
 
@@ -589,18 +588,16 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
 
 @pytest.mark.parametrize("length", [1, 0, -1])
 def test_rows_in_which_nothing_can_be_learnt_are_refused(length, tmp_path):
-    with pytest.raises(ConfigError, match=f"max_length: {length} is out of range. Use at least 2"):
+    with raises(ConfigError, where="max_length"):
         make("pretrain", tmp_path, max_length=length)
 
 
 def test_adapters_for_which_there_is_no_place_are_refused_in_one_line(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match=r"lora \(peft_config\).*'nope'.* not found in the base model.*Name modules of this model",
-    ):
+    with raises(ConfigError, where="lora (peft_config), target_modules or modules_to_save") as refused:
         make(
             "sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["nope"], task_type="CAUSAL_LM")
         )
+    assert "'nope'" in refused.value.what and "\n" not in str(refused.value)
 
 
 def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_batched(tmp_path):
@@ -614,46 +611,38 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
 
 
 @pytest.mark.parametrize(
-    ("refused", "words"),
+    ("refused", "where"),
     [
-        (
-            {"per_device_train_batch_size": 0},
-            r"per_device_train_batch_size: 0 is out of range\. Use at least 1",
-        ),
-        (
-            {"lr_scheduler_kwargs": {"num_cycles": 2}},
-            "lr_scheduler_kwargs: linear does not take {'num_cycles': 2}: .*unexpected",
-        ),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs"),
         (
             {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": "a"}},
-            "does not take .*could not convert",
+            "lr_scheduler_kwargs",
         ),
-        ({"seed": -1}, "seed: -1 is out of range. Use at least 0 and at most 4,294,967,295"),
-        ({"learning_rate": float("nan")}, "learning_rate: nan is out of range"),
-        ({"dataloader_num_workers": -1}, "dataloader_num_workers: -1 is out of range"),
-        ({"max_steps": 0}, "max_steps: 0 is not valid. Use 1 or more, or -1"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is out of range"),
-        ({"logprob_batch_size": -1}, "logprob_batch_size: -1 is out of range. Use at least 1"),
+        ({"seed": -1}, "seed"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"logprob_batch_size": -1}, "logprob_batch_size"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"eval_strategy": "steps"}, "eval_strategy: there is nothing to evaluate on"),
+        ({"eval_strategy": "steps"}, "eval_strategy"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_the_first_step(refused, words, tmp_path):
-    with pytest.raises(ConfigError, match=words):
+def test_settings_that_cannot_be_are_refused_before_the_first_step(refused, where, tmp_path):
+    with raises(ConfigError, where=where):
         make("sft", tmp_path, **refused)
 
 
 def test_an_optimizer_that_is_not_installed_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"optim: .*galore"):
+    with raises(ConfigError, where="optim"):
         make("sft", tmp_path, optim="galore_adamw", optim_target_modules=["mlp"]).train()
 
 
 def test_rows_that_do_not_fill_a_batch_are_refused_where_such_batches_are_left_out(tmp_path):
     for verb in ("sft", "dpo"):
         make(verb, tmp_path, per_device_train_batch_size=8, dataloader_drop_last=True)
-        with pytest.raises(
-            ConfigError, match=r"dataloader_drop_last: 8 rows do not fill a batch of 9\. Leave it out"
-        ):
+        with raises(ConfigError, where="dataloader_drop_last"):
             make(verb, tmp_path, per_device_train_batch_size=9, dataloader_drop_last=True)
 
 
@@ -663,10 +652,10 @@ def test_a_checkpoint_is_known_by_its_whole_name_and_is_of_a_run_with_or_without
     # the folder of a run, whose name is a number
     make("sft", tmp_path / "2", **run).train(resume_from_checkpoint=tmp_path / "1")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
-    with pytest.raises(ConfigError, match=r"model\.adapters unset, now content"):
+    with raises(ConfigError, where="model.shapes and model.adapters and model.weights"):
         make("sft", tmp_path / "3", peft_config=lora, **run).train(resume_from_checkpoint=tmp_path / "1")
     make("sft", tmp_path / "4", peft_config=lora, **run).train()
-    with pytest.raises(ConfigError, match=r"model\.adapters content \w+, now unset"):
+    with raises(ConfigError, where="model.shapes and model.adapters and model.weights"):
         make("sft", tmp_path / "5", **run).train(resume_from_checkpoint=tmp_path / "4")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import Before, equal, make, weights
 from unmask.errors import TrainingError
@@ -74,7 +75,7 @@ def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(ru
         if found != tmp_path / "checkpoint-4" or "checkpoint-6 (" not in str(caught[0].message):
             unnoticed.append(fault)
     assert unnoticed == []
-    with pytest.raises(TrainingError, match="--resume without a path"):
+    with raises(TrainingError, where=str(checkpoint)):
         checked_checkpoint(tmp_path, str(checkpoint), in_shards=False)
 
 
@@ -95,12 +96,15 @@ def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
-@pytest.mark.parametrize("size", [100, 2_000, 60_000, 100_000])
+@pytest.mark.parametrize(
+    ("size", "place"),
+    [(100, "."), (2_000, "checkpoint-4"), (60_000, "checkpoint-4"), (100_000, "checkpoint-4")],
+)
 def test_a_disk_that_fills_up_ends_the_run_in_one_error_and_spares_the_last_checkpoint(
-    size, tmp_path, largest_file
+    size, place, tmp_path, largest_file
 ):
     trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(3, lambda: largest_file(size))])
-    with pytest.raises(TrainingError, match=r"cannot be written \(.*--resume continues from "):
+    with raises(TrainingError, where=str(tmp_path / place)):
         trainer.train()
     largest_file(None)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -134,9 +138,7 @@ def test_an_error_of_the_disk_is_one_error(code, tmp_path, monkeypatch):
         **SAVING,
         callbacks=[Before(3, lambda: monkeypatch.setattr("unmask.training.run.checkpoint.sync", failing))],
     )
-    with pytest.raises(
-        TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"
-    ):
+    with raises(TrainingError, where=str(tmp_path / ".unfinished/checkpoint-4/chat_template.jinja")):
         trainer.train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
 
@@ -162,17 +164,15 @@ def test_a_run_that_is_killed_while_a_folder_is_replaced_loses_neither(tmp_path,
     assert (model / "weights").read_text() == "first" and not (tmp_path / ".unfinished").exists()
 
 
-@pytest.mark.parametrize(("step", "kept"), [(0, "from the beginning"), (3, "checkpoint-2 is intact")])
-def test_free_space_is_checked_before_a_checkpoint_is_written(step, kept, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [0, 3])
+def test_free_space_is_checked_before_a_checkpoint_is_written(step, tmp_path, monkeypatch):
     def fill() -> None:
         monkeypatch.setattr(
             "unmask.training.run.checkpoint.shutil.disk_usage", lambda _: SimpleNamespace(free=50_000)
         )
 
     trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(step, fill)])
-    with pytest.raises(
-        TrainingError, match=rf"a checkpoint needs .* GB, but the disk has 5e-05 GB left.*{kept}"
-    ):
+    with raises(TrainingError, where=str(tmp_path)):
         trainer.train()
 
 
@@ -201,7 +201,7 @@ def test_the_best_checkpoint_is_named_where_it_is_and_old_ones_are_removed(tmp_p
     stored = json.loads((left[-1] / "trainer_state.json").read_text())
     assert Path(stored["best_model_checkpoint"]).parent == tmp_path
     damage_to(best / "model.safetensors")
-    with pytest.raises(TrainingError, match=r"model.safetensors is damaged.*load_best_model_at_end=false"):
+    with raises(TrainingError, where=str(best)):
         trainer._load_best_model()
 
 

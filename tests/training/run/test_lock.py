@@ -15,6 +15,7 @@ import time
 import filelock._unix
 import pytest
 
+from tests.errors import raises
 from tests.helpers import REPOSITORY, partly_slow
 from unmask.config.run import LOCK_FILE
 from unmask.errors import TrainingError
@@ -69,11 +70,9 @@ def holder(tmp_path):
 def test_a_second_run_is_refused_with_who_holds_the_folder(tmp_path, holder):
     first = holder()
     assert is_running(tmp_path / "out")
-    with (
-        pytest.raises(TrainingError, match=f"process {first.pid} on .* is running here. Wait for it"),
-        sole_run(tmp_path / "out"),
-    ):
+    with raises(TrainingError, where=str(tmp_path / "out")) as refused, sole_run(tmp_path / "out"):
         pass
+    assert f"process {first.pid} on " in str(refused.value)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [LOCK_FILE]
 
 
@@ -96,10 +95,7 @@ def test_without_flock_the_process_that_is_named_decides(tmp_path, holder, monke
     monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
     process = holder("soft")
     assert is_running(tmp_path / "out")
-    with (
-        pytest.raises(TrainingError, match=f"process {process.pid} on .* is running here"),
-        sole_run(tmp_path / "out"),
-    ):
+    with raises(TrainingError, where=str(tmp_path / "out")), sole_run(tmp_path / "out"):
         pass
     process.kill()
     process.wait()
@@ -107,10 +103,7 @@ def test_without_flock_the_process_that_is_named_decides(tmp_path, holder, monke
         assert is_running(tmp_path / "out")
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / LOCK_FILE).write_text("1\nelsewhere\n2\n")
-    with (
-        pytest.raises(TrainingError, match=r"elsewhere .*if it has ended, remove"),
-        sole_run(tmp_path / "out"),
-    ):
+    with raises(TrainingError, where=str(tmp_path / "out")), sole_run(tmp_path / "out"):
         pass
 
 
@@ -144,10 +137,7 @@ def test_the_other_processes_of_a_run_share_its_lock(tmp_path, holder, monkeypat
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
-    with (
-        pytest.raises(TrainingError, match=r"cannot be written to .* Choose another output\."),
-        sole_run(tmp_path / "file"),
-    ):
+    with raises(TrainingError, where=str(tmp_path / "file")), sole_run(tmp_path / "file"):
         pass
 
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from tests.errors import raises
 from unmask.errors import TrainingError
 from unmask.training.run.checkpoint import check_in_shards
 from unmask.training.run.shards import INDEX, check_shards
@@ -63,7 +64,7 @@ def test_shards_that_could_run_code_are_refused(tmp_path, name):
             if part.fqn != "evil"
         }
         index.write_bytes(pickle.dumps(found))
-    with pytest.raises(TrainingError, match=r"optimizer_0/\.metadata: cannot be loaded"):
+    with raises(TrainingError, where=str(index)):
         check_in_shards(tmp_path)
     assert not (tmp_path / "ran").exists()
 

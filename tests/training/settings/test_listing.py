@@ -10,6 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 from scripts.list_settings import listed_settings
+from tests.errors import raises
 from unmask.artifacts import package_version
 from unmask.cli.verbs import VERBS
 from unmask.config.run import build_training_args, checked_fields
@@ -138,11 +139,8 @@ def test_what_is_out_of_range_is_refused_before_torch_is_imported(verb: str) -> 
 
 
 def test_an_unknown_word_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown loss_type 'tokn'. Use one of nll, sequence_nll"
-    ) as refused:
+    with raises(ConfigError, where="training.loss_type"):
         check_training("sft", {"loss_type": "tokn"})
-    assert refused.value.where == "training.loss_type"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from tests.training.tiny_runs import unmask
 from unmask.config.layers import Layer, Layers, read_layers
 from unmask.config.yaml import parse_yaml
@@ -63,9 +64,7 @@ def test_a_variable_is_read_as_the_setting_that_took_its_place(name, text, setti
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_the_name_of_its_variable(name, text):
-    with pytest.raises(
-        ConfigError, match=rf"environment variable {name}: '{text}' is not valid\. It should be "
-    ):
+    with raises(ConfigError, where=f"environment variable {name}"):
         read(**{name: text})
 
 
