@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.convert.test_trainer import convert
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import TEXTS, equal, weights
 from unmask.artifacts import MetricsLog
@@ -119,7 +120,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(stages, words
 
 @pytest.mark.parametrize("stages", [None, "full", 5, [5], [None], ["attention"], {"train": "all"}])
 def test_what_is_no_list_of_stages_is_refused_in_python_too(stages):
-    with pytest.raises(ConfigError, match="is no list of stages"):
+    with raises(ConfigError, where="stages"):
         ConvertConfig(stages=stages)
 
 
@@ -185,13 +186,7 @@ def test_each_stage_has_its_own_attention(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("share", "number"), [(1e-9, 1), (1e9, 2)])
 def test_a_stage_without_a_step_is_refused_before_training(share, number, tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match=(
-            rf"stages, stage {number}: its share.*none of the 4 steps.*max_steps of at least \d+.*larger "
-            r"share"
-        ),
-    ):
+    with raises(ConfigError, where=f"stages, stage {number}"):
         convert(tmp_path, stages=[{"share": share}, {"share": 1.0}, {"share": share}], max_steps=4)
     assert not list(tmp_path.iterdir())
 

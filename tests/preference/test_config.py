@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import QUICK, make, settings, unmask
 from unmask.artifacts import MetricsLog
@@ -25,59 +26,35 @@ def config(folder: Any, **more: Any) -> DPOConfig:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("more", "where"),
     [
-        (
-            {"loss_type": "dpo"},
-            r"loss_type: unknown loss_type 'dpo'\. Use one of sigmoid, ipo, hinge, simpo, kto",
-        ),
-        ({"reference": "copy"}, "reference: unknown reference 'copy'"),
-        ({"bound": "eubo"}, "bound: unknown bound 'eubo'"),
-        ({"beta": 0}, "beta: 0.0 is out of range"),
-        ({"beta": math.nan}, "beta: nan is out of range"),
-        ({"samples": 0}, "samples: 0 is out of range"),
-        ({"label_smoothing": 0.5}, "label_smoothing: 0.5 is out of range"),
-        (
-            {"loss_type": "ipo", "label_smoothing": 0.1},
-            r"label_smoothing: needs loss_type=sigmoid or simpo\. Leave it out",
-        ),
-        (
-            {"loss_type": "kto", "rpo_alpha": 1.0},
-            "rpo_alpha: needs loss_type=sigmoid or ipo or hinge or simpo",
-        ),
-        ({"simpo_gamma": 1.0}, "simpo_gamma: needs loss_type=simpo"),
-        ({"desirable_weight": 2.0}, "desirable_weight: needs loss_type=kto"),
-        (
-            {"loss_type": "simpo", "length_normalization": True},
-            "length_normalization: needs loss_type=sigmoid or ipo or hinge or kto",
-        ),
-        (
-            {"loss_type": "simpo", "reference": "frozen"},
-            "reference: needs loss_type=sigmoid or ipo or hinge or kto",
-        ),
-        (
-            {"loss_type": "simpo", "ref_model": "m"},
-            "ref_model: needs loss_type=sigmoid or ipo or hinge or kto",
-        ),
-        ({"loss_type": "kto", "log_variance_steps": 5}, "log_variance_steps: needs loss_type=sigmoid"),
-        ({"loss_type": "kto", "judge": "judge.py:judge"}, "judge: needs loss_type=sigmoid"),
-        ({"complementary": True, "samples": 1}, "samples: a complementary pair is two views"),
-        (
-            {"reference": "adapter", "ref_model": "m"},
-            "ref_model: the reference is the base under the adapters",
-        ),
+        ({"loss_type": "dpo"}, "loss_type"),
+        ({"reference": "copy"}, "reference"),
+        ({"bound": "eubo"}, "bound"),
+        ({"beta": 0}, "beta"),
+        ({"beta": math.nan}, "beta"),
+        ({"samples": 0}, "samples"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+        ({"loss_type": "kto", "rpo_alpha": 1.0}, "rpo_alpha"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma"),
+        ({"desirable_weight": 2.0}, "desirable_weight"),
+        ({"loss_type": "simpo", "length_normalization": True}, "length_normalization"),
+        ({"loss_type": "simpo", "reference": "frozen"}, "reference"),
+        ({"loss_type": "simpo", "ref_model": "m"}, "ref_model"),
+        ({"loss_type": "kto", "log_variance_steps": 5}, "log_variance_steps"),
+        ({"loss_type": "kto", "judge": "judge.py:judge"}, "judge"),
+        ({"complementary": True, "samples": 1}, "samples"),
+        ({"reference": "adapter", "ref_model": "m"}, "ref_model"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
-        ({"canvas_length": 0}, "canvas_length: 0 is out of range"),
-        ({"beta": math.inf}, "beta: inf is out of range"),
-        (
-            {"loss_type": "kto", "train_sampling_strategy": "group_by_length"},
-            "train_sampling_strategy: a row of kto has two responses",
-        ),
+        ({"canvas_length": 0}, "canvas_length"),
+        ({"beta": math.inf}, "beta"),
+        ({"loss_type": "kto", "train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_make_no_sense_are_refused(more, where, tmp_path):
+    with raises(ConfigError, where=where):
         config(tmp_path, **more)
 
 
@@ -85,42 +62,26 @@ def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
     ("pattern", "more", "exact"),
     [
         (("bidirectional",), {}, False),
-        (
-            ("bidirectional",),
-            {"bound": "exact"},
-            r"bound: bidirectional attention would need 2\*\*tokens passes",
-        ),
+        (("bidirectional",), {"bound": "exact"}, "bound"),
         (("block_causal", 4), {}, True),
         (("block_causal", 4), {"bound": "elbo"}, False),
         (("block_causal", 5), {}, False),
-        (
-            ("block_causal", 5),
-            {"bound": "exact"},
-            "bound: block_causal attention with blocks of 5 tokens would need",
-        ),
+        (("block_causal", 5), {"bound": "exact"}, "bound"),
         (("causal",), {}, True),
         (("causal",), {"bound": "exact"}, True),
-        (("causal",), {"bound": "elbo"}, "bound: the likelihood of a causal model is exact in one pass"),
-        (
-            ("causal",),
-            {"complementary": True},
-            r"complementary: an exact likelihood draws no masks\. Leave it out\.?$",
-        ),
-        (("causal",), {"samples": 4}, r"samples: an exact likelihood draws no masks\. Leave it out\.?$"),
-        (
-            ("block_causal", 4),
-            {"log_variance_steps": 5},
-            r"log_variance_steps: an exact .* masks\. Leave it out, or use bound elbo\.?$",
-        ),
+        (("causal",), {"bound": "elbo"}, "bound"),
+        (("causal",), {"complementary": True}, "complementary"),
+        (("causal",), {"samples": 4}, "samples"),
+        (("block_causal", 4), {"log_variance_steps": 5}, "log_variance_steps"),
     ],
 )
 def test_the_attention_decides_whether_the_likelihood_is_exact(pattern, more, exact, tmp_path):
-    with pytest.raises(ConfigError, match=exact) if isinstance(exact, str) else nullcontext():
+    with raises(ConfigError, where=exact) if isinstance(exact, str) else nullcontext():
         assert config(tmp_path, **more).exact(llama_lm(*pattern)) is exact
 
 
 def test_reference_adapter_needs_adapters(tmp_path):
-    with pytest.raises(ConfigError, match=r"reference and lora: the policy has no adapters\. Set lora"):
+    with raises(ConfigError, where="reference and lora"):
         make("dpo", tmp_path, reference="adapter")
 
 

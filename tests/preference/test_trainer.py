@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.enumeration import any_order, conditionals, groups, lower_bound
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import llama_lm, toy_lm
 from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, weights
@@ -359,10 +360,7 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
 
 def test_evaluation_rows_without_stored_log_probs_are_refused(tmp_path):
     for held_out in (None, PREFERENCES[:4]):
-        with pytest.raises(
-            TrainingError,
-            match=r"reference: the stored log-probabilities are of other.*use reference frozen or adapter",
-        ):
+        with raises(TrainingError, where="reference"):
             make("dpo", tmp_path, eval_dataset=held_out).evaluate(PREFERENCES[4:])
 
 
@@ -485,12 +483,12 @@ def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
 
 
 def test_errors_name_rows_without_a_preference(tmp_path):
-    for row, message in [
-        ({"prompt": "a", "chosen": "ab", "rejected": "ab"}, "row 1, .*the same"),
-        ({"prompt": "a", "chosen": "b" * 40, "rejected": "b"}, "row 1: 43 tokens, but a row holds 32"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "row 1: no value in column 'rejected'"),
+    for row, where in [
+        ({"prompt": "a", "chosen": "ab", "rejected": "ab"}, "train_dataset, row 1, chosen, rejected"),
+        ({"prompt": "a", "chosen": "b" * 40, "rejected": "b"}, "train_dataset, row 1"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "train_dataset, row 1"),
     ]:
-        with pytest.raises(DataError, match="train_dataset, " + message):
+        with raises(DataError, where=where):
             make("dpo", tmp_path, rows=[PREFERENCES[0], row])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PREFERENCES, make, settings
 from unmask.config.run import SamplerConfig
@@ -43,22 +44,22 @@ def test_the_judge_gets_prompts_completions_and_chosen_responses():
 
 
 @pytest.mark.parametrize(
-    ("judge", "message"),
+    "judge",
     [
-        (lambda *_: [1], r"judge: returned \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
-        (lambda *_: [1, 2], "judge: returned"),
-        (lambda *_: [1, float("nan")], "judge: returned"),
-        (lambda *_: [1, "win"], "judge: raised ValueError"),
-        (lambda *_: 1 / 0, "judge: raised ZeroDivisionError"),
-        (lambda *_: sys.exit(3), "judge: raised SystemExit: 3"),
+        lambda *_: [1],
+        lambda *_: [1, 2],
+        lambda *_: [1, float("nan")],
+        lambda *_: [1, "win"],
+        lambda *_: 1 / 0,
+        lambda *_: sys.exit(3),
     ],
 )
-def test_wrong_values_of_a_judge_are_an_error(judge, message):
+def test_wrong_values_of_a_judge_are_an_error(judge):
     lm = llama_lm()
     pairs: Any = DPOTrainer.make_rows(
         lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset"
     )
-    with pytest.raises(TrainingError, match=message):
+    with raises(TrainingError, where="judge"):
         wins(judge, lm, pairs, SAMPLER)
 
 
@@ -84,12 +85,12 @@ def test_the_win_rate_is_logged_with_the_evaluation(tmp_path):
 
 
 def test_a_missing_judge_or_one_without_held_out_pairs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.py:judge: there is no such file"):
+    with raises(ConfigError, where="absent.py:judge"):
         make("dpo", tmp_path, judge="absent.py:judge", eval_dataset=PREFERENCES)
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
-    with pytest.raises(ConfigError, match="judge: there are no held-out pairs to judge on"):
+    with raises(ConfigError, where="judge"):
         make("dpo", tmp_path, judge=f"{tmp_path}/judge.py:judge")
-    with pytest.raises(ConfigError, match="judge: kto has no chosen responses"):
+    with raises(ConfigError, where="judge"):
         DPOTrainer(
             llama_lm(),
             DPOConfig(**settings(tmp_path, loss_type="kto")),
@@ -105,8 +106,5 @@ def test_a_prompt_without_room_for_a_completion_is_refused_before_training(tmp_p
     shape = {"judge": f"{tmp_path}/judge.py:judge", "eval_dataset": rows, "bad_rows": "skip"}
     # of a context of 64, and BOS
     make("dpo", tmp_path / "fits", sampler=SamplerConfig(max_new_tokens=43), **shape)
-    with pytest.raises(
-        GenerationError,
-        match=r"eval_dataset, row 2: 21 prompt tokens and 44 new .*lower max_new_tokens \(sampler\)",
-    ):
+    with raises(GenerationError, where="eval_dataset, row 2"):
         make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=44), **shape)
