@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
+from tests.errors import raises
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.comparison import Named, compare
 from unmask.evaluation.forest_plot import check_picture, write_forest_plot
@@ -108,31 +109,25 @@ def test_points_of_a_curve_are_compared_each_with_its_own():
 
 
 @pytest.mark.parametrize(
-    ("results", "message"),
+    ("results", "where"),
     [
-        ([result("A", part({"a": 1.0}))], "a comparison needs two results"),
-        ([result("A", part({"a": 1.0})), result("B", part({"b": 1.0}))], "B: shares no scored item with A"),
-        (
-            [result("A", part({"a": 1.0})), result("B", part({"a": 1.0}, "count"))],
-            "tasks count, there sudoku",
-        ),
-        ([result("A", part({"a": 1.0})), result("B", part({"a": None}))], "B: shares no scored item with A"),
-        ([result("A", part({"a": 1.0})), result("B")], "tasks none, there sudoku"),
-        (
-            [result("A", part({"a": 1.0}), part({"b": 1.0})), result("B", part({"a": 1.0}))],
-            "A: the task sudoku is there twice",
-        ),
+        ([result("A", part({"a": 1.0}))], "compare"),
+        ([result("A", part({"a": 1.0})), result("B", part({"b": 1.0}))], "B"),
+        ([result("A", part({"a": 1.0})), result("B", part({"a": 1.0}, "count"))], "B"),
+        ([result("A", part({"a": 1.0})), result("B", part({"a": None}))], "B"),
+        ([result("A", part({"a": 1.0})), result("B")], "B"),
+        ([result("A", part({"a": 1.0}), part({"b": 1.0})), result("B", part({"a": 1.0}))], "A"),
     ],
 )
-def test_what_cannot_be_compared_is_one_error(results, message):
-    with pytest.raises(DataError, match=message):
+def test_what_cannot_be_compared_is_one_error(results, where):
+    with raises(DataError, where=where):
         compare(results)
 
 
 def test_an_item_that_is_there_twice_is_an_error():
     one = part({"a": 1.0})
     twice = one.model_copy(update={"items": one.items * 2})
-    with pytest.raises(DataError, match="B: an item of sudoku is there twice"):
+    with raises(DataError, where="B"):
         compare([result("A", one), result("B", twice)])
 
 
@@ -174,7 +169,7 @@ def test_the_picture_has_a_line_for_each_difference_and_text_is_escaped(tmp_path
     assert (tmp_path / "forest.svg").read_bytes() == (tmp_path / "again.svg").read_bytes()
     assert (tmp_path / "forest.png").read_bytes().startswith(b"\x89PNG")
     ET.parse(tmp_path / "forest.svg")
-    with pytest.raises(ConfigError, match=r"forest.gif is neither a PNG nor an SVG"):
+    with raises(ConfigError, where="--picture"):
         check_picture(tmp_path / "forest.gif")
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.helpers import shared_path
 from tests.tiny import toy_lm
 from unmask import log_likelihood
@@ -124,12 +125,12 @@ def test_repetition_lowers_perplexity_and_every_measure_of_diversity():
 
 def test_what_cannot_be_measured_is_refused():
     lm = toy_lm()
-    with pytest.raises(ConfigError, match=r"judge: has bidirectional attention\. Give a causal model"):
+    with raises(ConfigError, where="judge"):
         generative_perplexity(lm, ["a"], ["b"], ["1"])
     judge = toy_lm(attention=CAUSAL)
-    with pytest.raises(DataError, match="no text has a token to predict"):
+    with raises(DataError, where="perplexity"):
         generative_perplexity(judge, ["a"], [""], ["1"])
-    with pytest.raises(DataError, match="self-bleu: there is one text only"):
+    with raises(DataError, where="self-bleu"):
         self_bleu(["a"])
 
 

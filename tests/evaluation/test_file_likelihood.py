@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.errors import raises
 from unmask.data.characters import character_model
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
@@ -132,7 +133,7 @@ def test_processes_share_documents(path, tmp_path, monkeypatch):
 
 def test_a_file_without_text_is_one_error(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(DataError, match="empty"):
+    with raises(DataError, where=str(tmp_path / "empty.txt")):
         measured(CAUSAL, str(tmp_path / "empty.txt"))
 
 
@@ -184,7 +185,7 @@ def test_the_column_with_the_texts_is_named(path, tmp_path):
     )
     named = Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "content").measure(CAUSAL)
     assert named.items == measured(CAUSAL, path).items
-    with pytest.raises(DataError, match="--text-column=content") as error:
+    with raises(DataError, where=f"{tmp_path}/rows.jsonl, row 0") as error:
         Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "texts")
     assert error.value.where.endswith("rows.jsonl, row 0")
 

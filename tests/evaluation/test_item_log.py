@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.errors import raises
 from unmask.errors import DataError
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.result_file import Item
@@ -46,9 +47,7 @@ def test_wherever_it_is_cut_whole_items_are_kept(tmp_path):
 def test_the_items_of_another_evaluation_are_refused_and_kept(tmp_path):
     ItemLog(tmp_path / "out.json", IDENTITY).add("sudoku", ITEMS)
     kept = (tmp_path / "out.json.items.jsonl").read_bytes()
-    with pytest.raises(
-        DataError, match=r"another evaluation \(protocols\.sudoku\.seed: 0 there, 1 here\).*--output"
-    ):
+    with raises(DataError, where=str(tmp_path / "out.json.items.jsonl")):
         ItemLog(tmp_path / "out.json", {**IDENTITY, "protocols": {"sudoku": {"seed": 1}}})
     assert (tmp_path / "out.json.items.jsonl").read_bytes() == kept
 
@@ -75,7 +74,7 @@ def test_a_damaged_line_is_one_error(line, tmp_path):
     log.add("sudoku", ITEMS[:1])
     with log.own.path.open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(DataError, match=r"out\.json\.items\.jsonl, line 3.*Remove the line"):
+    with raises(DataError, where=f"{tmp_path}/out.json.items.jsonl, line 3"):
         ItemLog(tmp_path / "out.json", IDENTITY)
 
 

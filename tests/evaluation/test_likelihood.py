@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import enumeration
+from tests.errors import raises
 from tests.helpers import partly_slow, shared_path
 from tests.tiny import KINDS, TOY_VOCABULARY, lm_of_tokenizer, toy_lm
 from tests.tokenizers import tokenizer as every_kind
@@ -188,34 +189,24 @@ def test_only_a_logit_shift_needs_a_prompt():
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "error", "words"),
+    ("kind", "asked", "error", "where"),
     [
-        ("bidirectional", {"estimator": "guess"}, ConfigError, "estimator 'guess'"),
-        ("bidirectional", {"samples": 0}, ConfigError, "0 samples"),
-        ("bidirectional", {"completions": ["a"]}, GenerationError, "2 prompts and 1 completions"),
-        (
-            "bidirectional",
-            {"completions": ["a", "b" * 31]},
-            GenerationError,
-            "pair 1: 2 prompt and 31 completion.*context of 32",
-        ),
+        ("bidirectional", {"estimator": "guess"}, ConfigError, "log_likelihood"),
+        ("bidirectional", {"samples": 0}, ConfigError, "log_likelihood"),
+        ("bidirectional", {"completions": ["a"]}, GenerationError, "log_likelihood"),
+        ("bidirectional", {"completions": ["a", "b" * 31]}, GenerationError, "pair 1"),
         (
             "bidirectional",
             {"completions": ["a", "ab" * 7], "estimator": "exact"},
             GenerationError,
-            "14 tokens",
+            "estimator='exact'",
         ),
-        ("causal", {"prompts": ["a", []]}, GenerationError, "pair 1: the prompt is empty"),
-        (
-            "blocks of three with a shift",
-            {"prompts": [[], "a"]},
-            GenerationError,
-            "pair 0: the prompt is empty",
-        ),
+        ("causal", {"prompts": ["a", []]}, GenerationError, "pair 1"),
+        ("blocks of three with a shift", {"prompts": [[], "a"]}, GenerationError, "pair 0"),
     ],
 )
-def test_wrong_arguments_are_refused(kind, asked, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_arguments_are_refused(kind, asked, error, where):
+    with raises(error, where=where):
         log_likelihood(any_toy(kind), **({"prompts": ["a", "b"], "completions": ["a", "b"]} | asked))
 
 
@@ -327,7 +318,7 @@ def test_a_causal_pair_may_be_one_token_longer_than_the_context():
     assert log_likelihood(
         lm, ["b"], ["a" * 32 if len(lm.tokenizer("b")["input_ids"]) == 1 else "a" * 31]
     ).isfinite()
-    with pytest.raises(GenerationError, match="exceed the context"):
+    with raises(GenerationError, where="pair 0"):
         log_likelihood(lm, ["b"], ["a" * 33])
 
 

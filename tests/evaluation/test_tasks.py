@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError
@@ -66,21 +67,18 @@ def test_right_wrong_and_malformed_answers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("verify", "says"),
+    "verify",
     [
-        (
-            lambda completion, row: 1 / len(completion),
-            r"verify raised ZeroDivisionError: division by zero, line \d+ of test_tasks\.py",
-        ),
-        (lambda completion, row: 1.0, r"verify returned 1\.0: return OK, WRONG or Verdict"),
+        lambda completion, row: 1 / len(completion),
+        lambda completion, row: 1.0,
     ],
 )
-def test_a_verifier_that_fails_is_one_error_before_anything_is_generated(verify, says, monkeypatch):
+def test_a_verifier_that_fails_is_one_error_before_anything_is_generated(verify, monkeypatch):
     task = get_task("sudoku")
     monkeypatch.setattr(task, "verify", verify)
     for check in (check_evaluation, evaluate_task):
         monkeypatch.setattr(tasks, "generate", lambda *_: written([""] * len(ROWS)))
-        with pytest.raises(ConfigError, match=f"^sudoku: .*{says}"):
+        with raises(ConfigError, where="sudoku"):
             check(LM, task, ROWS)
 
 
@@ -155,7 +153,7 @@ def test_unverified_rows_are_left_out_and_counted(monkeypatch):
     assert (len(result.solved), result.metrics["solved"].mean) == (8, 0.5)
     assert result.statuses == {"verifier_error": 4, "ok": 4, "timeout": 4}
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts[:1] * 12)
-    with pytest.raises(DataError, match="no row could be verified: no sandbox"):
+    with raises(DataError, where="sudoku"):
         result_of(["?"] * 12, monkeypatch)
 
 
@@ -196,15 +194,15 @@ def test_pass_at_k_is_the_mean_over_all_subsets(attempts, data):
 
 
 @pytest.mark.parametrize(
-    ("attempts", "pass_at", "temperature", "message"),
+    ("attempts", "pass_at", "temperature", "where"),
     [
-        (2, [3], 1.0, "pass_at: 3 of 2 attempts"),
-        (2, [], 0.0, "attempts: 2 attempts at temperature 0 are all the same"),
+        (2, [3], 1.0, "pass_at"),
+        (2, [], 0.0, "attempts"),
     ],
 )
-def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, message):
+def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, where):
     sampler = SamplerConfig(temperature=temperature)
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, where=where):
         evaluate_task(LM, TASK, ROWS, sampler, attempts=attempts, pass_at=pass_at)
 
 

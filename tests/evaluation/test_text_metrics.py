@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tests.tiny import toy_lm
 from unmask.cli import app
 from unmask.data.characters import character_model
@@ -45,16 +46,16 @@ def test_every_metric_is_that_of_its_function():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "reference", "judge", "message"),
+    ("metrics", "reference", "judge", "where"),
     [
-        (["entropi"], True, False, "unknown metric 'entropi'.*entropy"),
-        (["bleu"], False, False, "metric bleu: sudoku has no reference texts"),
-        (["perplexity"], False, False, "metric perplexity: needs a causal model.*--judge"),
-        (["entropy"], False, True, "judge: no metric needs a judge"),
+        (["entropi"], True, False, "metric"),
+        (["bleu"], False, False, "metric bleu"),
+        (["perplexity"], False, False, "metric perplexity"),
+        (["entropy"], False, True, "judge"),
     ],
 )
-def test_what_a_metric_lacks_is_said(metrics, reference, judge, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_a_metric_lacks_is_said(metrics, reference, judge, where):
+    with raises(ConfigError, where=where):
         check_metrics(metrics, get_task("text" if reference else "sudoku"), has_judge=judge)
 
 
@@ -63,9 +64,7 @@ def test_what_a_metric_lacks_is_said(metrics, reference, judge, message):
 )
 def test_a_missing_library_is_named(metric, library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(
-        ConfigError, match=rf"metric {metric}: needs {library}, .*pip install 'unmask\[eval\]'"
-    ):
+    with raises(ConfigError, where=f"metric {metric}"):
         check_metrics([metric], get_task("text"), has_judge=False)
 
 

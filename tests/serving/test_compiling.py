@@ -14,6 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from tests.errors import raises
 from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import GenerationError
@@ -132,9 +133,9 @@ def test_so_many_of_a_client_wait_and_the_end_waits_for_none(
 def test_bounds_are_of_all_that_is_built_within_and_of_nothing_else() -> None:
     with bounded(0.3, 2**30):
         for _ in range(2):
-            with pytest.raises(GenerationError, match=r"more than 0\.3 seconds"):
+            with raises(GenerationError, where="regex"):
                 run_bounded("\nimport time; time.sleep(30); result = 1\n", None, "regex", remedy="")
-    with bounded(60, 2**27), pytest.raises(GenerationError, match=r"more than 0\.125 GiB"):
+    with bounded(60, 2**27), raises(GenerationError, where="regex"):
         run_bounded("\nx = bytes(2**28); result = 1\n", None, "regex", remedy="")
     assert bounded_process.bounds().seconds == bounded_process.SECONDS
     assert run_bounded("\nresult = given + 1\n", 1, "regex", remedy="") == 2
@@ -161,14 +162,14 @@ def test_a_pattern_that_no_parser_likes_is_refused_in_its_time(pattern: str) -> 
 
 def test_what_is_made_of_an_automaton_is_bounded_too() -> None:
     (automaton,) = byte_automata(["[ab]{50}"], "constraint.regex")
-    with bounded(0, 2**30), pytest.raises(GenerationError, match="more than 0 seconds"):
+    with bounded(0, 2**30), raises(GenerationError, where="constraint.regex"):
         token_automaton(
             automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex"
         )
     found = token_automaton(
         automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex"
     )
-    with bounded(0, 2**30), pytest.raises(GenerationError, match="more than 0 seconds"):
+    with bounded(0, 2**30), raises(GenerationError, where="constraint"):
         found.shortest(found.live_classes())
     assert found.shortest(found.live_classes()) == 50
 

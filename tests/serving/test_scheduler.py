@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import unmask
+from tests.errors import raises
 from tests.generation.cases import PATTERNS
 from tests.helpers import partly_slow
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
@@ -114,12 +115,10 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(stalled: threading.Sema
             running = scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
             waiting = scheduler.submit("tiny", works(lm, ["abc"] * 3), owner="a")
-            with pytest.raises(OverloadedError, match=r"too many requests wait\. Try again in") as refused:
+            with raises(OverloadedError, where=None) as refused:
                 scheduler.submit("tiny", works(lm, ["f"]), owner="b")
             assert refused.value.status == 429 and 1 <= refused.value.retry_after <= 300
-            with pytest.raises(
-                GenerationError, match=r"4 sequences at once, of 3 that may wait.*--queue-size"
-            ):
+            with raises(GenerationError, where="n"):
                 scheduler.submit("tiny", works(lm, ["f"] * 4), owner="b")
             await waiting.aclose()  # frees its places at once, though a step is under way
             late = scheduler.submit("tiny", works(lm, ["f"]), owner="b")
@@ -210,7 +209,7 @@ def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threa
             for events in waiting[:2]:
                 assert outline(await traces(events)) == await alone(scheduler, "f")
             for events in waiting[2:]:
-                with pytest.raises(OverloadedError, match="too many requests wait"):
+                with raises(OverloadedError, where=None):
                     await collect(events)
 
     asyncio.run(run())
@@ -259,10 +258,7 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(
             await loaded
             assert scheduler.models["tiny"].version == "new" and len(await traces(running)) == 1
             assert len(await traces(old)) == 1  # it named no weights
-            with pytest.raises(
-                OtherWeightsError,
-                match=r"version: the weights are 'new', not 'old'\. Send them with POST /v1/weights",
-            ):
+            with raises(OtherWeightsError, where="version"):
                 scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="old")
             assert (
                 len(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="new"))) == 1
@@ -271,7 +267,7 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(
             def refuse() -> None:
                 raise UnmaskError("of another model")
 
-            with pytest.raises(UnmaskError, match="of another model"):
+            with raises(UnmaskError, where=None):
                 await scheduler.replace_weights("tiny", refuse, "worse")
             assert scheduler.models["tiny"].version == "new"
 
@@ -295,7 +291,7 @@ def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(
             stalled.release(1000)
             await loaded
             assert len(await traces(running)) == 1
-            with pytest.raises(OtherWeightsError, match="the weights are '2', not '1'"):
+            with raises(OtherWeightsError, where="version"):
                 await collect(waiting)
 
     asyncio.run(run())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import unmask
+from tests.errors import raises
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
 from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
@@ -52,9 +53,7 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
                 with pytest.raises(asyncio.CancelledError):
                     await task
             elif how == "expired":
-                with pytest.raises(
-                    TimeLimitError, match=r"not finished within 0\.5 seconds, waiting included"
-                ):
+                with raises(TimeLimitError, where="timeout"):
                     await collect(events)
             del events
             gc.collect()
@@ -88,9 +87,7 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(
         async with scheduling(lm, batch_size=4) as scheduler:
             for _ in range(MOST_FAILURES):
                 bad = scheduler.submit("tiny", works(lm, ["abc"], first_key=13), owner="a")
-                with pytest.raises(
-                    ServiceError, match=r"the engine failed while this request ran\. Send it again"
-                ) as failed:
+                with raises(ServiceError, where=None) as failed:
                     await collect(bad)
                 assert failed.value.status == 500 and "secret" not in str(failed.value)
             assert not scheduler.healthy
@@ -184,7 +181,7 @@ def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.Monke
     async def run() -> None:
         async with scheduling(lm, batch_size=2) as scheduler:
             good = scheduler.submit("tiny", works(lm, ["abc", "f"]), owner="a")
-            with pytest.raises(ServiceError, match="the engine failed"):
+            with raises(ServiceError, where=None):
                 await collect(scheduler.submit("tiny", works(lm, ["dd"], first_key=13), owner="b"))
             assert outline(await traces(good)) == [
                 *await alone(scheduler, "abc"),
@@ -224,7 +221,7 @@ def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:
                 scheduler.submit("tiny", [other, unfit], owner="a"),
                 scheduler.submit("tiny", works(lm, ["f"]), owner="b"),
             )
-            with pytest.raises(GenerationError, match="the request was made with other settings"):
+            with raises(GenerationError, where="config"):
                 await collect(bad)
             assert outline(await traces(good)) == await alone(scheduler, "f")
 
@@ -241,9 +238,9 @@ def test_at_the_end_what_was_accepted_finishes() -> None:
             )
             ending = asyncio.create_task(scheduler.stop(grace=30))
             await asyncio.sleep(0)
-            with pytest.raises(StoppedError, match="the server is ending") as stopped:
+            with raises(StoppedError, where=None) as stopped:
                 scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
-            with pytest.raises(StoppedError, match="the server is ending"):
+            with raises(StoppedError, where=None):
                 await scheduler.replace_weights("tiny", lambda: None, "1")
             assert stopped.value.status == 503
             await ending
@@ -262,9 +259,7 @@ def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphor
         scheduler.start()
         asked = asyncio.create_task(collect(scheduler.submit("tiny", works(lm, ["abc"] * 3), owner="a")))
         ending = asyncio.create_task(scheduler.stop(grace=0.01))
-        with pytest.raises(
-            StoppedError, match=r"the server ended before this request was finished\. Send it again"
-        ):
+        with raises(StoppedError, where=None):
             await asked
         stalled.release(1000)
         await ending

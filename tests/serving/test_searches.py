@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import unmask
+from tests.errors import raises
 from tests.serving.openai.asking import answer
 from tests.serving.scheduling import collect, scheduling, traces, until, works
 from tests.serving.servers import running
@@ -98,7 +99,7 @@ def test_the_end_of_the_server_ends_searches() -> None:
             task = asyncio.create_task(scheduler.search("tiny", endless, owner="a"))
             await asyncio.sleep(0.02)
             await scheduler.stop(grace=30)
-            with pytest.raises(StoppedError, match="the server is ending"):
+            with raises(StoppedError, where=None):
                 await task
             with pytest.raises(StoppedError):
                 await scheduler.search("tiny", endless, owner="a")
@@ -258,7 +259,7 @@ def test_a_full_queue_refuses_before_anything_is_prepared(
                     context, EditRequest(model="tiny", messages=[{"role": "user", "content": region}])
                 ),
             ):
-                with pytest.raises(OverloadedError, match="too many requests wait"):
+                with raises(OverloadedError, where=None):
                     await planning
             stalled.release(1000)
             assert len(await traces(first)) == len(await traces(waiting)) == 1

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
+from tests.errors import raises
 from tests.generation.cases import PATTERNS, PROMPTS
 from tests.helpers import partly_slow
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
@@ -353,36 +354,21 @@ def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "words, error",
+    "words, where",
     [
-        (
-            ["--adapters", "red"],
-            r"--adapters: 'red' is not NAME=PATH\. Use --adapters as in --adapters style=",
-        ),
-        (["--model", "=red"], r"--model: '=red' is not NAME=PATH"),
-        (
-            ["--adapters", "red=a", "--adapters", "red=b"],
-            r"--adapters: 'red' is the name of --adapters red=a already\. Give every model",
-        ),
-        (
-            ["--adapters", "red=a", "--model", "red=b"],
-            r"--model: 'red' is the name of --adapters red=a already",
-        ),
-        (
-            ["--model", "m=b"],
-            (
-                r"--model: 'm' is the name of MODEL already\. Give every model a name of its own; --name "
-                r"is that of MODEL"
-            ),
-        ),
+        (["--adapters", "red"], "--adapters"),
+        (["--model", "=red"], "--model"),
+        (["--adapters", "red=a", "--adapters", "red=b"], "--adapters"),
+        (["--adapters", "red=a", "--model", "red=b"], "--model"),
+        (["--model", "m=b"], "--model"),
     ],
 )
-def test_options_that_name_no_model_are_refused(words: list[str], error: str) -> None:
+def test_options_that_name_no_model_are_refused(words: list[str], where: str) -> None:
     options = {
         option: [words[i + 1] for i in range(0, len(words), 2) if words[i] == option]
         for option in ("--adapters", "--model")
     }
-    with pytest.raises(ConfigError, match=error):
+    with raises(ConfigError, where=where):
         names_and_paths("m", options["--adapters"], options["--model"])
 
 

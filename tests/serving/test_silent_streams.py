@@ -11,6 +11,7 @@ import httpx2 as httpx
 import pytest
 from starlette.types import Message
 
+from tests.errors import raises
 from tests.serving.scheduling import scheduling
 from tests.tiny import float64_lm
 from unmask.config.run import SamplerConfig
@@ -85,7 +86,7 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
                 for outcome in ("canceled", "finished")
             ):
                 await asyncio.sleep(0.001)
-            with pytest.raises(SlowReaderError, match="10 events wait to be read"):
+            with raises(SlowReaderError, where=None):
                 async for _ in events:
                     pass
             assert not scheduler.open_submissions

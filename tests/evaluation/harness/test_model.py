@@ -22,6 +22,7 @@ from sqlitedict import SqliteDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.errors import raises
 from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
 from tests.helpers import REPOSITORY, TWO_PROCESSES, partly_slow, run_all, shared_path
 from tests.tiny import build_causal, toy_lm
@@ -182,7 +183,7 @@ def test_long_contexts_lose_their_beginning():
             == model.answer_ids(ids[-room:], [4, 5], 3)
             != model.answer_ids(ids[-room + 2 :], [4, 5], 3)
         )
-        with pytest.raises(GenerationError, match="leaves no room for a context"):
+        with raises(GenerationError, where="loglikelihood"):
             measured(model, [("ab", "ab" * 17)])
 
 
@@ -214,22 +215,22 @@ def test_texts_know_what_they_took():
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "words"),
+    ("settings", "error", "where"),
     [
-        ({"tempature": 1}, ConfigError, "unknown option 'tempature'.*'temperature'"),
-        ({"estimator": "guess"}, ConfigError, "estimator: 'guess'"),
-        ({"samples": 0}, ConfigError, "samples: 0 is not a number from 1"),
-        ({"batch_size": "many"}, ConfigError, "batch_size: 'many'.*or auto"),
-        ({"dtype": "float64"}, ConfigError, "dtype: the model is loaded already"),
+        ({"tempature": 1}, ConfigError, "model_args"),
+        ({"estimator": "guess"}, ConfigError, "estimator"),
+        ({"samples": 0}, ConfigError, "samples"),
+        ({"batch_size": "many"}, ConfigError, "batch_size"),
+        ({"dtype": "float64"}, ConfigError, "dtype"),
     ],
 )
-def test_wrong_settings_are_refused(settings, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_settings_are_refused(settings, error, where):
+    with raises(error, where=where):
         HarnessLM(toy_lm(), **settings)
 
 
 def test_a_canvas_must_leave_room():
-    with pytest.raises(GenerationError, match="32 new tokens leave no room"):
+    with raises(GenerationError, where="max_gen_toks"):
         generated(HarnessLM(toy_lm()), ["ab"], max_gen_toks=32)
 
 
@@ -248,7 +249,7 @@ def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):
         "system_instruction": "bab",
     }
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    with pytest.raises(DataError, match="no chat template"):
+    with raises(DataError, where=None):
         lm_eval.simple_evaluate(model=HarnessLM(lm, samples=5), task_manager=manager, **options)
     turn = "{{ {'system': 'bbb', 'user': 'aba', 'assistant': 'bab'}[m.role] }}{{ m.content }}"
     lm.tokenizer.chat_template = (
@@ -329,15 +330,13 @@ def test_answers_of_another_model_or_setting_are_refused(tmp_path):
     with SqliteDict(str(tmp_path / "answers_rank0.db"), autocommit=True) as answers:
         answers["unmask"] = {name: value for name, value in answers["unmask"].items() if name != "max_gap"}
     assert run(HarnessLM(toy_lm(), samples=9))["samples"] == first["samples"]
-    for model, changed in (
-        (HarnessLM(toy_lm(seed=1), samples=9), "fingerprint"),
-        (HarnessLM(toy_lm(), samples=9, seed=1), "seed"),
-        (HarnessLM(toy_lm(), samples=7), "samples"),
-        (HarnessLM(toy_lm(), samples=9, max_length=20), "max_length"),
+    for model in (
+        HarnessLM(toy_lm(seed=1), samples=9),
+        HarnessLM(toy_lm(), samples=9, seed=1),
+        HarnessLM(toy_lm(), samples=7),
+        HarnessLM(toy_lm(), samples=9, max_length=20),
     ):
-        with pytest.raises(
-            DataError, match=rf"answers_rank0.db: has answers of another evaluation \({changed}\)"
-        ):
+        with raises(DataError, where=f"use_cache {tmp_path}/answers_rank0.db"):
             run(model)
 
 
@@ -418,7 +417,7 @@ def test_guidance_is_refused_by_likelihoods():
     model = HarnessLM(toy_lm(), cfg_scale=1.0)
     assert generated(model, ["ab"], max_gen_toks=4)
     for ask in (measured, lambda model: rolling(model, ["ab"])):
-        with pytest.raises(ConfigError, match="cfg_scale: likelihoods are computed without guidance"):
+        with raises(ConfigError, where="cfg_scale"):
             ask(model)
 
 
@@ -719,22 +718,22 @@ def test_a_request_comes_before_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "where"),
     [
-        ({"num_beams": 4}, "'num_beams' is no option"),
-        ({"temprature": 1}, "'temprature' is no option.*'temperature'"),
-        ({"max_gen_toks": 8, "max_tokens": 9}, "max_gen_toks and max_tokens contradict"),
-        ({"do_sample": True, "temperature": 0.0}, "do_sample with temperature 0"),
-        ({"until": [3]}, r"until \[3\] is not a string"),
+        ({"num_beams": 4}, "gen_kwargs"),
+        ({"temprature": 1}, "gen_kwargs"),
+        ({"max_gen_toks": 8, "max_tokens": 9}, "gen_kwargs"),
+        ({"do_sample": True, "temperature": 0.0}, "gen_kwargs"),
+        ({"until": [3]}, "gen_kwargs"),
         ({"top_p": 2}, "top_p"),
     ],
 )
-def test_other_options_are_refused_by_name(given, words):
-    with pytest.raises(ConfigError, match=words):
+def test_other_options_are_refused_by_name(given, where):
+    with raises(ConfigError, where=where):
         read_gen_kwargs(given, SamplerConfig())
 
 
 def test_settings_are_of_the_model_or_of_the_sampler():
     assert split_settings({"dtype": "float64", "steps": 4}) == ({"dtype": "float64"}, {"steps": 4})
-    with pytest.raises(ConfigError, match=r"unknown option 'sample'.*'samples'"):
+    with raises(ConfigError, where="model_args"):
         split_settings({"sample": 4})

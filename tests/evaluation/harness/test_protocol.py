@@ -8,6 +8,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
+from tests.errors import raises
 from tests.evaluation.harness.local_tasks import CHOICES, write_task
 from tests.tiny import toy_lm
 from unmask.config.run import SamplerConfig
@@ -108,20 +109,16 @@ def test_samples_that_are_given_win():
 
 
 @pytest.mark.parametrize(
-    ("protocol", "task", "message"),
+    ("protocol", "task", "where"),
     [
-        ("llada-bse", "gsm8k", "there is no protocol 'llada-bse'. Did you mean 'llada-base'"),
-        ("d1", "winogrande", "protocol d1: has no task 'winogrande'"),
-        (
-            "llada-base",
-            "piqa",
-            "piqa has guidance, and likelihoods are computed without it. Use llada-base/without-guidance",
-        ),
-        ("dream-base", "gsm8k", "has no task 'gsm8k'. Did you mean 'gsm8k_cot'"),
+        ("llada-bse", "gsm8k", "protocol"),
+        ("d1", "winogrande", "protocol d1"),
+        ("llada-base", "piqa", "protocol llada-base"),
+        ("dream-base", "gsm8k", "protocol dream-base"),
     ],
 )
-def test_what_does_not_fit_is_refused(folder, protocol, task, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_does_not_fit_is_refused(folder, protocol, task, where):
+    with raises(ConfigError, where=where):
         evaluate_with_harness(
             toy_lm(), [task], include_path=folder, protocol=protocol, limit=2, num_fewshot=0
         )

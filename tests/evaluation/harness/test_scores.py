@@ -9,6 +9,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import manager
 
+from tests.errors import raises
 from tests.evaluation.harness.local_tasks import TASKS, write_task
 from tests.tiny import toy_lm
 from unmask import SamplerConfig
@@ -160,41 +161,26 @@ def test_groups_of_tasks_have_scores(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "asked", "error", "words"),
+    ("tasks", "asked", "error", "where"),
     [
-        (["choises"], {}, ConfigError, "no task 'choises'.*'choices'"),
-        (["choices"], {"few_shot": 1}, ConfigError, "unknown option 'few_shot'"),
-        (
-            ["choices"],
-            {"gen_kwargs": {"temperature": 1}},
-            ConfigError,
-            "gen_kwargs: no task generates text.*choices",
-        ),
-        (["choices"], {"sampler": SamplerConfig(steps=3)}, ConfigError, "steps: no task generates text"),
-        (["texts"], {"samples": 3}, ConfigError, "samples: no task measures likelihoods.*texts"),
-        (
-            ["texts", "choices"],
-            {"sampler": SamplerConfig(cfg_scale=1.0)},
-            ConfigError,
-            "cfg_scale: likelihoods.*choices",
-        ),
-        (
-            ["choices"],
-            {"samples": 3, "estimator": "exact"},
-            ConfigError,
-            "samples: the likelihood of this model is exact",
-        ),
-        (["texts"], {"gen_kwargs": {"num_beams": 2}}, ConfigError, "'num_beams' is no option"),
-        (["missing"], {}, DataError, "missing: the task cannot be loaded"),
-        (["choices"], {"include_path": "nowhere"}, DataError, "nowhere: is not a folder"),
+        (["choises"], {}, ConfigError, "lm-eval"),
+        (["choices"], {"few_shot": 1}, ConfigError, "lm-eval"),
+        (["choices"], {"gen_kwargs": {"temperature": 1}}, ConfigError, "gen_kwargs"),
+        (["choices"], {"sampler": SamplerConfig(steps=3)}, ConfigError, "steps"),
+        (["texts"], {"samples": 3}, ConfigError, "samples"),
+        (["texts", "choices"], {"sampler": SamplerConfig(cfg_scale=1.0)}, ConfigError, "cfg_scale"),
+        (["choices"], {"samples": 3, "estimator": "exact"}, ConfigError, "samples"),
+        (["texts"], {"gen_kwargs": {"num_beams": 2}}, ConfigError, "gen_kwargs"),
+        (["missing"], {}, DataError, "missing"),
+        (["choices"], {"include_path": "nowhere"}, DataError, "include_path nowhere"),
     ],
 )
-def test_bad_input_is_refused(folder, monkeypatch, tasks, asked, error, words):
+def test_bad_input_is_refused(folder, monkeypatch, tasks, asked, error, where):
     # lm-eval's own tasks take half a minute to list
     monkeypatch.setattr(manager, "__file__", str(folder / "none" / "manager.py"))
     write_task(folder, "missing", CHOICES, DOCUMENTS)
     (folder / "missing.jsonl").unlink()
-    with pytest.raises(error, match=words):
+    with raises(error, where=where):
         evaluate_with_harness(toy_lm(), tasks, **({"include_path": folder} | asked))
 
 

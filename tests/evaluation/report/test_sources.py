@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tests.evaluation.report.examples import convert_run, result, rl_run
 from unmask.cli.entry import app
 from unmask.errors import DataError
@@ -105,20 +106,20 @@ def test_the_evaluation_at_the_end_of_a_run_is_included(folder):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "where"),
     [
-        ("empty", "holds no run"),
-        ("missing.json", "cannot be read"),
-        ("cut.json", "cut"),
-        ("damaged", "line 1: not JSON"),
+        ("empty", "empty"),
+        ("missing.json", "missing.json"),
+        ("cut.json", "cut.json"),
+        ("damaged", "damaged/training_logs.json, line 1"),
     ],
 )
-def test_what_cannot_be_read_is_one_error(folder, source, message):
+def test_what_cannot_be_read_is_one_error(folder, source, where):
     (folder / "empty").mkdir()
     (folder / "cut.json").write_text('{"format": 1')
     (folder / "damaged").mkdir()
     (folder / "damaged" / LOG_NAME).write_text("{\n")
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, where=where):
         report_of([Path(source)])
 
 

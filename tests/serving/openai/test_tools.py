@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.tiny import cached_chat_lm
 from unmask.errors import GenerationError
 from unmask.models.chat_template import TEMPLATES
@@ -165,7 +166,7 @@ def test_a_template_that_renders_no_tools_is_refused(monkeypatch):
     tokenizer = cached_chat_lm().tokenizer
     check_renders_tools(tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["simple"])
-    with pytest.raises(GenerationError, match="tools: the model's chat template does not render tools"):
+    with raises(GenerationError, where="tools"):
         check_renders_tools(tokenizer)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from unmask.serving.served_models import ServedModels
 from unmask.serving.workers import fleet as fleet_module
 from unmask.serving.workers.fleet import DELAYS, Fleet
@@ -135,7 +136,7 @@ def test_a_process_that_the_system_does_not_start_is_an_error_of_a_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    with pytest.raises(WorkerStartError, match="--workers: a worker cannot be started"):
+    with raises(WorkerStartError, where="--workers"):
         asyncio.run(start_worker(SERVED, "cpu", {}))
 
 
@@ -145,7 +146,7 @@ def test_if_one_cannot_start_the_others_end_and_there_is_one_error(starts: Start
     async def test(fleet: Fleet) -> None:
         raise AssertionError("it has started")
 
-    with pytest.raises(WorkerStartError, match="no/model: no model"):
+    with raises(WorkerStartError, where="no/model"):
         run(2, test)
     assert [process.is_ended.is_set() for process in starts.processes] == [True]
 
