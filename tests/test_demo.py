@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
+from tests.errors import raises
 from tests.helpers import REPOSITORY
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
@@ -120,7 +121,7 @@ def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp
     assert stopped.value.code == 130
     before = list(STAGES)[: list(STAGES).index(stage)]
     times = {name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before}
-    with pytest.raises(TrainingError, match="not empty"):  # of another demo
+    with raises(TrainingError, where=str(tmp_path / "parts")):  # of another demo
         run_demo(output=tmp_path / "parts", settings=TINY, seed=1)
     run_demo(output=tmp_path / "parts", settings=TINY)
     assert times == {
@@ -133,7 +134,7 @@ def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp
             for each in ("whole", "parts")
         ]
         assert weights[0] == weights[1] and results[0] == results[1]
-    with pytest.raises(TrainingError, match="not empty"):
+    with raises(TrainingError, where=str(tmp_path / "parts")):
         run_demo(output=tmp_path / "parts", settings=TINY)
     # nothing of the demo before is used
     run_demo(output=tmp_path / "parts", settings=TINY, seed=4, overwrite=True)
@@ -143,7 +144,7 @@ def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp
 def test_only_the_folder_of_a_demo_is_written_over(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
-    with pytest.raises(TrainingError, match=rf"holds a {name.split('/')[0]} that no demo has written"):
+    with raises(TrainingError, where=str(tmp_path)):
         run_demo(output=tmp_path, settings=TINY, overwrite=True)
     assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
@@ -203,7 +204,7 @@ def test_a_task_of_ones_own_runs_to_the_end(name, tmp_path, monkeypatch):
 def test_a_task_that_no_model_can_be_made_for_is_refused_at_once(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(re.sub(rf"    {name} = .*\n", "", MIRRORED))
-    with pytest.raises(ConfigError, match=rf"mine\.py:Mirrored: lacks {name}, "):
+    with raises(ConfigError, where="mine.py:Mirrored"):
         run_demo(task="mine.py:Mirrored", output="demo", settings=TINY)
     assert not Path("demo").exists()
 
@@ -220,9 +221,7 @@ def test_no_solution_is_both_trained_on_and_tested(tmp_path):
 
 def test_an_existing_output_is_refused_and_left_alone(tmp_path):
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(
-        TrainingError, match=r"not empty\. Choose another, or write into it with --overwrite\.$"
-    ):
+    with raises(TrainingError, where=str(tmp_path)):
         run_demo(output=tmp_path, settings=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "mine"

@@ -21,6 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
+from tests.errors import raises
 from tests.helpers import REPOSITORY
 from tests.test_console import Terminal
 from tests.tiny import build_lm
@@ -99,12 +100,12 @@ def test_a_stopped_answer_leaves_no_trace(lm, chat):
 
 def test_raw_text_is_completed_without_a_template_and_one_by_one():
     lm = lm_with(None)
-    with pytest.raises(ModelError, match=r"the model: has no chat template. .*--raw"):
+    with raises(ModelError, where="the model"):
         Chat(lm, "the model", SamplerConfig(**SETTINGS))
     chat = Chat(lm, "the model", SamplerConfig(**SETTINGS), raw=True)
     for text in (" once upon", "a time", " once upon"):
         assert ask(chat, text) == unmask.generate(lm, [text], SamplerConfig(**SETTINGS)).texts[0]
-    with pytest.raises(ConfigError, match="no system message"):
+    with raises(ConfigError, where="system"):
         chat.command("/system be brief")
 
 
@@ -113,17 +114,17 @@ def test_settings_are_changed_one_by_one_and_checked(lm, chat):
     assert len(ask(chat, "hello")) <= 7
     assert chat.command("/settings allowed_tokens=[5, 6]") == "allowed_tokens=[5, 6]"
     assert set(ask(chat, "hello")) <= {lm.tokenizer.decode([5]), lm.tokenizer.decode([6])}
-    for wrong, message in {
-        "temperature=-1": "temperature: -1 is not valid",
-        "temprature=1": "Did you mean 'temperature'",
-        "temperature": "is not KEY=VALUE",
-        "temperature=[": "temperature",
-        "steps=3": "tokens_per_step: steps and tokens_per_step contradict",
-        "num_speculative_tokens=2": "num_speculative_tokens: a pass over a whole canvas",
-        "constraint.regx=a": "constraint.regx: is not a known key",
+    for wrong, where in {
+        "temperature=-1": "temperature",
+        "temprature=1": "temprature",
+        "temperature": "temperature",
+        "temperature=[": "temperature, line 1",
+        "steps=3": "tokens_per_step",
+        "num_speculative_tokens=2": "num_speculative_tokens",
+        "constraint.regx=a": "constraint.regx",
     }.items():
         before = chat.config
-        with pytest.raises(UnmaskError, match=re.escape(message)):
+        with raises(UnmaskError, where=where):
             chat.command(f"/settings {wrong}")
         assert chat.config is before
     chat.command("/settings tokens_per_step=null")
@@ -141,7 +142,7 @@ def test_nested_settings(chat):
     pytest.importorskip("outlines_core")
     chat.command("/settings constraint.choice=[yes, no]")
     assert ask(chat, "hello") in ("yes", "no")
-    with pytest.raises(ConfigError, match="contradict one another"):
+    with raises(ConfigError, where="constraint.regex"):
         chat.command("/settings constraint.regex=a+")
     chat.command("/settings constraint=null")
     chat.command("/settings constraint.regex='[a-c]+'")
@@ -169,7 +170,7 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
     next_answer = ask(chat, "and then")
     chat.command(f"/save {path}")  # its own file may be replaced
     other = Chat(lm, "another", SamplerConfig())
-    with pytest.raises(ConfigError, match=r"the file exists. Choose another name"):
+    with raises(ConfigError, where=str(path)):
         other.command(f"/save {path}")
     assert other.command(f"/load {path}") == "2 answers, of the model"
     assert (
@@ -178,36 +179,33 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
     assert ask(other, "so") == ask(chat, "so")
     assert other.messages[3]["content"] == next_answer
     other.command("/reset")
-    with pytest.raises(ConfigError, match="the file exists"):  # of a conversation that was given up
+    with raises(ConfigError, where=str(path)):  # of a conversation that was given up
         other.command(f"/save {path}")
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, where",
     [
-        ("", "is not JSON"),
-        ("[]", "holds no conversation"),
-        ('{"messages": []}', "model (FILE): is required"),
+        ("", "FILE"),
+        ("[]", "FILE"),
+        ('{"messages": []}', "model (FILE)"),
         ('{"model": "m", "messages": [{"role": "tool", "content": "a"}]}', "messages.0.role (FILE)"),
-        (
-            '{"model": "m", "messages": [{"role": "user", "content": "a"}]}',
-            "messages (FILE): the turns are not in order",
-        ),
+        ('{"model": "m", "messages": [{"role": "user", "content": "a"}]}', "messages (FILE)"),
         ('{"model": "m", "messages": [], "settings": {"top_p": 2}}', "settings.top_p (FILE)"),
         (
             '{"model": "m", "messages": [], "settings": {"num_speculative_tokens": 2}}',
             "num_speculative_tokens",
         ),
-        ('{"model": "m", "messages": [], "raw": true}', "FILE: was saved with --raw. Start with --raw"),
-        ("\udcff", "is not JSON"),
+        ('{"model": "m", "messages": [], "raw": true}', "FILE"),
+        ("\udcff", "FILE"),
     ],
 )
-def test_a_file_that_is_no_conversation_changes_nothing(chat, tmp_path, text, message):
+def test_a_file_that_is_no_conversation_changes_nothing(chat, tmp_path, text, where):
     path = tmp_path / "chat.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     ask(chat, "hello")
     before = list(chat.messages)
-    with pytest.raises(UnmaskError, match=re.escape(message.replace("FILE", str(path)))):
+    with raises(UnmaskError, where=where.replace("FILE", str(path))):
         chat.command(f"/load {path}")
     assert chat.messages == before and chat.file is None
 
@@ -221,18 +219,18 @@ def test_files_that_cannot_be(chat, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, message",
+    "line, where",
     [
-        ("/sav x", "/sav: is not a command. Did you mean 'save'?"),
-        ("/", "/: is not a command. Known: help, load"),
-        ("/answer", "/answer: is not a command"),
-        ("/save", "/save: needs an argument. Write /save FILE"),
-        ("/load  ", "/load: needs an argument"),
-        ("/reset all", "/reset: takes no argument. Write /reset."),
+        ("/sav x", "/sav"),
+        ("/", "/"),
+        ("/answer", "/answer"),
+        ("/save", "/save"),
+        ("/load  ", "/load"),
+        ("/reset all", "/reset"),
     ],
 )
-def test_commands_that_are_wrong(chat, line, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_commands_that_are_wrong(chat, line, where):
+    with raises(ConfigError, where=where):
         chat.command(line)
 
 
@@ -245,18 +243,16 @@ def test_help_names_every_command(chat):
 
 def test_a_conversation_that_is_too_long_says_what_to_do(chat):
     ask(chat, "hello")
-    with pytest.raises(
-        GenerationError,
-        match=rf"exceed the context of {CONTEXT}. Begin a new one with /reset, or .* max_new_tokens=N",
-    ):
+    with raises(GenerationError, where="conversation"):
         ask(chat, "a" * CONTEXT)
     assert len(chat.messages) == 2
 
 
 def test_a_template_may_refuse_a_system_message(lm):
     lm = lm_with("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}a")
-    with pytest.raises(DataError, match="no system"):
+    with raises(DataError, where=None) as refused:
         Chat(lm, "the model", SamplerConfig(**SETTINGS), system="be brief")
+    assert "no system" in refused.value.what
 
 
 # Off a terminal

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import QUICK, make, unmask
@@ -107,9 +108,7 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
         max_memory_gb=0.5,
     )
     config = run_config(model, text, tmp_path).model_copy(update={"hardware": small})
-    with pytest.raises(
-        ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used"
-    ):
+    with raises(ConfigError, where="hardware"):
         dry_run("convert", config)
 
 
@@ -280,9 +279,7 @@ def test_from_the_command_line(model, text, tmp_path):
 
 
 def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_path):
-    with pytest.raises(
-        ConfigError, match="stages, stage 1: its share, 1 of 4, rounds to none of the 2 steps"
-    ):
+    with raises(ConfigError, where="stages, stage 1"):
         dry_run("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
 
 
@@ -365,7 +362,7 @@ def test_what_cannot_be_combined_with_shards_is_refused_in_a_plan_too(kind, mode
     with pytest.raises(ConfigError) as refused:
         dry_run("convert", config)
     assert refused.value.where.endswith(" and lora")
-    with pytest.raises(ConfigError, match=r"training\.deepspeed: cannot read 'zero9'"):
+    with raises(ConfigError, where="training.deepspeed"):
         dry_run("convert", run_config(model, text, tmp_path, deepspeed="zero9"))
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from unmask.config.layers import MODES, RECIPES, Layer, Layers, read_layers, recipe_names, recipe_path
 from unmask.config.run import (
     Config,
@@ -116,12 +117,12 @@ def test_malformed_yaml_names_file_and_line(tmp_path: Path, text: str, line: int
 @pytest.mark.parametrize("content", [b"- 1\n- 2\n", b"just text", b"\xff\xfe\x00", b"a: \x07"])
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+    with raises(ConfigError, where=str(tmp_path / "bad.yaml")):
         read_layers(config_files=[tmp_path / "bad.yaml"])
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+    with raises(ConfigError, where=str(tmp_path / "absent.yaml")):
         read_layers(config_files=[tmp_path / "absent.yaml"])
 
 
@@ -154,13 +155,7 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
 def test_a_value_in_place_of_a_section_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path, "1.yaml", "training: {a: 1}\n")
     for rest in ({"overrides": ["training.b=2"]}, {"config_files": [config]}):
-        with pytest.raises(
-            ConfigError,
-            match=(
-                r"^training \(environment variable UNMASK_TRAINING\): is a section of settings, not the "
-                r"value 5"
-            ),
-        ):
+        with raises(ConfigError, where="training (environment variable UNMASK_TRAINING)"):
             read_layers(environ={"UNMASK_TRAINING": "5"}, **rest)
 
 
@@ -191,7 +186,7 @@ def test_variables_of_the_tests_and_of_the_command_line_are_no_settings() -> Non
 
 @pytest.mark.parametrize("override", ["learning_rate", "=1", "training.=1", ".a=1", "a..b=1"])
 def test_an_override_without_key_or_value_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match="is not KEY=VALUE"):
+    with raises(ConfigError, where="command line"):
         read_layers(overrides=[override])
 
 
@@ -257,7 +252,7 @@ def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"Did you mean 'tiny'\?"):
+    with raises(ConfigError, where="--recipe"):
         read_layers(recipes=["tinny"])
 
 
@@ -311,10 +306,9 @@ def test_every_field_is_documented(config: type[Config]) -> None:
 
 def test_configs_are_frozen() -> None:
     config = SamplerConfig()
-    for name, what in (("steps", "cannot be set later"), ("stepz", "Did you mean 'steps'")):
-        with pytest.raises(ConfigError, match=what) as refused:
+    for name in ("steps", "stepz"):
+        with raises(ConfigError, where=name):
             setattr(config, name, 3)
-        assert refused.value.where == name
     assert config == SamplerConfig()
 
 
@@ -359,9 +353,7 @@ def test_errors_name_key_value_and_remedy(values: dict[str, Any], where: str, re
 
 
 def test_a_config_of_its_own_names_its_own_keys() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^steps: 0 is not valid. It should be greater than or equal to 1.$"
-    ):
+    with raises(ConfigError, where="steps"):
         SamplerConfig(steps=0)
 
 
@@ -477,9 +469,9 @@ def test_training_arguments_are_known_by_their_own_names(tmp_path: Path) -> None
         "cosine",
         7,
     )
-    with pytest.raises(ConfigError, match=r"training\.learning_rat: .* Did you mean 'learning_rate'"):
+    with raises(ConfigError, where="training.learning_rat"):
         build_training_args(TrainingArguments, {"learning_rat": 1e-5})
-    with pytest.raises(ConfigError, match=r"^training\.save_strategy: "):
+    with raises(ConfigError, where="training.save_strategy"):
         build_training_args(TrainingArguments, {"save_strategy": "sometimes"}, output_dir=str(tmp_path))
 
 
@@ -492,22 +484,15 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(
     check_output_folder(tmp_path / "absent")
     check_output_folder(tmp_path)
     kept = write(tmp_path, "kept.txt", "mine")
-    for options, remedy in (
-        ({}, "Choose another"),
-        ({"overwrite": False}, "Choose another, or write into it with --overwrite"),
-        (
-            {"overwrite": False, "resume": False},
-            "Choose another, or continue with --resume, or write into it with --overwrite",
-        ),
-    ):
-        with pytest.raises(TrainingError, match=rf"not empty\. {remedy}\.$"):
+    for options in ({}, {"overwrite": False}, {"overwrite": False, "resume": False}):
+        with raises(TrainingError, where=str(tmp_path)):
             check_output_folder(tmp_path, **options)
     check_output_folder(tmp_path, overwrite=True)
     check_output_folder(tmp_path, resume=True)
     for beneath in (kept, kept / "a/b"):
-        with pytest.raises(ConfigError, match=r"kept\.txt: is a file, not a folder"):
+        with raises(ConfigError, where=str(kept)):
             check_output_folder(beneath, overwrite=True)
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="cannot be written to"):
+    with monkeypatch.context() as patch, raises(ConfigError, where=str(tmp_path)):
         patch.setattr(os, "access", lambda *_: False)
         check_output_folder(tmp_path / "absent/more")
     monkeypatch.setenv("RANK", "1")
@@ -521,7 +506,5 @@ def test_one_reward_needs_no_brackets():
 
 
 def test_what_a_run_must_have_is_named_by_its_option():
-    with pytest.raises(
-        ConfigError, match=r"output_dir: is required and not set. Set it, for example with --output DIR"
-    ):
+    with raises(ConfigError, where="output_dir"):
         RunConfig(**{name: value for name, value in RUN.items() if name != "output_dir"})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from unmask.errors import ConfigError
 from unmask.migration.files import OldFile, read_old
 
@@ -72,14 +73,14 @@ def test_a_yaml_that_a_script_names_is_read_and_its_flags_win(tmp_path):
 
 
 def test_files_that_are_not_read_say_why(tmp_path):
-    for name, text, words in [
-        ("a.json", "{", "is not JSON"),
-        ("a.yaml", "a: [", "Fix the YAML"),
-        ("b.json", "[]", "no keys and values"),
+    for name, text, where in [
+        ("a.json", "{", "a.json"),
+        ("a.yaml", "a: [", "a.yaml, line 1"),
+        ("b.json", "[]", "b.json"),
     ]:
-        with pytest.raises(ConfigError, match=words):
+        with raises(ConfigError, where=str(tmp_path / where)):
             read(text, tmp_path, name)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with raises(ConfigError, where=str(tmp_path / "absent.yaml")):
         read_old(tmp_path / "absent.yaml")
 
 

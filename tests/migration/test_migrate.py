@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises
 from tests.migration.examples import (
     ACCELERATE,
     CONVERTER_HARDWARE,
@@ -174,7 +175,7 @@ def test_nothing_is_overwritten_unless_asked_for(tmp_path):
 
 def test_a_program_is_refused_with_what_can_be_read(tmp_path):
     (path,) = write(tmp_path, {"train.py": "args = GRPOConfig(beta=0.1)"})
-    with pytest.raises(ConfigError, match=r"train.py: is a program.*YAML.*docs/migration.md"):
+    with raises(ConfigError, where=str(path)):
         migrate([path])
 
 
@@ -210,13 +211,13 @@ def test_a_file_that_cannot_be_read_gets_one_clear_line(text, words, tmp_path):
 def test_the_format_can_be_said(tmp_path):
     (path,) = write(tmp_path, {"old.yaml": "beta: 0.3\nlearning_rate: 1e-6\n"})
     assert migrate([path], "trl-dpo").verb == "dpo" and migrate([path], "trl-grpo").verb == "grpo"
-    with pytest.raises(ConfigError, match="Did you mean 'trl-dpo'"):
+    with raises(ConfigError, where="--format"):
         migrate([path], "trl-dop")
 
 
 def test_a_script_with_two_trainings_is_refused(tmp_path):
     (path,) = write(tmp_path, {"both.sh": "python sft_train.py --num_epochs 1\ntrl dpo --beta 0.1\n"})
-    with pytest.raises(ConfigError, match=r"starts 2 trainings \(sft_train.py, trl dpo\)"):
+    with raises(ConfigError, where=str(path)):
         migrate([path])
 
 

@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from tests.errors import raises
 from tests.helpers import require_sandbox
 from unmask.rewards import program
 from unmask.sandbox import isolation
@@ -53,9 +54,7 @@ def bare(monkeypatch, tmp_path):
 
 
 def test_without_isolation_nothing_is_run_unless_that_is_accepted(bare):
-    with pytest.raises(
-        SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"
-    ):
+    with raises(SandboxError, where="sandbox"):
         SandboxPool()
     pool = SandboxPool(1, accept_unsandboxed=True)
     try:

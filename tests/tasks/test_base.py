@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.helpers import REPOSITORY, partly_slow
 from unmask.data.problems import read_problems
 from unmask.errors import ConfigError, DataError, UnmaskError
@@ -143,7 +144,7 @@ def test_the_reward_functions_judge_each_row_by_its_own_columns(name, chat):
     assert [v.status for v in strict.verdicts(said(shifted), **columns)] == [
         verdict.status for verdict in verdicts
     ]
-    with pytest.raises(DataError, match=task.columns[0]):
+    with raises(DataError, where=f"the reward {name}"):
         strict(prompts, completions, answer=completions)
 
 
@@ -156,11 +157,11 @@ def test_shapings_have_names():
         "integer",
         "correctness",
     ]
-    with pytest.raises(ConfigError, match=r"multiple_choice has no shaping 'published'"):
+    with raises(ConfigError, where="rewards"):
         get_rewards("multiple_choice/published")
-    with pytest.raises(ConfigError, match=r"no shaping 'partal'.*'partial'"):
+    with raises(ConfigError, where="rewards"):
         get_rewards("sudoku/partal")
-    with pytest.raises(ConfigError, match="gsm8k generates no problems"):
+    with raises(ConfigError, where="task"):
         as_puzzle(get_task("gsm8k"))
 
 
@@ -196,9 +197,9 @@ def test_about_a_quarter_is_test():
 
 
 def test_unknown_names_are_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'sudoko'.*'sudoku'"):
+    with raises(ConfigError, where=None):
         get_task("sudoko")
-    with pytest.raises(ConfigError, match="there is no split 'validation'"):
+    with raises(ConfigError, where="sudoku"):
         get_task("sudoku").generate("validation", 1, 0)
 
 
@@ -230,15 +231,13 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     assert isinstance(task, Echo)
     assert get_rewards("echo")[0](["a", "b"], ["a", "a"], word=["a", "b"]) == [1.0, 0.0]
     assert next(task.rows([("row 1", {"word": "b"})]))["completion"] == "b"
-    with pytest.raises(DataError, match=r"row 1: no column 'word'"):
+    with raises(DataError, where="row 1"):
         list(task.rows([("row 1", {"words": "b"})]))
     assert len(task.generate("train", 2, 0)) == 2
-    with pytest.raises(
-        ConfigError, match=r"3 different problems requested, 2 found\. Request fewer \(data\.max_rows=2\)"
-    ):
+    with raises(ConfigError, where="echo, train"):
         task.generate("train", 3, 0)
     monkeypatch.setattr(Echo, "draw", lambda self, split, rng: {"word": "a"})
-    with pytest.raises(ConfigError, match=r"echo: draw returned \{'word': 'a'\}, which is no row"):
+    with raises(ConfigError, where="echo"):
         task.generate("train", 1, 0)
 
 
@@ -300,21 +299,15 @@ RECORD = ("cities.jsonl, line 3", {"country": "Peru", "capital": "Lima"})
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "where"),
     [
-        (
-            "Arguments",
-            r"^faulty\.py:Arguments: Arguments\(\) raised TypeError: .*'number'.*made without arguments",
-        ),
-        (
-            "Raises",
-            r"^cities\.jsonl, line 3: Raises\.row raised KeyError: 'land', line 22 of faulty\.py\. Correct",
-        ),
-        ("Groupless", r"^cities\.jsonl, line 3, as Groupless\.row returns it: no column 'group'"),
+        ("Arguments", "faulty.py:Arguments"),
+        ("Raises", "cities.jsonl, line 3"),
+        ("Groupless", "cities.jsonl, line 3, as Groupless.row returns it"),
     ],
 )
-def test_a_task_that_cannot_be_made_or_read_a_row_is_one_error(name, says, faulty):
-    with pytest.raises(UnmaskError, match=says):
+def test_a_task_that_cannot_be_made_or_read_a_row_is_one_error(name, where, faulty):
+    with raises(UnmaskError, where=where):
         list(get_task(f"faulty.py:{name}").rows([RECORD]))
 
 
@@ -324,9 +317,7 @@ def test_what_verify_returns_has_to_be_a_verdict(faulty):
 
 
 def test_a_file_without_a_class_is_answered_with_its_tasks(faulty):
-    with pytest.raises(
-        ConfigError, match=r"^faulty\.py: .* Write faulty\.py:Arguments or faulty\.py:Raises or "
-    ):
+    with raises(ConfigError, where="faulty.py"):
         get_task("faulty.py")
 
 
@@ -334,8 +325,8 @@ def test_a_built_in_task_keeps_its_name(faulty, tmp_path):
     built_in = type(get_task("gsm8k"))
     (tmp_path / "named.py").write_text(FAULTY.replace('"capitals"', '"gsm8k"'))
     (tmp_path / "heir.py").write_text("from unmask.tasks import GSM8K\nclass Own(GSM8K): pass")
-    for target in ("named.py:Number", "heir.py:Own"):
-        with pytest.raises(ConfigError, match=r"'gsm8k' is the name of a built-in task.*a name of its own"):
+    for target, where in (("named.py:Number", "named.py:Number"), ("heir.py:Own", "Own")):
+        with raises(ConfigError, where=where):
             get_task(target)
     assert type(get_task("gsm8k")) is built_in
 
@@ -347,9 +338,7 @@ def test_tasks_and_rewards_import_no_torch():
 
 
 def test_an_unknown_task_may_be_meant_as_ones_own():
-    with pytest.raises(
-        ConfigError, match=r"unknown task 'capitals'.*Name a class of your own as path/to/file.py:NAME"
-    ):
+    with raises(ConfigError, where=None):
         get_task("capitals")
-    with pytest.raises(ConfigError, match=r"capitals\.py: there is no such file"):
+    with raises(ConfigError, where="capitals.py"):
         get_task("capitals.py")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises
 from tests.helpers import read_task, shared_path
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import evaluate, numbers_used
@@ -189,7 +190,7 @@ def test_train_and_test_share_no_problem_in_any_order():
 
 @pytest.mark.parametrize("options", [{"max_number": 0}, {"max_number": 1000}, {"max_target": 0}])
 def test_settings_are_checked(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
+    with raises(ConfigError, where="countdown"):
         Countdown(**options)
 
 
@@ -204,25 +205,25 @@ def test_the_published_file():
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "where"),
     [
-        ({"input": "1,2,3"}, "line 2: no column 'output'"),
-        ({"input": "1,2", "output": "3"}, "line 2: .* are not 3 numbers and a target"),
-        ({"input": "1,2,x", "output": "3"}, "line 2: .* are not 3 numbers and a target"),
-        ({"input": [1, 2, 3], "output": "3"}, "line 2: .* are not 3 numbers and a target"),
-        ({"input": "0,2,3", "output": "3"}, "line 2: .* are not 3 numbers and a target"),
-        ({"input": "1,2,3", "output": "-3"}, "line 2: .* are not 3 numbers and a target"),
-        ({"input": "1,2,3", "output": None}, "line 2: .* are not 3 numbers and a target"),
-        ({"input": "1,2,3", "output": "77"}, "77 cannot be reached"),
-        ([1], "line 2: a row is an object"),
+        ({"input": "1,2,3"}, ", line 2"),
+        ({"input": "1,2", "output": "3"}, ", line 2, key 'input'"),
+        ({"input": "1,2,x", "output": "3"}, ", line 2, key 'input'"),
+        ({"input": [1, 2, 3], "output": "3"}, ", line 2, key 'input'"),
+        ({"input": "0,2,3", "output": "3"}, ", line 2, key 'input'"),
+        ({"input": "1,2,3", "output": "-3"}, ", line 2, key 'output'"),
+        ({"input": "1,2,3", "output": None}, ", line 2, key 'output'"),
+        ({"input": "1,2,3", "output": "77"}, ", line 2"),
+        ([1], ", line 2"),
     ],
 )
-def test_malformed_files_name_file_and_line(tmp_path, row, message):
+def test_malformed_files_name_file_and_line(tmp_path, row, where):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"input": "1,2,3", "output": 6}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=message) as caught:
+    with raises(DataError, where=f"{path}{where}") as caught:
         read_task(TASK, path)
-    assert str(path) in str(caught.value) and caught.value.remedy
+    assert caught.value.remedy
 
 
 def test_four_numbers():
@@ -234,7 +235,7 @@ def test_four_numbers():
         assert task.verify(task.corrupt(row, random.Random(0)), row) == Verdict(0.1, "wrong")
     (read,) = task.rows([("row 1", {"input": "3,7,5,11", "output": "1"})])
     assert read["numbers"] == [3, 7, 5, 11] and task.verify(read["completion"], read).solved
-    with pytest.raises(DataError, match="'3,7,5,11' and '1' are not 3 numbers"):
+    with raises(DataError, where="row 1, key 'input'"):
         next(TASK.rows([("row 1", {"input": "3,7,5,11", "output": "1"})]))
 
 

@@ -9,6 +9,7 @@ from itertools import permutations
 import pytest
 import torch
 
+from tests.errors import raises
 from tests.helpers import read_task
 from tests.tiny import build_lm, tokenizer_of
 from unmask.config.sampler import SamplerConfig
@@ -100,7 +101,7 @@ def test_files_are_read_and_malformed_ones_name_the_row(tmp_path, name):
     assert row["prompt"] == "b a b=" and get_task(name).verify(row["completion"], row).solved
     for letters in ('"b"', '"b b"', '"a b c d e f g h i"', '"ab c"', '"a B"', "3", '"a  b"'):
         path.write_text(f'{{"letters": {letters}}}\n')
-        with pytest.raises(DataError, match=f"{path}, line 1, key 'letters'"):
+        with raises(DataError, where=f"{path}, line 1, key 'letters'"):
             read_task(get_task(name), path)
 
 
@@ -110,7 +111,7 @@ def test_settings_are_checked():
         (Sort, {"max_letters": 27}),
         (Count, {"min_letters": 9}),
     ):
-        with pytest.raises(ConfigError, match="are not a range within 2 to 26"):
+        with raises(ConfigError, where=task.name):
             task(**options)
 
 

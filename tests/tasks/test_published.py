@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.errors import raises
 from tests.helpers import read_task, shared_path
 from unmask.errors import DataError
 from unmask.tasks import get_rewards, get_task
@@ -71,42 +72,42 @@ def test_right_answers_are_right_and_those_of_the_next_row_are_not(name, file, c
 
 
 @pytest.mark.parametrize(
-    ("name", "record", "message"),
+    ("name", "record", "where"),
     [
-        ("gsm8k", {"question": "How many?", "answer": "Four. 4"}, "line 1: not a problem whose answer"),
-        ("gsm8k", {"question": "How many?", "answer": "#### four"}, "line 1: not a problem whose answer"),
-        ("gsm8k", {"question": "", "answer": "#### 4"}, "line 1, key 'question'"),
-        ("gsm8k", {"question": "How many?"}, "line 1: no column 'answer'"),
-        ("math500", {"problem": "1+1", "solution": "2", "answer": ""}, "line 1, key 'answer'"),
-        ("math500", {"problem": "1+1", "solution": "2", "answer": 2}, "line 1, key 'answer'"),
-        ("multiple_choice", {"query": "Which?", "choices": ["a"], "gold": 0}, "line 1: not a question with 2 to 26 choices"),
-        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"], "gold": 2}, "line 1: 2 is none of the 2 choices"),
-        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"], "gold": "AB"}, "line 1: 'AB' is none"),
-        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"]}, "line 1: no column 'gold'"),
-        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"], "gold": "1" * 5000}, "line 1: .11* is none"),
-        ("multiple_choice", {"query": "Which?", "choices": {"text": ["a", "b"], "label": None}, "answerKey": "x"}, "line 1: 'x' is none"),
-        ("multiple_choice", {"query": "Which?", "choices": {"text": 5}, "answerKey": "x"}, "line 1: not a question"),
-        ("mbpp", {"text": "t", "code": "lambda:" * 3000, "test_list": ["assert f() == 1"]}, "line 1: not Python"),
-        ("mbpp", {"text": "t", "code": "\ud800", "test_list": ["assert f() == 1"]}, "line 1: not Python"),
-        ("text", {"prompt": "a"}, "line 1: no column 'completion'"),
-        ("text", {"prompt": "a", "completion": " "}, "line 1, key 'completion'"),
-        ("humaneval", {"prompt": "def f():", "canonical_solution": "x", "test": "y", "entry_point": "f g"}, "line 1: not Python"),
-        ("mbpp", {"text": "t", "code": "def f(): pass", "test_list": []}, "line 1: not a problem with tests"),
-        ("mbpp", {"text": "t", "code": "def f(): pass", "test_list": ["assert g() == 1"]}, "line 1: the tests use nothing"),
-        ("mbpp", {"text": "t", "code": "def f(: pass", "test_list": ["assert f() == 1"]}, "line 1: not Python"),
-        ("exercism_ocaml", dict.fromkeys(("instructions", "interface", "stub", "tests", "reference"), "x") | {"file": "../x.ml"}, "line 1: .* is not a module"),
-        ("multipl_t_ocaml", {"prompt": "let f x =", "tests": "(assert (true))"}, "line 1: not a function"),
-        ("sudoku9", {"Puzzle": "0" * 80, "Solution": "1" * 81}, "line 1, column 'Puzzle'"),
-        ("sudoku9", {"Puzzle": "0" * 81, "Solution": "1" * 81}, "line 1, column 'Solution'"),
-        ("countdown", {"input": "1,2,3,4,5", "output": "6"}, "line 1: .* are not 3 numbers"),
+        ("gsm8k", {"question": "How many?", "answer": "Four. 4"}, ", line 1"),
+        ("gsm8k", {"question": "How many?", "answer": "#### four"}, ", line 1"),
+        ("gsm8k", {"question": "", "answer": "#### 4"}, ", line 1"),
+        ("gsm8k", {"question": "How many?"}, ", line 1"),
+        ("math500", {"problem": "1+1", "solution": "2", "answer": ""}, ", line 1, key 'answer'"),
+        ("math500", {"problem": "1+1", "solution": "2", "answer": 2}, ", line 1, key 'answer'"),
+        ("multiple_choice", {"query": "Which?", "choices": ["a"], "gold": 0}, ", line 1"),
+        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"], "gold": 2}, ", line 1"),
+        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"], "gold": "AB"}, ", line 1"),
+        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"]}, ", line 1"),
+        ("multiple_choice", {"query": "Which?", "choices": ["a", "b"], "gold": "1" * 5000}, ", line 1"),
+        ("multiple_choice", {"query": "Which?", "choices": {"text": ["a", "b"], "label": None}, "answerKey": "x"}, ", line 1"),
+        ("multiple_choice", {"query": "Which?", "choices": {"text": 5}, "answerKey": "x"}, ", line 1"),
+        ("mbpp", {"text": "t", "code": "lambda:" * 3000, "test_list": ["assert f() == 1"]}, ", line 1"),
+        ("mbpp", {"text": "t", "code": "\ud800", "test_list": ["assert f() == 1"]}, ", line 1"),
+        ("text", {"prompt": "a"}, ", line 1"),
+        ("text", {"prompt": "a", "completion": " "}, ", line 1"),
+        ("humaneval", {"prompt": "def f():", "canonical_solution": "x", "test": "y", "entry_point": "f g"}, ", line 1"),
+        ("mbpp", {"text": "t", "code": "def f(): pass", "test_list": []}, ", line 1"),
+        ("mbpp", {"text": "t", "code": "def f(): pass", "test_list": ["assert g() == 1"]}, ", line 1"),
+        ("mbpp", {"text": "t", "code": "def f(: pass", "test_list": ["assert f() == 1"]}, ", line 1"),
+        ("exercism_ocaml", dict.fromkeys(("instructions", "interface", "stub", "tests", "reference"), "x") | {"file": "../x.ml"}, ", line 1"),
+        ("multipl_t_ocaml", {"prompt": "let f x =", "tests": "(assert (true))"}, ", line 1"),
+        ("sudoku9", {"Puzzle": "0" * 80, "Solution": "1" * 81}, ", line 1, column 'Puzzle'"),
+        ("sudoku9", {"Puzzle": "0" * 81, "Solution": "1" * 81}, ", line 1, column 'Solution'"),
+        ("countdown", {"input": "1,2,3,4,5", "output": "6"}, ", line 1, key 'input'"),
     ],
 )  # fmt: skip
-def test_malformed_rows_name_file_and_line(tmp_path, name, record, message):
+def test_malformed_rows_name_file_and_line(tmp_path, name, record, where):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(DataError, match=message) as caught:
+    with raises(DataError, where=f"{path}{where}") as caught:
         read_task(get_task(name), path)
-    assert str(path) in str(caught.value) and caught.value.remedy
+    assert caught.value.remedy
 
 
 def test_published_components_add_up():

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.errors import raises
 from unmask.data.problems import read_problems
 from unmask.errors import DataError
 from unmask.tasks import get_task
@@ -72,9 +73,9 @@ def test_a_passage_may_be_absent_but_is_a_text():
             [("row 1", {key: value for key, value in LOGIQA.items() if key != "context"} | nothing)]
         )
         assert row["prompt"].startswith("Which follows?\nA. All fly.")
-    with pytest.raises(DataError, match=r"row 1: the passage is not text: \['a'\]"):
+    with raises(DataError, where="row 1"):
         list(task.rows([("row 1", LOGIQA | {"context": ["a"]})]))
-    with pytest.raises(DataError, match="row 1: 4 is none of the 4 choices"):
+    with raises(DataError, where="row 1"):
         list(task.rows([("row 1", LOGIQA | {"correct_option": 4})]))
 
 
@@ -83,6 +84,5 @@ def test_a_column_that_would_change_the_prompt_is_not_left_out(name):
     record = {"question": "a", "answer": "b", "choices": ["b", "c"]}
     for task, row in ((get_task("text"), record), (get_task("multiple_choice"), record | {"answer": 0})):
         assert list(task.rows([("line 1", row | {name: None})]))
-        with pytest.raises(DataError, match=f"the column {name} is not read") as caught:
+        with raises(DataError, where="line 1"):
             list(task.rows([("line 1", row | {name: ["a"]})]))
-        assert caught.value.where == "line 1"
