@@ -194,7 +194,7 @@ def test_a_conversation_is_saved_and_continued(lm, chat, tmp_path):
         ('{"model": "m", "messages": [], "settings": {"top_p": 2}}', "settings.top_p (FILE)"),
         (
             '{"model": "m", "messages": [], "settings": {"num_speculative_tokens": 2}}',
-            "num_speculative_tokens",
+            "settings.num_speculative_tokens (FILE)",
         ),
         ('{"model": "m", "messages": [], "raw": true}', "FILE"),
         ("\udcff", "FILE"),

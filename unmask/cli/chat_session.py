@@ -188,7 +188,10 @@ class Chat:
         if saved.raw != self.raw:
             what, remedy = ("with", "Start with --raw") if saved.raw else ("without", "Start without --raw")
             raise ConfigError(f"was saved {what} --raw", where=name, remedy=remedy)
-        check_settings(self.lm, saved.settings)
+        try:
+            check_settings(self.lm, saved.settings)
+        except GenerationError as error:
+            raise error.moved(f"settings.{error.where} ({path})") from error
         messages = [message.model_dump() for message in saved.messages]
         self.system_message = (
             messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
