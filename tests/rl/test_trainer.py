@@ -506,7 +506,7 @@ def test_the_name_of_a_task_is_a_reward(tmp_path):
     trainer = GRPOTrainer(lm, ["sudoku", share_of_a], GRPOConfig(**shared), task.generate("train", 4, 0))
     trainer.train()
     assert {"rewards/sudoku", "rewards/share_of_a"} <= trainer.state.log_history[0].keys()
-    with raises(ConfigError, where=None):
+    with raises(ConfigError, where="task"):
         GRPOTrainer(lm, "sudoko", GRPOConfig(**shared), task.generate("train", 4, 0))
 
 

@@ -270,7 +270,7 @@ def test_tasks_are_named(name):
     assert rewards.names == [name, "length"]
     answers = [rows[0]["completion"], "", rows[2]["completion"]]
     assert_equal(rewards(rows, answers, IDS).total_B, [1.0, 0.0, 1.0])
-    with raises(ConfigError, where=None):
+    with raises(ConfigError, where="task"):
         Rewards(name[:-1])
 
 

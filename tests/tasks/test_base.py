@@ -197,7 +197,7 @@ def test_about_a_quarter_is_test():
 
 
 def test_unknown_names_are_answered_with_the_nearest():
-    with raises(ConfigError, where=None):
+    with raises(ConfigError, where="task"):
         get_task("sudoko")
     with raises(ConfigError, where="sudoku"):
         get_task("sudoku").generate("validation", 1, 0)
@@ -338,7 +338,7 @@ def test_tasks_and_rewards_import_no_torch():
 
 
 def test_an_unknown_task_may_be_meant_as_ones_own():
-    with raises(ConfigError, where=None):
+    with raises(ConfigError, where="task"):
         get_task("capitals")
     with raises(ConfigError, where="capitals.py"):
         get_task("capitals.py")

@@ -306,7 +306,8 @@ def get_task(name: str) -> Task:
     refuse_file_alone(name, _is_task, "task")
     if name not in Task.registered:
         own = "Name a class of your own as path/to/file.py:NAME"
-        raise ConfigError(f"unknown task {name!r}", remedy=f"{did_you_mean(name, Task.registered)} {own}")
+        remedy = f"{did_you_mean(name, Task.registered)} {own}"
+        raise ConfigError(f"unknown task {name!r}", where="task", remedy=remedy)
     return _made(Task.registered[name], name)
 
 
