@@ -24,7 +24,6 @@ from tests.models.kernels.test_flash import by_definition
 from tests.tiny import llama_lm, quantizable_llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
 from unmask.cli import run
-from unmask.cli.measurements import Measurements
 from unmask.cli.verbs import VERBS
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.convert.config import ConvertConfig
@@ -35,7 +34,6 @@ from unmask.models.kernels import flash
 from unmask.models.load import load
 from unmask.training import hardware_checks
 from unmask.training.hardware_checks import bounded_memory, check_split
-from unmask.training.run.folder import RunFolder
 from unmask.training.sharding import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
