@@ -16,7 +16,7 @@ import torch
 
 import unmask
 from benchmarks.harness import report, timed
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.demo import DemoSettings
 from unmask.evaluation.tasks import evaluate_task

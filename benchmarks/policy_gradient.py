@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from benchmarks.harness import heading
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.diffusion.log_probs import noise_groups, view_log_probs
 from unmask.diffusion.views import MaskRNG

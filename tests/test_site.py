@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.helpers import REPOSITORY
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.rl.config import GRPOConfig
 
 DOCS = REPOSITORY / "docs"

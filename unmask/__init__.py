@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from unmask import generation as generation
     from unmask import losses as losses
-    from unmask.config.run import SamplerConfig as SamplerConfig
+    from unmask.config.sampler import SamplerConfig as SamplerConfig
     from unmask.convert.config import ConvertConfig as ConvertConfig
     from unmask.convert.trainer import ConvertTrainer as ConvertTrainer
     from unmask.errors import UnmaskError as UnmaskError
@@ -47,7 +47,7 @@ PUBLIC_NAMES = {  # each with its module, in the order of the pipeline
     "infill": "unmask.generation.sampler",
     "fim_prompt": "unmask.generation.fill_in_the_middle",
     "Generation": "unmask.generation.output",
-    "SamplerConfig": "unmask.config.run",
+    "SamplerConfig": "unmask.config.sampler",
     "PretrainTrainer": "unmask.supervised.pretrain",
     "PretrainConfig": "unmask.supervised.pretrain",
     "ConvertTrainer": "unmask.convert.trainer",

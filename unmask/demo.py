@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from unmask.artifacts import plain, read_file, write_atomic, write_manifest
-from unmask.config.run import SamplerConfig, check_output_folder
+from unmask.config.run import check_output_folder
+from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, Progress, for_stdout, show_line
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer

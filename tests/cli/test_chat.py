@@ -28,7 +28,7 @@ from tests.tiny import build_lm
 from unmask.cli import app
 from unmask.cli import chat_session as module
 from unmask.cli.chat_session import Chat, interruptible, talk
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError
 from unmask.models.chat_template import TEMPLATES
 from unmask.models.diffusion_lm import DiffusionLM

@@ -26,7 +26,7 @@ from unmask.cli.denoising_display import (
     statistics,
     terminal,
 )
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import sampler
 from unmask.generation.frames import Frame, Revealed
 from unmask.generation.requests import Request, make_requests

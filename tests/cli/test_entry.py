@@ -21,7 +21,8 @@ from unmask.cli import app
 from unmask.cli.train import VERB_HELP
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.revise import ReviseConfig
-from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
+from unmask.config.run import ModelConfig, RunConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from unmask.cli.entry import app
 from unmask.config.evaluation import EvaluationConfig
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.config.run import ModelConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.evaluation import tasks
 from unmask.evaluation.comparison import labels

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unmask.config.run import RolloutConfig
+from unmask.config.rollout import RolloutConfig
 from unmask.errors import ConfigError
 
 URL = "http://localhost:8000"

@@ -23,12 +23,12 @@ from unmask.config.run import (
     LoraSettings,
     ModelConfig,
     RunConfig,
-    SamplerConfig,
     build_training_args,
     check_output_folder,
     resolve,
     to_yaml,
 )
+from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import dump_yaml, parse_yaml
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 

@@ -23,7 +23,7 @@ from tests.helpers import partly_slow
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, make, settings, weights
 from unmask.cli import app
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.stages import STAGES, ConversionStage
 from unmask.convert.trainer import ConvertTrainer, StageTrainer

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.helpers import shared_path
 from tests.models.configurations import tiny_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.data.encoding import encode_pair, encode_prompt
 from unmask.data.formats import SPEAKERS, UNPAIRED

@@ -14,7 +14,7 @@ from tests.helpers import partly_slow, shared_path
 from tests.tiny import KINDS, TOY_VOCABULARY, lm_of_tokenizer, toy_lm
 from tests.tokenizers import tokenizer as every_kind
 from unmask import generate, log_likelihood
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import ConfigError, GenerationError

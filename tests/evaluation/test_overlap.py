@@ -11,7 +11,7 @@ import sacrebleu
 from rouge_score import rouge_scorer
 
 from tests.evaluation.test_tasks import written
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.data.problems import read_problems
 from unmask.evaluation import tasks

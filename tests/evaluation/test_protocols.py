@@ -16,7 +16,7 @@ from tests.errors import raises
 from tests.evaluation.authors_samplers import dream, llada, run, sdar
 from tests.helpers import partly_slow
 from tests.tiny import float64_causal, float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
 from unmask.evaluation.protocols import cut as ended

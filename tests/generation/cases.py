@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 
 PATTERNS = [
     ("causal", None),

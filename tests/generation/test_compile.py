@@ -8,7 +8,7 @@ import pytest
 
 from tests.generation.cases import PROMPTS, every_pattern
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import sampler
 
 pytestmark = pytest.mark.usefixtures("dynamo_as_it_was")

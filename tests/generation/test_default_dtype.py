@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.requests import step_counts
 
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.errors import raises
 from tests.helpers import shared_path
 from tests.tiny import float64_causal, float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.fill_in_the_middle import FORMATS, FillFormat, fill_format, fim_prompt
 from unmask.generation.sampler import generate

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.generation.cases import PATTERNS, configs, prompt_lists
 from tests.helpers import partly_slow
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import sampler
 from unmask.generation.frames import Frame, replay, watch
 from unmask.generation.output import Generation

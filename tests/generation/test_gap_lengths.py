@@ -18,7 +18,7 @@ from tests.generation.cases import Watch
 from tests.helpers import shared_path
 from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import sampler
 from unmask.generation.gap_lengths import WINDOW, GapScorer, _segments, best, find_lengths, search

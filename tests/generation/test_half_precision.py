@@ -10,7 +10,7 @@ import torch
 import unmask
 from tests.helpers import partly_slow
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 
 PROMPTS = ["abc", "f", "fedcba"]
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

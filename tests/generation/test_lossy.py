@@ -11,7 +11,7 @@ from tests.generation.cases import PATTERNS, PROMPTS
 from tests.helpers import partly_slow
 from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests

@@ -11,7 +11,7 @@ import torch
 
 from tests.generation.cases import PATTERNS
 from tests.tiny import float64_causal, float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.models.load import make_diffusion
 

@@ -16,7 +16,7 @@ from tests.generation.test_sampler import assert_same
 from tests.generation.test_variable_length import filling_lm
 from tests.helpers import GPU, needs_cuda, needs_gpu
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation import sampler
 from unmask.generation.engine.recorded_passes import passes_of

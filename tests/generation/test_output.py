@@ -14,7 +14,7 @@ from tests.helpers import examples, partly_slow
 from tests.tiny import float64_lm, lm_of_tokenizer
 from tests.tokenizers import KINDS
 from tests.tokenizers import tokenizer as every_kind
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.output import Trace, make_generation
 from unmask.generation.requests import Request, make_requests

@@ -11,7 +11,7 @@ import torch
 from benchmarks import published
 from tests.helpers import chi_square_is_likely, partly_slow
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation import naive, sampler
 from unmask.generation.policies import keep_likely

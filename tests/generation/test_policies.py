@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.errors import raises
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.policies import (

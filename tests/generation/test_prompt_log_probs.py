@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import unmask
 from tests import enumeration
 from tests.tiny import KINDS, toy_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import prompt_log_probs as module
 from unmask.generation.prompt_log_probs import prompt_log_probs
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.generation.recorded import recorded_model
 from tests.helpers import partly_slow
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive, sampler
 
 CASES = [

@@ -15,7 +15,7 @@ from tests.errors import raises
 from tests.generation.cases import every_pattern
 from tests.helpers import shared_path
 from tests.tiny import FLOAT64_CONTEXT, float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import make_infill_requests, make_requests, step_counts
 from unmask.models.diffusion_lm import DiffusionLM

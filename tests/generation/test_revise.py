@@ -14,7 +14,7 @@ from tests.generation.cases import Watch, revisions
 from tests.helpers import examples
 from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.engine.engine import Engine

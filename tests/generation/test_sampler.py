@@ -17,7 +17,7 @@ from tests.errors import raises
 from tests.generation.cases import PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples, partly_slow
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler

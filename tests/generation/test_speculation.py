@@ -17,8 +17,7 @@ from tests.errors import raises
 from tests.generation.cases import PROMPTS, prompt_lists
 from tests.helpers import examples, partly_slow
 from tests.tiny import float64_causal, float64_lm
-from unmask.config.run import SamplerConfig
-from unmask.config.sampler import DENOISING_FIELDS
+from unmask.config.sampler import DENOISING_FIELDS, SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler, speculation
 from unmask.models.load import make_diffusion

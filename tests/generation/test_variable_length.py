@@ -17,7 +17,7 @@ from tests.errors import raises
 from tests.generation.cases import Watch
 from tests.helpers import partly_slow
 from tests.tiny import float64_causal
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler, variable_length
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs

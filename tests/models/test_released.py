@@ -34,7 +34,7 @@ from tests.models.released import (
 from tests.tiny import build_lm, llama_causal
 from tests.training.tiny_runs import TEXTS, settings
 from unmask.cli import app
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, ModelError

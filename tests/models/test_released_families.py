@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tests.models.released import MIXTURES, write_published, write_tokenizer
 from tests.training.tiny_runs import equal, make, ranks, weights
-from unmask.config.run import LoraSettings, SamplerConfig
+from unmask.config.run import LoraSettings
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export

@@ -16,7 +16,8 @@ from tests.dispatch_counts import Copies, Counts
 from tests.helpers import partly_slow
 from tests.tiny import LLAMA_ALPHABET, llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, settings
-from unmask.config.run import LoraSettings, ModelConfig, RunConfig, SamplerConfig
+from unmask.config.run import LoraSettings, ModelConfig, RunConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.stages import STAGES
 from unmask.convert.trainer import ConvertTrainer

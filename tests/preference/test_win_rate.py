@@ -11,7 +11,7 @@ import pytest
 from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PREFERENCES, make, settings
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.preference.config import DPOConfig

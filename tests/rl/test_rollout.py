@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, rollout_of, stopping
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.generation.sampler import generate
 from unmask.rl.prompts import PromptRow, PromptRows

@@ -15,7 +15,7 @@ import torch
 from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, weights
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
 from unmask.generation.sampler import generate

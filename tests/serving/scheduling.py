@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import unmask
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.output import Trace
 from unmask.generation.requests import make_requests
 from unmask.models.diffusion_lm import DiffusionLM

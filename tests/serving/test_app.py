@@ -15,7 +15,7 @@ import unmask
 from tests.errors import raises
 from tests.serving.servers import connect, http_get, http_post, posted, served
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
 from unmask.serving import app as app_module

@@ -9,7 +9,7 @@ import pytest
 
 import unmask
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.output import Trace
 from unmask.generation.requests import make_requests
 from unmask.serving.app import AppSettings, make_app

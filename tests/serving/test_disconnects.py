@@ -18,7 +18,7 @@ import unmask
 from tests.helpers import resident_memory
 from tests.serving.servers import Stall, connect, http_post, posted, scheduler_of, serving
 from tests.tiny import cached_chat_lm, chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.serving.openai.answers import EventStream, Reply
 from unmask.serving.queues import Turn
 from unmask.serving.server import GracefulServer

@@ -17,7 +17,7 @@ import pytest
 import unmask
 from tests.serving.servers import scheduler_of, serving
 from tests.tiny import cached_chat_lm, chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.engine.engine import Engine
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from tests.errors import raises
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, DataError
 from unmask.generation.requests import make_requests
 from unmask.serving import weights

@@ -15,7 +15,7 @@ from tests.errors import raises
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
 from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Frame, Watched

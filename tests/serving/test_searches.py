@@ -17,7 +17,7 @@ from tests.serving.openai.asking import answer
 from tests.serving.scheduling import collect, scheduling, traces, until, works
 from tests.serving.servers import running
 from tests.tiny import chat_lm, float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import gap_lengths
 from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths

@@ -24,7 +24,7 @@ from tests.serving.workers.local import serving_locally
 from tests.tiny import adapted, cached_chat_lm, chat_lm, float64_lm, save_adapters
 from unmask.cli import app
 from unmask.cli.serve import announce, keys_of, name_of
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.serving.app import PLAYGROUND, AppSettings, make_app
 from unmask.serving.middleware import LOOPBACK

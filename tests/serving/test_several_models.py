@@ -24,7 +24,7 @@ from tests.serving.servers import ADMIN, http_get, http_post, message, other_wei
 from tests.tiny import adapted, float64_lm, save_adapters
 from unmask.cli import app
 from unmask.cli.serve import names_and_paths
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
 from unmask.models.diffusion_lm import DiffusionLM

@@ -14,7 +14,7 @@ from starlette.types import Message
 from tests.errors import raises
 from tests.serving.scheduling import scheduling
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
 from unmask.serving import submission

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from unmask.config.option_per_field import spread_configs
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.config.run import ModelConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.models.model_paths import check_model
 
 

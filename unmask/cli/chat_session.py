@@ -18,7 +18,8 @@ from unmask.artifacts import read_file, write_atomic
 from unmask.cli.denoising_display import LEGEND, Show, denoise, display, statistics, terminal
 from unmask.config.base import Config
 from unmask.config.layers import Layer, Layers, nested
-from unmask.config.run import SamplerConfig, refuse_existing
+from unmask.config.run import refuse_existing
+from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import dump_yaml, parse_yaml
 from unmask.console import for_stdout
 from unmask.data.encoding import encode_prompt

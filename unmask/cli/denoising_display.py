@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import canvas_texts
 from unmask.generation.frames import Frame, replay, watch
 from unmask.generation.output import Generation, end_of

@@ -15,7 +15,8 @@ from unmask.cli.options import OverwriteFile, Unsandboxed
 from unmask.cli.threads import choose_threads
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
-from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
+from unmask.config.run import ModelConfig, refuse_existing
+from unmask.config.sampler import SamplerConfig
 from unmask.console import for_stdout, show_table
 from unmask.data.sources import check_source, first_records
 from unmask.errors import ConfigError, DataError

@@ -21,7 +21,8 @@ from pydantic import BaseModel
 
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
-from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
+from unmask.config.run import ModelConfig, refuse_existing
+from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_examples

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from unmask.config.option_per_field import spread_configs
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.config.run import ModelConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.console import for_stdout
 from unmask.errors import ConfigError, DataError
 from unmask.models.model_paths import check_model

@@ -15,8 +15,8 @@ from unmask.artifacts import read_file, write_atomic
 from unmask.cli.evaluation import ALONE, EvaluationPart, Harness, Processes, evaluate, prepare
 from unmask.cli.inputs import read_pattern, without_folder
 from unmask.config.evaluation import EvaluationConfig
-from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
-from unmask.config.sampler import DENOISING_FIELDS
+from unmask.config.run import ModelConfig, RunConfig
+from unmask.config.sampler import DENOISING_FIELDS, SamplerConfig
 from unmask.console import show_line
 from unmask.errors import ConfigError
 from unmask.evaluation.comparison import Comparison, Difference, Named, compare

@@ -22,8 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
 from unmask.config.base import Config, OnResume, listed, refused
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.layers import Layers
-from unmask.config.rollout import RolloutConfig as RolloutConfig
-from unmask.config.sampler import SamplerConfig as SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.user_code import load_module, naming_setting
 from unmask.config.yaml import dump_yaml
 from unmask.console import is_first_process

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase
 from unmask.data.decoding import text_after, token_texts

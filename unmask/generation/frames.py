@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.engine.engine import Engine, SequenceView
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.requests import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM

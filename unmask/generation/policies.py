@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import GenerationError
 
@@ -173,6 +173,8 @@ def _decide(
         case "entropy":
             assert entropy_N is not None
             priority_N = -entropy_N
+        case _:
+            assert_never(config.remasking)
     if config.order_temperature > 0:
         confidence_N = priority_N.exp() if config.remasking == "low_confidence" else priority_N
         # never of 0
@@ -285,17 +287,22 @@ def _log_fraction(weight_NV: Tensor, token_N: Tensor) -> Tensor:
     return (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
 
 
-def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, order: str) -> Tensor:
+def _filtered_confidence(
+    weight_NV: Tensor, token_N: Tensor, order: Literal["low_confidence", "margin", "entropy"]
+) -> Tensor:
     """The confidence that an order (`remasking`) goes by, under the distribution proportional to the weights,
     from which tokens are drawn (Dream, Ye et al. 2025); -inf where none has a weight."""
     total_N = weight_NV.sum(-1)
-    if order == "low_confidence":
-        confidence_N = _log_fraction(weight_NV, token_N)
-    elif order == "entropy":
-        confidence_N = -torch.special.entr(weight_NV / total_N[:, None]).sum(-1)
-    else:
-        best_N2 = (weight_NV / total_N[:, None]).topk(2).values
-        confidence_N = best_N2[:, 0] - best_N2[:, 1]
+    match order:
+        case "low_confidence":
+            confidence_N = _log_fraction(weight_NV, token_N)
+        case "entropy":
+            confidence_N = -torch.special.entr(weight_NV / total_N[:, None]).sum(-1)
+        case "margin":
+            best_N2 = (weight_NV / total_N[:, None]).topk(2).values
+            confidence_N = best_N2[:, 0] - best_N2[:, 1]
+        case _:
+            assert_never(order)
     return confidence_N.masked_fill(total_N == 0, -torch.inf)
 
 

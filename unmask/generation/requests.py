@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import RngStream, sequence_keys, uniform
 from unmask.errors import GenerationError

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any, Literal
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.engine.speculate import Verifier

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.user_code import load_function
 from unmask.data.decoding import text_after
 from unmask.data.formats import UNPAIRED

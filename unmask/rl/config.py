@@ -9,8 +9,9 @@ from typing import Any, Literal, Self, get_args
 
 from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.layers import read_recipe, recipe_names
-from unmask.config.rollout import unread_by_vllm
-from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args, checked_fields
+from unmask.config.rollout import RolloutConfig, unread_by_vllm
+from unmask.config.run import RunConfig, build_training_args, checked_fields
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, did_you_mean
 from unmask.planning.blueprint import ModelSpec
 from unmask.rl.advantages import ScaleRewards

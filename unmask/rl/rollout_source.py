@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.output import Generation
 from unmask.generation.remote.backends import AheadBackend, Backend, make_backend
 from unmask.models.adapters import has_adapters, merged

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple, Protocol, TypeVar
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame, Watched
 from unmask.generation.output import Trace

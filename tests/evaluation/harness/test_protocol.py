@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 from tests.errors import raises
 from tests.evaluation.harness.local_tasks import CHOICES, write_task
 from tests.tiny import toy_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.evaluation.harness import HarnessLM, evaluate_with_harness
 from unmask.evaluation.protocols import read_protocol

@@ -19,7 +19,7 @@ from tests.errors import raises
 from tests.generation.constraints.vocabularies import END, PAD, SMALL, TEXT, text_of, walks
 from tests.helpers import examples
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.constraints import bounded_process, compiled
 from unmask.generation.constraints.automaton import MOST_KEPT

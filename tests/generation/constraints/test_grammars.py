@@ -13,7 +13,7 @@ from tests.generation.constraints.vocabularies import SMALL, text_of, walks
 from tests.helpers import partly_slow
 from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.constraints import bounded_process, grammars

@@ -12,7 +12,7 @@ from tests.generation.cases import configs
 from tests.generation.constraints.test_sampling import PROMPTS, check, regexes, valid
 from tests.helpers import examples
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler
 

@@ -20,7 +20,7 @@ from tests.helpers import examples, partly_slow
 from tests.tiny import FLOAT64_ALPHABET, float64_lm, lm_of_tokenizer
 from tests.tokenizers import tokenizer as every_kind
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler

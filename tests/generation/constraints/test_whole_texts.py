@@ -19,7 +19,7 @@ from tests.generation.cases import PATTERNS, configs
 from tests.helpers import chi_square_is_likely, examples, partly_slow
 from tests.tiny import float64_lm
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.constraints.decide import windows_of

@@ -15,7 +15,7 @@ from tests.errors import raises
 from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine

@@ -9,7 +9,7 @@ import torch
 from tests.dispatch_counts import Counts
 from tests.errors import raises
 from tests.tiny import build_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.engine.engine import Engine

@@ -16,7 +16,7 @@ from tests.generation.cases import configs, every_pattern, prompt_lists
 from tests.generation.test_sampler import assert_same
 from tests.helpers import examples, partly_slow
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import sampler
 from unmask.generation.engine import recorded_passes

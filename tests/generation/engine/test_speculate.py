@@ -15,7 +15,7 @@ from tests.errors import raises
 from tests.generation.cases import PROMPTS, Watch, prompt_lists
 from tests.helpers import examples, partly_slow
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler

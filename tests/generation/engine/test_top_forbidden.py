@@ -16,7 +16,7 @@ from tests.generation.cases import PATTERNS, PROMPTS
 from tests.helpers import partly_slow
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.constraint import ConstraintConfig
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine

@@ -10,7 +10,7 @@ import unmask
 from tests.errors import raises
 from tests.generation.cases import PROMPTS, every_pattern
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine

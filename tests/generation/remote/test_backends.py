@@ -35,7 +35,8 @@ from tests.generation.remote.stub_servers import (
 from tests.helpers import REPOSITORY
 from tests.serving.servers import copied, served, serving_rollouts
 from tests.tiny import adapted, float64_lm
-from unmask.config.run import RolloutConfig, SamplerConfig
+from unmask.config.rollout import RolloutConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
 from unmask.generation.remote.backends import (

@@ -10,7 +10,8 @@ import pytest
 import unmask
 from tests.serving.servers import served
 from tests.tiny import float64_lm
-from unmask.config.run import RolloutConfig, SamplerConfig
+from unmask.config.rollout import RolloutConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.remote.backends import make_backend
 from unmask.serving.app import AppSettings
 from unmask.serving.limits import RequestLimits

@@ -11,7 +11,7 @@ from tests.errors import raises
 from tests.generation.cases import PROMPTS
 from tests.helpers import partly_slow
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation import sampler

@@ -30,7 +30,7 @@ from tests.generation.remote.stub_servers import (
 )
 from tests.helpers import REPOSITORY
 from unmask.config.layers import read_recipe, recipe_names
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation.remote import http

@@ -14,7 +14,7 @@ from tests.helpers import partly_slow
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, WINDOW, random_ids, tiny_lm
 from tests.tiny import float64_causal, toy_lm
 from unmask import log_likelihood
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import MaskRNG, Views, exact_count_views
 from unmask.errors import ModelError

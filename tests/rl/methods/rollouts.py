@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.tiny import float64_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.generation import sampler

@@ -34,7 +34,7 @@ from tests.rl.methods.rollouts import (
     stopping,
     usual,
 )
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError
 from unmask.rl.losses import token_weights

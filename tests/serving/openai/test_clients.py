@@ -18,7 +18,7 @@ import unmask
 from tests.helpers import partly_slow
 from tests.serving.servers import served
 from tests.tiny import cached_chat_lm, chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 
 pytest.importorskip("outlines_core")
 SCHEMA = {

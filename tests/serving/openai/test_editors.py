@@ -8,7 +8,7 @@ import pytest
 import unmask
 from tests.serving.openai.asking import answer, ask, stream
 from tests.tiny import CHAT_CONTEXT, cached_chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.edits import edit_prompt, edited_region
 from unmask.serving.openai.plans import EDIT_MARGIN

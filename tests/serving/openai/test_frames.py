@@ -12,7 +12,7 @@ import pytest
 import unmask
 from tests.serving.openai.asking import answer, ask, stream
 from tests.tiny import cached_chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import SPECIAL
 
 PATTERNS = [("causal", None), ("block_causal", 4), ("bidirectional", None)]

@@ -27,7 +27,7 @@ from tests.serving.commands import command
 from tests.serving.openai.asking import answer, app_of, idle, post
 from tests.serving.servers import http_get, http_post, served
 from tests.tiny import cached_chat_lm, chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.limits import RequestLimits
 from unmask.serving.openai.requests import DiffusionSettings

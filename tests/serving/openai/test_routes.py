@@ -17,7 +17,7 @@ from tests.helpers import shared_path
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, get, idle, post, stream
 from tests.serving.servers import running
 from tests.tiny import byte_lm, cached_chat_lm, chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_prompt
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.prompt_log_probs import prompt_log_probs

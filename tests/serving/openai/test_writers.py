@@ -16,7 +16,7 @@ from tests.serving.openai.test_frames import replayed
 from tests.serving.servers import running
 from tests.tiny import lm_of_tokenizer
 from tests.tokenizers import tokenizer
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_prompt
 from unmask.models.chat_template import TEMPLATES

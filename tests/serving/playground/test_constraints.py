@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 
 from tests.serving.playground.pages import BEGINNING, answer, complete, shown
 from tests.serving.playground.reciting import reciting
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import sampler
 
 pytestmark = pytest.mark.slow

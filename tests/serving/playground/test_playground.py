@@ -10,7 +10,7 @@ from tests.helpers import REPOSITORY
 from tests.serving.playground.pages import BEGINNING, answer, complete, finish, shown
 from tests.serving.playground.reciting import TEXT, reciting
 from tests.serving.servers import served
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation import sampler
 from unmask.serving.app import AppSettings
 

@@ -19,7 +19,7 @@ from tests.serving.openai.asking import chunks_of
 from tests.serving.servers import connect, http_get, http_post, read_all, served
 from tests.serving.workers.local import LocalPool, serving_locally
 from tests.tiny import cached_chat_lm, chat_lm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.serving.app import AppSettings
 from unmask.serving.limits import RequestLimits
 from unmask.serving.scheduler import Scheduler

@@ -25,7 +25,7 @@ from tests.serving.openai.asking import chunks_of
 from tests.serving.servers import ADMIN, http_get, http_post
 from tests.tiny import float64_lm
 from unmask.cli import app
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.models.diffusion_lm import DiffusionLM
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,8 @@ from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.base import OnResume, kinds_of
-from unmask.config.run import RolloutConfig, RunConfig
+from unmask.config.rollout import RolloutConfig
+from unmask.config.run import RunConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, TrainingError

@@ -21,7 +21,8 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from unmask.config.run import NEW_MODEL_FIELDS, ModelConfig, SamplerConfig
+from unmask.config.run import NEW_MODEL_FIELDS, ModelConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean

@@ -15,7 +15,7 @@ import lm_eval.evaluator
 import yaml
 from lm_eval.tasks import TaskManager
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase
 from unmask.errors import ConfigError, DataError, UnmaskError, did_you_mean, first_line
 from unmask.evaluation.harness.model import HarnessLM

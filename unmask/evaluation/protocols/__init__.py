@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic_core import to_jsonable_python
 
 from unmask.config.base import Config
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.data.encoding import Prompt, encode_completion, encode_prompt
 from unmask.errors import ConfigError, did_you_mean

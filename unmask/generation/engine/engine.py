@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.drafts import denoise_with_drafts

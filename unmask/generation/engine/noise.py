@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.generation.engine.host import moved, moved_together, ranks
 from unmask.generation.engine.sequence import SequenceNoise, SequenceState

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.engine.slots import Draft
 from unmask.generation.policies import count_remasked
 from unmask.generation.requests import Request

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.engine.forward import buckets
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.sequence import SequenceState, Speculation, by_settings

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from unmask.config.run import RolloutConfig, SamplerConfig
+from unmask.config.rollout import RolloutConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
 from unmask.generation.output import Generation, Trace, make_generation

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.engine.slots import SpeculativeEntry
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.speculation import Tree

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config.rollout import unread_by_vllm
-from unmask.config.run import SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import GenerationError
