@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from unmask.config.user_code import failing_as, load_class, refuse_file_alone
-from unmask.errors import ConfigError, DataError, did_you_mean, require_known
+from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.records import Record, require_names
 from unmask.rewards.verdict import Verdict
 
@@ -65,18 +65,6 @@ class Reward:
         return self.verify(
             [text if isinstance(text, str) else text[-1]["content"] for text in completions], rows
         )
-
-
-def texts_of(record: Mapping[str, Any], names: Iterable[str], where: str) -> list[str]:
-    """The texts in these columns of a record. Raises a DataError for a blank one, and for what is no text."""
-    for name in names:
-        if not (isinstance(record[name], str) and record[name].strip()):
-            raise DataError(
-                f"{record[name]!r:.40} is not text",
-                where=f"{where}, key {name!r}",
-                remedy="Write it as a string, or remove the row",
-            )
-    return [record[name] for name in names]
 
 
 def split_of(group: str) -> Split:
@@ -256,7 +244,8 @@ class Puzzle(Task):
 
         ConfigError if the split is unknown, or the task has fewer problems.
         """
-        require_known(split, get_args(Split), "split", where=self.name)
+        if split not in get_args(Split):
+            raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'")
         rng = random.Random(f"{self.name} {split} {seed}")
         rows: dict[str, Row] = {}
         for _ in range(100 * count + 10_000):

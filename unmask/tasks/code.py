@@ -22,13 +22,13 @@ from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
 from unmask.rewards.program import verify_programs
 from unmask.rewards.verdict import Verdict
 from unmask.sandbox.pool import Job, PythonTests, python_job
-from unmask.tasks.base import Reward, Row, Task, Verify, texts_of
+from unmask.tasks.base import Reward, Row, Task, Verify
 
 UNPARSABLE = (SyntaxError, ValueError, MemoryError, RecursionError)
 """What Python's parser raises."""
 
 
-def not_python(error: BaseException | str, where: str) -> DataError:
+def not_python(error: BaseException, where: str) -> DataError:
     return DataError(f"not Python: {error}", where=where, remedy="Fix or remove the row")
 
 
@@ -96,9 +96,15 @@ class HumanEval(Code):
     columns = ("stub", "test", "entry_point")
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        stub, solution, test, entry_point = texts_of(record, self.fields, where)
-        if not entry_point.isidentifier():
-            raise not_python(f"no function has the name {entry_point!r}", where)
+        texts = {name: record[name] for name in self.fields}
+        if (
+            not all(isinstance(text, str) and text.strip() for text in texts.values())
+            or not texts["entry_point"].isidentifier()
+        ):
+            raise DataError(
+                "not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text"
+            )
+        stub, solution, test, entry_point = texts.values()
         try:
             # HumanEval/33 compares the candidate with the function of this name
             if {"candidate", entry_point} <= names_in(test):
@@ -156,13 +162,9 @@ class MBPP(Code):
             "436": "neg_nos",
             "443": "largest_neg",
             "457": "Find_Min",
-            "461": "upper_ctr",
-            "605": "prime_num",
-            "670": "decreasing_trend",
-            "816": "clear_tuple",
-            "847": "lcopy",
-            "899": "check",
         }
+        | {"461": "upper_ctr", "605": "prime_num", "670": "decreasing_trend"}
+        | {"816": "clear_tuple", "847": "lcopy", "899": "check"}
     )
     """Problems that a constant or an argument answers, by their `task_id`; in the first nine, tests or
     reference contradict the text."""
@@ -175,13 +177,25 @@ class MBPP(Code):
         return function is not None and f"def {function}(" in str(record.get("code"))
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        text, code = texts_of(record, ("text", "code"), where)
-        tests, challenges = record["test_list"], record.get("challenge_test_list") or []
-        if not (tests and _are_texts(tests) and _are_texts(challenges)):
-            remedy = "Write `test_list` and `challenge_test_list` as lists of texts"
+        text, code, tests, challenges = (
+            *(record[name] for name in self.fields),
+            record.get("challenge_test_list") or [],
+        )
+        if not (
+            isinstance(text, str)
+            and text.strip()
+            and isinstance(code, str)
+            and tests
+            and _are_texts(tests)
+            and _are_texts(challenges)
+        ):
+            remedy = (
+                "Write `text` and `code` as text, `test_list` and `challenge_test_list` as lists of texts"
+            )
             raise DataError("not a problem with tests", where=where, remedy=remedy)
         text, code, setup = (
-            part.replace("\r\n", "\n") for part in (text.strip(), code, record.get("test_setup_code") or "")
+            str(part).replace("\r\n", "\n")
+            for part in (text.strip(), code, record.get("test_setup_code") or "")
         )
         names, imports = self._needed("\n".join([setup, *tests, *challenges]), code, where)
         cases = [case for name in names for case in self.cases.get(f"{record.get('task_id')} {name}", [])]

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import ArithmeticSyntaxError, evaluate, numbers_used
-from unmask.rewards.final_form import Rules, substituted
 from unmask.rewards.format import tagged_answers
 from unmask.rewards.parsing import BOX, answer_of
 from unmask.rewards.spelling import inside, unwrapped
@@ -47,12 +46,15 @@ SIGNS = str.maketrans(
     }
 )
 """Other signs of the operators."""
-SPELLINGS: Rules = [
-    (r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*"),
-    (r"\\div(?![a-zA-Z])", "/"),
-    (r"\\(?:left|right)(?![a-zA-Z])", ""),
-    (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
-    (r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])", "*"),
+SPELLINGS = [
+    (re.compile(pattern), spelling)
+    for pattern, spelling in [
+        (r"\\(?:times|cdot|ast)(?![a-zA-Z])", "*"),
+        (r"\\div(?![a-zA-Z])", "/"),
+        (r"\\(?:left|right)(?![a-zA-Z])", ""),
+        (r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"),
+        (r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])", "*"),
+    ]
 ]
 """LaTeX, and x for a product."""
 STATED = re.compile(" *[1-9][0-9]{0,8} *")
@@ -167,16 +169,17 @@ class Countdown(Puzzle):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found
         by search."""
-        numbers, target = str(record["input"]), str(record["output"])
-        if not (
-            NUMBERS.fullmatch(numbers) and numbers.count(",") == self.count - 1 and TARGET.fullmatch(target)
-        ):
+        if not NUMBERS.fullmatch(str(record["input"])) or record["input"].count(",") + 1 != self.count:
+            remedy = f"Write {self.count} integers from 1 to {MAX_NUMBER}, as '30,100,93'"
             raise DataError(
-                f"{numbers!r} and {target!r} are not {self.count} numbers and a target",
-                where=where,
-                remedy=f"Write integers from 1 to {MAX_NUMBER} in input, as '30,100,93', and one in output",
+                f"{record['input']!r} are not {self.count} numbers",
+                where=f"{where}, key 'input'",
+                remedy=remedy,
             )
-        row = self._row([*map(int, numbers.split(","))], int(target))
+        if not TARGET.fullmatch(str(record["output"])):
+            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer"
+            raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
+        row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
         if row["completion"] is None:
             raise DataError(
                 f"{row['target']} cannot be reached from {row['numbers']}",
@@ -247,7 +250,9 @@ def _sides(text: str) -> list[str]:
     """The two sides of an equation, or the expression, that a text is."""
     if len(text) > MAX_ANSWER:
         return [""]
-    text = substituted(text.translate(SIGNS), SPELLINGS)
+    text = text.translate(SIGNS)
+    for pattern, spelling in SPELLINGS:
+        text = pattern.sub(spelling, text)
     return [_plain(side) for side in _plain(text).split("=")]
 
 

@@ -15,7 +15,7 @@ from unmask.rewards.parsing import BOX, answer_of, boxed
 from unmask.rewards.spelling import bare
 from unmask.rewards.symbolic import MAX_ANSWER, number
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
-from unmask.tasks.base import Row, Task, texts_of
+from unmask.tasks.base import Row, Task
 
 MARK = "####"
 LEAD = (
@@ -84,13 +84,12 @@ class GSM8K(Task):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record. Its completion is the published steps, without calculator annotations, and
         `#### number`."""
-        question, solution = texts_of(record, self.fields, where)
+        question, solution = record["question"], str(record["answer"])
         steps, mark, answer = solution.rpartition(MARK)
-        if not mark or number(answer.strip()) is None:
+        if not (isinstance(question, str) and question.strip()) or not mark or number(answer.strip()) is None:
+            remedy = f"Write a question, and an answer that ends with {MARK} and a number"
             raise DataError(
-                f"not a problem whose answer is a number: {solution[-40:]!r}",
-                where=where,
-                remedy=f"Write an answer that ends with {MARK} and a number",
+                f"not a problem whose answer is a number: {solution[-40:]!r}", where=where, remedy=remedy
             )
         question, answer = question.strip(), answer.strip().replace(",", "")
         prompt, completion = (

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from unmask.errors import DataError
 from unmask.rewards.format import boxed_in_answer
 from unmask.rewards.parsing import BOX, OPEN, answer_of, boxed
 from unmask.rewards.symbolic import equivalent, equivalent_all
 from unmask.rewards.verdict import MALFORMED, Verdict
-from unmask.tasks.base import Row, Task, texts_of
+from unmask.tasks.base import Row, Task
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
@@ -52,7 +53,14 @@ class Math500(Task):
     )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        problem, solution, answer = map(str.strip, texts_of(record, self.fields, where))
+        for name in self.fields:
+            if not (isinstance(record[name], str) and record[name].strip()):
+                raise DataError(
+                    f"{record[name]!r:.40} is not text",
+                    where=f"{where}, key {name!r}",
+                    remedy="Write LaTeX, as a string",
+                )
+        problem, solution, answer = (record[name].strip() for name in self.fields)
         prompt = f"Problem: {problem}\nSolution:"
         return {
             "prompt": prompt,

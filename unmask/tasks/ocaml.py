@@ -11,7 +11,7 @@ from unmask.errors import DataError
 from unmask.records import Record
 from unmask.sandbox.ocaml import OCamlTests, ocaml_job
 from unmask.sandbox.pool import Job
-from unmask.tasks.base import Row, texts_of
+from unmask.tasks.base import Row
 from unmask.tasks.code import Code
 
 MODULE = re.compile(r"[a-z][a-z0-9_]*\.ml")
@@ -88,10 +88,10 @@ class Exercism(OCamlCode):
     columns = ("file", "interface", "tests")
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        texts = dict(zip(self.fields, texts_of(record, self.fields, where), strict=True))
-        if not MODULE.fullmatch(texts["file"]):
+        texts = {name: record[name] for name in self.fields}
+        if not all(isinstance(text, str) for text in texts.values()) or not MODULE.fullmatch(texts["file"]):
             raise DataError(
-                f"{texts['file']!r} is not a module", where=where, remedy="Write its file, as acronym.ml"
+                "not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text"
             )
         question = f"{texts['instructions'].strip()}\n\nIts interface is:\n\n{texts['interface'].strip()}"
         prompt = f"(* {question.replace('(*', '( *').replace('*)', '* )')} *)\n\n"

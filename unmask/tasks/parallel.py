@@ -65,18 +65,17 @@ class ListTask(Puzzle):
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record such as `{"letters": "k d b e"}`."""
-        text = str(record["letters"])
-        letters = text.split(" ")
-        if (
-            not re.fullmatch("[a-z]( [a-z])*", text)
-            or len(set(letters)) == 1
-            or len(letters) > self.max_letters
-        ):
-            raise DataError(
-                f"{text!r} is not a list of 2 to {self.max_letters} letters",
-                where=f"{where}, key 'letters'",
-                remedy="Write lower-case letters, not all equal, as 'k d b e'",
+        text = record["letters"]
+        if not isinstance(text, str) or not re.fullmatch("[a-z]( [a-z])*", text):
+            what, remedy = f"{text!r} is not a list of letters", "Write lower-case letters, as 'k d b e'"
+            raise DataError(what, where=f"{where}, key 'letters'", remedy=remedy)
+        letters = text.split()
+        if len(set(letters)) == 1 or len(letters) > self.max_letters:
+            what, remedy = (
+                f"{text!r} has {len(letters)} letters, {len(set(letters))} different",
+                f"Write 2 to {self.max_letters}, not all equal",
             )
+            raise DataError(what, where=f"{where}, key 'letters'", remedy=remedy)
         return self._row(letters, random.Random(text))
 
     def _row(self, letters: Sequence[str], rng: random.Random) -> Row:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from unmask.errors import DataError
 from unmask.tasks.base import Row, Split, split_of
 from unmask.tasks.grids import GridPuzzle, candidates, differences, flip, solutions, units_of_cells
 
@@ -18,7 +19,13 @@ _GRIDS_WITH = {
 
 
 def solve(puzzle: str) -> list[str]:
-    """All solutions of a 4x4 puzzle (16 digits, 0 for an empty cell), in ascending order."""
+    """All solutions of a 4x4 puzzle (16 digits, 0 for an empty cell), in ascending order. DataError if the
+    text is no such puzzle."""
+    if len(puzzle) != 16 or not set(puzzle) <= set("01234"):
+        raise DataError(
+            f"{puzzle!r} is not a 4x4 puzzle",
+            remedy="Write 16 digits, row by row: 1 to 4, and 0 for an empty cell",
+        )
     return sorted(
         set(GRIDS).intersection(
             *(_GRIDS_WITH[cell, digit] for cell, digit in enumerate(puzzle) if digit != "0")

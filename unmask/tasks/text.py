@@ -10,7 +10,7 @@ from unmask.errors import DataError
 from unmask.records import require_names
 from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
-from unmask.tasks.base import Row, Task, texts_of
+from unmask.tasks.base import Row, Task
 
 QUESTIONS = ("query", "question", "ctx")
 CHOICES = ("choices", "endings", "options")
@@ -36,9 +36,7 @@ class MultipleChoice(Task):
     instructions = "Choose the right answer. Give its letter alone between <answer> and </answer>."
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        question, choices, gold = (
-            record[_column(record, names, where)] for names in (QUESTIONS, CHOICES, GOLD)
-        )
+        question, choices, gold = (_first(record, names, where) for names in (QUESTIONS, CHOICES, GOLD))
         # ARC on the hub: {"text": [...], "label": [...]}
         if isinstance(choices, Mapping) and "text" in choices:
             labels = choices.get("label")
@@ -114,8 +112,11 @@ class Text(Task):
     )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        columns = [_column(record, names, where) for names in (PROMPTS, ANSWERS)]
-        prompt, answer = texts_of(record, columns, where)
+        prompt, answer = (_first(record, names, where) for names in (PROMPTS, ANSWERS))
+        if not (isinstance(prompt, str) and prompt.strip() and isinstance(answer, str) and answer.strip()):
+            raise DataError(
+                f"not two texts: {prompt!r:.40}, {answer!r:.40}", where=where, remedy="Write both as strings"
+            )
         completion = answer if prompt[-1].isspace() or answer[0].isspace() else f" {answer}"
         return {
             "prompt": prompt,
@@ -132,15 +133,15 @@ class Text(Task):
         return OK if " ".join(text.split()) == row["answer"] else WRONG
 
 
-def _column(record: Mapping[str, Any], names: Sequence[str], where: str) -> str:
-    """The first of these columns that the record has. DataError if it has none, or a column that would change
-    the prompt."""
+def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """The value of the first name that the record has. DataError if it has none, or a column that would
+    change the prompt."""
     if unread := next((other for other in UNREAD if record.get(other)), None):
         remedy = "Write it into the prompt, or remove the column"
         raise DataError(f"the column {unread} is not read", where=where, remedy=remedy)
     name = next((name for name in names if name in record), names[0])
     require_names(record, [name], where)
-    return name
+    return record[name]
 
 
 def _index(gold: Any) -> int:
