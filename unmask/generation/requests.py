@@ -23,7 +23,7 @@ from unmask.generation.revise import even_counts, loop_counts, plan_revisions
 from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
 
-MOST_COLUMNS = 8192
+MOST_SPECULATIVE_COLUMNS = 8192
 """Positions of a pass of mode self-speculative beside the text."""
 
 LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
@@ -175,68 +175,66 @@ def without_ends(lm: DiffusionLM, config: SamplerConfig) -> SamplerConfig:
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises
     GenerationError for settings that do not fit the model."""
-    size = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
-    of_blocks = size not in (None, 1)
-    speculative, revise, sub_block = config.self_speculative, config.revise, config.sub_block_size
-    columns, leave_out = num_columns(lm, config) if speculative else 0, "Leave it out for this model"
-    for is_wrong, where, what, remedy in (
-        (
-            speculative and not (of_blocks and lm.causal_context),
-            "mode",
-            f"{config.mode!r} needs a model that reads finished blocks of several tokens from left to right",
-            "Use mode 'denoise', or a model of `unmask convert --recipe block`",
-        ),
-        (
-            speculative and columns > MOST_COLUMNS,
-            "num_speculative_tokens and num_branches",
-            f"a pass would have {columns:,} positions beside the text, more than {MOST_COLUMNS:,}",
-            "Lower one of them",
-        ),
-        (
-            size is not None and config.block_size not in (None, size),
-            "block_size",
-            f"decoding block {config.block_size} for an attention block of {size}",
-            f"{leave_out}, or sample smaller blocks with sub_block_size",
-        ),
-        (
-            sub_block is not None and (lm.block_size is None or sub_block > lm.block_size),
-            "sub_block_size",
-            f"{sub_block} is for block-causal attention, in blocks of at least as many tokens",
-            "Use block_size for a bidirectional model, and else the attention block's size or less",
-        ),
-        (
-            size is not None and config.cache != "exact",
-            "cache",
+    attention_block = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
+    if config.self_speculative and (not lm.causal_context or attention_block == 1):
+        what = (
+            f"{config.mode!r} drafts blocks, and this one's are of one token"
+            if lm.causal_context
+            else f"{config.mode!r} needs a model"
+        )
+        what += "" if lm.causal_context else " that reads finished blocks from left to right"
+        remedy = (
+            "Use mode 'denoise', or a model of `unmask convert --recipe block` (block_causal with "
+            "causal_context)"
+        )
+        raise GenerationError(what, where="mode", remedy=remedy)
+    if config.self_speculative and (columns := num_columns(lm, config)) > MOST_SPECULATIVE_COLUMNS:
+        what = (
+            f"a pass would have {columns:,} positions beside the text, more than {MOST_SPECULATIVE_COLUMNS:,}"
+        )
+        raise GenerationError(
+            what, where="num_speculative_tokens and num_branches", remedy="Lower one of them"
+        )
+    if attention_block is not None and config.block_size not in (None, attention_block):
+        what = f"decoding block {config.block_size} for an attention block of {attention_block}"
+        remedy = "Leave it out for this model" + (
+            ", or sample with sub_block_size" if config.block_size < attention_block else ""
+        )
+        raise GenerationError(what, where="block_size", remedy=remedy)
+    if config.sub_block_size is not None and (lm.block_size is None or config.sub_block_size > lm.block_size):
+        what = f"{config.sub_block_size} for {lm.attention} attention" + (
+            f" by {lm.block_size} tokens" if lm.block_size else ""
+        )
+        remedy = "Use the attention block's size or less" if lm.block_size else "Leave it out for this model"
+        remedy = "Use block_size in its place" if lm.attention == "bidirectional" else remedy
+        raise GenerationError(what, where="sub_block_size", remedy=remedy)
+    if attention_block is not None and config.cache != "exact":
+        raise GenerationError(
             f"{config.cache} for a model whose cache is exact",
-            leave_out,
-        ),
-        (
-            config.num_speculative_tokens > 0 and not of_blocks,
-            "num_speculative_tokens",
-            "later states are drafted in attention blocks of several tokens, which this model lacks",
-            leave_out,
-        ),
-        (
-            config.cfg_scale > 0 and lm.autoregressive,
-            "cfg_scale",
+            where="cache",
+            remedy="Leave it out for this model",
+        )
+    if config.num_speculative_tokens and (attention_block is None or attention_block == 1):
+        what = (
+            "blocks of one token have no states to draft"
+            if attention_block
+            else "a pass over a whole canvas is limited by arithmetic"
+        )
+        raise GenerationError(what, where="num_speculative_tokens", remedy="Leave it out for this model")
+    if config.cfg_scale and lm.autoregressive:
+        raise GenerationError(
             "a causal model has never seen a hidden prompt",
-            leave_out,
-        ),
-        (
-            revise is not None and 1 in (size, config.block_size, sub_block),
-            "revise",
-            "blocks of one token have no visible token to hide",
-            "Leave it out, or use larger blocks",
-        ),
-        (
-            revise is not None and revise.by == "quality" and lm.quality_head is None,
-            "revise.by",
-            "the model has no quality head",
-            "Train one with `unmask sft --recipe quality-head`, or revise by probability",
-        ),
-    ):
-        if is_wrong:
-            raise GenerationError(what, where=where, remedy=remedy)
+            where="cfg_scale",
+            remedy="Leave it out for this model",
+        )
+    if config.revise is not None and 1 in (attention_block, config.block_size, config.sub_block_size):
+        remedy = "Leave it out, or use larger blocks"
+        raise GenerationError(
+            "blocks of one token have no visible token to hide", where="revise", remedy=remedy
+        )
+    if config.revise is not None and config.revise.by == "quality" and lm.quality_head is None:
+        remedy = "Train one with `unmask sft --recipe quality-head`, or revise by probability"
+        raise GenerationError("the model has no quality head", where="revise.by", remedy=remedy)
     check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
     check_ids(lm, config.reveal_last or [], "reveal_last")
@@ -247,7 +245,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         )
     if len(impossible) >= lm.config.vocab_size:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
-    return size
+    return attention_block
 
 
 def check_verifier(lm: DiffusionLM, verifier: Any) -> None:
@@ -273,7 +271,7 @@ def check_verifier(lm: DiffusionLM, verifier: Any) -> None:
 
 
 def check_verified(verifier: Any, length: int, config: SamplerConfig) -> None:
-    """Raise GenerationError for a request, of so many tokens, that the model cannot verify."""
+    """Raise GenerationError for a request of `length` tokens that the model cannot verify."""
     if not config.self_speculative:
         raise GenerationError(
             f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'"

@@ -94,12 +94,14 @@ def prompt_rows(
             unknown.count(lm.tokenizer, ids, example)
         tokens = len(ids) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):
-            bound = "the model's context" if limit == lm.context_length else "max_length"
+            bound, more = "max_length", f", raise it (training.max_length={tokens})"
+            if limit == lm.context_length:
+                bound, more = "the model's context", ""
             lower = f" to {limit - len(ids)}" if limit > len(ids) else ""
             raise DataError(
                 f"{tokens} tokens with the completion, but {bound} is {limit}",
                 where=f"{where}, row {index}",
-                remedy=f"Lower training.max_completion_length{lower}, or drop the row",
+                remedy=f"Lower training.max_completion_length{lower}{more} or drop the row",
             )
     unknown.check(where)
     return PromptRows(rows, args.num_generations, encoded)

@@ -114,6 +114,11 @@ class HttpClient:
         """Close connections; the server keeps running."""
         self._client.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._client.is_closed
+
     def exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
         """Status and text. The timeout bounds the whole exchange, while that of httpx bounds each read."""
         started, chunks = time.monotonic(), []
