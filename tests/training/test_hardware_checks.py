@@ -24,6 +24,7 @@ from tests.models.kernels.test_flash import by_definition
 from tests.tiny import llama_lm, quantizable_llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
 from unmask.cli import run
+from unmask.cli.measurements import Measurements
 from unmask.cli.verbs import VERBS
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.convert.config import ConvertConfig
@@ -34,6 +35,7 @@ from unmask.models.kernels import flash
 from unmask.models.load import load
 from unmask.training import hardware_checks
 from unmask.training.hardware_checks import bounded_memory, check_split
+from unmask.training.run.folder import RunFolder
 from unmask.training.sharding import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
@@ -114,7 +116,7 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
     }
     config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
     with raises(TrainingError, where="hardware.max_memory_gb"):
-        run.run_verb(verb, config)
+        run.run_verb(verb, config, RunFolder(config), Measurements(config))
     assert asked == [config.hardware]
 
 

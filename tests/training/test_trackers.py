@@ -141,7 +141,7 @@ def trained(verb: str, folder: Path, callbacks: list[TrainerCallback] | None = N
         return make("sft", folder, callbacks=callbacks, **more)
     stages = [{"share": 2, "train": ["attention"]}, {"share": 4}]
     trainer = convert(folder, **more | {"stages": stages, "eval_strategy": "no"})
-    trainer.rest["callbacks"] = [*(callbacks or []), *(trainer.rest.get("callbacks") or [])]
+    trainer.callbacks = [*(callbacks or []), *trainer.callbacks]
     return trainer
 
 

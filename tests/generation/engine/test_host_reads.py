@@ -59,9 +59,9 @@ def test_a_step_reads_nothing_and_has_few_operations(attention, block_size, temp
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 8)])
 def test_fixed_schedules_need_no_reads(attention, block_size, settings):
-    config = SamplerConfig(max_new_tokens=16, stop_at_eos=False, **settings)
+    lm, config = lm_of(attention, block_size), SamplerConfig(max_new_tokens=16, stop_at_eos=False, **settings)
     with Counts() as counts:
-        sampler.generate(lm_of(attention, block_size), prompts(), config)
+        sampler.generate(lm, prompts(), config)
     assert counts.reads == 0
 
 

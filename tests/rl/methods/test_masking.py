@@ -323,7 +323,6 @@ def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path)
     for strategy, given, where in [
         (None, {"samples": 3}, "samples"),
         (Diffusion(), {"prompt_mask_rate": 0.5}, "prompt_mask_rate"),
-        (Optimized(Diffusion()), {"prompt_mask_rate": 0.5}, "prompt_mask_rate"),
     ]:
         with raises(ConfigError, where=where):
             trainer(tmp_path, strategy, **given)
