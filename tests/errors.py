@@ -76,8 +76,8 @@ def written(golden: Golden) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The errors of libraries that an error follows, whose texts change with versions: those that a test
-    raises itself do not."""
+    """The library errors behind an error, whose texts change between versions; not those that a test
+    raises."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

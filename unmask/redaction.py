@@ -59,7 +59,8 @@ TOKEN = re.compile(
 # of which a part may be masked
 JWT = re.compile(r"(?<![\w*-])(?=[\w*-]++\.[\w*-]{8})([\w*-]*?\beyJ)[\w*-]{8,}+\.[\w*-]++(?:\.[\w*-]*+)?")
 CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
 

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from unmask.cli.verbs import Rows, Verb
 from unmask.config.run import DataConfig, ModelConfig, RunConfig
 from unmask.data.byte_level import train_tokenizer
-from unmask.data.problems import pose, training_problems, unseen_problems
+from unmask.data.problems import held_out_problems, training_problems
 from unmask.data.sources import read_rows
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialize, load, pattern_settings
 from unmask.models.model_files import NO_CODE, read_config, read_tokenizer
-from unmask.tasks import Row, Task, get_task
+from unmask.tasks import Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
 from unmask.training.text_config import text_column
@@ -30,14 +30,6 @@ def task_of(config: RunConfig) -> Task | None:
     return get_task(config.data.task) if config.data.task else None
 
 
-def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
-    """The task, and the held-out problems for the evaluation of the trained model: from `data.eval`, or
-    generated if the task can."""
-    task = task_of(config)
-    problems = unseen_problems(task, config.data) if task else []
-    return task, pose(task, problems, config.data.style) if task and problems else []
-
-
 def read_data(
     config: RunConfig, entry: Verb, task: Task | None, args: TrainingConfig
 ) -> tuple[Rows, Rows | None]:
@@ -45,8 +37,8 @@ def read_data(
     data = config.data
     if task is not None:
         problems = training_problems(task, data)
-        unseen = unseen_problems(task, data)  # a missing file is found before the model is loaded
-        held_out = entry.task_rows(task, unseen, data) if unseen and args.eval_strategy != "no" else None
+        unseen = [] if args.eval_strategy == "no" else held_out_problems(task, data)
+        held_out = entry.task_rows(task, unseen, data) if unseen else None
         return entry.task_rows(task, problems, data), held_out
     pairs = args if isinstance(args, PairConfig) else None
     if pairs and data.text_column != DataConfig().text_column:

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.cli.evaluation import ALONE, EvaluationPart, Harness, Processes, evaluate, prepare
+from unmask.cli.evaluation import ALONE, EvaluationPart, Harness, Processes, evaluate, import_harness, prepare
 from unmask.cli.inputs import read_pattern, without_folder
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig
@@ -139,7 +139,7 @@ def speed_rows(found: Retention) -> list[list[str]]:
     ]
 
 
-def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, EvaluationPart]:
+def check_retention(config: RunConfig) -> dict[str, EvaluationPart]:
     """The tasks that a run is to evaluate at its end. Raises those errors of `measure_retention` that can be
     found without weights."""
     evaluation = config.retention
@@ -151,10 +151,10 @@ def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, Eva
     evaluation.refuse_of_one_model()
     for path in filter(None, (evaluation.against, evaluation.judge)):
         read_pattern(model_against(config.model, path))
-    return prepare(evaluation, config.sampler, harness)
+    return prepare(evaluation, config.sampler, import_harness)
 
 
-def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -> Retention | None:
+def retention_of_run(config: RunConfig, folder: Path) -> Retention | None:
     """Evaluate the model in `folder`, which a run has made, and the one that it was made of. The results are
     written beside the folder (`retention.json`), and the differences into its config and its card.
 
@@ -168,7 +168,13 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
     earlier, trained = model_against(start, other) if other else start, model_against(start, str(folder))
     processes = Processes(state.process_index, state.num_processes)
     found = measure_retention(
-        earlier, trained, config.retention, config.sampler, folder.with_name(RESULT), harness, processes
+        earlier,
+        trained,
+        config.retention,
+        config.sampler,
+        folder.with_name(RESULT),
+        import_harness,
+        processes,
     )
     if found is not None:
         path = folder / CONFIG_NAME

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
@@ -25,7 +26,7 @@ from unmask.cli.inputs import (
     task_of,
 )
 from unmask.cli.measurements import Measurements
-from unmask.cli.retention import RESULT, result_before
+from unmask.cli.retention import RESULT, Retention, result_before
 from unmask.cli.verbs import VERBS
 from unmask.config.run import RunConfig, build_training_args
 from unmask.console import Progress
@@ -57,7 +58,6 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     defaults: dict[str, Any] = {entry.canvas: length} if entry.canvas and length else {}
     defaults |= entry.config_class.data_defaults(config.data, config.data.task)
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data, task)}
-    fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run
     args = build_training_args(entry.config_class, defaults | config.training, **fixed)
     args.choose_precision(in_float32=config.model.dtype == "float32")
     return args
@@ -104,8 +104,8 @@ def without_unread(config: RunConfig, args: TrainingConfig, given: Collection[st
     )
 
 
-def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Measurements) -> None:
-    """Run `unmask VERB`: train and save the model, and evaluate it on the held-out problems of its task.
+def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Measurements) -> Retention | None:
+    """Run `unmask VERB`: train and save the model, then measure it.
 
     Writes the trained model to `output_dir/model`, with checkpoints, `training_logs.json`, the resolved
     config and a manifest beside it.
@@ -116,32 +116,37 @@ def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Meas
         folder: its output folder.
         measurements: of the trained model.
 
+    Returns:
+        What `retention` measured, in the first process.
+
     Raises:
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
         RunStopped: a signal has stopped the run.
     """
     phases = [(verb, 20.0), *measurements.phases]
-    with (
-        surroundings(verb, folder) as (args, stop),
-        Progress(phases, stream=None if args.should_save else io.StringIO()) as progress,
-    ):
-        settings, model = resolved(config, args), folder.path / TRAINED_MODEL
+    with surroundings(verb, folder) as (args, stop):
+        recorded, model = resolved(config, args), folder.path / TRAINED_MODEL
         if folder.overwrite:
-            args.overwriting(given=config.training)  # of this launch, and not of the resolved config
-        with progress.phase(verb) as phase:
-            trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
-            measurements.check(trainer.lm)
-            settings = without_unread(settings, args, config.training)  # of which the trainer knows more
-            begin(verb, folder, trainer, settings)
-            trainer.train(resume_from_checkpoint=folder.resume)
-            save_whole(trainer, model, writes=args.should_save)
-            # conversion stages evaluate at their end
-            if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:
-                trainer.evaluate()
-                save_whole(trainer, model, writes=args.should_save)  # for its card
-        measurements.evaluate(trainer.lm, folder, args, progress)
-        if config.retention is None:
-            folder.finish()
+            args.overwriting(given=config.training)  # in this launch only: the config does not record it
+        with Progress(phases, stream=None if args.should_save else io.StringIO()) as progress:
+            with progress.phase(verb) as phase:
+                trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
+                measurements.check(trainer.lm)
+                begin(verb, folder, trainer, without_unread(recorded, args, config.training))
+                trainer.train(resume_from_checkpoint=folder.resume)
+                save_whole(trainer, model, writes=args.should_save)
+                # conversion stages evaluate at their end
+                if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:
+                    trainer.evaluate()
+                    save_whole(trainer, model, writes=args.should_save)  # for its card
+            measurements.evaluate(trainer.lm, folder.path, args, progress)
+        del trainer  # whose memory two models may need now
+        retention = measurements.retention(model)
+        folder.finish()
+    # A process aborts if it exits while others still communicate with it.
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()
+    return retention
 
 
 @contextlib.contextmanager
@@ -153,27 +158,32 @@ def surroundings(verb: str, folder: RunFolder) -> Iterator[tuple[TrainingConfig,
         StopOnSignal(folder.path, resumes=folder.in_place, overwrites=folder.overwrite) as stop,
     ):
         args = training_arguments(verb, folder.settings)
-        if isinstance(folder.resume, str):
-            check_last(Path(folder.resume), folder.path)
         with running_in(folder.path, folder.ended), bounded_memory(folder.settings.hardware, args.device):
-            folder.check()  # again, now that no other run can write here
-            args.run_settings = run_settings(folder.settings)
-            if folder.resume:
-                checkpoint = folder.path if folder.resume is True else Path(folder.resume)
-                RunRecord(args, {}, {}).refuse_settings(checkpoint)
+            refuse_another_run(folder, args)
             yield args, stop
 
 
-def begin(verb: str, folder: RunFolder, trainer: Any, settings: RunConfig) -> None:
+def refuse_another_run(folder: RunFolder, args: TrainingConfig) -> None:
+    """Raise ConfigError or TrainingError if another run has begun in the folder, or if the settings would
+    make another run than the one to resume."""
+    folder.check()  # again, now that no other run can write here
+    args.run_settings = run_settings(folder.settings)  # type: ignore[misc]
+    if (resumed := folder.resumed_from) is not None:
+        check_last(resumed, folder.path)
+        RunRecord(args, {}, {}).refuse_settings(resumed)
+
+
+def begin(verb: str, folder: RunFolder, trainer: Any, recorded: RunConfig) -> None:
     """Write what a run writes before it trains. Raises the errors of a checkpoint that cannot be resumed."""
-    args = trainer.args
     if folder.resume:
         trainer.checkpoint_to_resume(folder.resume)  # refuses another run
-    if args.should_save and folder.overwrite:
+    steps, record = trainer.planned_steps(trainer.args), trainer.run_record  # made by all processes
+    if not trainer.args.should_save:
+        return
+    if folder.overwrite:
         forget_earlier_run(folder.path)
-    steps = trainer.planned_steps(args)
-    folder.begin(verb, settings, trainer.run_record, steps, writes=args.should_save)
-    if args.should_save and (reports := data_reports(trainer)):
+    folder.begin(verb, recorded, record, steps)
+    if reports := data_reports(trainer):
         write_atomic(folder.path / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -86,8 +86,8 @@ def _change(values: Sequence[float]) -> str:
 
 
 def next_commands(verb: str, config: RunConfig) -> list[str]:
-    """The commands that go on with the model: the next verb on the same task or text, or on data to be named,
-    and a look at its texts; of a task after the last verb, its evaluation."""
+    """Commands to continue with: the next verb, on the same task or text or on data to be named, and
+    generation; after the last verb on a task, its evaluation."""
     output, data = Path(config.output_dir), config.data
     model = str(output / TRAINED_MODEL)
     task = ["--task", data.task] if data.task else []
@@ -113,7 +113,7 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
         if task or following == "convert":
             words += [f"data.{name}={getattr(data, name)}" for name in changed]
         commands.append([*words, *imports])
-    elif task and not imports:  # of which `evaluate` knows nothing
+    elif task and not imports:  # `evaluate` has no `imports`
         style = ["--style", data.style] if data.style != "plain" else []
         commands.append(["evaluate", model, *task, *style])
     if not task or not commands:

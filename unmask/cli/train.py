@@ -246,8 +246,7 @@ def run(verb: str, settings: RunConfig, folder: RunFolder, measurements: Measure
     from unmask.cli.run import run_verb
 
     started = time.monotonic()
-    run_verb(verb, settings, folder, measurements)
-    retention = measurements.finish(folder)
+    retention = run_verb(verb, settings, folder, measurements)
     if retention is not None:
         show_retention(retention, f"what {verb} kept of {settings.model.path}")
     if is_first_process():
@@ -268,12 +267,12 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
     for path in map(Path, inputs_of(settings)):
         if path.suffix in (".json", ".jinja", ".jinja2") and not path.exists():
             raise ConfigError("no such file", where=str(path), remedy=near_path(path))
-    # its rewards can be named then
+    # loading a task registers its rewards
     task = None if settings.data.task is None else get_task(settings.data.task)
     for target in settings.rewards:
         file, mark, _ = target.partition(".py:")
         if mark and not Path(f"{file}.py").is_file():
-            load_module(f"{file}.py", target)  # says so
+            load_module(f"{file}.py", target)  # raises: it cannot be loaded
         elif ":" not in target and not target.endswith(".py"):
             get_rewards(target)
     if settings.data.train is None:
@@ -282,7 +281,7 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
                 "no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME"
             )
         if task.needs_data:
-            task.generate("train", 0, seed=0)  # says so
+            task.generate("train", 0, seed=0)  # raises: it generates none
     if verb == "grpo" and task is None and not settings.rewards:
         remedy = "Name your own, as 'rewards=[my_rewards.py:FUNCTION]', or a task (docs/tasks.md)"
         raise ConfigError("there is neither a reward function nor a task", where="rewards", remedy=remedy)

@@ -51,7 +51,7 @@ def training_problems(task: Task, data: DataConfig) -> list[Row]:
     return read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
 
 
-def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
+def held_out_problems(task: Task, data: DataConfig) -> list[Row]:
     """Held-out problems: from `data.eval`, or generated; none of a task that cannot generate. Raises as
     `read_problems`."""
     if task.needs_data and not data.eval:

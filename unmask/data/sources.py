@@ -299,22 +299,22 @@ def read_rows(data: DataConfig, *, held_out: bool = False, bad_rows: str | None 
     source = data.eval if held_out else data.train
     assert source is not None
     streaming = data.streaming and not held_out
-    kept: dict[str, Any] = {
+    how: dict[str, Any] = {
         "split": data.split,
         "text_column": data.text_column,
         "max_rows": data.eval_rows if held_out else data.max_rows,
     }
     if not isinstance(source, str):
-        rows: Any = load_mixture(source, seed=data.seed, streaming=streaming, **kept)
+        rows: Any = load_mixture(source, seed=data.seed, streaming=streaming, **how)
     elif streaming:
-        rows = load_rows(source, streaming=True, **kept)
+        rows = load_rows(source, streaming=True, **how)
     elif bad_rows is None:
-        rows = load_examples(source, **kept)
+        rows = load_examples(source, **how)
         columns = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
         rows = [columns | row for row in rows] if columns else rows
     else:
         try:
-            rows = load_examples(source, keep_malformed=bad_rows == "skip", **kept)
+            rows = load_examples(source, keep_malformed=bad_rows == "skip", **how)
         except DataError as error:
             if kind_of(source) != ".jsonl":  # read as a whole or not at all
                 raise

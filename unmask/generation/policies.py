@@ -61,7 +61,8 @@ class GivenTokens(NamedTuple):
 
     def part(self, rows: slice) -> GivenTokens:
         """Some rows."""
-        return GivenTokens(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
+        parts: Any = (None if values is None else values[rows] for values in self)
+        return GivenTokens(*parts)
 
 
 def decide(

@@ -1,4 +1,4 @@
-"""What the losses of the GRPO family are made of: pure functions of log-probabilities. The loss of a method
+"""What the losses of the GRPO family are made of: pure functions. The loss of a method
 is `loss` in its own file (`methods/spg.py`), or in `methods/base.py`.
 
 Shapes: B completions, T tokens, U averaging units (steps or views); tensors without a suffix have
@@ -57,8 +57,8 @@ def clipped_surrogate(
 def kl_divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
     """An estimate of KL(policy || other) from a sample of the policy (Schulman 2020, "Approximating KL
     divergence"). `log_ratio` r is the log-probability under the other model minus that under the policy.
-    Methods add it to their loss (`methods/base.py`: `ClippedMethod.surrogate`); the other model is scored in
-    `GRPOTrainer.make_updates`.
+    Methods add it to their loss (`methods/base.py`: `ClippedMethod.surrogate`); `GRPOTrainer.make_updates`
+    computes the log-probabilities of the other model.
 
     k1 = -r, with the score function's gradient added: its own is 0 in expectation, the sum is the gradient of
     the KL. k2 = r^2 / 2. k3 = exp(r) - r - 1.

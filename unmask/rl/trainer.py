@@ -27,7 +27,7 @@ from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
-from unmask.rl.advantages import advantages, kept_groups, overlong_penalty
+from unmask.rl.advantages import advantages, equal_rewards, kept_groups, overlong_penalty
 from unmask.rl.completion_log import CompletionLog
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods.base import LossInputs, loss_of
@@ -180,7 +180,8 @@ class GRPOTrainer(DiffusionTrainer):
             rows = self._choose([row for micro_batch in micro_batches for row in micro_batch], number)
         else:
             rows = ahead.rows
-        rewarded = self._with_signal(self._sampled(rows, number), number)
+        rewarded = self._sampled(rows, number)
+        rewarded = self._with_signal(rewarded, number)
         self._require_scores(rewarded)
         self._ask_next()  # the server samples while this process takes log-probabilities and trains
         self._move_reference()
@@ -204,9 +205,9 @@ class GRPOTrainer(DiffusionTrainer):
             self.record("masks/reuse_rate", stats["rate"])
         return updates
 
-    def _sampled(self, rows: list[PromptRow], rollout: int) -> RewardedCompletions:
-        """The rewarded completions of a rollout, whose rewards are shaped, and kept for the curriculum."""
-        rewarded = self.generate_and_score(rows, temperature=self.args.temperature, step=rollout)
+    def _sampled(self, rows: list[PromptRow], number: int) -> RewardedCompletions:
+        """Rewarded completions with shaped rewards, which the history of the prompts records."""
+        rewarded = self.generate_and_score(rows, temperature=self.args.temperature, step=number)
         rewarded = replace(rewarded, total_B=self.shaped(rewarded.total_B, rewarded.generation))
         for prompt, reward in gather_object(
             list(zip(rewarded.prompt_B.tolist(), rewarded.total_B.tolist(), strict=True))
@@ -310,7 +311,7 @@ class GRPOTrainer(DiffusionTrainer):
         low, high = args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
         if args.filter_zero_std_groups:
-            kept_B &= kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True)
+            kept_B &= ~equal_rewards(reward_B, group_B)
         mine = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
         return advantage_B[mine], kept_B[mine]
 

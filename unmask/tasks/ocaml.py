@@ -17,7 +17,8 @@ from unmask.tasks.code import Code
 MODULE = re.compile(r"[a-z][a-z0-9_]*\.ml")
 ARGUMENT = re.compile(r"\(\s*\w+\s*:\s*([^()]*(?:\([^()]*\)[^()]*)*)\)|\(\s*\)")
 HEAD = re.compile(
-    rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*(?:{ARGUMENT.pattern}))+)\s*:\s*(?P<result>[^=]+?)\s*=\s*"
+    rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*(?:{ARGUMENT.pattern}))+)"
+    r"\s*:\s*(?P<result>[^=]+?)\s*=\s*"
 )
 """The head of a function with the types of its arguments and of its result."""
 ASSERTION = "(assert ("

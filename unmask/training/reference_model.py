@@ -42,7 +42,7 @@ class Reference:
     """
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):
-        self.remasking = lm
+        self.policy = lm
         self.is_base = (
             hasattr(lm.model, "disable_adapter") and not copy and path is None and starts_at_base(lm)
         )
@@ -57,15 +57,13 @@ class Reference:
     @contextmanager
     def model_in_use(self) -> Iterator[DiffusionLM]:
         """Yields the reference; inside, the adapters are switched off if they are part of the policy."""
-        with self.remasking.model.disable_adapter() if self.is_base else nullcontext():
+        with self.policy.model.disable_adapter() if self.is_base else nullcontext():
             yield self.lm
 
     @torch.no_grad()
     def move(self, fraction: float) -> None:
         """Move the weights towards the policy's by this fraction (TR-DPO, Gorbatovski et al. 2024, eq. 3)."""
-        for reference, policy in zip(
-            self.lm.model.parameters(), self.remasking.model.parameters(), strict=True
-        ):
+        for reference, policy in zip(self.lm.model.parameters(), self.policy.model.parameters(), strict=True):
             if policy.requires_grad:
                 reference.lerp_(policy.to(reference.dtype), fraction)
 
@@ -81,7 +79,7 @@ class Reference:
                 weight.copy_(stored[name])
 
     def _moving(self) -> dict[str, torch.Tensor]:
-        trained = {name for name, weight in self.remasking.model.named_parameters() if weight.requires_grad}
+        trained = {name for name, weight in self.policy.model.named_parameters() if weight.requires_grad}
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
 
 

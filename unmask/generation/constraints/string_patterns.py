@@ -51,7 +51,8 @@ FORMATS = {
     "email": rf"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@{LABEL}(?:\.{LABEL})+",
     "ipv4": rf"(?:{BYTE}\.){{3}}{BYTE}",
     "time": TIME,
-    "uri": rf"https?://{LABEL}(?:\.{LABEL})*(?::[0-9]{{1,4}})?(?:/[A-Za-z0-9._~-]+)*/?(?:\?[A-Za-z0-9._~=&-]+)?(?:#[A-Za-z0-9._~-]+)?",
+    "uri": rf"https?://{LABEL}(?:\.{LABEL})*(?::[0-9]{{1,4}})?(?:/[A-Za-z0-9._~-]+)*/?"
+    r"(?:\?[A-Za-z0-9._~=&-]+)?(?:#[A-Za-z0-9._~-]+)?",
     "uuid": "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
 }
 """Common forms of each format: all of them valid, but not all that are."""

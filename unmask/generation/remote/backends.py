@@ -100,7 +100,8 @@ class AheadBackend(Backend):
 
     def __init__(self, backend: Backend):
         self.backend = backend
-        self.due, self.sync, self.close = backend.due, backend.sync, backend.close  # type: ignore[method-assign]
+        self.due, self.sync = backend.due, backend.sync  # type: ignore[method-assign]
+        self.close = backend.close  # type: ignore[method-assign]
         self.asked: tuple[Sequence[int], AsyncResult[Generation]] | None = None  # with the keys
 
     def ask(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int]) -> None:

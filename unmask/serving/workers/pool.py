@@ -75,7 +75,8 @@ class Worker:
         if self.client is None:
             return None
         try:
-            return await self.client.request(method, path, timeout=timeout, **content)  # type: ignore[arg-type]
+            asked = self.client.request(method, path, timeout=timeout, **content)  # type: ignore[arg-type]
+            return await asked
         except (httpx.TransportError, RuntimeError):  # the latter of a client that is closed
             return None
 

@@ -29,7 +29,7 @@ SAVED = 75
 """The exit code after SIGTERM and SIGUSR1 if there is a checkpoint: EX_TEMPFAIL of sysexits.h, try again. 128
 + signal, which any process has that is ended by the signal, says nothing about a checkpoint."""
 FORWARDED_SECONDS = 1.0
-"""A launcher sends on a Ctrl-C that the terminal has sent to its processes, too: within this time it is the
+"""A launcher forwards a Ctrl-C that the terminal has sent to its processes, too: within this time it is the
 same one."""
 
 MAKE_ROOM = "Make room and permit writing"

@@ -119,7 +119,7 @@ def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
 
 
 class RunFolder:
-    """The output folder of a run. Only the first process writes.
+    """The output folder of a run, in which only the first process writes: it alone calls `begin`.
 
     Args:
         settings: of the run.
@@ -155,7 +155,12 @@ class RunFolder:
             _refuse_inside(self.path)
             _refuse_other_files(self.path)
 
-    def begin(self, verb: str, resolved: RunConfig, record: RunRecord, steps: int, *, writes: bool) -> None:
+    @property
+    def resumed_from(self) -> Path | None:
+        """The folder or the checkpoint whose run is resumed; None: a new run."""
+        return self.path if self.resume is True else Path(self.resume) if self.resume else None
+
+    def begin(self, verb: str, resolved: RunConfig, record: RunRecord, steps: int) -> None:
         """Write `config.yaml` and the manifest.
 
         Args:
@@ -163,10 +168,7 @@ class RunFolder:
             resolved: the config with its defaults.
             record: the trainer's record of its settings, inputs and changes.
             steps: of the whole run.
-            writes: whether this process writes.
         """
-        if not writes:
-            return
         changes = [
             f"# {each['setting']} was {each['old']} until step {each['step']}\n" for each in record.changes
         ]

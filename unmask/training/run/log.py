@@ -14,7 +14,7 @@ from unmask.artifacts import MetricsLog, write_atomic
 
 LOG_NAME = "training_logs.json"
 SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
-"""The metrics on the progress display, those first that matter most: a narrow one has room for some."""
+"""Metrics on the progress display, the most important first: a narrow one shows only these."""
 
 
 def numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
@@ -23,8 +23,8 @@ def numbers(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
 
 
 def last_loss(lines: Sequence[Mapping[str, float]]) -> float:
-    """The last loss that was logged, of a conversion in its last stage; if that ended before, the mean over
-    its steps. NaN: none."""
+    """The last logged loss, of a conversion in its last stage; else the mean over its steps; NaN if there is
+    none."""
     stage = lines[-1].get("stage") if lines else None
     losses = [
         line[name]

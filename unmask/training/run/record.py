@@ -53,7 +53,7 @@ def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
 
 
 class RunRecord:
-    """What makes a run the run that it is.
+    """The settings and inputs that identify a run.
 
     Attributes:
         values: the settings by dotted name, and the inputs (fingerprints of data, rewards and model), of JSON
