@@ -43,7 +43,7 @@ test-nightly: $(INSTALLED)  ## the tests that take many minutes, more examples o
 	@echo "$$(date -u '+%Y-%m-%d %H:%M UTC'), commit $$(git rev-parse --short HEAD)" | tee $(NIGHTLY)
 
 # Tests of equal bits, as other machines run them: with older instructions, and on two threads.
-EQUAL_BITS := tests/generation/engine tests/generation/remote tests/models/test_alignment.py tests/rl/test_rollout_collector.py tests/training/test_trainer.py
+EQUAL_BITS := tests/generation/engine tests/generation/remote tests/models/test_alignment.py tests/rl/test_rewarded.py tests/rl/test_rollout_source.py tests/training/test_trainer.py
 test-machines: $(INSTALLED)  ## tests of equal bits with older instructions and two threads
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(EQUAL_BITS)
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(EQUAL_BITS)

@@ -101,7 +101,31 @@ class RunStopped(BaseException):
         super().__init__(what)
 
 
-NAMES_ELSEWHERE = {
+EARLIER_NAMES = {
+    "aggregation": "loss_type",
+    "ratio": "importance_sampling_level",
+    "advantage": "scale_rewards",
+    "reference_sync_steps": "ref_model_sync_steps",
+    "reference_sync_share": "ref_model_mixup_alpha",
+    "dual_clip": "delta",
+    "mask_truncated": "mask_truncated_completions",
+    "kl_unbiased": "use_bias_correction_kl",
+    "importance_cap": "vllm_importance_sampling_cap",
+    "drop_equal_groups": "filter_zero_std_groups",
+    "dynamic_sampling": "max_resample_rounds",
+    "log_completions_rows": "num_completions_to_print",
+    "beyond_eos": "after_eos",
+    "reference_model": "ref_model",
+    "score_chunk": "logprob_batch_size",
+    "score_temperature": "logprob_temperature",
+    "policy": "remasking",
+    "remask": "remask_fraction",
+    "guidance": "cfg_scale",
+    "drafts": "num_speculative_tokens",
+    "candidates": "num_branches",
+}
+"""The names of settings before they were those of TRL, vLLM and LLaDA."""
+NAMES_ELSEWHERE = EARLIER_NAMES | {
     "use_amp": "bf16",
     "log_gpu_memory": "log_memory_usage",
     "batch_size": "per_device_train_batch_size",

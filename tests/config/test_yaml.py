@@ -15,7 +15,7 @@ from unmask.cli.run import resolved, training_arguments
 from unmask.cli.verbs import VERBS
 from unmask.config.layers import MODES, RECIPES, Layer, Layers, read_layers, read_settings
 from unmask.config.run import RunConfig, resolve, to_yaml
-from unmask.config.yaml import parse_yaml
+from unmask.config.yaml import dump_yaml, parse_yaml
 from unmask.errors import ConfigError, UnmaskError
 
 MALFORMED = {
@@ -86,6 +86,16 @@ def test_aliases_in_reason_are_read() -> None:
         "b": [1, 2],
         "c": {"d": [1, 2]},
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2024_05_01", "2024-05-01", "1_000", "010", "0012345", "00", "0o10", "0b11", "1.5_0", "._5", "=", "no"],
+)
+def test_what_only_other_versions_read_as_numbers_is_text(text: str) -> None:
+    """Such as a day in a name, or the hash of a commit."""
+    assert parse_yaml(text, "x") == text and parse_yaml(f"{{{text}: [{text}]}}", "x") == {text: [text]}
+    assert parse_yaml(dump_yaml([text]), "x") == [text]
 
 
 @pytest.mark.parametrize("value", ["true", "'true'", "1", "null", "[]"])

@@ -272,7 +272,8 @@ def test_tables_name_only_settings_that_there_are(name):
     """Every rule is tried with values of every type; those that it accepts must become settings of the
     verb."""
     form = FORMATS[name]
-    fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config_class)}
+    verbs = [form.verb] if form.verb else VERBS
+    fields = {field.name for verb in verbs for field in dataclasses.fields(VERBS[verb].config_class)}
     others = {key: True for key in form.table} | {
         "dataset_name": "d",
         "loss_type": "sigmoid",
@@ -303,6 +304,8 @@ def sections(name: str) -> set[str]:
         "data": config.DataConfig,
         "lora": config.LoraSettings,
         "hardware": config.HardwareConfig,
+        "sampler": config.SamplerConfig,
+        "retention": config.EvaluationConfig,
     }
     return set(classes[name].model_fields) if name in classes else set()
 

@@ -14,8 +14,19 @@ from ruamel.yaml.representer import SafeRepresenter
 from unmask.errors import ConfigError
 from unmask.redaction import ASSIGNED, SECRET_KEY
 
-SHORT_FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?\.\d+[eE]\d+$"))
-"""Floats such as `.5e3`, in which ruamel.yaml wants a sign of the exponent."""
+PLAIN = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "merge": (r"<<", ["<"]),
+}
+"""Which plain scalars are no text, with their first characters: the core schema of YAML 1.2. A number that
+begins with 0 stays a text, such as the hash of a commit. ruamel.yaml would also read `2024_05` and dates."""
 
 
 class _Constructor(SafeConstructor):
@@ -25,10 +36,6 @@ class _Constructor(SafeConstructor):
         if key in mapping or not isinstance(key, str):
             raise ConstructorError(None, None, f"the key '{key}' {wrong}", key_node.start_mark)
         return True
-
-
-# Dates are texts, as in the core schema of YAML 1.2.
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 class _Representer(SafeRepresenter):
@@ -54,8 +61,12 @@ _Representer.add_representer(float, _Representer.represent_float)
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor, yaml.Representer = _Constructor, _Representer
-    for first in "-+.":
-        yaml.resolver.versioned_resolver[first].append(SHORT_FLOAT)
+    resolvers = yaml.resolver.versioned_resolver
+    resolvers.clear()
+    for kind, (pattern, beginnings) in PLAIN.items():
+        for first in beginnings:
+            rule = f"tag:yaml.org,2002:{kind}", re.compile(f"(?:{pattern})$")
+            resolvers.setdefault(first, []).append(rule)
     yaml.default_flow_style, yaml.width = False, 140
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml

@@ -321,6 +321,7 @@ class ConvertTrainer:
         every_stage = bool(resume_from_checkpoint) and self._is_output(resume_from_checkpoint)
         with running_in(self.args.output_folder):
             _ = self.run_record  # of the weights before training
+            self.state.log_history = []
             start = 1 if checkpoint is None or every_stage else self._resumed_stage(checkpoint)
             for number in range(start, len(self.ends) + 1):
                 if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unmask.config.run import RunConfig
-from unmask.errors import ConfigError, require_known
+from unmask.errors import EARLIER_NAMES, ConfigError, require_known
 from unmask.migration import dllm
 from unmask.migration.conversion import BATCHES, CONVERTER
+from unmask.migration.earlier import SECTIONS, earlier_names
 from unmask.migration.files import MAPPINGS, OldFile, read_old
 from unmask.migration.launchers import ACCELERATE
 from unmask.migration.reinforcement import D1, DIFFU_VARIABLES, DIFFUSION, IMPROVED, d1_defaults
@@ -40,6 +41,7 @@ class Format(NamedTuple):
     program: str = r"(?!)"
 
 
+EARLIER = earlier_names()
 TABLES: dict[str, tuple[Table, Defaults]] = {
     "diffu-grpo": (D1, d1_defaults),
     "d1-sft": (BATCHES | static("d1-sft"), lambda old, program: tables()["defaults"]["d1-sft"]),
@@ -52,10 +54,12 @@ TABLES: dict[str, tuple[Table, Defaults]] = {
     "trl-grpo": (TRL_GRPO, trl_defaults),
     "trl-dpo": (TRL_DPO, trl_dpo_defaults),
     "accelerate": (ACCELERATE, lambda old, program: {}),
+    "unmask": (EARLIER, lambda old, program: {}),
 }
 MARKS = {
     "diffu-grpo": (DIFFUSION.keys() | IMPROVED.keys() | DIFFU_VARIABLES.keys())
     - {"log_memory_usage", "mode"},
+    "unmask": {f"{section}.{name}" for section in SECTIONS for name in EARLIER_NAMES} & EARLIER.keys(),
     "grpo-variables": {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))},
 }
 """The keys of a format that no other has, besides the marks in tables.yaml."""
@@ -86,10 +90,12 @@ def flat(values: Old) -> dict[str, Any]:
 
 
 def is_ours(values: Old) -> bool:
-    """Whether a mapping is a config of Unmask, possibly with a misspelt key."""
+    """Whether a mapping, of sections or of dotted keys, is a config of Unmask, possibly with a misspelt
+    key."""
     fields = RunConfig.model_fields
     return (bool(values) and values.keys() <= fields.keys()) or any(
-        key in fields and isinstance(value, dict) for key, value in values.items()
+        key.partition(".")[0] in fields and ("." in key or isinstance(value, dict))
+        for key, value in values.items()
     )
 
 

@@ -11,6 +11,7 @@ from unmask.config.layers import Layer, Layers, nested_settings
 from unmask.config.run import RunConfig
 from unmask.config.yaml import dump_yaml
 from unmask.errors import ConfigError
+from unmask.migration.earlier import verb_of
 from unmask.migration.files import read_old
 from unmask.migration.formats import FORMATS, Format, format_named, merged, recognize
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
@@ -156,5 +157,5 @@ def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]
     )
     with layers.naming_sources():
         run = RunConfig(**layers.merged())
-        check_training(verb or "sft", run.training)
+        check_training(verb or verb_of(run.training), run.training)
     return config

@@ -26,8 +26,10 @@ from unmask.training.run.checkpoint import (
     checked_checkpoint,
     fault,
     last_checkpoint,
+    steps_done,
     written_whole,
 )
+from unmask.training.run.folder import is_run
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102
@@ -232,3 +234,19 @@ def test_a_file_beside_those_of_the_list_is_a_fault(name, tmp_path):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"")
     assert fault(folder) == f"{name} is not in {FILE_LIST}"
+
+
+def test_what_is_no_file_is_a_fault_that_is_not_opened(tmp_path):
+    """A named pipe in the folder of another would be waited for without end."""
+    with written_whole(tmp_path / "checkpoint-1", writes=True, listed=True) as unfinished:
+        (unfinished / "model.safetensors").write_bytes(b"weights")
+    folder = tmp_path / "checkpoint-1"
+    for name in ("scaler.pt", FILE_LIST):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        assert fault(folder) == f"{name} is not a file"
+        (folder / name).unlink()
+    os.mkfifo(folder / "trainer_state.json")
+    assert steps_done(folder) is None
+    os.mkfifo(tmp_path / "manifest.json")
+    assert not is_run(tmp_path)

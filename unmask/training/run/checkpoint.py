@@ -29,7 +29,7 @@ from typing import Literal
 from accelerate import PartialState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from unmask.artifacts import default_mode, write_atomic
+from unmask.artifacts import default_mode, irregular_file, read_file, write_atomic
 from unmask.errors import TrainingError, UnmaskWarning, first_line
 from unmask.training.run.around import MAKE_ROOM, naming_write_errors
 from unmask.training.run.folder import CHECKPOINT, UNFINISHED, checkpoints, resumes_in_place, step_of
@@ -177,13 +177,15 @@ def remove_old(checkpoint: Path, limit: int | None, best: str | None) -> None:
 def fault(checkpoint: Path) -> str | None:
     """The first difference between a checkpoint and its list of files, as a sentence; None: there is none."""
     try:
-        listed = json.loads((checkpoint / FILE_LIST).read_text("utf-8"))["files"]
+        if irregular := irregular_file(checkpoint):
+            return f"{irregular} is not a file"
+        listed = json.loads(read_file(checkpoint / FILE_LIST))["files"]
         files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != FILE_LIST]
         found = described(checkpoint, files)
         different = [name for name in listed if found.get(name) != listed[name]]
     except FileNotFoundError:
         return f"{FILE_LIST} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"its files cannot be read ({first_line(error)})"
     # transformers reads some by their names, such as scaler.pt
     added = [name for name in found if name not in listed and not name.rpartition("/")[2].startswith(".")]
@@ -195,8 +197,8 @@ def fault(checkpoint: Path) -> str | None:
 def steps_done(checkpoint: Path) -> int | None:
     """The optimizer steps before the checkpoint; None: its state is missing or damaged."""
     try:
-        return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text("utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(read_file(checkpoint / TRAINER_STATE_NAME))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

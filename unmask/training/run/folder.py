@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unmask.artifacts import run_manifest, write_atomic, write_json
+from unmask.artifacts import read_file, run_manifest, write_atomic, write_json
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, inputs_of, to_yaml
 from unmask.errors import ConfigError, TrainingError
 from unmask.models.model_paths import CONFIG, RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
@@ -50,8 +50,8 @@ def refuse_nothing(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether a run has written into a folder: it has a log of one, or a manifest with its verb."""
-    with suppress(OSError, ValueError):
-        return (folder / LOG_NAME).is_file() or "verb" in json.loads((folder / RUN_MANIFEST).read_text())
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        return (folder / LOG_NAME).is_file() or "verb" in json.loads(read_file(folder / RUN_MANIFEST))
     return False
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unmask.artifacts import plain, write_atomic
+from unmask.artifacts import plain, read_file, write_atomic
 from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.run import RunConfig
 from unmask.console import show_line
@@ -109,8 +109,9 @@ class RunRecord:
         ]
         for path in sorted(records)[-1:]:  # all of a run agree in what makes another run
             try:
-                changed = self.changed_since(json.loads(path.read_text("utf-8")))
-            except ValueError:  # damaged: the checkpoint will not be used
+                changed = self.changed_since(json.loads(read_file(path)))
+            # damaged: the checkpoint will not be used
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 return
             self._refuse(
                 {name: old for name, old in changed.items() if not name.startswith("model.")}, path.parent
@@ -175,7 +176,7 @@ class RunRecord:
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
     """The record in a checkpoint."""
-    return dict(json.loads((checkpoint / RECORD_FILE).read_text("utf-8")))
+    return dict(json.loads(read_file(checkpoint / RECORD_FILE)))
 
 
 def expect_visited(rows: Any, checkpoint: Path) -> None:
