@@ -1,4 +1,4 @@
-"""Names and words of the package: one class a name, plain English, American spelling."""
+"""Names and words of the package: one type a name, plain English, American spelling."""
 
 import ast
 import re
@@ -27,12 +27,23 @@ def strings() -> dict[str, str]:
     }
 
 
-def test_a_class_name_is_defined_once():
+def is_type(node):
+    """Whether a statement defines a type by another name, and not a variable of types."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            named = name[0].isupper() and not name.isupper()
+            return named and not ast.unparse(value).startswith(("TypeVar(", "ParamSpec("))
+    return False
+
+
+def test_the_name_of_a_type_is_defined_once():
     places = defaultdict(list)
     for path, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.name)
+        for node in filter(is_type, tree.body):
+            places[node.targets[0].id].append(path.name)
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 

@@ -30,10 +30,10 @@ from unmask.evaluation.provenance import EVALUATION, write_result_of_run
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import (
     Answer,
-    Block,
     Commands,
     Denoising,
     Notes,
+    PageBlock,
     Problem,
     Record,
     Report,
@@ -52,6 +52,7 @@ from unmask.models.load import load
 from unmask.models.model_paths import RUN_MANIFEST as MANIFEST
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
+from unmask.records import RowSequence
 from unmask.redaction import shell_line
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
@@ -60,8 +61,6 @@ from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.tasks import Puzzle, as_puzzle, get_task
 from unmask.tasks.grids import GridPuzzle
 from unmask.training.memory import peak_memory_bytes
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +249,7 @@ class Demo:
         )
         SFTTrainer(self.lm, args, self.demonstrations, progress=phase).train()
 
-    def preferences(self, count: int) -> Rows:
+    def preferences(self, count: int) -> RowSequence:
         """The first `count` training problems, each with its right answer and a corrupted one."""
         rng = random.Random(self.seed + 3)
         rows = self.train[:count]
@@ -260,7 +259,7 @@ class Demo:
         ]
 
     def write_data(self, folder: Path) -> None:
-        """Examples of the data of each verb, as files in its format."""
+        """RowSequence of the data of each verb, as files in its format."""
         pairs = [
             {"prompt": row["prompt"], "completion": row["completion"]}
             for row in self.demonstrations[:EXAMPLES]
@@ -287,7 +286,7 @@ class Demo:
         )
         GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=phase).train()
 
-    def denoising(self) -> Block:
+    def denoising(self) -> PageBlock:
         """How one held-out problem is denoised, token by token: a grid for Sudoku, else a text."""
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
@@ -550,7 +549,7 @@ def task_of(target: str, empty: tuple[int, int] | None) -> Puzzle:
     return task
 
 
-def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:
+def answered(task: Puzzle, rows: RowSequence, mistakes: float, seed: int) -> RowSequence:
     """The rows with demonstrated answers, of which the fraction `mistakes` is wrong."""
     rng = random.Random(seed)
     return [{**row, "completion": task.demonstrate(row, rng, mistakes)} for row in rows]

@@ -15,7 +15,9 @@ from typing import Any
 
 from unmask.errors import DataError, did_you_mean
 
-Record = tuple[str, dict[str, Any]]
+RowSequence = Sequence[Mapping[str, Any]]
+"""Rows of columns."""
+PlacedRecord = tuple[str, dict[str, Any]]
 """The location of a row ("file, line 3"), and the row."""
 
 
@@ -64,7 +66,7 @@ def _text(line: bytes, path: str, number: int) -> str:
         ) from None
 
 
-def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
+def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[PlacedRecord]:
     """Yield the rows of a .csv, .tsv, .json (an array of objects) or .jsonl file, gzipped or not. Only .json
     files are read whole.
 
@@ -147,7 +149,7 @@ def prepending_place(where: str) -> Iterator[None]:
         raise error.moved(where) from error
 
 
-def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
+def _rows(path: str) -> Generator[PlacedRecord | tuple[str, DataError], None, None]:
     """Yield the rows of a file; for a line of a .jsonl file that cannot be read, its error."""
     reader = {".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows}.get(kind_of(path), _jsonl_rows)
     empty = True
@@ -158,7 +160,7 @@ def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
         raise DataError("the file contains no rows", where=path, remedy="Give a file with at least one row")
 
 
-def _csv_rows(path: str) -> Iterator[Record]:
+def _csv_rows(path: str) -> Iterator[PlacedRecord]:
     separator = "\t" if kind_of(path) == ".tsv" else ","
     reader = csv.DictReader(read_lines(path), delimiter=separator, strict=True)
     number = -1
@@ -189,7 +191,7 @@ def _check_header(names: Sequence[str], separator: str, path: str) -> None:
         raise DataError(what, where=path, remedy="Save the table with commas as .csv, or with tabs as .tsv")
 
 
-def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
+def _jsonl_rows(path: str) -> Iterator[PlacedRecord | tuple[str, DataError]]:
     with closing(_byte_lines(Path(path))) as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{path}, line {number}"
@@ -200,7 +202,7 @@ def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
                 yield where, error
 
 
-def _json_rows(path: str) -> Iterator[Record]:
+def _json_rows(path: str) -> Iterator[PlacedRecord]:
     rows = _decode("".join(read_lines(path)), path, 1)
     if not isinstance(rows, list):
         raise DataError(

@@ -24,7 +24,7 @@ from unmask.data.encoding import encode_pair, encode_prompt
 from unmask.data.formats import SPEAKERS, UNPAIRED
 from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
-from unmask.data.rows import Collator, Row
+from unmask.data.rows import Collator, TokenRow
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
@@ -63,7 +63,7 @@ def made(
     skip: bool = False,
     tokenizer: Any = TOKENIZER,
     **more: Any,
-) -> list[Row]:
+) -> list[TokenRow]:
     return pair_rows(tokenizer, rows, limits or RowLimits(40), DataReport("train_dataset", skip=skip), **more)
 
 
@@ -265,7 +265,7 @@ def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size
         {"prompt": "kk", "completion": "a"},
     ]
 
-    def scores(rows: Sequence[Row]) -> list[torch.Tensor]:
+    def scores(rows: Sequence[TokenRow]) -> list[torch.Tensor]:
         """Log-probabilities of all trained tokens of each row, all hidden."""
         batch = Collator(0)(rows)
         maskable_B1T = batch["maskable"][:, None]

@@ -50,7 +50,7 @@ PANELS = TRAIN, USE, LOOK, BEGIN, MORE = (
     "Everything else",
 )
 """The groups of verbs on the help page."""
-Layout = Literal["llada", "llada_moe", "llada2", "dream", "sdar", "fast_dllm_v2", "hf"]
+ExportLayout = Literal["llada", "llada_moe", "llada2", "dream", "sdar", "fast_dllm_v2", "hf"]
 """The formats of `unmask export`."""
 PATH_ERRORS = (
     errno.ENAMETOOLONG,
@@ -275,8 +275,10 @@ app.command(
 def export(
     model: ModelConfig,
     layout: Annotated[
-        Layout,
-        typer.Option(metavar="NAME", help=f"{', '.join(get_args(Layout)[:-1])}, or hf for a causal model."),
+        ExportLayout,
+        typer.Option(
+            metavar="NAME", help=f"{', '.join(get_args(ExportLayout)[:-1])}, or hf for a causal model."
+        ),
     ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
     overwrite: OverwriteFolder = False,

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.cli.verbs import Rows, Verb
+from unmask.cli.verbs import Verb
 from unmask.config.run import DataConfig, ModelConfig, RunConfig
 from unmask.data.byte_level import train_tokenizer
 from unmask.data.problems import held_out_problems, training_problems
@@ -19,6 +19,7 @@ from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialize, load, pattern_settings
 from unmask.models.model_files import NO_CODE, read_config, read_tokenizer
+from unmask.records import RowSequence
 from unmask.tasks import Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
@@ -32,7 +33,7 @@ def task_of(config: RunConfig) -> Task | None:
 
 def read_data(
     config: RunConfig, entry: Verb, task: Task | None, args: TrainingConfig
-) -> tuple[Rows, Rows | None]:
+) -> tuple[RowSequence, RowSequence | None]:
     """Training and held-out rows: of a task (generated, or read from `data.train`), or of any dataset."""
     data = config.data
     if task is not None:
@@ -64,7 +65,7 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         raise error.moved(where or None) from error
 
 
-def load_or_initialize(config: RunConfig, train: Rows, args: TrainingConfig) -> DiffusionLM:
+def load_or_initialize(config: RunConfig, train: RowSequence, args: TrainingConfig) -> DiffusionLM:
     """The model to start from, with its chat template: saved weights, or new ones for an architecture. A new
     tokenizer is trained on the rows `train`."""
     model, template = config.model, config.data.chat_template
@@ -81,7 +82,7 @@ def load_or_initialize(config: RunConfig, train: Rows, args: TrainingConfig) -> 
     return lm
 
 
-def _new_tokenizer(model: ModelConfig, train: Rows, args: Any) -> PreTrainedTokenizerBase | None:
+def _new_tokenizer(model: ModelConfig, train: RowSequence, args: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model from scratch: trained, or read; None: that of `model.path`."""
     if model.tokenizer_size is not None:
         texts = text_column(train, args, "train_dataset")

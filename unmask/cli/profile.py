@@ -20,10 +20,10 @@ from unmask.training.step_timer import Phases
 SHOWN = 15
 """Operators in the table; the trace has them all."""
 
-Table = list[dict[str, str]]
+TableRows = list[dict[str, str]]
 
 
-def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[str, Table]:
+def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[str, TableRows]:
     """Run a few steps of every stage, with the settings of a short run, and record all but the first.
 
     Args:
@@ -81,7 +81,7 @@ def write_trace(recorder: profile, path: Path) -> None:
         os.replace(written, path)
 
 
-def by_phase(phases: Phases, steps: int) -> Table:
+def by_phase(phases: Phases, steps: int) -> TableRows:
     """Time and peak memory of each phase, the longest first."""
     stats = phases.performance_stats()
     peaks = stats["peak_memory_gb"]
@@ -96,7 +96,7 @@ def by_phase(phases: Phases, steps: int) -> Table:
     ]
 
 
-def by_operator(recorder: profile, steps: int) -> dict[str, Table]:
+def by_operator(recorder: profile, steps: int) -> dict[str, TableRows]:
     """The operators that take the most time on the CPU, without the operators that they call, and the kernels
     on a GPU.
 
@@ -146,7 +146,7 @@ def own_times(spans: list[Span], nested: bool = True) -> tuple[Counter[str], Cou
     return own, calls
 
 
-def top(own: Counter[str], calls: Counter[str], steps: int) -> Table:
+def top(own: Counter[str], calls: Counter[str], steps: int) -> TableRows:
     """The names that take the most time."""
     return [
         {

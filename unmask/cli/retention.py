@@ -20,7 +20,7 @@ from unmask.config.sampler import DENOISING_FIELDS, SamplerConfig
 from unmask.console import show_line
 from unmask.errors import ConfigError
 from unmask.evaluation.comparison import Comparison, Difference, Named, compare
-from unmask.evaluation.likelihood import EXACT_BLOCK, Estimator
+from unmask.evaluation.likelihood import EXACT_BLOCK, LikelihoodEstimator
 from unmask.evaluation.result_file import EvaluationResult
 from unmask.models.load import load
 from unmask.models.model_card import HISTORY_KEY, write_card
@@ -120,7 +120,7 @@ def is_causal(pattern: Mapping[str, Any]) -> bool:
     return pattern["attention"] == "causal" and pattern["logit_shift"] is not False
 
 
-def has_exact_likelihoods(pattern: Mapping[str, Any], estimator: Estimator | None) -> bool:
+def has_exact_likelihoods(pattern: Mapping[str, Any], estimator: LikelihoodEstimator | None) -> bool:
     """Whether the likelihoods of a model of this pattern are no estimates."""
     block = 1 if pattern["attention"] == "causal" else pattern["block_size"] or math.inf
     return is_causal(pattern) or (block <= EXACT_BLOCK if estimator is None else estimator == "exact")

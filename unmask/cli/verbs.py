@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,13 @@ from unmask.data.problems import pose
 from unmask.errors import ConfigError
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
+from unmask.records import RowSequence
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.tasks import Row, Task, as_puzzle
 from unmask.training.config import TrainingConfig
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -30,25 +29,25 @@ class Verb:
 
     trainer: Callable[..., Any]
     config_class: type[TrainingConfig]
-    task_rows: Callable[[Task, list[Row], DataConfig], Rows]
+    task_rows: Callable[[Task, list[Row], DataConfig], RowSequence]
     canvas: str | None = None
     """The setting whose default is the length of the task's longest completion."""
     trainer_arguments: Callable[[RunConfig, Task | None], dict[str, Any]] = lambda config, task: {}
     """Further arguments of the trainer, besides model, settings and rows."""
 
 
-def as_text(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+def as_text(task: Task, rows: list[Row], data: DataConfig) -> RowSequence:
     """Problems with their answers, as plain text."""
     refuse_chat(data)
     return [{"text": row["prompt"] + row["completion"]} for row in rows]
 
 
-def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> RowSequence:
     """Prompts and completions, in the given style."""
     return pose(task, rows, data.style)
 
 
-def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> RowSequence:
     """Preferences for the correct answer over a corrupted one. Raises ConfigError if the task cannot generate
     problems."""
     refuse_chat(data)

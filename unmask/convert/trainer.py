@@ -24,7 +24,7 @@ from unmask.convert.distillation import compare, distillation_loss
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport, show_rows
-from unmask.data.rows import Row, separate_documents
+from unmask.data.rows import TokenRow, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
@@ -480,7 +480,7 @@ class ConvertTrainer:
 
 def conversion_rows(
     lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str
-) -> Sequence[Row] | StreamedRows:
+) -> Sequence[TokenRow] | StreamedRows:
     """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a
     stream."""
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):

@@ -38,10 +38,10 @@ from unmask.models.chat_template import ANSWER, render_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-Text = str | Sequence[Message]
-Prompt = Text | Sequence[int]
-Side = TypeVar("Side", str, Sequence[Message])
+MessageFields = Mapping[str, Any]
+TextOrMessages = str | Sequence[MessageFields]
+Prompt = TextOrMessages | Sequence[int]
+Side = TypeVar("Side", str, Sequence[MessageFields])
 Learn = Literal["all", "last"]
 """The assistant's turns that are trained on."""
 Ends = Sequence[int]
@@ -125,7 +125,7 @@ def encode_prompt(
 
 def encode_messages(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[MessageFields],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The ids of a prompt of messages, for a model that may call tools, which the chat template renders (as
@@ -192,7 +192,7 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_pair(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Prompt,
-    completion: Text,
+    completion: TextOrMessages,
     ends: Ends = (),
     options: Options = NO_OPTIONS,
 ) -> tuple[list[int], list[int]]:
@@ -216,7 +216,7 @@ def encode_pair(
         )
     _require_answer(prompt, completion)
     completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
-    asked: Sequence[Message] = as_text(tokenizer, prompt)
+    asked: Sequence[MessageFields] = as_text(tokenizer, prompt)
     options = as_text(tokenizer, options)
     start = _prompt_text(tokenizer, asked, options)
     whole = render_template(tokenizer, [*asked, *completion], **options)
@@ -282,7 +282,7 @@ def encode_documents(
 
 def encode_turns(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[MessageFields],
     learn: Learn,
     ends: Ends = (),
     options: Options = NO_OPTIONS,
@@ -386,7 +386,7 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
+def is_messages(value: Any) -> TypeGuard[Sequence[MessageFields]]:
     return (
         isinstance(value, Sequence)
         and bool(value)
@@ -419,7 +419,9 @@ def _tokens_between(
     return [index for index, (first, end) in enumerate(spans) if start <= first and start < end <= stop]
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Options) -> str:
+def _prompt_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[MessageFields], options: Options
+) -> str:
     """The text before the model's answer: its turn is opened, or continued if the last message is the
     assistant's."""
     answering = messages[-1]["role"] == "assistant"
@@ -438,7 +440,7 @@ def _require_messages(value: Any) -> None:
         )
 
 
-def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) -> None:
+def _require_answer(prompt: Sequence[MessageFields], completion: Sequence[MessageFields]) -> None:
     """Raise a DataError if a completion is not a single answer of the assistant that follows another role."""
     if others := [message["role"] for message in completion if message["role"] != "assistant"]:
         raise DataError(
@@ -460,7 +462,7 @@ def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) ->
         )
 
 
-def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: Ends) -> Message:
+def _without_end(tokenizer: PreTrainedTokenizerBase, message: MessageFields, ends: Ends) -> MessageFields:
     """The message, an assistant's without end tokens at its end: the template writes one, or `_finish` adds
     it."""
     if message["role"] != "assistant" or not isinstance(message.get("content"), str):
@@ -520,10 +522,10 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
 
 def _require_written(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[MessageFields],
     options: Options,
     text: str,
-    render: Callable[[Sequence[Message], Options], str] | None = None,
+    render: Callable[[Sequence[MessageFields], Options], str] | None = None,
 ) -> None:
     """Raise a DataError if the template leaves out the tools of a prompt, or what a message has of `WRITTEN`:
     `text`, which it has rendered, is the same without them. Reasoning may be left out once other messages
@@ -533,7 +535,7 @@ def _require_written(
         render: how the text was rendered; None: as a whole conversation.
     """
 
-    def whole(messages: Sequence[Message], options: Options) -> str:
+    def whole(messages: Sequence[MessageFields], options: Options) -> str:
         return render_template(tokenizer, messages, **options)
 
     render = render or whole
@@ -575,12 +577,12 @@ def _require_differ(name: str, with_it: Callable[[], str], without: Callable[[],
         )
 
 
-def _weight(message: Message) -> bool:
+def _weight(message: MessageFields) -> bool:
     """Whether a message that is an answer is trained on."""
     return message.get("weight") is None or bool(message["weight"])
 
 
-def _require_end(text: str, message: Message) -> None:
+def _require_end(text: str, message: MessageFields) -> None:
     """Raise a DataError if the template writes no end after an answer that others follow: its end could not
     be trained on."""
     if text.strip() == str(message.get("content") or "").strip():

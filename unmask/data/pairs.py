@@ -27,7 +27,7 @@ from unmask.data.encoding import (
 )
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
-from unmask.data.rows import Row, make_row, refuse_mask
+from unmask.data.rows import TokenRow, make_row, refuse_mask
 from unmask.errors import DataError
 
 Ids = Sequence[int]
@@ -95,7 +95,7 @@ def pair_rows(
     formats: Sequence[RecordFormat] = SUPERVISED,
     learn: Learn | None = None,
     packed: bool = False,
-) -> Rows[Row]:
+) -> Rows[TokenRow]:
     """Token rows in which only the completion is trained on; with `label` if the example has one.
 
     Args:
@@ -110,7 +110,7 @@ def pair_rows(
     Raises:
         DataError: a bad row, if the report does not skip it; or no row is left.
     """
-    reader, rows = Reader(formats), list[Row]()
+    reader, rows = Reader(formats), list[TokenRow]()
     for index, example in enumerate(examples):
         with report.row(index):
             converted = reader.read(example)
@@ -176,10 +176,10 @@ def preference_rows(
     return report.attach(pairs)
 
 
-def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
+def pack(rows: Sequence[TokenRow], max_length: int) -> list[TokenRow]:
     """Packs rows, each a document, into rows of at most `max_length` tokens (best fit, longest first)."""
     # `free`: the free tokens and the index of each pack, in order
-    packs, free = list[list[Row]](), list[tuple[int, int]]()
+    packs, free = list[list[TokenRow]](), list[tuple[int, int]]()
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         best = bisect_left(free, (len(row["input_ids"]),))
         if best == len(free):
@@ -191,7 +191,7 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
     return [joined(pack, sample_id) for sample_id, pack in enumerate(packs)]
 
 
-def joined(rows: Sequence[Row], sample_id: int) -> Row:
+def joined(rows: Sequence[TokenRow], sample_id: int) -> TokenRow:
     """Concatenates rows of one document each into one row."""
     ids, maskable = ([*chain.from_iterable(row[name] for row in rows)] for name in ("input_ids", "maskable"))
     documents = [number for number, row in enumerate(rows, start=1) for _ in row["input_ids"]]
@@ -223,7 +223,7 @@ def _row(
     filling: int,
     sample_id: int,
     trained: Sequence[bool],
-) -> Row:
+) -> TokenRow:
     """A row filled with EOS. `trained` says which tokens of the prompt are trained on; the first token never
     is."""
     ids = [*prompt, *completion, *[tokenizer.eos_token_id] * filling]

@@ -28,7 +28,7 @@ TEXTS_AT_ONCE = 256
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-Row = dict[str, Any]
+TokenRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def iter_text_rows(
     where: str = "train_dataset",
     unknown: UnknownTokens | None = None,
     ends: Sequence[int] = (),
-) -> Iterator[Row]:
+) -> Iterator[TokenRow]:
     """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends
     with EOS. If the text has them, they are not added again; `ends` are the model's end tokens.
 
@@ -162,7 +162,9 @@ def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
         )
 
 
-def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
+def make_row(
+    ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int
+) -> TokenRow:
     """A row, its documents renumbered from 1."""
     first = documents[0] - 1
     return {
@@ -192,7 +194,7 @@ class Collator:
         self.fills = {"input_ids": pad_token_id, "documents": 0, "maskable": False}
         self.marking = marking
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
         batch: dict[str, Any] = {
             name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()
         }

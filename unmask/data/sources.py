@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unmask.config.run import DataConfig, DataSource
 from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.models.model_paths import near_path
-from unmask.records import Record, kind_of, read_examples, read_lines, read_records, require_names
+from unmask.records import PlacedRecord, kind_of, read_examples, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -113,7 +113,7 @@ def _unknown_kind(file: str) -> DataError:
     )
 
 
-def first_records(source: str) -> Generator[Record, None, None]:
+def first_records(source: str) -> Generator[PlacedRecord, None, None]:
     """The rows of a CSV or JSON file, each with its place; none of other sources, which are slow to open.
     Raises as `read_records`."""
     if kind_of(source) in RECORDS and Path(source).is_file():

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.data.rows import Column, Row, iter_text_rows
+from unmask.data.rows import Column, TokenRow, iter_text_rows
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ class StreamedRows(IterableDataset):
     raises DataError at a bad row, or where the rows are not the `expected` ones.
     """
 
-    def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[Row]]):
+    def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[TokenRow]]):
         self.texts, self.make_rows, self.skipped = texts, make_rows, 0
         self.expected: Mapping[str, int] | None = None
         """What `visited` returned in the run that is resumed."""
@@ -55,7 +55,7 @@ class StreamedRows(IterableDataset):
         self._hashes = torch.zeros(RECENT_ROWS, 2, dtype=torch.int64).share_memory_()
         """For each recent row: the number of rows up to it, and their hash."""
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TokenRow]:
         return islice(self._endless(), self.skipped, None)
 
     def skip(self, rows: int) -> StreamedRows:
@@ -70,7 +70,7 @@ class StreamedRows(IterableDataset):
         number, found = self._hashes[(self.skipped + rows) % RECENT_ROWS].tolist()
         return {"rows": number, "hash": found} if number == self.skipped + rows else None
 
-    def _endless(self) -> Iterator[Row]:
+    def _endless(self) -> Iterator[TokenRow]:
         sample_ids, digest = count(), 0
         for epoch in count():
             if hasattr(self.texts.dataset, "set_epoch"):
@@ -94,7 +94,7 @@ class StreamedRows(IterableDataset):
             )
 
 
-def _hash_with(digest: int, row: Row) -> int:
+def _hash_with(digest: int, row: TokenRow) -> int:
     """The hash of rows, from the hash of all but the last."""
     content = array.array("q", [digest, *row["input_ids"], *row["documents"]]).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big", signed=True)
@@ -166,7 +166,7 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], setting
     return key.hexdigest()[:32]
 
 
-def _write_cache(cache: Path, rows: Iterator[Row]) -> None:
+def _write_cache(cache: Path, rows: Iterator[TokenRow]) -> None:
     """Write atomically: the folder is renamed when it is complete."""
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter

@@ -17,7 +17,7 @@ from unmask.data.rows import Column
 from unmask.data.sources import load_examples
 from unmask.errors import DataError
 from unmask.evaluation.item_log import ItemLog, finished_items
-from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
+from unmask.evaluation.likelihood import LikelihoodEstimator, default_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
 from unmask.evaluation.statistics import group_interval, ratio
 from unmask.evaluation.tasks import as_metric, item_ids, rows_fingerprint
@@ -30,7 +30,7 @@ LIKELIHOOD = "likelihood"
 """The name of the task in a result file."""
 
 
-Part = tuple[list[int], list[int]]
+DocumentPart = tuple[list[int], list[int]]
 """The tokens that are given, and those that follow, whose likelihood is measured."""
 
 
@@ -39,9 +39,9 @@ class Documents:
     """Documents whose likelihood is measured: of a text the tokens after the first, of a conversation or a
     pair the answers, as they are trained on by `unmask sft`; up to the model's context."""
 
-    by_id: Mapping[str, tuple[Any, list[Part]]]
+    by_id: Mapping[str, tuple[Any, list[DocumentPart]]]
     """The text or the prompt of each, and its parts, which have a token or more to measure."""
-    estimator: Estimator
+    estimator: LikelihoodEstimator
     samples: int
     seed: int
     protocol: dict[str, Any]
@@ -53,7 +53,7 @@ class Documents:
         lm: DiffusionLM,
         path: str,
         rows: int,
-        estimator: Estimator | None,
+        estimator: LikelihoodEstimator | None,
         samples: int,
         seed: int,
         text_column: str | None = None,
@@ -157,7 +157,7 @@ class Documents:
         return math.sqrt(math.fsum(error**2 for error in errors)) / int(self.protocol["tokens"])
 
 
-def likelihood_parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
+def likelihood_parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[DocumentPart]:
     """What is measured of a row in TRL's columns: of a conversation each answer, given what is before it."""
     if "text" in row:
         ids = encode_prompt(lm.tokenizer, row["text"])
@@ -166,7 +166,7 @@ def likelihood_parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
     if "messages" not in row:
         return [encode_pair(lm.tokenizer, row["prompt"], row["completion"], lm.eos_token_ids, options)]
     before, answer, trained = encode_turns(lm.tokenizer, row["messages"], "all", lm.eos_token_ids, options)
-    ids, turns, start = [*before, *answer], list[Part](), 0
+    ids, turns, start = [*before, *answer], list[DocumentPart](), 0
     for is_trained, run in groupby([*trained, *[True] * len(answer)]):
         stop = start + len(list(run))
         turns += [(ids[:start], ids[start:stop])] if is_trained else []

@@ -30,7 +30,7 @@ from unmask.generation.requests import check_ids, make_requests
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.model_state import evaluating
 
-Estimator = Literal["elbo", "exact"]
+LikelihoodEstimator = Literal["elbo", "exact"]
 ROWS_PER_PASS, TOKENS_PER_PASS = 128, 32_768
 """Noised rows of a forward pass at most: a function of the row's length alone."""
 FEWEST_DIFFERENCES = 4
@@ -83,7 +83,7 @@ def _half_width(differences: Sequence[float]) -> float:
     return math.sqrt(variance) * student_quantile(min(max(degrees, 1), len(differences))) if variance else 0.0
 
 
-def default_estimator(lm: DiffusionLM) -> Estimator:
+def default_estimator(lm: DiffusionLM) -> LikelihoodEstimator:
     """exact for a causal model, and over the orders of blocks of at most 4 tokens; else elbo."""
     return "exact" if lm.autoregressive or (lm.block_size or EXACT_BLOCK + 1) <= EXACT_BLOCK else "elbo"
 
@@ -92,7 +92,7 @@ def log_likelihood(
     lm: DiffusionLM,
     prompts: Sequence[Any],
     completions: Sequence[str | Sequence[int]],
-    estimator: Estimator | None = None,
+    estimator: LikelihoodEstimator | None = None,
     samples: int = 32,
     seed: int = 0,
 ) -> Tensor:
@@ -105,7 +105,7 @@ def log_likelihoods(
     lm: DiffusionLM,
     prompts: Sequence[Any],
     completions: Sequence[str | Sequence[int]],
-    estimator: Estimator | None = None,
+    estimator: LikelihoodEstimator | None = None,
     samples: int = 32,
     seed: int = 0,
     keys: Sequence[int] | None = None,
@@ -175,7 +175,7 @@ def _of_pair(
     lm: DiffusionLM,
     prompt: list[int],
     ids: list[int],
-    estimator: Estimator,
+    estimator: LikelihoodEstimator,
     samples: int,
     draw: MaskRNG,
     shared: int | None,

@@ -19,7 +19,7 @@ from unmask.artifacts import write_atomic
 from unmask.errors import DataError
 from unmask.evaluation.statistics import Interval
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+SafeCount = Annotated[int, Field(ge=0, lt=2**53)]
 WITH_UNITS = {
     "AUP",
     "perplexity",
@@ -99,11 +99,11 @@ class Item(_Part):
     prompt: Any = None
     """A text, or messages."""
     completions: list[str] = []
-    tokens: Count = 0
+    tokens: SafeCount = 0
     """Produced, over all completions."""
-    steps: Count = 0
+    steps: SafeCount = 0
     """Denoising steps, over all completions."""
-    passes: Count = 0
+    passes: SafeCount = 0
     """Forward passes, over all completions."""
     traces: list[ItemTrace] = []
     """One for each completion, if they were recorded."""

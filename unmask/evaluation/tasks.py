@@ -36,11 +36,11 @@ from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
+from unmask.records import RowSequence
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, split_of
 from unmask.training.run.fingerprints import code_fingerprint
 
-Rows = Sequence[Mapping[str, Any]]
 SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
 """Settings of a sampler that change no completion."""
 UNCOMPARED = {"agreement_prompts": 0}
@@ -127,7 +127,7 @@ def as_metric(name: str, interval: Interval) -> Metric:
     return Metric.of(interval, higher_is_better=name not in LOWER_IS_BETTER)
 
 
-def sampler_for(task: Task, rows: Rows, sampler: SamplerConfig | None) -> SamplerConfig:
+def sampler_for(task: Task, rows: RowSequence, sampler: SamplerConfig | None) -> SamplerConfig:
     """The sampler with the task's answer length as the canvas length, unless prompts are conversations."""
     sampler = sampler or SamplerConfig(batch_size=256)
     if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
@@ -135,7 +135,7 @@ def sampler_for(task: Task, rows: Rows, sampler: SamplerConfig | None) -> Sample
     return sampler
 
 
-def protocol_of(task: Task, rows: Rows, sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
+def protocol_of(task: Task, rows: RowSequence, sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
     """What the scores depend on beside the model: the rows with their prompts, the sampler, the attempts, the
     code of a user's task."""
     code = code_fingerprint(task)
@@ -148,26 +148,28 @@ def protocol_of(task: Task, rows: Rows, sampler: SamplerConfig, attempts: int = 
     }
 
 
-def rows_fingerprint(rows: Rows) -> str:
+def rows_fingerprint(rows: RowSequence) -> str:
     """A hash of the content of rows."""
     return hashlib.sha256(
         json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()
     ).hexdigest()
 
 
-def check_evaluation(lm: DiffusionLM, task: Task, rows: Rows, sampler: SamplerConfig | None = None) -> None:
+def check_evaluation(
+    lm: DiffusionLM, task: Task, rows: RowSequence, sampler: SamplerConfig | None = None
+) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or
     programs have no sandbox."""
     _verify(task, [""], rows[:1])
     make_requests(lm, prompt_ids(lm, rows), sampler_for(task, rows, sampler))
 
 
-def prompt_ids(lm: DiffusionLM, rows: Rows) -> list[list[int]]:
+def prompt_ids(lm: DiffusionLM, rows: RowSequence) -> list[list[int]]:
     """The token ids of the prompts, as in training."""
     return [encode_row(lm.tokenizer, read_prompt(row)) for row in rows]
 
 
-def _verify(task: Task, completions: Sequence[str], rows: Rows) -> list[Verdict]:
+def _verify(task: Task, completions: Sequence[str], rows: RowSequence) -> list[Verdict]:
     """The verdict on each completion. ConfigError if the task's own code fails."""
     what = f"{type(task).__name__}.verify"
     with failing_as(ConfigError, what, where=task.name, remedy="Correct it: it has to accept any text"):
@@ -188,7 +190,7 @@ def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig
 def evaluate_task(
     lm: DiffusionLM,
     task: Task,
-    rows: Rows,
+    rows: RowSequence,
     sampler: SamplerConfig | None = None,
     metrics: Sequence[str] = (),
     *,
@@ -278,7 +280,7 @@ class _Problem(NamedTuple):
     """Among rows of the same prompt."""
 
 
-def _problems(lm: DiffusionLM, rows: Rows) -> list[_Problem]:
+def _problems(lm: DiffusionLM, rows: RowSequence) -> list[_Problem]:
     """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not
     matter."""
     ids, prompts = item_ids(rows), prompt_ids(lm, rows)

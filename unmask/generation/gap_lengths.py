@@ -53,13 +53,13 @@ ROUNDS = (2, 4, WINDOW)
 TOKENS_PER_PASS = 8192
 """The most tokens of a forward pass: the same for every text, so that a length does not depend on others, and
 no more than a step of a server takes, which makes such passes between its steps."""
-Pass = Callable[[], list[float]]
+LengthPass = Callable[[], list[float]]
 """A forward pass, and what it finds."""
-Run = Callable[[Pass], list[float]]
+LengthRun = Callable[[LengthPass], list[float]]
 """Makes a forward pass, when and where the model is free."""
 
 
-def run_now(forward_pass: Pass) -> list[float]:
+def run_now(forward_pass: LengthPass) -> list[float]:
     return forward_pass()
 
 
@@ -77,7 +77,7 @@ def find_lengths(
     config: SamplerConfig,
     max_gap: int,
     gap_mark: str,
-    run: Run = run_now,
+    run: LengthRun = run_now,
 ) -> list[FoundText]:
     """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier
     ones have the lengths that were found, and the later ones a short one. All gaps are hidden throughout.
@@ -151,7 +151,7 @@ def _find(
     config: SamplerConfig,
     max_gap: int,
     where: str,
-    run: Run,
+    run: LengthRun,
 ) -> FoundText:
     begun = lm.mask_token_id in segments[0] or has_text(lm.tokenizer, segments[0])
     possible = [
@@ -184,7 +184,7 @@ class GapScorer:
         before: list[int],
         after: list[int],
         sizes: tuple[int, int],
-        run: Run = run_now,
+        run: LengthRun = run_now,
     ):
         self.lm, self.before, self.after, self.run = lm, before, after, run
         # nothing predicts the first token of a shifted model

@@ -18,8 +18,8 @@ from unmask.models.hooks.head import Reduction
 from unmask.models.kernels.log_softmax import at_least_float32
 from unmask.models.model_state import evaluating
 
-Found = list[tuple[float, list[tuple[int, float]]]]
-Run = Callable[[Callable[[], Found]], Found]
+ScoredTokens = list[tuple[float, list[tuple[int, float]]]]
+ScoringRun = Callable[[Callable[[], ScoredTokens]], ScoredTokens]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PromptLogProbs:
     top: list[list[tuple[int, float]] | None]
 
 
-def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Run) -> PromptLogProbs:
+def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: ScoringRun) -> PromptLogProbs:
     """The log-probability of each token, as when the model writes the prompt after its first token from left
     to right, one token a step.
 
@@ -50,7 +50,7 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Run) ->
         run: makes a forward pass, when and where the model is free.
     """
     size = len(ids) if lm.autoregressive else max(1, TOKENS_PER_PASS // max(1, len(ids)))
-    found: Found = []
+    found: ScoredTokens = []
     for start in range(1, len(ids), size):
         found += run(partial(_log_probs, lm, ids, range(start, min(start + size, len(ids))), top))
     first = [None] * bool(ids)
@@ -60,7 +60,7 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Run) ->
 
 
 @torch.no_grad()
-def _log_probs(lm: DiffusionLM, ids: Sequence[int], targets: range, top: int) -> Found:
+def _log_probs(lm: DiffusionLM, ids: Sequence[int], targets: range, top: int) -> ScoredTokens:
     ids_BT, place_N = (
         torch.tensor([list(ids)], device=lm.device),
         torch.arange(targets.start, targets.stop, device=lm.device),

@@ -8,8 +8,8 @@ from unmask.migration.rules import (
     DroppedError,
     Old,
     Rule,
+    RuleTable,
     Settings,
-    Table,
     lora_if,
     static,
     to,
@@ -85,8 +85,8 @@ def output(value: Any, old: Old) -> Settings:
 
 EIGHT_BIT = Rule(optimizer, "the optimizer is one setting; paged ones move their state to host memory")
 STAGE_EPOCHS = Rule(stages, "stages are data: fractions of the steps, rates, trained weights")
-BATCHES: Table = static("batches")
-CONVERTER: Table = {
+BATCHES: RuleTable = static("batches")
+CONVERTER: RuleTable = {
     **lora_if(
         "use_lora",
         {

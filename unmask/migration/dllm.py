@@ -11,8 +11,8 @@ from unmask.migration.rules import (
     DroppedError,
     Old,
     Rule,
+    RuleTable,
     Settings,
-    Table,
     lora_if,
     static,
     tables,
@@ -70,7 +70,7 @@ def prompt_kept(value: Any, old: Old) -> Settings:
     return {}
 
 
-SHARED: Table = {
+SHARED: RuleTable = {
     **SETTINGS_OF_MODEL,
     **lora_if(
         "lora",
@@ -87,7 +87,7 @@ SHARED: Table = {
         "only with held-out rows",
     ),
 }
-SFT: Table = {
+SFT: RuleTable = {
     **SHARED,
     **static("dllm-sft"),
     "loss_norm_type": to("training.loss_type", words(token="nll", sequence="sequence_nll")),
@@ -98,14 +98,14 @@ SFT: Table = {
     ),
     "mask_prompt_loss": Rule(prompt_kept, "the prompt is never hidden"),
 }
-TEXT: Table = {
+TEXT: RuleTable = {
     **SHARED,
     **static("dllm-text"),
     "block_size": Rule(
         lambda value, old: {"training.attention": "block_causal", "training.block_size": value}
     ),
 }
-GRPO_FLAGS: Table = {
+GRPO_FLAGS: RuleTable = {
     **TRL_GRPO,
     **lora_if(None, LORA_OF_TRL),
     **static("dllm-grpo"),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from unmask.errors import EARLIER_NAMES
-from unmask.migration.rules import Old, Rule, Settings, Table, to
+from unmask.migration.rules import Old, Rule, RuleTable, Settings, to
 from unmask.training.settings.listing import VERBS, settings_of_verb
 
 SECTIONS = ("training", "sampler")
@@ -21,7 +21,7 @@ VALUES = {
 SFT_LOSSES = {"token": "nll", "sequence": "sequence_nll"}
 
 
-def earlier_names() -> Table:
+def earlier_names() -> RuleTable:
     """Every key of a config: those with another name today, and all others as they are."""
     keys = {each.key for verb in VERBS for each in settings_of_verb(verb)}
     keys |= {".".join(key.split(".")[:2]) for key in keys}  # a section within a section is one value

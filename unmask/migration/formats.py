@@ -15,7 +15,7 @@ from unmask.migration.earlier import SECTIONS, earlier_names
 from unmask.migration.files import MAPPINGS, OldFile, read_old
 from unmask.migration.launchers import ACCELERATE
 from unmask.migration.reinforcement import D1, DIFFU_VARIABLES, DIFFUSION, IMPROVED, d1_defaults
-from unmask.migration.rules import Old, Settings, Table, static, tables
+from unmask.migration.rules import Old, RuleTable, Settings, static, tables
 from unmask.migration.trl import (
     DIFFUSION_DPO,
     ROLLOUT_VARIABLES,
@@ -35,14 +35,14 @@ class Format(NamedTuple):
 
     title: str
     verb: str | None
-    table: Table
+    table: RuleTable
     defaults: Defaults
     marks: frozenset[str]
     program: str = r"(?!)"
 
 
 EARLIER = earlier_names()
-TABLES: dict[str, tuple[Table, Defaults]] = {
+TABLES: dict[str, tuple[RuleTable, Defaults]] = {
     "diffu-grpo": (D1, d1_defaults),
     "d1-sft": (BATCHES | static("d1-sft"), lambda old, program: tables()["defaults"]["d1-sft"]),
     "diffusion-dpo": (DIFFUSION_DPO, lambda old, program: {}),

@@ -9,8 +9,8 @@ from unmask.migration.rules import (
     DroppedError,
     Old,
     Rule,
+    RuleTable,
     Settings,
-    Table,
     precision,
     static,
 )
@@ -66,7 +66,7 @@ def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
     return {"training.fsdp": True, "training.fsdp_config": settings}
 
 
-ACCELERATE: Table = {
+ACCELERATE: RuleTable = {
     **static("accelerate"),
     "mixed_precision": Rule(precision, "one switch for each type"),
     "deepspeed_config": Rule(deepspeed, "set here, so that the launcher needs no file"),

@@ -10,8 +10,8 @@ from unmask.migration.rules import (
     DroppedError,
     Old,
     Rule,
+    RuleTable,
     Settings,
-    Table,
     lora_if,
     static,
     tables,
@@ -40,7 +40,7 @@ def temperature(value: Any, old: Old) -> Settings:
     return {"training.temperature": value}
 
 
-def reference(beta: float) -> Table:
+def reference(beta: float) -> RuleTable:
     """The keys of a moving reference, for a trainer with this default of beta."""
 
     def moves(old: Old) -> None:
@@ -124,7 +124,7 @@ ADAPTIVE_LOSS = Rule(
     ),
     "only with adaptive or optimized masking",
 )
-GRPO: Table = {
+GRPO: RuleTable = {
     **static("grpo"),
     "masking_strategy": MASKING,
     "adaptive_loss": ADAPTIVE_LOSS,
@@ -133,14 +133,14 @@ GRPO: Table = {
 }
 """Keys that all trainers share."""
 
-DIFFUSION: Table = {
+DIFFUSION: RuleTable = {
     **static("diffusion"),
     "p_mask_prompt": Rule(prompts_masked),
     "remasking": to("training.remasking", words(low_confidence="low_confidence", random="random")),
     "dataset": Rule(task, "the task's problems, style and published rewards"),
 }
 
-IMPROVED: Table = {
+IMPROVED: RuleTable = {
     **static("improved-diffu-grpo"),
     "optimization.enable_mixed_precision": variable(OLDER["DIFFU_MIXED_PRECISION"]),
     "masking.strategy_type": MASKING,
@@ -158,7 +158,7 @@ IMPROVED: Table = {
 }
 """Rules of ImprovedDiffuGRPOConfig, whose keys are in sections."""
 
-DIFFU_VARIABLES: Table = {
+DIFFU_VARIABLES: RuleTable = {
     **static("diffu-variables"),
     **{name: variable(known) for name, known in OLDER.items()},
     "DIFFU_DATASET": Rule(
@@ -175,8 +175,8 @@ LORA_OF_TRL = {
     "dropout": "lora_dropout",
     "target_modules": "lora_target_modules",
 }
-LORA_LEFT: Table = static("adapters")
-D1: Table = {
+LORA_LEFT: RuleTable = static("adapters")
+D1: RuleTable = {
     **SETTINGS_OF_MODEL,
     **GRPO,
     **reference(beta=0.04),

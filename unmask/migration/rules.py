@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unmask.config.yaml import parse_yaml
-from unmask.training.settings.older_variables import SWITCH
+from unmask.training.settings.older_variables import SWITCH, Settings
 
 Old = Mapping[str, Any]
 """An old configuration: values by key."""
-Settings = dict[str, Any]
-"""Unmask's settings by dotted key."""
 
 
 class DroppedError(Exception):
@@ -31,7 +29,7 @@ class Rule(NamedTuple):
     """The reason for the change, for the report."""
 
 
-Table = dict[str, Rule]
+RuleTable = dict[str, Rule]
 
 
 def to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") -> Rule:
@@ -66,7 +64,7 @@ def tables() -> dict[str, Any]:
     return parse_yaml(path.read_text(encoding="utf-8"), path.name)
 
 
-def static(name: str) -> Table:
+def static(name: str) -> RuleTable:
     """The rules of a table in tables.yaml."""
     converters = {"renamed": None, "texts": str, "switches": truth, "numbers": number}
     found = tables()[name]
@@ -105,7 +103,7 @@ def first_of(value: Any) -> Any:
     return value
 
 
-def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
+def lora_if(switch_key: str | None, names: Mapping[str, str]) -> RuleTable:
     """Adapters: `names` maps r, alpha, dropout and target_modules to their old keys, which apply if the
     switch is on (None: always)."""
 
@@ -141,7 +139,7 @@ def logs_at(value: Any, old: Old) -> Settings:
     return {"training.logging_dir": str(value)}
 
 
-TRANSFORMERS: Table = {
+TRANSFORMERS: RuleTable = {
     **static("transformers"),
     "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
     "group_by_length": to(
@@ -198,7 +196,7 @@ def loading(value: Mapping[str, Any], old: Old) -> Settings:
     return settings
 
 
-SETTINGS_OF_MODEL: Table = {
+SETTINGS_OF_MODEL: RuleTable = {
     **static("model"),
     "trust_remote_code": Rule(remote_code),
     "attn_implementation": Rule(

@@ -18,8 +18,8 @@ from unmask.migration.rules import (
     DroppedError,
     Old,
     Rule,
+    RuleTable,
     Settings,
-    Table,
     first_of,
     lora_if,
     precision,
@@ -110,14 +110,14 @@ def evaluation(value: Any, old: Old) -> Settings:
     return {"training.eval_strategy": value} | (held_out(value, old) if old.get("dataset_name") else {})
 
 
-DATASET: Table = {
+DATASET: RuleTable = {
     **static("trl-data"),
     "dataset_name": Rule(named_data, "the configuration follows a colon"),
     "dataset_config": Rule(named_data, "follows the name, after a colon"),
     "dataset_test_split": Rule(held_out, "held-out rows are a separate source"),
     "eval_strategy": Rule(evaluation),
 }
-TRL_GRPO: Table = {
+TRL_GRPO: RuleTable = {
     **SETTINGS_OF_MODEL,
     **GRPO,
     **reference(beta=0.0),
@@ -174,7 +174,7 @@ def server_address(value: Any, old: Old) -> Settings:
     return OLDER_GRPO_VARIABLES["VLLM_SERVER_HOST"].read(str(value))
 
 
-ROLLOUT_VARIABLES: Table = {
+ROLLOUT_VARIABLES: RuleTable = {
     **static("grpo-variables"),
     **{name: variable(known) for name, known in OLDER_GRPO_VARIABLES.items()},
     "VLLM_SERVER_HOST": Rule(server_address),
@@ -204,7 +204,7 @@ def samples(value: Any, old: Old) -> Settings:
 
 
 ADAPTERS = {**lora_if("use_lora", LORA_OF_TRL), **LORA_LEFT}
-DIFFUSION_DPO: Table = {
+DIFFUSION_DPO: RuleTable = {
     **SETTINGS_OF_MODEL,
     **ADAPTERS,
     **static("diffusion-dpo"),
@@ -224,7 +224,7 @@ def smoothing(value: Any, old: Old) -> Settings:
     return {"training.label_smoothing": value}
 
 
-TRL_DPO: Table = {
+TRL_DPO: RuleTable = {
     **SETTINGS_OF_MODEL,
     **DATASET,
     **lora_if("use_peft", LORA_OF_TRL),

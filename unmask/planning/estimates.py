@@ -21,7 +21,7 @@ from unmask.planning.cost_model import (
     host_bytes,
     peak_memory,
 )
-from unmask.planning.step_time import Bound, PassCosts, step_launches, step_reads, step_time
+from unmask.planning.step_time import BoundBy, PassCosts, step_launches, step_reads, step_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class StepEstimate:
     limit: float  # bytes that may be used on each device
     # of a step for the batches of all devices; None if the throughput of a device is unknown
     seconds: float | None
-    bound: Bound | None  # what takes most of that time; None if it is unknown
+    bound: BoundBy | None  # what takes most of that time; None if it is unknown
     launches: float  # of kernels, in a step
     reads: float  # of values by the host, in a step
     devices: int  # data-parallel ones; 1 for a split model

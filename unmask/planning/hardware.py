@@ -18,7 +18,14 @@ from unmask.planning.blueprint import ModelSpec
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
 from unmask.planning.estimates import StepEstimate, estimate_step
-from unmask.planning.step_time import CPU_LAUNCH_SECONDS, Bound, DenoisingPass, PassCosts, StepTime, pass_time
+from unmask.planning.step_time import (
+    CPU_LAUNCH_SECONDS,
+    BoundBy,
+    DenoisingPass,
+    PassCosts,
+    StepTime,
+    pass_time,
+)
 
 CPU = "cpu"
 MEASURED_ROWS = 4  # unless --batch-size is set
@@ -166,7 +173,7 @@ class StepEstimator:
             return estimate
         work = estimate.workload
         seconds = calibrate(self.blueprint, self.network(work.precision), work)
-        bound: Bound = "launches" if estimate.launches * CPU_LAUNCH_SECONDS > seconds / 2 else "arithmetic"
+        bound: BoundBy = "launches" if estimate.launches * CPU_LAUNCH_SECONDS > seconds / 2 else "arithmetic"
         return dataclasses.replace(estimate, seconds=seconds, bound=bound)
 
     def generation(self, recipe: HardwareRecipe) -> dict[int, StepTime]:

@@ -26,9 +26,9 @@ from unmask.planning.cost_model import (
     weight_bytes,
 )
 
-Bound = Literal["arithmetic", "memory", "launches", "reads", "link"]
+BoundBy = Literal["arithmetic", "memory", "launches", "reads", "link"]
 
-BOUNDS: dict[Bound, str] = {
+BOUNDS: dict[BoundBy, str] = {
     "arithmetic": "products of matrices",
     "memory": (
         "memory bandwidth: fuse kernels (`use_liger_kernel` in training), or larger batches in generation"
@@ -148,9 +148,9 @@ class StepTime:
         return max(self.arithmetic + self.memory, self.launches) + self.reads + self.link
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundBy:
         """The part that takes most of the time; launches only if they take longer than the GPU."""
-        parts: dict[Bound, float] = {
+        parts: dict[BoundBy, float] = {
             "arithmetic": self.arithmetic,
             "memory": self.memory,
             "reads": self.reads,

@@ -15,13 +15,13 @@ from unmask.diffusion.log_probs import passes
 from unmask.errors import ConfigError
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
-from unmask.preference.losses import LossType
+from unmask.preference.losses import PreferenceLoss
 from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
 from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
 from unmask.training.sharding import weight_sharding_setting
 
-Bound = Literal["elbo", "exact"]
+BoundKind = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
 MAX_EXACT_BLOCK = 4
 """Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further
@@ -32,7 +32,7 @@ GPU."""
 MASK_FIELDS = ("samples", "complementary", "log_variance_steps", "plan_reused")
 """Settings without effect on an exact likelihood."""
 PAIRED, COMPARED = (
-    f"loss_type={'|'.join(name for name in get_args(LossType) if name != other)}"
+    f"loss_type={'|'.join(name for name in get_args(PreferenceLoss) if name != other)}"
     for other in ("kto", "simpo")
 )
 """The losses of pairs, and the losses that compare the policy with a reference."""
@@ -44,8 +44,10 @@ class DPOConfig(PairConfig):
     responses."""
 
     learning_rate: float = setting(5e-6, "The peak learning rate of AdamW")
-    loss_type: LossType = setting(
-        "sigmoid", "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)", choices=get_args(LossType)
+    loss_type: PreferenceLoss = setting(
+        "sigmoid",
+        "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)",
+        choices=get_args(PreferenceLoss),
     )
     beta: float = setting(
         0.2, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6
@@ -67,13 +69,13 @@ class DPOConfig(PairConfig):
         1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"]
     )
 
-    bound: Bound | None = setting(
+    bound: BoundKind | None = setting(
         None,
         (
             "Log-likelihood of a response: elbo (a lower bound) or exact; unset: exact for causal models "
             "and blocks of at most 4 tokens"
         ),
-        choices=get_args(Bound),
+        choices=get_args(BoundKind),
     )
     samples: int = setting(8, "elbo: views of each response, each with one mask", low=1)
     complementary: bool = setting(False, "elbo: complementary pairs of masks, and one that hides all")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from unmask.errors import ConfigError
 from unmask.tensor_checks import check_tensors
 
-LossType = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
 """The losses of `DPOTrainer`, which `_pair_loss` calls. After a change: `python scripts/list_settings.py`."""
 
 

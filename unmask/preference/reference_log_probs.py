@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unmask.artifacts import default_mode
-from unmask.data.rows import Row
+from unmask.data.rows import TokenRow
 from unmask.diffusion.views import Views
 from unmask.errors import TrainingError, UnmaskWarning
 from unmask.models.diffusion_lm import DiffusionLM
@@ -36,7 +36,7 @@ CONTENT = "content"
 """The name of the table's own hash among those of the file."""
 PART = 64
 """Batches of each process that are computed before the processes exchange them."""
-LogProbsOfRows = Callable[[Sequence[Row], int], tuple[Tensor, Tensor]]
+LogProbsOfRows = Callable[[Sequence[TokenRow], int], tuple[Tensor, Tensor]]
 """Called with rows and the number of a view plan; returns the log-probabilities [N] of the responses and the
 digests [B] of the rows."""
 
@@ -116,7 +116,7 @@ class ReferenceTable:
 
     def complete(
         self,
-        rows_by_plan: Sequence[Sequence[Row]],
+        rows_by_plan: Sequence[Sequence[TokenRow]],
         log_probs_of: LogProbsOfRows,
         accelerator: Accelerator,
         batch_size: int,
@@ -193,7 +193,7 @@ def model_hashes(lm: DiffusionLM) -> dict[str, str]:
     return {"model": _hash(model), "tokenizer": _hash(tokenizer)}
 
 
-def data_hashes(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, str]:
+def data_hashes(rows: Sequence[TokenRow], settings: Mapping[str, Any]) -> dict[str, str]:
     """A hash of the rows and one of the settings."""
     data = hashlib.sha256()
     for row in rows:

@@ -28,7 +28,7 @@ from unmask.data.decoding import text_after
 from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Collator, Row, separate_documents
+from unmask.data.rows import Collator, TokenRow, separate_documents
 from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups, sum_over_views
 from unmask.diffusion.views import (
@@ -197,7 +197,7 @@ class DPOTrainer(DiffusionTrainer):
                 [joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)]
             )
         if any("label" in row for row in islice(dataset, 100) if isinstance(row, Mapping)):
-            rows: Sequence[Row] = pair_rows(
+            rows: Sequence[TokenRow] = pair_rows(
                 lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, formats=UNPAIRED
             )
         else:
@@ -470,7 +470,7 @@ class DPOTrainer(DiffusionTrainer):
         hashes: Mapping[str, str],
         progress: Any,
         name: str,
-        items: Sequence[Row],
+        items: Sequence[TokenRow],
         visited: Sequence[Sequence[int]],
         first_plan: int = 0,
     ) -> ReferenceTable:
@@ -491,7 +491,7 @@ class DPOTrainer(DiffusionTrainer):
         }
         path = args.output_folder / f"{name}_{REFERENCE_FILE}"
 
-        def log_probs_of(rows: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
+        def log_probs_of(rows: Sequence[TokenRow], plan: int) -> tuple[Tensor, Tensor]:
             collated = self._on_device(Collator(0)(rows))
             draw = MaskRNG(args.seed, collated["sample_id"], first_plan + plan)
             batch = PreferenceBatch(collated, self.plan(collated, draw))
@@ -518,7 +518,7 @@ class DPOTrainer(DiffusionTrainer):
             table.write(path, hashes)
         return table
 
-    def _responses(self, items: Sequence[Row]) -> Sequence[Row]:
+    def _responses(self, items: Sequence[TokenRow]) -> Sequence[TokenRow]:
         return (
             [item[key] for item in items for key in ("response", "mismatched")]
             if self.args.loss_type == "kto"
@@ -562,12 +562,12 @@ class DPOTrainer(DiffusionTrainer):
             self.eval_baseline = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
 
 
-def labeled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
+def labeled(pairs: Sequence[Mapping[str, TokenRow]]) -> list[TokenRow]:
     """The responses of pairs with a label: all chosen ones, then all rejected ones."""
     return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
 
 
-def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
+def with_mismatched(rows: Sequence[TokenRow], max_length: int, where: str) -> list[dict[str, Any]]:
     """Each labeled response with its mismatched one: the same prompt, followed by the response of the
     nearest earlier row that has another prompt (the last row precedes the first), cut to `max_length` tokens.
     KTO's baseline is estimated on these, as in TRL (within batches).
@@ -598,7 +598,7 @@ def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[di
     return examples
 
 
-def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> None:
+def check_prompts(lm: DiffusionLM, pairs: Rows[TokenRow], sampler: SamplerConfig) -> None:
     """Check that completions of all prompts can be generated.
 
     Raises:
@@ -614,7 +614,7 @@ def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> 
             ) from error
 
 
-def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> list[float]:
+def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[TokenRow], sampler: SamplerConfig) -> list[float]:
     """The judge's values, from 0 to 1, of one completion per pair against the chosen response. Texts are
     without special tokens.
 
@@ -645,7 +645,7 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
     return values
 
 
-def split_row(row: Row) -> tuple[list[int], list[int]]:
+def split_row(row: TokenRow) -> tuple[list[int], list[int]]:
     """The token ids of the prompt and of the first response."""
     start, end = row["maskable"].index(True), row["documents"].count(1)
     return row["input_ids"][:start], row["input_ids"][start:end]

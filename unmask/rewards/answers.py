@@ -25,7 +25,7 @@ class NotANumber:
     shown: str
 
 
-Answer = float | None | Verdict | NotANumber
+AnswerValue = float | None | Verdict | NotANumber
 
 
 def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def copy_of(value: Any) -> Any:
         return value
 
 
-def answers_in(values: Any) -> list[Answer] | NotANumber:
+def answers_in(values: Any) -> list[AnswerValue] | NotANumber:
     """The answers in what a function returned: a sequence, array or tensor, or one of numbers, arrays and
     tensors."""
     values = values.tolist() if hasattr(values, "tolist") else values
@@ -57,7 +57,7 @@ def answers_in(values: Any) -> list[Answer] | NotANumber:
     )
 
 
-def answer_in(value: Any) -> Answer:
+def answer_in(value: Any) -> AnswerValue:
     """The answer for one completion."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if value is None:
@@ -73,7 +73,7 @@ def answer_in(value: Any) -> Answer:
     return NotANumber(shown(value))
 
 
-async def answers_of(values: Awaitable[Any]) -> list[Answer] | NotANumber:
+async def answers_of(values: Awaitable[Any]) -> list[AnswerValue] | NotANumber:
     """The answers in what an async function returned."""
     return answers_in(await values)
 

@@ -12,7 +12,7 @@ import httpx2 as httpx
 
 from unmask.errors import ConfigError
 from unmask.rewards.answers import answer_in
-from unmask.rewards.timeouts import Arguments, LateError, in_thread
+from unmask.rewards.timeouts import CallArguments, LateError, in_thread
 
 TRIES = 3
 MAX_CONCURRENT = 16
@@ -49,7 +49,7 @@ class HttpReward:
         found = self.ask({"prompts": prompts, "completions": completions, **columns}, CALL_SECONDS)
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
-    def ask(self, arguments: Arguments, seconds: float) -> list[Any]:
+    def ask(self, arguments: CallArguments, seconds: float) -> list[Any]:
         """The answer for each completion, or the exception in its place: a LateError if none came within
         `seconds`."""
         columns = {"prompt": arguments["prompts"], "completion": arguments["completions"]}

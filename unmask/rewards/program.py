@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import OK, Verdict
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Job, SandboxPool
+from unmask.sandbox.pool import SandboxPool, SlotJob
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 
@@ -20,7 +20,7 @@ def shared_pool() -> SandboxPool:
     return SandboxPool(accept_unsandboxed=os.environ.get(ACCEPT_UNSANDBOXED) == "1")
 
 
-def verify_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
+def verify_programs(jobs: Iterable[SlotJob | None]) -> list[Verdict]:
     """The verdict on each program; `malformed` for None, a completion without a program. Those not done at
     `DEADLINE` have none."""
     pool, deadline = shared_pool(), DEADLINE.get()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from unmask.errors import TrainingError, UnmaskError
 from unmask.rewards.answers import (
-    Answer,
+    AnswerValue,
     NotANumber,
     copied,
     describe_error,
@@ -23,10 +23,10 @@ from unmask.rewards.answers import (
 )
 
 T = TypeVar("T")
-Arguments = Mapping[str, Any]
+CallArguments = Mapping[str, Any]
 """The arguments of a reward function. Lists have an entry for each completion; anything else applies to all
 of them."""
-TimedCall = Callable[[Arguments, float], list[Answer] | NotANumber]
+TimedCall = Callable[[CallArguments, float], list[AnswerValue] | NotANumber]
 """Calls a function with arguments; raises LateError after this number of seconds."""
 PING_SECONDS = 1.0
 DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)
@@ -106,7 +106,7 @@ EVENT_LOOP = EventLoop()
 
 
 def reward_values(
-    call: TimedCall, arguments: Arguments, seconds: float, *, name: str, alone: bool
+    call: TimedCall, arguments: CallArguments, seconds: float, *, name: str, alone: bool
 ) -> list[Any]:
     """The value of a reward function for each completion, or the exception in its place.
 
@@ -139,7 +139,7 @@ def reward_values(
     return values
 
 
-def check_signature(function: Callable[..., Any], arguments: Arguments, name: str) -> None:
+def check_signature(function: Callable[..., Any], arguments: CallArguments, name: str) -> None:
     """Raise a TrainingError if a function does not accept the arguments: it would fail on every
     completion."""
     try:
@@ -155,14 +155,14 @@ def check_signature(function: Callable[..., Any], arguments: Arguments, name: st
         ) from error
 
 
-def select(arguments: Arguments, at: slice) -> Arguments:
+def select(arguments: CallArguments, at: slice) -> CallArguments:
     """The arguments for some of the completions."""
     return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
 
 
 def _values_or_error(
-    call: TimedCall, arguments: Arguments, seconds: float
-) -> list[Answer] | NotANumber | BaseException:
+    call: TimedCall, arguments: CallArguments, seconds: float
+) -> list[AnswerValue] | NotANumber | BaseException:
     """What a call with copies of the arguments returns, or the exception that the function raises."""
     try:
         return call(copied(arguments), seconds)
@@ -173,8 +173,8 @@ def _values_or_error(
 
 
 def _answer(
-    call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException
-) -> Answer | BaseException:
+    call: TimedCall, arguments: CallArguments, seconds: float, of_all: BaseException
+) -> AnswerValue | BaseException:
     """The value or exception for one completion alone, of a function that raised `of_all` for all of them."""
     if seconds <= 0:
         return LateError("no time left")

@@ -11,9 +11,7 @@ from typing import Any
 
 import sympy
 
-Formula = Any
-"""A formula of SymPy as math-verify reads it, not evaluated: a value, relation, tuple, interval, set or
-matrix."""
+from unmask.rewards.equality import Formula
 
 
 def as_final(answer: Formula, reference: Formula) -> bool:

@@ -24,7 +24,7 @@ from unmask.rewards.logged import Log
 from unmask.rewards.timeouts import (
     DEADLINE,
     EVENT_LOOP,
-    Arguments,
+    CallArguments,
     check_signature,
     in_thread,
     limited,
@@ -60,7 +60,7 @@ class WorkerReward:
         for start in [in_thread(worker.start) for worker in self.workers]:
             start.result()
 
-    def ask(self, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
+    def ask(self, arguments: CallArguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
         """The value for each completion, or the exception in its place (`reward_values` in
         rewards/timeouts.py), in parallel. Workers get the attributes of the trainer's state; what they log is
         logged here, None for completions without an answer.
@@ -96,7 +96,7 @@ class WorkerReward:
         return [answer for chunk in chunks for answer in chunk]
 
     @staticmethod
-    def _call(worker: RewardWorker, name: str, log: Log, arguments: Arguments, seconds: float) -> Any:
+    def _call(worker: RewardWorker, name: str, log: Log, arguments: CallArguments, seconds: float) -> Any:
         values, logged = worker.apply((name,), arguments, seconds)
         log.add(logged)
         return values
@@ -118,7 +118,7 @@ class LocalReward:
         )
         self.threaded = True
 
-    def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
+    def ask(self, arguments: CallArguments, seconds: float, *, alone: bool) -> list[Any]:
         """The value for each completion, or the exception in its place (`reward_values` in
         rewards/timeouts.py).
 
@@ -129,7 +129,7 @@ class LocalReward:
         check_signature(self.function, arguments, self.name)
         return reward_values(self._call, arguments, seconds, name=self.name, alone=alone)
 
-    def _call(self, arguments: Arguments, seconds: float) -> Any:
+    def _call(self, arguments: CallArguments, seconds: float) -> Any:
         end = time.monotonic() + seconds
         try:
             values = self._values(arguments, seconds)
@@ -141,7 +141,7 @@ class LocalReward:
             return values
         return EVENT_LOOP.run(answers_of(values), end - time.monotonic())
 
-    def _values(self, arguments: Arguments, seconds: float) -> Any:
+    def _values(self, arguments: CallArguments, seconds: float) -> Any:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # so that the verdicts until then are not late
         deadline = time.monotonic() + seconds - min(1.0, seconds / 10)
@@ -160,7 +160,7 @@ class LocalReward:
         return work()
 
     @torch.no_grad()
-    def _without_grad(self, arguments: Arguments, device: int | None, deadline: float) -> Any:
+    def _without_grad(self, arguments: CallArguments, device: int | None, deadline: float) -> Any:
         if device is not None:  # each thread has its own current device
             torch.cuda.set_device(device)
         token = DEADLINE.set(deadline)

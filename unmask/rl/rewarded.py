@@ -19,7 +19,7 @@ from unmask.rl.weighted_rewards import RewardResult
 from unmask.sandbox.outcome import Status
 from unmask.training.metrics import metric_of_function
 
-Metric = tuple[str, Tensor | float, int]
+CountedMean = tuple[str, Tensor | float, int]
 """A name, a mean, and the number of values that it is the mean of."""
 
 
@@ -88,7 +88,7 @@ def truncated(generation: Generation, ends: Sequence[int]) -> Tensor:
     )
 
 
-def reward_metrics(result: RewardResult) -> Iterator[Metric]:
+def reward_metrics(result: RewardResult) -> Iterator[CountedMean]:
     """The verdicts, failures and logged metrics of reward functions."""
     count = len(result.total_B)
     for name, failures in result.failures.items():
@@ -103,7 +103,7 @@ def reward_metrics(result: RewardResult) -> Iterator[Metric]:
 
 def rollout_metrics(
     rewarded: RewardedCompletions, reward_of: Mapping[str, Tensor], truncated_B: Tensor
-) -> Iterator[Metric]:
+) -> Iterator[CountedMean]:
     """The metrics of a rollout batch. `reward_of`: the rewards of each function, by metric."""
     generation, total_B, count = rewarded.generation, rewarded.total_B, len(rewarded.rows)
     lengths = [len(tokens) for tokens in generation.tokens]

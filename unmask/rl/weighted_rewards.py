@@ -31,7 +31,7 @@ from unmask.redaction import masked_text
 from unmask.rewards.answers import NotANumber, describe_error, shown
 from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
-from unmask.rewards.timeouts import Arguments, LateError, in_thread
+from unmask.rewards.timeouts import CallArguments, LateError, in_thread
 from unmask.rewards.verdict import Verdict
 from unmask.rewards.workers import WorkerError
 from unmask.rl.config import GRPOConfig, RewardErrors
@@ -43,7 +43,7 @@ from unmask.training.run.fingerprints import code_fingerprint, content_hash, sou
 RewardFunction = Callable[..., Any]
 RewardFunctions = Sequence[RewardFunction | str] | RewardFunction | str
 """Functions or names, of which a single one needs no list."""
-BoundCall = Callable[[Arguments, float], list[Any]]
+BoundCall = Callable[[CallArguments, float], list[Any]]
 """Returns, within this number of seconds, a value or an exception for each completion."""
 FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_REWARD = 1e12
@@ -295,7 +295,7 @@ class Rewards:
             return functools.partial(function.ask, name=name, alone=alone)
         return functools.partial(LocalReward(function, name).ask, alone=alone)
 
-    def _answers(self, arguments: Arguments) -> list[list[Any]]:
+    def _answers(self, arguments: CallArguments) -> list[list[Any]]:
         """The answers of each function to each completion [F][B]."""
         calls = [functools.partial(call, arguments, self.seconds) for call in self._calls]
         parallel = {

@@ -22,7 +22,7 @@ from pathlib import Path
 from unmask.sandbox.isolation import INSIDE, Host, SandboxError
 from unmask.sandbox.launch import BATCH_OVER
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Job, Slot, outcome_of
+from unmask.sandbox.pool import Slot, SlotJob, outcome_of
 
 SUPPORT = Path(__file__).parent / "ocaml_support"
 PACKAGES = ("base", "ounit2")
@@ -167,7 +167,7 @@ built_programs: OrderedDict[str, str] = OrderedDict()
 """Native programs in base64, by the hash of their files, the last used one last."""
 
 
-def ocaml_job(program: str, tests: OCamlTests) -> Job:
+def ocaml_job(program: str, tests: OCamlTests) -> SlotJob:
     """The job of running the tests of an OCaml program."""
 
     def job(slot: Slot) -> Outcome:

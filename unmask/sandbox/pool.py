@@ -97,11 +97,11 @@ class Slot:
         return Cell(self.host, self.limits, self.uids, self.groups)
 
 
-Job = Callable[[Slot], Outcome]
+SlotJob = Callable[[Slot], Outcome]
 """Runs one program in a slot."""
 
 
-def python_job(program: str, tests: PythonTests) -> Job:
+def python_job(program: str, tests: PythonTests) -> SlotJob:
     """The job of running the tests of a Python program."""
 
     def job(slot: Slot) -> Outcome:
@@ -168,16 +168,16 @@ class SandboxPool:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self.slots)
 
-    def submit(self, job: Job, deadline: float = math.inf) -> Future[Outcome]:
+    def submit(self, job: SlotJob, deadline: float = math.inf) -> Future[Outcome]:
         """A future with the outcome of a job. It is killed at the deadline (of `time.monotonic`), and its
         outcome is `verifier_error`."""
         return self._threads.submit(self._run, job, deadline)
 
-    def run(self, jobs: Iterable[Job], deadline: float = math.inf) -> list[Outcome]:
+    def run(self, jobs: Iterable[SlotJob], deadline: float = math.inf) -> list[Outcome]:
         """The outcome of each job."""
         return [future.result() for future in [self.submit(job, deadline) for job in jobs]]
 
-    def _run(self, job: Job, deadline: float) -> Outcome:
+    def _run(self, job: SlotJob, deadline: float) -> Outcome:
         if time.monotonic() > deadline:
             return Outcome("verifier_error", detail=BATCH_OVER)
         slot = self._free.get()

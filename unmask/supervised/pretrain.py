@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.config.run import AttentionName, RunConfig
-from unmask.data.rows import Row
+from unmask.data.rows import TokenRow
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views
 from unmask.errors import ModelError
@@ -44,7 +44,7 @@ class PretrainTrainer(DiffusionTrainer):
     @classmethod
     def make_rows(
         cls, lm: DiffusionLM, args: PretrainConfig, dataset: Iterable[Mapping[str, Any]], where: str
-    ) -> Sequence[Row] | StreamedRows:
+    ) -> Sequence[TokenRow] | StreamedRows:
         if not lm.autoregressive:
             raise ModelError(
                 f"pre-training needs a causal model, not {lm}",

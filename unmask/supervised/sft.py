@@ -18,7 +18,7 @@ from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Row
+from unmask.data.rows import TokenRow
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
@@ -167,7 +167,7 @@ class SFTTrainer(DiffusionTrainer):
     @classmethod
     def make_rows(
         cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str
-    ) -> Rows[Row]:
+    ) -> Rows[TokenRow]:
         fits = limits(lm, args, truncate_completion=args.truncate_completion)
         report = args.data_report(where)
         return pair_rows(

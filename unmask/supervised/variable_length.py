@@ -144,7 +144,7 @@ def canvas_loss(log_prob_N: Tensor, canvases: Canvases, items_B: Tensor) -> Tens
     return -(weight_N * log_prob_N).sum()
 
 
-Cell = tuple[int, int, bool, int]
+CanvasCell = tuple[int, int, bool, int]
 """A position of a canvas: its id, target, whether it is hidden, and its document."""
 
 
@@ -168,9 +168,9 @@ class _Row:
         # positions that the canvas may add
         self.room = max(0, (lm.context_length or self.length + 2 * max_gap * len(ids)) - self.length)
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[CanvasCell]:
         """The canvas."""
-        cells, last = list[Cell](), 0
+        cells, last = list[CanvasCell](), 0
         for gap, missing, numbers in self._gaps():
             positions = self._gap(gap, missing, numbers)
             self.room -= max(0, len(positions) - len(gap))
@@ -181,7 +181,7 @@ class _Row:
         unended = self.drops_end < 0.5 and len(rest) > 1 and rest[-1][0] in self.lm.eos_token_ids
         return cells + rest[: len(rest) - unended]
 
-    def _text(self, start: int, stop: int) -> list[Cell]:
+    def _text(self, start: int, stop: int) -> list[CanvasCell]:
         return [(self.ids[n], self.ids[n], False, self.documents[n]) for n in range(start, stop)]
 
     def _gaps(self) -> Iterator[tuple[list[int], int | None, Numbers]]:
@@ -209,7 +209,7 @@ class _Row:
             places = places[: together.index(False) + 1 if False in together else None]
             yield places, None if given else min(missing, len(places)), numbers
 
-    def _gap(self, places: Sequence[int], missing: int | None, numbers: Numbers) -> list[Cell]:
+    def _gap(self, places: Sequence[int], missing: int | None, numbers: Numbers) -> list[CanvasCell]:
         """The positions of a gap; `missing` as in `_gaps`."""
         lm, document, given = self.lm, self.documents[places[0]], missing is None
         tokens = [self.ids[place] for place in places]

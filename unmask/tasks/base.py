@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from unmask.config.user_code import failing_as, load_class, refuse_file_alone
 from unmask.errors import ConfigError, DataError, did_you_mean
-from unmask.records import Record, require_names
+from unmask.records import PlacedRecord, require_names
 from unmask.rewards.verdict import Verdict
 
 Row = dict[str, Any]
@@ -125,7 +125,7 @@ class Task(abc.ABC):
                 )
         return verdicts
 
-    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
+    def rows(self, records: Iterable[PlacedRecord]) -> Iterator[Row]:
         """The rows of records. DataError if a record is malformed or lacks one of `fields`, or `row`
         fails."""
         method = f"{type(self).__name__}.row"

@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from unmask.errors import ConfigError, DataError
-from unmask.records import Record
+from unmask.records import PlacedRecord
 from unmask.rewards.format import code_format, parse_python
 from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
 from unmask.rewards.program import verify_programs
 from unmask.rewards.verdict import Verdict
-from unmask.sandbox.pool import Job, PythonTests, python_job
+from unmask.sandbox.pool import PythonTests, SlotJob, python_job
 from unmask.tasks.base import Reward, Row, Task, Verify
 
 UNPARSABLE = (SyntaxError, ValueError, MemoryError, RecursionError)
@@ -55,7 +55,7 @@ class Code(Task):
         return code
 
     @abstractmethod
-    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+    def job(self, program: str, row: Mapping[str, Any]) -> SlotJob:
         """The sandbox job that runs the tests on a program."""
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
@@ -125,7 +125,7 @@ class HumanEval(Code):
         whole = re.search(rf"^(async )?def {row['entry_point']}\b", code, re.MULTILINE)
         return row["stub"] + ("\n    pass\n\n" if whole else "") + code
 
-    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+    def job(self, program: str, row: Mapping[str, Any]) -> SlotJob:
         # Some tests call helpers that the stub defines: those of the dataset, never the candidate's.
         names = {"candidate": row["entry_point"], row["entry_point"]: row["entry_point"]}
         return python_job(
@@ -169,7 +169,7 @@ class MBPP(Code):
     """Problems that a constant or an argument answers, by their `task_id`; in the first nine, tests or
     reference contradict the text."""
 
-    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
+    def rows(self, records: Iterable[PlacedRecord]) -> Iterator[Row]:
         return super().rows((where, record) for where, record in records if not self._is_left_out(record))
 
     def _is_left_out(self, record: Any) -> bool:
@@ -247,7 +247,7 @@ class MBPP(Code):
             )
         return names, sorted((used - defined) & sys.stdlib_module_names)
 
-    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+    def job(self, program: str, row: Mapping[str, Any]) -> SlotJob:
         setup = "".join(f"import {name}\n" for name in row["imports"])
         return python_job(program, PythonTests(row["tests"], {name: name for name in row["names"]}, setup))
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from unmask.errors import DataError
-from unmask.records import Record
+from unmask.records import PlacedRecord
 from unmask.sandbox.ocaml import OCamlTests, ocaml_job
-from unmask.sandbox.pool import Job
+from unmask.sandbox.pool import SlotJob
 from unmask.tasks.base import Row
 from unmask.tasks.code import Code
 
@@ -105,7 +105,7 @@ class Exercism(OCamlCode):
             **columns,
         }
 
-    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+    def job(self, program: str, row: Mapping[str, Any]) -> SlotJob:
         observed = OBSERVED_SETS if row["file"] == "custom_set.ml" else ""
         return ocaml_job(program, OCamlTests(row["file"], row["interface"], observed + row["tests"]))
 
@@ -121,7 +121,7 @@ class MultiPLT(OCamlCode):
     fields = ("prompt", "tests")
     columns = ("stub", "function", "interface", "tests")
 
-    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
+    def rows(self, records: Iterable[PlacedRecord]) -> Iterator[Row]:
         return (row for row in super().rows(records) if not passes_blindly(row["tests"]))
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
@@ -149,7 +149,7 @@ class MultiPLT(OCamlCode):
         whole = re.search(rf"^let\s+(rec\s+)?{re.escape(row['function'])}\b", code, re.MULTILINE)
         return code if whole else f"{row['stub']} {code}"
 
-    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+    def job(self, program: str, row: Mapping[str, Any]) -> SlotJob:
         tests = f"open Candidate\n{row['tests'].replace(ASSERTION, '(Gate.check (fun () -> ')}"
         return ocaml_job(program, OCamlTests("candidate.ml", row["interface"], tests))
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from unmask.config.run import DataConfig
-from unmask.data.rows import Column, Row, iter_text_rows
+from unmask.data.rows import Column, TokenRow, iter_text_rows
 from unmask.data.token_cache import StreamedRows, cached_rows
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import ConfigError, DataError
@@ -36,7 +36,7 @@ class TextConfig(TrainingConfig):
 
 def corpus_rows(
     lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str
-) -> Sequence[Row] | StreamedRows:
+) -> Sequence[TokenRow] | StreamedRows:
     """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream
     made during training.
 
@@ -93,8 +93,8 @@ def text_column(dataset: Iterable[Mapping[str, Any]], args: TextConfig, where: s
 
 
 def rows_from_step(
-    rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int
-) -> Sequence[Row] | StreamedRows:
+    rows: Sequence[TokenRow] | StreamedRows, args: TextConfig, step: int
+) -> Sequence[TokenRow] | StreamedRows:
     """The rows of a conversion stage that begins at this optimizer step of the run. A stream continues where
     the stage before ended."""
     return rows.skip(step * rows_per_step(args)) if isinstance(rows, StreamedRows) else rows

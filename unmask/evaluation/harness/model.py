@@ -28,7 +28,7 @@ from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean
 from unmask.evaluation.harness.answers import AnswerText, LogLikelihood
 from unmask.evaluation.likelihood import (
-    Estimator,
+    LikelihoodEstimator,
     common_length,
     default_estimator,
     is_greedy,
@@ -107,7 +107,7 @@ class HarnessLM(TemplateLM):
         pretrained: str | DiffusionLM,
         *,
         samples: int | None = None,
-        estimator: Estimator | None = None,
+        estimator: LikelihoodEstimator | None = None,
         seed: int = 0,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -143,7 +143,7 @@ class HarnessLM(TemplateLM):
         self.authors, self._asked_samples = protocol, samples is not None
         if protocol is not None:
             protocol_tasks(protocol.partition("/")[0])
-        self.estimator: Estimator = estimator or default_estimator(self.lm)
+        self.estimator: LikelihoodEstimator = estimator or default_estimator(self.lm)
         if self.estimator not in ("elbo", "exact"):
             raise ConfigError(
                 f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact"

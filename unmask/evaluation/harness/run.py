@@ -20,7 +20,7 @@ from unmask.console import Phase
 from unmask.errors import ConfigError, DataError, UnmaskError, did_you_mean, first_line
 from unmask.evaluation.harness.model import HarnessLM
 from unmask.evaluation.harness.scores import group_scores, task_scores
-from unmask.evaluation.likelihood import Estimator
+from unmask.evaluation.likelihood import LikelihoodEstimator
 from unmask.evaluation.result_file import TaskScores
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -94,7 +94,7 @@ def evaluate_with_harness(
     *,
     include_path: str | Path | None = None,
     samples: int | None = None,
-    estimator: Estimator | None = None,
+    estimator: LikelihoodEstimator | None = None,
     sampler: SamplerConfig | None = None,
     protocol: str | None = None,
     strict: bool = True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unmask.evaluation.report import scores, traces, training
-from unmask.evaluation.report.content import Block, Report, Section
+from unmask.evaluation.report.content import PageBlock, Report, Section
 from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
 
@@ -18,7 +18,7 @@ def make_report(
     runs: Sequence[Run] = (),
     results: Sequence[Result] = (),
     more: Sequence[Section] = (),
-    last: Sequence[Block] = (),
+    last: Sequence[PageBlock] = (),
 ) -> Report:
     """The report. `entries` are the names of runs and models by their colors; `more` are sections before the
     curves, `last` blocks at the end."""
@@ -30,7 +30,7 @@ def make_report(
         sections += [traces.decoding_order(results), traces.answers(results)]
     if runs:
         sections += [training.curves(runs), training.phases(runs), training.learnt_rows(runs)]
-    records: list[Block] = [
+    records: list[PageBlock] = [
         *last,
         *(training.record_of(run) for run in runs if run.settings),
         *map(scores.record_of, results),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 LARGEST = 1e300
 Point = tuple[float, float]
-Verdict = Literal["", "gain", "loss", "unclear"]
+Trend = Literal["", "gain", "loss", "unclear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class TableCell:
     """Draws a bar of this fraction."""
     color: int | None = None
     """The color of the bar or interval; a cell with neither gets a colored mark before its text."""
-    verdict: Verdict = ""
+    verdict: Trend = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class Record:
     values: Mapping[str, Any]
 
 
-Block = Table | Charts | HeatMap | Problem | Denoising | Notes | Texts | Commands | Record
+PageBlock = Table | Charts | HeatMap | Problem | Denoising | Notes | Texts | Commands | Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class Section:
     """A heading, and what is below it."""
 
     title: str
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
     intro: str = ""
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from unmask.evaluation.comparison import Difference, differences_of, shared_items
 from unmask.evaluation.curve import SPEEDS
-from unmask.evaluation.report.content import Chart, Charts, Record, Section, Series, Table, TableCell, Verdict
+from unmask.evaluation.report.content import Chart, Charts, Record, Section, Series, Table, TableCell, Trend
 from unmask.evaluation.report.pictures import minus
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, is_fraction, with_settings
 
-WORDS: dict[Verdict, str] = {"gain": "better", "loss": "worse", "unclear": "unclear"}
+WORDS: dict[Trend, str] = {"gain": "better", "loss": "worse", "unclear": "unclear"}
 
 
 class Result(NamedTuple):
@@ -230,7 +230,7 @@ def _difference_cells(difference: Difference, figures: Figures, largest: float) 
     """The difference, its interval, a verdict, and a bar, of which half is `largest` wide."""
     change = difference.change
     better = (change.mean > 0) == difference.higher_is_better
-    verdict: Verdict = "unclear" if not change.excludes(0.0) else "gain" if better else "loss"
+    verdict: Trend = "unclear" if not change.excludes(0.0) else "gain" if better else "loss"
     interval = figures.interval(change.low, change.high, "+")
     low, mean, high = (0.5 + end / largest / 2 for end in (change.low, change.mean, change.high))
     return [

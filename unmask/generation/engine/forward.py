@@ -22,7 +22,9 @@ from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 WASTE = 1024  # tokens of padding above which a separate pass is cheaper
-Pass = Callable[[DiffusionLM, BatchState, Sequence[BatchEntry], np.ndarray, Tensor, np.ndarray], Tensor]
+ForwardPass = Callable[
+    [DiffusionLM, BatchState, Sequence[BatchEntry], np.ndarray, Tensor, np.ndarray], Tensor
+]
 
 
 def predict(
@@ -113,7 +115,7 @@ def _layout(lm: DiffusionLM, ids_BT: Tensor, lengths: Sequence[int]) -> tuple[La
 
 def _passes(
     lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool
-) -> Iterator[tuple[list[int], Pass]]:
+) -> Iterator[tuple[list[int], ForwardPass]]:
     """The members of each pass, and the function that computes it."""
     exact_pass = full_pass if lm.attention == "bidirectional" else cached_pass
     for lossy, run in ((True, partial_pass), (False, exact_pass)):

@@ -22,7 +22,7 @@ from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import Divergence, LossType, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
 
-Estimator = Literal["token", "mean", "bound"]
+EstimatorKind = Literal["token", "mean", "bound"]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Method:
 
     name: ClassVar[str]
     separable: ClassVar[bool] = False
-    estimator: ClassVar[Estimator] = "token"
+    estimator: ClassVar[EstimatorKind] = "token"
     has_ratio: ClassVar[bool] = False
     partial: ClassVar[bool] = True
     biased_by: ClassVar[tuple[str, ...]] = ()

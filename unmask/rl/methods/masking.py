@@ -26,7 +26,7 @@ from torch import Tensor
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide
 from unmask.errors import ConfigError, did_you_mean
-from unmask.rl.methods.base import Estimator, get_method
+from unmask.rl.methods.base import EstimatorKind, get_method
 from unmask.rl.methods.coupled import coupled_views
 from unmask.rl.methods.spg import block_by_block
 from unmask.rl.rollout import Rollout
@@ -38,7 +38,7 @@ TABLES = 128
 class MaskingStrategy:
     """Plans the views of a method in its place."""
 
-    estimators: tuple[Estimator, ...] = ("token", "mean", "bound")
+    estimators: tuple[EstimatorKind, ...] = ("token", "mean", "bound")
     """What its weighted views can estimate (`Method.estimator`)."""
     uses: tuple[str, ...] | None = ("samples",)
     """The settings that its plan reads; None: those of the method's own plan."""
@@ -65,7 +65,7 @@ class MaskingStrategy:
 
 
 def weighted_views(
-    rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None
+    rollout: Rollout, target_BMT: Tensor, config: Any, estimator: EstimatorKind | None = None
 ) -> Views:
     """Views that hide some of the completion and all after its end, with the weights that the method's loss
     needs.

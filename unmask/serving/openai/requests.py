@@ -17,8 +17,8 @@ from unmask.errors import GenerationError
 from unmask.generation.remote.protocol import OPENAI_NAMES, SERVER_SETTINGS
 
 LARGEST = 2**63 - 1
-Count = Annotated[int, Field(ge=1, le=2**31)]
-Text = Annotated[str, Field(min_length=1)]
+PositiveCount = Annotated[int, Field(ge=1, le=2**31)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256, pattern="^[^\ufffd]*$")]
 """U+FFFD is what half a character decodes to, which the next token completes."""
 Item = TypeVar("Item")
@@ -138,7 +138,7 @@ class SamplingRequest(Body):
 
     model: str
     """A name that `/v1/models` lists."""
-    max_tokens: Count | None = None
+    max_tokens: PositiveCount | None = None
     """The length of the answer, in tokens; shorter where it ends with an end token. Default: that of
     `SamplerConfig.max_new_tokens`."""
     temperature: float | None = Field(default=None, ge=0, le=1e6)
@@ -151,7 +151,7 @@ class SamplingRequest(Body):
     """By token id: -100 forbids a token, and 100 allows only such tokens."""
     stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     """Strings before which the text is cut, wherever their tokens begin."""
-    n: Count = 1
+    n: PositiveCount = 1
     """Answers for each prompt."""
     stream: bool = False
     """Whether the answer comes in chunks (server-sent events)."""
@@ -310,7 +310,7 @@ class SchemaFormat(Body):
 class NewerRequest(SamplingRequest):
     """What newer routes than /v1/completions have."""
 
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: PositiveCount | None = None
     """The newer name of `max_tokens`."""
 
     @property
@@ -420,11 +420,11 @@ class InfillRequest(SamplingRequest):
     missing."""
     segments: Many[str] | None = Field(default=None, min_length=2, max_length=257)
     """The texts between the gaps; the first and the last may be empty."""
-    lengths: Many[Count | None] | None = None
+    lengths: Many[PositiveCount | None] | None = None
     """The tokens of each gap; null: searched. Default: all are searched."""
     gap_mark: str = Field(default="<gap>", min_length=1, max_length=64)
     """What stands for a gap in `text`."""
-    max_gap: Count = 64
+    max_gap: PositiveCount = 64
     """The longest gap that is searched for, in tokens; times the gaps that are searched at most 512."""
 
 

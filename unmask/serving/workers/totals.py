@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 WORKER = "worker"
 """The label with the number of a worker."""
-Figures = dict[tuple[str, str, tuple[tuple[str, str], ...]], float]
+Samples = dict[tuple[str, str, tuple[tuple[str, str], ...]], float]
 """Values by the names of a metric and of its series, and the labels."""
 
 
@@ -22,9 +22,9 @@ class Totals:
 
     def __init__(self) -> None:
         self._kinds: dict[str, Metric] = {}  # without values, by name
-        self._ended: Figures = {}
+        self._ended: Samples = {}
         # by worker: which of its processes, and what it has counted
-        self._counted: dict[int, tuple[int, Figures]] = {}
+        self._counted: dict[int, tuple[int, Samples]] = {}
 
     def text(self, own: bytes, found: Mapping[int, tuple[int, bytes]]) -> bytes:
         """All figures, for a scraper.
@@ -47,10 +47,10 @@ class Totals:
             metrics[kind].add_sample(name, dict(labels), value)
         return generate_latest(Found(metrics.values()))
 
-    def _read(self, text: bytes) -> tuple[Figures, Figures]:
+    def _read(self, text: bytes) -> tuple[Samples, Samples]:
         """What is counted, and the gauges."""
-        counted: Figures = {}
-        gauges: Figures = {}
+        counted: Samples = {}
+        gauges: Samples = {}
         for metric in text_string_to_metric_families(text.decode()):
             # when a process began to count, which says nothing about a sum
             if metric.name.endswith("_created"):
@@ -63,7 +63,7 @@ class Totals:
             }
         return counted, gauges
 
-    def _see(self, number: int, process: int, counted: Figures) -> None:
+    def _see(self, number: int, process: int, counted: Samples) -> None:
         before, figures = self._counted.get(number, (process, {}))
         if before != process:
             self._ended = added([self._ended, figures])
@@ -80,9 +80,9 @@ class Found(Collector):
         return self.metrics
 
 
-def added(figures: Iterable[Figures]) -> Figures:
+def added(figures: Iterable[Samples]) -> Samples:
     """Their sums."""
-    sums: Figures = {}
+    sums: Samples = {}
     for each in figures:
         for series, value in each.items():
             sums[series] = sums.get(series, 0) + value

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from unmask.artifacts import plain
-from unmask.data.rows import Row
+from unmask.data.rows import TokenRow
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.distributed import from_first
@@ -31,13 +31,13 @@ LAUNCH_FIELDS = {"base_model_name_or_path", "revision", "inference_mode"}
 """Settings of adapters that do not change them."""
 
 
-def rows_fingerprint(rows: Iterable[Row] | None) -> dict[str, Any] | None:
+def rows_fingerprint(rows: Iterable[TokenRow] | None) -> dict[str, Any] | None:
     """The number of rows and a hash of their content. Of a stream: of its first rows, and no number. A
     collective: the first process reads them."""
     return from_first(lambda: None if rows is None else _of_rows(rows))
 
 
-def _of_rows(rows: Iterable[Row]) -> dict[str, Any]:
+def _of_rows(rows: Iterable[TokenRow]) -> dict[str, Any]:
     digest, rows = hashlib.sha256(), getattr(rows, "rows", rows)  # prompts are repeated for their groups
     # the token cache: its folder is named by a hash of the content
     if cached := getattr(rows, "cache_files", None):
