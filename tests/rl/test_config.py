@@ -297,3 +297,8 @@ def test_a_given_default_is_refused_from_every_source(tmp_path):
         args.refuse_unread(None, exact=True)
     with raises(ConfigError, where="rollout.backend and vllm_importance_sampling_cap"):
         GRPOConfig(vllm_importance_sampling_cap=2.0)
+
+
+def test_scale_rewards_takes_the_switches_of_trl(tmp_path):
+    for given, meant in ((True, "group"), (False, "none"), ("group", "group")):
+        assert GRPOConfig(output_dir=str(tmp_path), use_cpu=True, scale_rewards=given).scale_rewards == meant

@@ -90,11 +90,12 @@ class GRPOConfig(TrainingConfig):
         ),
         choices=get_args(LossType),
     )
-    scale_rewards: ScaleRewards | None = of_method(
+    scale_rewards: ScaleRewards | bool | None = of_method(
         Method.scale_rewards,
         (
             "How advantages are scaled, all of which are less the group's mean: none, group (by the "
-            "standard deviation), population (without Bessel's correction), leave-one-out or softmax"
+            "standard deviation), population (without Bessel's correction), leave-one-out or softmax; as in "
+            "TRL, true is group and false none"
         ),
         choices=get_args(ScaleRewards),
     )
@@ -279,6 +280,8 @@ class GRPOConfig(TrainingConfig):
             args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULERS
         ):
             args.metric_for_best_model = "reward"  # transformers would use the loss, which evaluations lack
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         method = get_method(self.method)
         for field in fields(self):
             if field.default is None and getattr(self, field.name) is None:

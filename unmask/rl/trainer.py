@@ -306,8 +306,8 @@ class GRPOTrainer(DiffusionTrainer):
             accelerator.gather(part.to(accelerator.device)).cpu()
             for part in (rewarded.total_B, difficulty_B, rewarded.prompt_B)
         )
-        scaling, temperature = args.scale_rewards or "none", args.softmax_temperature
-        advantage_B = advantages(reward_B, group_B, scaling, temperature=temperature)
+        scaling: Any = args.scale_rewards or "none"
+        advantage_B = advantages(reward_B, group_B, scaling, temperature=args.softmax_temperature)
         low, high = args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
         if args.filter_zero_std_groups:
