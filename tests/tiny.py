@@ -17,8 +17,8 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -105,7 +105,14 @@ def build_causal(
     config = build_config(family, tokenizer, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer
+        # by its class: `from_config` would let DeepSpeed divide the weights
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or before)
+        if dtype is not None:
+            config.dtype = dtype
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        torch.set_default_dtype(before)
+        return model, tokenizer
 
 
 def build_lm(
