@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from typing import Literal, assert_never, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def advantages(
     require_known(scale_rewards, get_args(ScaleRewards), "scaling", where="scale_rewards")
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
-    groups, index_B = group_B.unique(return_inverse=True)
+    groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
 
     def total(values_B: Tensor) -> Tensor:
         return torch.zeros(len(groups), dtype=torch.float64, device=values_B.device).index_add(
@@ -84,7 +85,7 @@ def advantages(
 def equal_rewards(reward_B: Tensor, group_B: Tensor) -> Tensor:
     """Whether the rewards of each completion's group are equal [B], up to `EQUAL_REWARDS`; NaN rewards are
     left out."""
-    _, index_B = group_B.unique(return_inverse=True)
+    index_B = torch.from_numpy(np.unique(group_B.numpy(), return_inverse=True)[1])
 
     def largest(value_B: Tensor) -> Tensor:
         value_B = torch.where(value_B.isnan(), -torch.inf, value_B)
