@@ -86,17 +86,6 @@ def test_the_next_command_asks_for_as_many_problems_of_a_task_of_the_user(tmp_pa
     assert "rows" not in next_commands("sft", config(tmp_path, task="sudoku", max_rows=64))[0]
 
 
-def test_an_evaluation_that_is_not_of_the_run_is_not_shown(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/evaluation.json").write_text("of another model")
-    assert shown(tmp_path, [{"loss": 0.25, "tokens_per_second": 10.0}]) | {"model": ""} == {
-        "model": "",
-        "time": "1:05, 1 step",
-        "training loss": "0.25",
-        "tokens per second": "10",
-    }
-
-
 def test_a_run_without_steps_shows_no_loss(tmp_path):
     MetricsLog(tmp_path / "out" / LOG_NAME).write({"step": 0, "train_loss": 0.0})
     assert dict(summarize(tmp_path / "out", 65.0)).keys() == {"model", "time"}

@@ -180,7 +180,7 @@ async def _stream(begin: Begin) -> EventStream:
             await events.ready()
     except TimeoutError:
         pass
-    except BaseException:
+    except BaseException:  # also a cancellation, when the client has left: nothing else would end its work
         await events.aclose()
         raise
     return EventStream(reply.chunks(events))
