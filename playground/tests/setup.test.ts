@@ -49,8 +49,16 @@ describe("requests", () => {
   it("sends one rule, and no order with a threshold", () => {
     const fields = (decoding: object) => diffusionFields({ ...A, ...decoding }, SETUP.shared);
     expect(fields({})).toEqual({ stream: "frames", remasking: "low_confidence" });
-    expect(fields({ rule: "steps", remasking: "margin" })).toEqual({ stream: "frames", remasking: "margin", steps: 32 });
-    expect(fields({ rule: "tokens_per_step" })).toEqual({ stream: "frames", remasking: "low_confidence", tokens_per_step: 4 });
+    expect(fields({ rule: "steps", remasking: "margin" })).toEqual({
+      stream: "frames",
+      remasking: "margin",
+      steps: 32,
+    });
+    expect(fields({ rule: "tokens_per_step" })).toEqual({
+      stream: "frames",
+      remasking: "low_confidence",
+      tokens_per_step: 4,
+    });
     expect(fields({ rule: "threshold", remasking: "random" })).toEqual({ stream: "frames", threshold: 0.9 });
   });
 

@@ -119,7 +119,8 @@ export function describe(decoding: Decoding): string {
     threshold: `threshold ${decoding.threshold}`,
   };
   const said = [rules[decoding.rule]];
-  if (decoding.rule !== "threshold" && decoding.remasking !== "low_confidence") said.push(REMASKING[decoding.remasking]);
+  if (decoding.rule !== "threshold" && decoding.remasking !== "low_confidence")
+    said.push(REMASKING[decoding.remasking]);
   if (revises(decoding)) said.push(`${decoding.again} ${decoding.fraction}`);
   if (decoding.temperature) said.push(`temperature ${decoding.temperature}`);
   return said.join(", ");

@@ -1,7 +1,17 @@
 /** What a link says: the mode, its text or conversation, the model and the settings, in the fragment, which browsers do not send to the server. */
 
 import type { Message } from "../wire/types";
-import { AGAIN, CONSTRAINTS, DECODING, type Decoding, NUMBERS, REMASKING, RULES, SHARED, type Shared } from "./settings";
+import {
+  AGAIN,
+  CONSTRAINTS,
+  DECODING,
+  type Decoding,
+  NUMBERS,
+  REMASKING,
+  RULES,
+  SHARED,
+  type Shared,
+} from "./settings";
 
 export const MODES = { chat: "Chat", completion: "Completion", infill: "Infill" } as const;
 export type Mode = keyof typeof MODES;

@@ -46,9 +46,7 @@ export function Stage({ letter, run, at, colour, differing }: StageProps) {
         </p>
       )}
       {run.status === "canceled" && (
-        <p class="note">
-          {recording ? "Canceled. What had been revealed stays." : "Canceled before the first frame."}
-        </p>
+        <p class="note">{recording ? "Canceled. What had been revealed stays." : "Canceled before the first frame."}</p>
       )}
       {(recording || run.active) && <Figures run={run} />}
       {recording?.constrained && <Forbidden recording={recording} end={end} />}
