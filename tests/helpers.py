@@ -22,7 +22,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from unmask.data.problems import read_problems
+from unmask.data.sources import read_problems
 from unmask.models.attention import Layout
 from unmask.sandbox.isolation import probe
 from unmask.tasks import Row, Task

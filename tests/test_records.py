@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from unmask.errors import DataError
-from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
+from unmask.errors import DataError, require_names
+from unmask.records import kind_of, read_examples, read_lines, read_records
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=12)
 tables = st.lists(st.fixed_dictionaries({"a": texts, "b,c": texts}), min_size=1, max_size=5)

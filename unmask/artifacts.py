@@ -191,6 +191,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     Returns:
         A dictionary of JSON types only.
     """
+    given = plain({"config": config, **extra})
     return {
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -200,8 +201,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": num_cores(),
         "packages": {package: package_version(package) for package in RECORDED_PACKAGES},
-        "config": masked(plain(config)),
-        **masked(plain(extra)),
+        **masked(given),
     }
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
 
 from unmask.redaction import masked_text
 
@@ -179,6 +180,54 @@ def require_known(name: str, known: Iterable[str], kind: str, *, where: str) -> 
     known = list(known)
     if name not in known:
         raise ConfigError(f"there is no {kind} {name!r}", where=where, remedy=did_you_mean(name, known))
+
+
+def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
+    """Raise a DataError if wanted columns are missing; it names them, the columns present, and the most
+    similar one."""
+    present = list(present)
+    missing = [name for name in wanted if name not in present]
+    if not missing:
+        return
+    names, found = ", ".join(map(repr, missing)), ", ".join(map(repr, present)) or "none"
+    what = f"no column {names} (present: {found})"
+    remedy = did_you_mean(
+        missing[0],
+        present,
+        "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task",
+    )
+    raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
+
+
+def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Like `require_names`, for a row, where None (an empty cell) is an error too."""
+    names = list(names)
+    require_names(row, names, where)
+    if empty := [name for name in names if row[name] is None]:
+        filled = ", ".join(repr(name) for name, value in row.items() if value is not None) or "none"
+        what = f"no value in column {', '.join(map(repr, empty))}: null or left out (filled: {filled})"
+        raise DataError(what, where=where, remedy="Fill it in, or remove the row", reason="without a value")
+
+
+def require_text(row: Mapping[str, Any], name: str, where: str, setting: str | None = None) -> None:
+    """Like `require_values`, for the column of a text. `setting`: the setting that names the column, for the
+    error."""
+    if setting and name not in row:
+        what = f"no column {name!r} (present: {', '.join(map(repr, row)) or 'none'})"
+        texts = [other for other, value in row.items() if isinstance(value, str)]
+        remedy = f"Name an existing column with text: {setting}={texts[0] if texts else 'NAME'}"
+        raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
+    require_values(row, (name,), where)
+
+
+@contextmanager
+def prepending_place(where: str) -> Iterator[None]:
+    """Prepends `where`, the place of a row, to the place of DataErrors raised inside."""
+    try:
+        yield
+    except DataError as error:
+        where = f"{where}, {error.where}" if error.where else where
+        raise error.moved(where) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import partly_slow
-from unmask.cli.compatibility import check_together
-from unmask.cli.run import planned_arguments
+from unmask.cli.run import check_together, planned_arguments
 from unmask.cli.verbs import VERBS
 from unmask.config.run import LoraSettings, ModelConfig, RunConfig
 from unmask.errors import ConfigError

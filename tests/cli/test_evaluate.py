@@ -18,7 +18,7 @@ from tests.helpers import TWO_PROCESSES, run_all
 from unmask.cli import evaluation as commands
 from unmask.cli.entry import app
 from unmask.data.characters import character_model
-from unmask.data.problems import pose
+from unmask.data.sources import pose
 from unmask.errors import DataError
 from unmask.evaluation import tasks
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from tests.errors import raises
 from unmask.config.run import DataSource
-from unmask.data.problems import pose, read_problems
+from unmask.data.sources import pose, read_problems
 from unmask.errors import ConfigError, DataError
 from unmask.tasks import get_task
 

@@ -13,7 +13,7 @@ from rouge_score import rouge_scorer
 from tests.evaluation.test_tasks import written
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_model
-from unmask.data.problems import read_problems
+from unmask.data.sources import read_problems
 from unmask.evaluation import tasks
 from unmask.evaluation.statistics import Interval, group_interval
 from unmask.evaluation.tasks import evaluate_task

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.cases import PROMPTS, every_pattern
-from tests.models.test_end_tokens import EOS, IM_END, A, write
+from tests.models.test_chat_template import EOS, IM_END, A, write
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import text_after

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.helpers import REPOSITORY, partly_slow
-from unmask.data.problems import read_problems
+from unmask.data.sources import read_problems
 from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, as_puzzle, get_rewards, get_task, split_of

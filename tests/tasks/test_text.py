@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.errors import raises
-from unmask.data.problems import read_problems
+from unmask.data.sources import read_problems
 from unmask.errors import DataError
 from unmask.tasks import get_task
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from unmask.cli.compatibility import check_together
-from unmask.cli.run import make_trainer, planned_arguments, training_arguments
+from unmask.cli.run import check_together, make_trainer, planned_arguments, training_arguments
 from unmask.config.run import RunConfig
 from unmask.console import Progress
 from unmask.errors import ConfigError

@@ -24,8 +24,7 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, refuse_existing
 from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, Progress
-from unmask.data.problems import pose, read_problems
-from unmask.data.sources import load_examples
+from unmask.data.sources import load_examples, pose, read_problems
 from unmask.errors import ConfigError, DataError, first_line
 from unmask.evaluation.comparison import Named, by_label
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed

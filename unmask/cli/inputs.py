@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from unmask.cli.verbs import Verb
 from unmask.config.run import DataConfig, ModelConfig, RunConfig
 from unmask.data.byte_level import train_tokenizer
-from unmask.data.problems import held_out_problems, training_problems
-from unmask.data.sources import read_rows
+from unmask.data.rows import Column
+from unmask.data.sources import held_out_problems, read_rows, training_problems
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
@@ -23,7 +23,6 @@ from unmask.records import RowSequence
 from unmask.tasks import Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
-from unmask.training.text_config import text_column
 
 
 def task_of(config: RunConfig) -> Task | None:
@@ -85,7 +84,7 @@ def load_or_initialize(config: RunConfig, train: RowSequence, args: TrainingConf
 def _new_tokenizer(model: ModelConfig, train: RowSequence, args: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model from scratch: trained, or read; None: that of `model.path`."""
     if model.tokenizer_size is not None:
-        texts = text_column(train, args, "train_dataset")
+        texts = Column(train, args.text_column, "train_dataset", "data.text_column")
         return train_tokenizer(texts, model.tokenizer_size)
     if model.tokenizer:
         return read_tokenizer(model.tokenizer, NO_CODE | {"trust_remote_code": model.trust_remote_code})

@@ -9,7 +9,7 @@ from unmask.cli.inputs import task_of
 from unmask.cli.retention import Retention, check_retention, retention_of_run
 from unmask.config.run import ModelConfig, RunConfig
 from unmask.console import Progress
-from unmask.data.problems import held_out_problems, pose
+from unmask.data.sources import held_out_problems, pose
 from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.result_file import EvaluationResult
 from unmask.evaluation.tasks import check_evaluation, evaluate_task

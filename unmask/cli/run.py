@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
-from unmask.cli.compatibility import check_together, naming_sections
 from unmask.cli.inputs import (
     data_name,
     load_or_initialize,
     naming_files,
     read_data,
+    read_pattern,
     task_of,
 )
 from unmask.cli.measurements import Measurements
@@ -31,11 +32,13 @@ from unmask.cli.verbs import VERBS
 from unmask.config.run import RunConfig, build_training_args
 from unmask.console import Progress
 from unmask.data.report import data_reports
+from unmask.errors import ConfigError
 from unmask.evaluation.provenance import EVALUATION
+from unmask.models.load import DTYPES
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import bounded_memory
+from unmask.training.hardware_checks import TrainedModel, bounded_memory, check_hardware_settings
 from unmask.training.run.around import StopOnSignal, naming_lost_process, running_in
 from unmask.training.run.checkpoint import check_last, written_whole
 from unmask.training.run.folder import DATA_REPORT, RunFolder
@@ -132,7 +135,8 @@ def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Meas
             with progress.phase(verb) as phase:
                 trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
                 measurements.check(trainer.lm)
-                begin(verb, folder, trainer, without_unread(recorded, args, config.training))
+                recorded = without_unread(recorded, args, config.training)
+                begin(verb, folder, trainer, recorded)
                 trainer.train(resume_from_checkpoint=folder.resume)
                 save_whole(trainer, model, writes=args.should_save)
                 # conversion stages evaluate at their end
@@ -208,6 +212,41 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     with naming_files(config.data):
         lm = load_or_initialize(config, train, args)
         return entry.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
+
+
+def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = False) -> None:
+    """Refuse, before the model is loaded, the combinations that the trainer would refuse after loading it.
+    `planned`: other processes will make the run.
+
+    Raises:
+        ConfigError: `where` holds the keys of both settings, joined by " and ".
+    """
+    with naming_sections(args):
+        args.check_run(config)
+        model, patterns = config.model, args.patterns()
+        if not patterns and args.flash_attention and not model.from_scratch:
+            patterns = [read_pattern(model)["attention"]]
+        adapters, quantized, split = (
+            part is not None for part in (config.lora, model.quantization, model.device_map)
+        )
+        for attention in patterns or ["causal"]:
+            subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)
+            check_hardware_settings(args, subject, planned=planned)
+        args.check_model(partial(read_pattern, config.model), config)
+
+
+@contextlib.contextmanager
+def naming_sections(args: TrainingConfig) -> Iterator[None]:
+    """Errors name settings with their section, which the trainer does not know."""
+    try:
+        yield
+    except ConfigError as error:
+        known = {field.name for field in dataclasses.fields(args)}
+        keys = [
+            f"training.{key}" if key.partition(".")[0] in known else key
+            for key in (error.where or "").split(" and ")
+        ]
+        raise error.moved(" and ".join(keys)) from error
 
 
 def forget_earlier_run(output: Path) -> None:

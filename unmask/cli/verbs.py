@@ -10,7 +10,7 @@ from typing import Any
 from unmask.config.run import DataConfig, RunConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
-from unmask.data.problems import pose
+from unmask.data.sources import pose
 from unmask.errors import ConfigError
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer

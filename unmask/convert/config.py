@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from unmask.errors import ConfigError
 from unmask.models.attention import DEFAULT_BLOCK, check_pattern
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
-from unmask.training.config import NEUTRAL, Conflict, Part
+from unmask.training.config import NEUTRAL, Part
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.text_config import TextConfig
@@ -159,8 +159,8 @@ class ConvertConfig(NoisingConfig, TextConfig):
         args: Any = self  # mypy does not read the fields of TrainingArguments
         return next((name for name in ("time_embedding", "fsdp", "deepspeed") if getattr(args, name)), None)
 
-    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        yield from super().conflicts(run)
+    def check_run(self, run: RunConfig) -> None:
+        super().check_run(run)
         if run.lora:
             self.refuse_adapters(timed=self.time_embedding)
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeGuard
 
-from unmask.errors import DataError
-from unmask.records import prepending_place, require_text, require_values
+from unmask.errors import DataError, prepending_place, require_text, require_values
 
 Example = dict[str, Any]
 

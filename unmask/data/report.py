@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from unmask.console import for_stdout, show_line, show_table
 from unmask.data.encoding import EQUAL_RESPONSES
 from unmask.data.unknown_tokens import UnknownTokens
-from unmask.errors import DataError, UnmaskWarning
-from unmask.records import prepending_place
+from unmask.errors import DataError, UnmaskWarning, prepending_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.data.encoding import encode_documents
 from unmask.data.unknown_tokens import UnknownTokens
-from unmask.errors import DataError
-from unmask.records import prepending_place, require_text
+from unmask.errors import DataError, prepending_place, require_text
 
 TEXTS_AT_ONCE = 256
 """Texts that are tokenized together and held in memory."""

@@ -1,8 +1,8 @@
 """Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes
 several sources.
 
-Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. Parquet
-files and saved datasets are memory-mapped.
+Also the problems of a task, from such a source or generated. Text, JSON and CSV files are read into memory,
+so that malformed rows are reported before training. Parquet files and saved datasets are memory-mapped.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from unmask.config.run import DataConfig, DataSource
-from unmask.errors import DataError, UnmaskWarning, first_line
+from unmask.errors import ConfigError, DataError, UnmaskWarning, first_line, require_names
 from unmask.models.model_paths import near_path
-from unmask.records import PlacedRecord, kind_of, read_examples, read_lines, read_records, require_names
+from unmask.records import PlacedRecord, kind_of, read_examples, read_lines, read_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+    from unmask.tasks import Row, Task
+    from unmask.tasks.base import Style
+
+GENERATED_ROWS = 10_000
+"""Training rows of a task that generates them, unless `data.max_rows` sets another number."""
 RECORDS = (".csv", ".tsv", ".json", ".jsonl")
 TEXTS = (".txt", *RECORDS)
 SUFFIXES = (*TEXTS, ".parquet")
@@ -490,3 +496,58 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
 
 def _empty(source: str) -> DataError:
     return DataError("the dataset is empty", where=source, remedy="Give a dataset with at least one row.")
+
+
+def read_problems(
+    task: Task,
+    source: str | list[DataSource] | None,
+    count: int | None,
+    *,
+    split: Literal["train", "test"],
+    hub_split: str | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """The rows of a task, from a source (see `load_rows`) or generated.
+
+    Args:
+        source: a file, a folder or a hub id; None: the task generates problems, of this `split` and `seed`.
+        count: at most this many; None: all of the source.
+        hub_split: of a hub dataset; None: `split`.
+
+    Raises:
+        DataError: the source is missing or malformed.
+        ConfigError: several sources; or none, and the task generates no problems.
+    """
+    if isinstance(source, list):
+        raise ConfigError("a task reads one source", where="data", remedy="Give no mixture, or no task")
+    if source:
+        # closes the file after an error too
+        with closing(load_records(source, hub_split or split)) as records:
+            return list(islice(task.rows(records), count))
+    return task.generate(split, count or 0, seed)
+
+
+def training_problems(task: Task, data: DataConfig) -> list[Row]:
+    """The problems of a task that a run trains on. Raises as `read_problems`."""
+    count = data.max_rows or (None if data.train else GENERATED_ROWS)
+    return read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
+
+
+def held_out_problems(task: Task, data: DataConfig) -> list[Row]:
+    """Held-out problems: from `data.eval`, or generated; none of a task that cannot generate. Raises as
+    `read_problems`."""
+    if task.needs_data and not data.eval:
+        return []
+    return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
+
+
+def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:
+    """The rows with their prompts. The first `shots` rows are solved examples in the prompts of the others;
+    raises ConfigError if no others are left."""
+    if len(rows) <= shots:
+        raise ConfigError(
+            f"{shots} examples use all {len(rows)} rows",
+            where="shots",
+            remedy="Give fewer shots, or more rows",
+        )
+    return [task.posed(row, style, rows[:shots]) for row in rows[shots:]]

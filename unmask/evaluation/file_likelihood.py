@@ -15,14 +15,13 @@ from unmask.data.encoding import encode_pair, encode_prompt, encode_turns, templ
 from unmask.data.formats import SUPERVISED, Reader
 from unmask.data.rows import Column
 from unmask.data.sources import load_examples
-from unmask.errors import DataError
+from unmask.errors import DataError, prepending_place
 from unmask.evaluation.item_log import ItemLog, finished_items
 from unmask.evaluation.likelihood import LikelihoodEstimator, default_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
 from unmask.evaluation.statistics import group_interval, ratio
 from unmask.evaluation.tasks import as_metric, item_ids, rows_fingerprint
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.records import prepending_place
 from unmask.redaction import masked_text
 
 NATS_PER_TOKEN = "nats per token"

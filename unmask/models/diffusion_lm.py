@@ -31,9 +31,15 @@ from unmask.models.attention import (
     stacked_rows,
     unpadded_mask,
 )
-from unmask.models.chat_template import TEMPLATES, turn_end
+from unmask.models.chat_template import (
+    TEMPLATES,
+    accept_generation_config,
+    as_ids,
+    eos_first,
+    set_end_tokens,
+    turn_end,
+)
 from unmask.models.compiled import compile_model, taken_apart
-from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
 from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
 from unmask.models.hooks.last_layer import LastLayer

@@ -27,9 +27,9 @@ from unmask.errors import ModelError
 from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
+from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.end_tokens import resolve_end_tokens
 from unmask.models.family import Family
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head

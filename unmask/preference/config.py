@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ from unmask.errors import ConfigError
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import PreferenceLoss
-from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
+from unmask.training.config import rows_per_step, steps_per_epoch
 from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
 from unmask.training.sharding import weight_sharding_setting
@@ -158,17 +158,17 @@ class DPOConfig(PairConfig):
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
         return {"first_rows": steps * rows_per_step(self)}
 
-    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        yield from super().conflicts(run)
-        yield self.adapter_conflict(has_adapters=run.lora is not None)
+    def check_run(self, run: RunConfig) -> None:
+        super().check_run(run)
+        self.check_reference(has_adapters=run.lora is not None)
 
-    def adapter_conflict(self, *, has_adapters: bool) -> Conflict:
-        """A reference under adapters, of a policy without them."""
-        remedy = "Set lora (in Python: peft_config), or use reference stored or frozen"
-        if weight_sharding_setting(self):
-            remedy = "Use reference stored or frozen"
-        what = "the policy has no adapters"
-        return Conflict("reference and lora", self.reference == "adapter" and not has_adapters, what, remedy)
+    def check_reference(self, *, has_adapters: bool) -> None:
+        """Raise ConfigError for a reference under adapters, of a policy without them."""
+        if self.reference == "adapter" and not has_adapters:
+            stored = "se reference stored or frozen"
+            sharded = weight_sharding_setting(self)
+            remedy = f"U{stored}" if sharded else f"Set lora (in Python: peft_config), or u{stored}"
+            raise ConfigError("the policy has no adapters", where="reference and lora", remedy=remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         model = read_attention()

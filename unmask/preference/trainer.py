@@ -407,7 +407,7 @@ class DPOTrainer(DiffusionTrainer):
 
     def _make_reference(self) -> Reference:
         args = self.args
-        args.adapter_conflict(has_adapters=hasattr(self.lm.model, "disable_adapter")).refuse()
+        args.check_reference(has_adapters=hasattr(self.lm.model, "disable_adapter"))
         if args.reference == "adapter" and not starts_at_base(self.lm):
             raise ConfigError(
                 "the adapters already change the policy, so that its base is another model",

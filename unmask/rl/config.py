@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -21,7 +21,7 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
-from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, Conflict, TrainingConfig
+from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig
 from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
@@ -469,27 +469,27 @@ class GRPOConfig(TrainingConfig):
         """A recipe for another method leaves out the settings in which methods differ."""
         return for_method(settings, chosen)
 
-    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        yield from super().conflicts(run)
+    def check_run(self, run: RunConfig) -> None:
+        super().check_run(run)
         if (shards := weight_sharding_setting(self)) and run.lora is None:
-            yield from self.sharding_conflicts(shards)
+            self.refuse_sharded_weights(shards)
 
-    def sharding_conflicts(self, *shards: str) -> Iterator[Conflict]:
-        """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be
-        named."""
+    def refuse_sharded_weights(self, *shards: str) -> None:
+        """Raise ConfigError for settings that exclude sharded weights. `shards`: the setting that shards
+        them, if it is to be named."""
         whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
-        yield Conflict(
-            " and ".join(["rollout.backend", *shards]),
-            self.rollout_config.backend != "local",
-            "sharded weights cannot be sent to a server",
-            f"Use rollout.backend local, or {whole}",
-        )
-        yield Conflict(
-            " and ".join(["sync_ref_model", *shards]),
-            self.needs_reference and self.sync_ref_model,
-            "a reference cannot follow sharded weights",
-            f"Leave sync_ref_model out, or {whole}",
-        )
+        if self.rollout_config.backend != "local":
+            raise ConfigError(
+                "sharded weights cannot be sent to a server",
+                where=" and ".join(["rollout.backend", *shards]),
+                remedy=f"Use rollout.backend local, or {whole}",
+            )
+        if self.needs_reference and self.sync_ref_model:
+            raise ConfigError(
+                "a reference cannot follow sharded weights",
+                where=" and ".join(["sync_ref_model", *shards]),
+                remedy=f"Leave sync_ref_model out, or {whole}",
+            )
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and

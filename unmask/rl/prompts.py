@@ -22,9 +22,8 @@ from unmask.data.encoding import encode_row
 from unmask.data.formats import is_ids, read_prompt
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import RngStream, sequence_key, uniform
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, prepending_place
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.records import prepending_place
 from unmask.rl.config import GRPOConfig
 from unmask.training.config import row_length
 

@@ -109,8 +109,8 @@ class GRPOTrainer(DiffusionTrainer):
             rows = first_prompts(args, rows)
         self.prompts_per_step = prompts_per_step(args, rows)
         super().__init__(model, args, rows, eval_dataset, data_collator=list, **rest)
-        for conflict in args.sharding_conflicts() if self.shards_weights else ():
-            conflict.refuse()
+        if self.shards_weights:
+            args.refuse_sharded_weights()
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)

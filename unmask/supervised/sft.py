@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from unmask.models.load import as_diffusion_lm
 from unmask.supervised.objective import Objective
 from unmask.supervised.quality import QualityObjective
 from unmask.supervised.variable_length import GapObjective
-from unmask.training.config import Conflict
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
@@ -119,15 +118,14 @@ class SFTConfig(NoisingConfig, PairConfig):
             "quality_head" if self.quality_head != "off" else "max_gap" if self.max_gap is not None else None
         )
 
-    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        yield from super().conflicts(run)
-        key, what = self.excludes_adapters, "trains weights that adapters leave as they are"
-        yield Conflict(
-            f"{key} and lora",
-            key and run.lora,
-            what,
-            f"Leave {key} out, or train without adapters (lora=null)",
-        )
+    def check_run(self, run: RunConfig) -> None:
+        super().check_run(run)
+        if (key := self.excludes_adapters) and run.lora:
+            raise ConfigError(
+                "trains weights that adapters leave as they are",
+                where=f"{key} and lora",
+                remedy=f"Leave {key} out, or train without adapters (lora=null)",
+            )
 
     @property
     def noised_copies(self) -> int:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from unmask.config.user_code import failing_as, load_class, refuse_file_alone
-from unmask.errors import ConfigError, DataError, did_you_mean
-from unmask.records import PlacedRecord, require_names
+from unmask.errors import ConfigError, DataError, did_you_mean, require_names
+from unmask.records import PlacedRecord
 from unmask.rewards.verdict import Verdict
 
 Row = dict[str, Any]

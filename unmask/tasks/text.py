@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from unmask.errors import DataError
-from unmask.records import require_names
+from unmask.errors import DataError, require_names
 from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.tasks.base import Row, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -36,20 +36,6 @@ from unmask.training.hardware_checks import amp_faster, amp_supported, set_backe
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.run.resume import stock_kind
 from unmask.training.sharding import deepspeed_config
-
-
-class Conflict(NamedTuple):
-    """Two settings that exclude each other."""
-
-    where: str  # their keys, joined by " and "
-    on: Any  # whether they are set together
-    what: str
-    remedy: str
-
-    def refuse(self) -> None:
-        """Raise ConfigError if they are set together."""
-        if self.on:
-            raise ConfigError(self.what, where=self.where, remedy=self.remedy)
 
 
 class Part(NamedTuple):
@@ -322,36 +308,28 @@ class TrainingConfig(TrainingArguments):
         """The setting with which the verb cannot train adapters; None: it can."""
         return None
 
-    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        """Settings of the verb and the run that exclude each other."""
+    def check_run(self, run: RunConfig) -> None:
+        """Raise ConfigError for settings of the verb and the run that exclude each other; `where` joins their
+        keys by " and "."""
         model, one = run.model, "Leave one of the two out"
-        what = "only pretrain takes a model without training"
-        yield Conflict(
-            "model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first"
-        )
-        what = "a model with weights keeps the tokenizer that it was trained with"
-        remedy = "Add model.from_scratch=true (pretrain only), or leave it out"
-        yield Conflict("model.tokenizer", model.tokenizer and not model.from_scratch, what, remedy)
-        for other, what in {
-            "quantization": "new weights are not quantized",
-            "device_map": "new weights are made on one device",
-        }.items():
-            yield Conflict(
-                f"model.from_scratch and model.{other}",
-                model.from_scratch and getattr(model, other),
-                what,
-                one,
-            )
-        yield Conflict(
-            "rewards", run.rewards and not self.generates, "only grpo reads rewards", "Leave it out"
-        )
-        both = model.quantization and model.device_map
-        yield Conflict(
-            "model.quantization and model.device_map",
-            both,
-            "quantized weights are not spread over devices",
-            one,
-        )
+        if model.from_scratch and not self.from_scratch:
+            what = "only pretrain takes a model without training"
+            raise ConfigError(what, where="model.from_scratch", remedy="Pre-train it first")
+        if model.tokenizer and not model.from_scratch:
+            what = "a model with weights keeps the tokenizer that it was trained with"
+            remedy = "Add model.from_scratch=true (pretrain only), or leave it out"
+            raise ConfigError(what, where="model.tokenizer", remedy=remedy)
+        if model.from_scratch and model.quantization:
+            where = "model.from_scratch and model.quantization"
+            raise ConfigError("new weights are not quantized", where=where, remedy=one)
+        if model.from_scratch and model.device_map:
+            where = "model.from_scratch and model.device_map"
+            raise ConfigError("new weights are made on one device", where=where, remedy=one)
+        if run.rewards and not self.generates:
+            raise ConfigError("only grpo reads rewards", where="rewards", remedy="Leave it out")
+        if model.quantization and model.device_map:
+            where = "model.quantization and model.device_map"
+            raise ConfigError("quantized weights are not spread over devices", where=where, remedy=one)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Raise ConfigError for settings that the model's attention ignores

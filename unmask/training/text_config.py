@@ -50,7 +50,8 @@ def corpus_rows(
             that are a stream.
         ConfigError: settings that do not work with a stream.
     """
-    texts, length = text_column(dataset, args, where), row_length(lm, args)
+    texts = Column(dataset, args.text_column, where, "data.text_column")
+    length = row_length(lm, args)
     ends = lm.eos_token_ids
     if args.token_cache is not None:
         how: dict[str, Any] = {"where": where, "max_unknown": args.max_unknown, "ends": ends}
@@ -85,11 +86,6 @@ def corpus_rows(
     rows = StreamedRows(texts, make_rows)
     next(iter(rows))  # errors in the first rows are raised before training
     return rows
-
-
-def text_column(dataset: Iterable[Mapping[str, Any]], args: TextConfig, where: str) -> Column:
-    """The texts of a dataset, called `where` in errors."""
-    return Column(dataset, args.text_column, where, "data.text_column")
 
 
 def rows_from_step(

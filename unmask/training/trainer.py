@@ -43,9 +43,9 @@ from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
 from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
+from unmask.models.chat_template import accept_generation_config
 from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.end_tokens import accept_generation_config
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.config import TrainingConfig, check_rows, rows_per_step
