@@ -23,8 +23,7 @@ SHORT = [
     "forks",
     "edits completions",
     "sleeps",
-]
-SHORT += [
+    "raises an error with a cause without end",
     "returns verdicts of a status that is a list",
 ]
 

@@ -174,6 +174,10 @@ class LocalReward:
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, says that a function must be called in the main thread."""
-    while error is not None and not MAIN_THREAD_ERRORS.search(describe_error(error)):
+    seen = set[int]()  # causes of user code may form a circle
+    while error is not None and id(error) not in seen:
+        if MAIN_THREAD_ERRORS.search(describe_error(error)):
+            return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
