@@ -173,6 +173,8 @@ class SFTTrainer(DiffusionTrainer):
         )
 
     def plan(self, batch: Batch, draw: MaskRNG) -> Views:
+        """Noised copies, whose masks `random_views` draws (`unmask.diffusion.views`) and `Noise.weight`
+        weights: 1/t with the linear schedule."""
         if self.lm.autoregressive:
             views = all_masked_views(batch["maskable"])
         else:
