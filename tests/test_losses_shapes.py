@@ -163,7 +163,7 @@ LEARNT_BT, UNIT_BT = torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype
 ROLLOUT, VIEWS, LOG_PROB_BMT = rollout(Tensors()), views(Tensors()), torch.zeros(2, 1, 5)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "advantages of completions, ratios of tokens": (
-        lambda: losses.clipped_surrogate(torch.zeros(2, 5), torch.zeros(2), clip_low=0.2, clip_high=0.2),
+        lambda: losses.clipped_surrogate(torch.zeros(2, 5), torch.zeros(2), epsilon=0.2, epsilon_high=0.2),
         "advantage: has the shape [2], but log_ratio has [2, 5]",
     ),
     "a baseline of another batch": (

@@ -169,7 +169,7 @@ ADVANTAGE_B1 = torch.tensor([[1.0], [-2.0], [0.5]])
 
 
 def surrogate(gap_BT, delta=None):
-    return clipped_surrogate(gap_BT, ADVANTAGE_B1, clip_low=0.2, clip_high=0.3, delta=delta)
+    return clipped_surrogate(gap_BT, ADVANTAGE_B1, epsilon=0.2, epsilon_high=0.3, delta=delta)
 
 
 @examples(30)
@@ -212,7 +212,7 @@ def test_what_is_clipped_has_no_gradient_however_large_its_ratio():
     """exp(100) overflows float32, and 0 times infinity is NaN."""
     for delta, advantages_ in ((None, [1.0, 0.0]), (3.0, [1.0, 0.0, -1.0])):
         gap = torch.full((len(advantages_),), 100.0, requires_grad=True)
-        made = clipped_surrogate(gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, delta=delta)
+        made = clipped_surrogate(gap, torch.tensor(advantages_), epsilon=0.2, epsilon_high=0.2, delta=delta)
         made.loss.sum().backward()
         assert made.loss.tolist() == pytest.approx([-1.2, 0.0, 3.0][: len(advantages_)])
         assert gap.grad.tolist() == [0.0] * len(advantages_)

@@ -33,7 +33,7 @@ from unmask.supervised.sft import VIEW_FIELDS, SFTConfig, SFTTrainer
 from unmask.training import config as stage_config
 from unmask.training import hardware_checks
 from unmask.training.model_history import chosen_settings
-from unmask.training.noise_config import TIME_FIELDS
+from unmask.training.noising import TIME_FIELDS
 
 
 @pytest.fixture

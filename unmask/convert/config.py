@@ -16,7 +16,7 @@ from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.training.config import NEUTRAL, Part
 from unmask.training.config_fields import setting
-from unmask.training.noise_config import NoisingConfig
+from unmask.training.noising import NoisingConfig
 from unmask.training.text_config import TextConfig
 
 

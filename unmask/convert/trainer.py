@@ -42,7 +42,7 @@ from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import from_first
 from unmask.training.hardware_checks import is_split, refuse_other_model, refuse_unknown_arguments
 from unmask.training.metrics import ProgressPart, ProgressTarget
-from unmask.training.noise_config import noised_views
+from unmask.training.noising import noised_views
 from unmask.training.run.around import StopOnSignal, running_in
 from unmask.training.run.checkpoint import fault, last_of_run, named_checkpoint, stage_of, steps_done
 from unmask.training.run.fingerprints import model_inputs, rows_fingerprint

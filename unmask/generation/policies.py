@@ -1,7 +1,7 @@
 """Pure functions of logits: which token to reveal at each position, and with which priority.
 
-`_decide` orders the positions by `remasking`, `num_accepted` counts those that a threshold, a factor or a bound
-accepts, and a step of the engine (`engine/steps.py`) reveals as many. A new order is a value of
+`_decide` orders the positions by `remasking`. `num_accepted` counts those that a threshold, a factor or a
+bound accepts, and a step of the engine (`engine/steps.py`) reveals as many. A new order is a value of
 `SamplerConfig.remasking` and a case of `_decide`.
 
 Shapes: N hidden positions (rows of logits), V vocabulary, G groups of it, K entries of a group, L tokens that

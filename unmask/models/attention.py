@@ -3,8 +3,8 @@ Face models.
 
 One attention function is registered with transformers under the name "unmask". The mask reaches it as an
 extra forward keyword (`unmask_mask`); without the keyword it raises, so that no model can silently use its
-own mask. `make_diffusion` (load.py) switches a model to it, and `DiffusionLM.run_model` passes the mask, which
-`make_mask` makes.
+own mask. `make_diffusion` (load.py) switches a model to it. `make_mask` makes the mask, and
+`DiffusionLM.run_model` passes it.
 
 Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 """

@@ -32,7 +32,7 @@ class Surrogate(NamedTuple):
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, delta: float | None = None
+    log_ratio: Tensor, advantage: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> Surrogate:
     """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy
     minus that under the old policy.
@@ -44,7 +44,7 @@ def clipped_surrogate(
     # Where the loss is bounded, a ratio that overflows would still have the gradient 0 * inf.
     limit = torch.where(advantage < 0, torch.inf if delta is None else MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.clamp(max=limit).exp()
-    plain, bounded = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+    plain, bounded = ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon_high) * advantage
     value = torch.minimum(plain, bounded)
     clipped = bounded < plain
     if delta is not None:

@@ -29,7 +29,7 @@ from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.kernels.log_softmax import at_least_float32
 from unmask.models.model_state import training_only
-from unmask.supervised.objective import Objective, ObjectiveLoss, Plan, row_weights
+from unmask.supervised.extra_objective import Objective, ObjectiveLoss, Plan, row_weights
 from unmask.tensor_checks import check_tensors
 
 

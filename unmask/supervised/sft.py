@@ -25,11 +25,11 @@ from unmask.errors import ConfigError
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
-from unmask.supervised.objective import Objective
+from unmask.supervised.extra_objective import Objective
 from unmask.supervised.quality import QualityObjective
 from unmask.supervised.variable_length import GapObjective
 from unmask.training.config_fields import setting
-from unmask.training.noise_config import NoisingConfig, noised_views
+from unmask.training.noising import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
 

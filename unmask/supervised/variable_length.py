@@ -35,7 +35,7 @@ from unmask.diffusion.views import MaskRNG, columns
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
-from unmask.supervised.objective import Objective, ObjectiveLoss, Plan, row_weights
+from unmask.supervised.extra_objective import Objective, ObjectiveLoss, Plan, row_weights
 from unmask.tensor_checks import check_tensors
 
 KEEPS_LENGTH = 0.25  # of the gaps

@@ -63,7 +63,7 @@ def first_by_order(order_BM: Tensor, start_B: np.ndarray, chosen_B: Counts) -> T
     return order_BM[member_J, rank_J] + start_J
 
 
-def first_by_priority(priority_N: Tensor, count_B: Counts, chosen_B: Counts) -> Tensor:
+def best_rows(priority_N: Tensor, count_B: Counts, chosen_B: Counts) -> Tensor:
     """The rows of the `chosen_B` highest priorities of each sequence, by its number of rows; ties by the
     first."""
     order_BM = padded(priority_N, count_B, -torch.inf).sort(dim=1, descending=True, stable=True).indices

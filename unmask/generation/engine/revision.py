@@ -15,8 +15,8 @@ from torch.nn.functional import logsigmoid
 
 from unmask.generation.engine.forward import run_passes
 from unmask.generation.engine.host import (
+    best_rows,
     first_by_order,
-    first_by_priority,
     first_true,
     members,
     moved,
@@ -108,6 +108,6 @@ def _doubted(
     ):
         doubtful_B = (padded(priority_N, visible_B, -torch.inf) > -torch.inf).sum(1)
         limits = [min(limit, most) for limit, most in zip(limits, doubtful_B.tolist(), strict=True)]
-    position_J = visible.position_N[first_by_priority(priority_N, visible_B, limits)]
+    position_J = visible.position_N[best_rows(priority_N, visible_B, limits)]
     hidden = predictions.take(order_N[: count_B.sum()], members(count_B))
     return hidden, (moved(np.repeat(slot_B, limits), device), position_J), limits

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unmask.generation.constraints.decide import decide_given, windows_of
-from unmask.generation.engine.host import Counts, first_by_priority, moved, padded
+from unmask.generation.engine.host import Counts, best_rows, moved, padded
 from unmask.generation.engine.noise import numbers
 from unmask.generation.engine.sequence import SequenceState, by_settings
 from unmask.generation.engine.slots import BatchState, Predictions
@@ -97,7 +97,7 @@ def choose(
     if any(sequence.config.parallel or sequence.config.early_commit is not None for sequence in sequences):
         planned = _read_counts(sequences, decision, count_B, planned)
     chosen = [min(count, int(most)) for count, most in zip(planned, count_B, strict=True)]
-    return first_by_priority(decision.priority_N, count_B, chosen), chosen
+    return best_rows(decision.priority_N, count_B, chosen), chosen
 
 
 def _read_counts(

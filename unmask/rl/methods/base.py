@@ -243,7 +243,7 @@ class ClippedMethod(DivergenceMethod):
         log_ratio = self.clamped(log_ratio)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         clipped = clipped_surrogate(
-            log_ratio, advantage, clip_low=self.epsilon, clip_high=high, delta=self.delta
+            log_ratio, advantage, epsilon=self.epsilon, epsilon_high=high, delta=self.delta
         )
         loss = clipped.loss if importance is None else importance * clipped.loss
         kl = torch.zeros_like(log_ratio)

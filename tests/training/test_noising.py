@@ -11,7 +11,7 @@ from tests.training.tiny_runs import batch, make, settings
 from unmask.convert.config import ConvertConfig
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
-from unmask.training.noise_config import NoisingConfig, noised_views
+from unmask.training.noising import NoisingConfig, noised_views
 
 
 @pytest.mark.parametrize(
