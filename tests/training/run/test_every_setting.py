@@ -335,7 +335,7 @@ def seen(trainer: Any, folder: Path) -> dict[str, Any]:
             of.state.best_metric is not None,
             of.args.load_best_model_at_end,
         ),
-        "rewards": (of.rewards.seconds, of.rewards.errors) if hasattr(of, "collector") else None,
+        "rewards": (of.rewards.seconds, of.rewards.errors) if hasattr(of, "rewards") else None,
         "samples": [line["step"] for line in MetricsLog(samples).read() if line["step"] > 2]
         if samples.exists()
         else [],
