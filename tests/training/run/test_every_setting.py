@@ -185,7 +185,6 @@ SECOND: dict[str, Any] = {
         "logit_shift": True,
     },
     **{
-        "loss_type": "hinge",
         "bound": "elbo",
         "samples": 3,
         "reference": "frozen",
@@ -205,7 +204,6 @@ SECOND: dict[str, Any] = {
         "steps": 2,
         "scale_rewards": "group",
         "importance_sampling_level": "sequence",
-        "loss_type": "grpo",
         "kl": "k1",
     },
     **{
@@ -293,6 +291,9 @@ FIRST_OF |= {
 }
 """As FIRST, of one verb."""
 SECOND_OF: dict[tuple[str, str], Any] = {
+    ("sft", "loss_type"): "sequence_nll",
+    ("dpo", "loss_type"): "hinge",
+    ("grpo", "loss_type"): "grpo",
     ("grpo", "per_device_train_batch_size"): 8,
     ("dpo", "beta"): 0.5,
     ("grpo", "block_size"): 2,
