@@ -66,11 +66,14 @@ def settings_of(cls: type[Config], prefix: str = "") -> Iterator[Setting]:
     """The settings of a config, each section before those inside it."""
     for name, field in cls.model_fields.items():
         inner = section_of(field.annotation)
-        default = None if field.is_required() else plain_default(field.get_default(call_default_factory=True))
+        # pydantic 2.10 asks for validated data even where no factory reads it
+        found = (
+            None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+        )
         yield Setting(
             prefix + name,
             SECTION if inner else type_name(field.annotation),
-            default,
+            plain_default(found),
             one_line(field.description),
         )
         if inner:
