@@ -176,7 +176,7 @@ def main() -> None:
         for number in range(given.jobs):
             copy = Path(folder, str(number))
             ignored = shutil.ignore_patterns(
-                ".git", ".venv", "__pycache__", "runs", "site", "node_modules", ".*_cache"
+                ".git", ".venv*", "__pycache__", "runs", "site", "node_modules", ".*_cache"
             )
             shutil.copytree(REPOSITORY, copy, ignore=ignored)
             copies.put(copy)
