@@ -89,6 +89,11 @@ def test_evenly_spaced_noise_draws_tokens_in_proportion_to_their_weights(weights
     assert (tokens_N.diff() >= 0).all()
 
 
+def test_a_number_at_a_boundary_draws_the_next_token_that_has_a_weight():
+    weights_NV = torch.tensor([[0.0, 0.0, 1.0, 0.0, 1.0, 0.0]], dtype=torch.float64).expand(3, -1)
+    assert draw(weights_NV, torch.tensor([0.0, 0.5, LAST], dtype=torch.float64)).tolist() == [2, 4, 4]
+
+
 @given(seeds, st.integers(1, 700), st.integers(1, 40))
 def test_best_is_the_first_of_equal_maxima(seed, width, values):
     logits_NV = torch.randint(values, (5, width), generator=torch.Generator().manual_seed(seed)).double()
