@@ -26,7 +26,8 @@ CORE = {
     "unmask/diffusion": "tests/diffusion tests/generation/test_sampler.py tests/supervised",
     "unmask/generation/engine": "tests/generation/engine tests/generation/test_sampler.py",
     "unmask/generation/policies.py": "tests/generation/test_policies.py tests/generation/test_published.py",
-    "unmask/generation/naive.py": "tests/generation/test_naive.py tests/generation/test_sampler.py",
+    "unmask/generation/naive.py": "tests/generation/test_naive.py tests/generation/test_sampler.py "
+    "tests/generation/test_variable_length.py tests/generation/test_revise.py",
     "unmask/models/attention.py": "tests/models/test_attention.py tests/models/test_diffusion_lm.py",
     "unmask/models/diffusion_lm.py": "tests/models/test_diffusion_lm.py tests/models/test_load.py",
     "unmask/rl/losses.py": "tests/rl/test_losses.py tests/rl/test_trl.py",
