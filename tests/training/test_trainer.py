@@ -27,6 +27,7 @@ from tests.training.tiny_runs import (
     equal,
     low_ids,
     make,
+    prepared,
     settings,
     weights,
 )
@@ -36,6 +37,7 @@ from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training import metrics
+from unmask.training.config_fields import NOT_READ
 from unmask.training.metrics import measuring
 from unmask.training.run.log import RunLog
 
@@ -625,13 +627,41 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
         ({"max_steps": 0}, "max_steps"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"logprob_batch_size": -1}, "logprob_batch_size"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"eval_strategy": "steps"}, "eval_strategy"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_the_first_step(refused, where, tmp_path):
     with raises(ConfigError, where=where):
         make("sft", tmp_path, **refused)
+
+
+OTHER_VALUES = {
+    "length_column_name": "size",
+    "label_names": ["labels"],
+    "include_for_metrics": ["loss"],
+    "eval_accumulation_steps": 1,
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_a_setting_of_transformers_that_nothing_reads_is_refused(name):
+    value, reason = NOT_READ[name]
+    SFTConfig(output_dir="x", use_cpu=True, **{name: value})
+    other = OTHER_VALUES.get(name, not value)
+    with pytest.raises(ConfigError) as refused:
+        SFTConfig(output_dir="x", use_cpu=True, **{name: other})
+    assert refused.value.where == name and reason in refused.value.what
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "grpo"])
+def test_operations_are_counted_as_transformers_counts_them(verb, tmp_path):
+    trainer = prepared(verb, tmp_path)
+    trainer.train()
+    weights = trainer.model.num_parameters(exclude_embeddings=True)
+    tokens = trainer.state.num_input_tokens_seen
+    assert trainer.state.total_flos == 6 * tokens * weights > 0
 
 
 def test_an_optimizer_that_is_not_installed_is_named(tmp_path):

@@ -24,6 +24,7 @@ from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
 from unmask.training.config_fields import (
+    check_not_read,
     check_settings,
     check_stock,
     check_types,
@@ -201,6 +202,7 @@ class TrainingConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_not_read(self.given, partial(getattr, self))
         check_trackers(self.report_to, self.logging_dir)
         args: Any = self  # mypy does not read the fields of TrainingArguments
         elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"

@@ -136,6 +136,30 @@ def check_settings(
             )
 
 
+NO_METRICS = "an evaluation computes losses, not predictions that a function could read"
+NOT_READ: dict[str, tuple[Any, str]] = {
+    "remove_unused_columns": (False, "rewards and methods read all columns of a row"),
+    "label_names": ([], "labels are made of the rows"),
+    "length_column_name": ("length", "the length of a row is its number of tokens"),
+    "logging_nan_inf_filter": (False, "a loss that is not finite ends the run"),
+    "prediction_loss_only": (True, NO_METRICS),
+    "include_for_metrics": ([], NO_METRICS),
+    "batch_eval_metrics": (False, NO_METRICS),
+    "eval_do_concat_batches": (True, NO_METRICS),
+    "eval_accumulation_steps": (None, NO_METRICS),
+    "label_smoothing_factor": (0.0, "it does not apply to a bound on the likelihood"),
+    "neftune_noise_alpha": (None, "it does not apply to a bound on the likelihood"),
+}
+"""Settings of transformers that nothing reads: the value that says what is done anyway, and the reason."""
+
+
+def check_not_read(given: Collection[str], value_of: Callable[[str], Any]) -> None:
+    """Raise ConfigError for a setting of transformers that would do nothing."""
+    for name, (value, reason) in NOT_READ.items():
+        if name in given and value_of(name) != value:
+            raise ConfigError(f"has no effect: {reason}", where=name, remedy="Leave it out")
+
+
 def check_stock(value_of: Callable[[str], Any]) -> None:
     """Raise ConfigError for settings of transformers that would make no step, or have no effect here.
     `value_of`: their values by name."""
@@ -148,11 +172,6 @@ def check_stock(value_of: Callable[[str], Any]) -> None:
     if value_of("eval_steps") is not None and (strategy := value_of("eval_strategy") or "no") != "steps":
         remedy = "Set eval_strategy to steps, or leave it out"
         raise ConfigError(f"has no effect with eval_strategy {strategy}", where="eval_steps", remedy=remedy)
-    for name in ("label_smoothing_factor", "neftune_noise_alpha"):
-        if value_of(name):
-            raise ConfigError(
-                "does not apply to a bound on the likelihood", where=name, remedy="Leave it out"
-            )
 
 
 def unmet(limits: Mapping[str, Any], value_of: Callable[[str], Any]) -> list[str]:

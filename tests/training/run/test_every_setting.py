@@ -25,6 +25,7 @@ from unmask.rl.config import GRPOConfig
 from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
+from unmask.training.config_fields import NOT_READ
 from unmask.training.run.log import LOG_NAME
 from unmask.training.run.record import RunRecord
 from unmask.training.run.resume import ACTS, NEUTRAL
@@ -68,7 +69,6 @@ FIRST: dict[str, dict[str, Any]] = {
     "dataloader_in_order": {"dataloader_num_workers": 1},
     "dataloader_persistent_workers": {"dataloader_num_workers": 1},
     "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
-    "length_column_name": {"train_sampling_strategy": "group_by_length"},
     "activation_checkpointing_kwargs": {"activation_checkpointing": True},
     "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
     "cart_p": {"weighting": "cart"},
@@ -142,12 +142,10 @@ SECOND: dict[str, Any] = {
         "include_num_input_tokens_seen": "all",
         "log_level": "error",
         "run_name": "x",
-        "eval_accumulation_steps": 1,
     },
     **{"dataloader_prefetch_factor": 3},
     **{
         "train_sampling_strategy": "group_by_length",
-        "length_column_name": "size",
         "accelerator_config": {"use_seedable_sampler": False},
     },
     **{
@@ -464,30 +462,25 @@ UNTRAINED = {
         "hub_always_push",
         "hub_revision",
         "debug",
-        "label_names",
     ),
     *(
         "project",
         "trackio_space_id",
         "trackio_bucket_id",
         "trackio_static_space_id",
-        "include_for_metrics",
         "optim_target_modules",
     ),
     *(
-        "label_smoothing_factor",
-        "neftune_noise_alpha",
         "dataloader_multiprocessing_context",
         "auto_find_batch_size",
     ),
     *(
-        "logging_nan_inf_filter",
         "logging_dir",
-        "remove_unused_columns",
         "stale_reference",
         "judge",
         "ref_model",
     ),
+    *NOT_READ,
     *("text_column", "rollout", "vllm_importance_sampling_cap", "max_staleness", "method_settings"),
 }
 """Settings whose kind is checked by the record alone."""

@@ -24,7 +24,7 @@ from unmask.artifacts import package_version
 from unmask.config.listing import Setting, settings_of
 from unmask.config.run import RunConfig, checked, refuse_unknown
 from unmask.errors import NAMES_ELSEWHERE, ConfigError, did_you_mean
-from unmask.training.config_fields import check_settings, check_stock
+from unmask.training.config_fields import check_not_read, check_settings, check_stock
 
 SETTINGS = Path(__file__).with_name("settings.json")
 SET_BY_RUN = ("output_dir", "data_source", "resume_from_checkpoint")
@@ -164,6 +164,7 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
     ]
     try:
         check_settings(limited, given, values.__getitem__)
+        check_not_read(training.keys(), values.__getitem__)
         check_stock(values.__getitem__)
     except ConfigError as error:
         raise error.moved(f"training.{error.where}") from error
