@@ -22,7 +22,7 @@ LEVELS = [
     ["data", "planning"],
     ["training", "generation"],
     ["supervised", "convert", "preference", "rl", "evaluation", "serving"],
-    ["losses"],
+    ["losses", "auto_classes"],
     ["migration"],
     ["unmask"],
     ["demo"],
@@ -89,6 +89,16 @@ IMPORTS = {
     module: set(imports(tree, module if is_package else module.rpartition(".")[0], set(SOURCES)))
     for module, (tree, is_package) in SOURCES.items()
 }
+
+
+METHODS = {
+    "unmask.auto_classes": {"unmask.models.load", "unmask.generation.token_ids"},
+    "unmask.models.diffusion_lm": {"unmask.models.load", "unmask.generation.token_ids"},
+}
+"""Modules that import what is built on them, or takes long, in methods that users of transformers expect of
+a model."""
+for _module, _names in METHODS.items():
+    IMPORTS[_module] -= {Imported(name, late=True) for name in _names}
 
 
 def own(module: str) -> bool:

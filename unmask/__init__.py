@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -73,6 +77,40 @@ if not os.environ.get("UNMASK_DEBUG"):
     for _logger in map(logging.getLogger, NOISY):
         if _logger.level == logging.NOTSET:
             _logger.setLevel(logging.ERROR)
+
+
+AUTO_CLASSES = {
+    "transformers.models.auto.configuration_auto": "unmask.models.auto_config",
+    "transformers.models.auto.modeling_auto": "unmask.auto_classes",
+}
+"""Modules of transformers, and those that register diffusion models with their Auto classes."""
+
+
+class _AutoClasses(MetaPathFinder):
+    """Registers diffusion models as soon as a program imports the Auto classes, not before."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in AUTO_CLASSES or name in self.found:
+            return None
+        self.found.add(name)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                import_module(AUTO_CLASSES[name])
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+    def __init__(self) -> None:
+        self.found = set[str]()
+
+
+for _module in AUTO_CLASSES.keys() & sys.modules.keys():
+    import_module(AUTO_CLASSES[_module])
+sys.meta_path.insert(0, _AutoClasses())
 
 
 def __getattr__(name: str) -> Any:

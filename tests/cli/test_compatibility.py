@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import partly_slow
 from unmask.cli.run import check_together, planned_arguments
 from unmask.cli.verbs import VERBS
-from unmask.config.run import LoraSettings, ModelConfig, RunConfig
+from unmask.config.run import LoraSettings, RunConfig, StartConfig
 from unmask.errors import ConfigError
 
 Changes = Mapping[str, Any]
@@ -87,7 +87,7 @@ def check(verb: str, path: Path, changes: Changes) -> ConfigError | None:
     }
     own = {"use_cpu": True, "max_steps": 4}
     settings = {
-        "model": ModelConfig(
+        "model": StartConfig(
             path=str(path), attention=None if verb in ("convert", "grpo") else "bidirectional", **model
         ),
         "lora": changes.get("lora"),

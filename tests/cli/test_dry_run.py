@@ -22,7 +22,7 @@ from unmask.artifacts import MetricsLog
 from unmask.cli import app
 from unmask.cli.dry_run import dry_run, estimate_run
 from unmask.cli.run import planned_arguments, training_arguments
-from unmask.config.run import DataConfig, HardwareConfig, LoraSettings, ModelConfig, RunConfig
+from unmask.config.run import DataConfig, HardwareConfig, LoraSettings, RunConfig, StartConfig
 from unmask.errors import ConfigError, UnmaskError
 from unmask.models.load import load
 from unmask.planning import calibration
@@ -49,7 +49,7 @@ def _few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_config(model: Path, text: Path, tmp_path: Path, **training: Any) -> RunConfig:
     data = DataConfig(train=str(text))
     return RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=StartConfig(path=str(model)),
         data=data,
         output_dir=str(tmp_path / "run"),
         training=BLOCK | training,

@@ -108,7 +108,7 @@ def test_it_is_trained_on_a_stream_too(model, story, tmp_path):
         (
             "pretrain",
             ["--tokenizer", "nowhere", "model.from_scratch=true"],
-            ["nowhere", "no usable tokenizer"],
+            ["nowhere", "cannot be had from the hub"],
         ),
     ],
 )

@@ -18,7 +18,7 @@ from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import unmask
 from unmask.cli.new import PARTS, TINY_MODEL, write_tiny_model
 from unmask.cli.verbs import VERBS
-from unmask.config.run import DataConfig, ModelConfig
+from unmask.config.run import DataConfig, StartConfig
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model
 from unmask.models.chat_template import TEMPLATES as TEMPLATES_OF_CHATS
@@ -104,7 +104,7 @@ def test_every_key_is_explained_above_it_with_its_true_default(kind, here):
     lines = Path("mine/config.yaml").read_text().splitlines()
     defaults = {
         name: field.default
-        for section in (ModelConfig, DataConfig)
+        for section in (StartConfig, DataConfig)
         for name, field in section.model_fields.items()
     }
     defaults |= {name: getattr(VERBS[VERB[kind]].config_class, name) for name in config["training"]}

@@ -14,7 +14,7 @@ import torch
 
 from tests.training.tiny_runs import QUICK, unmask
 from unmask.cli.profile import by_operator, profile_run
-from unmask.config.run import DataConfig, ModelConfig, RunConfig
+from unmask.config.run import DataConfig, RunConfig, StartConfig
 
 GRPO = ["training.num_generations=2", "training.max_completion_length=4"]
 
@@ -101,7 +101,7 @@ def test_of_a_conversion_every_stage_is_recorded_and_no_tracker_hears_of_it(
         "report_to": "tensorboard",
     }
     config = RunConfig(
-        model=ModelConfig(path=str(model)),
+        model=StartConfig(path=str(model)),
         data=DataConfig(train=str(text)),
         output_dir=str(tmp_path / "run"),
         training=training,

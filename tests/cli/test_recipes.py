@@ -104,7 +104,7 @@ def constructed(
     layers = adapt_recipes(read_layers(recipes=recipes, flags=flags), verb, mode, recipes=len(recipes))
     config = resolve(layers)
     trainer = make_trainer(verb, config, training_arguments(verb, config))
-    assert str(trainer.lm.weight_dtype) == f"torch.{config.model.dtype}"
+    assert str(trainer.lm.dtype) == f"torch.{config.model.dtype}"
     for name in SPARING:
         assert getattr(trainer.args, name) == config.training.get(name, getattr(trainer.args, name)), name
     return trainer

@@ -23,6 +23,7 @@ from unmask.config.run import (
     LoraSettings,
     ModelConfig,
     RunConfig,
+    StartConfig,
     build_training_args,
     check_output_folder,
     resolve,
@@ -271,7 +272,7 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
         target_modules=names | st.lists(names, max_size=3),
     )
     return RunConfig(
-        model=ModelConfig(
+        model=StartConfig(
             path=draw(names),
             block_size=draw(maybe),
             logit_shift=draw(st.none() | st.booleans()),
@@ -298,7 +299,7 @@ def test_a_printed_config_loads_back(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [ModelConfig, DataSource, DataConfig, LoraSettings, SamplerConfig, RunConfig]
+    "config", [ModelConfig, StartConfig, DataSource, DataConfig, LoraSettings, SamplerConfig, RunConfig]
 )
 def test_every_field_is_documented(config: type[Config]) -> None:
     assert not [name for name, field in config.model_fields.items() if not field.description]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.helpers import REPOSITORY, run_all
-from unmask.config.run import TOKENIZER_SIZES, ModelConfig
+from unmask.config.run import TOKENIZER_SIZES, StartConfig
 from unmask.data.byte_level import train_tokenizer
 from unmask.data.encoding import encode_prompt
 from unmask.data.unknown_tokens import UnknownTokens
@@ -46,8 +46,8 @@ def test_frequent_words_become_tokens_as_far_as_the_size_goes():
 @pytest.mark.parametrize("size", ["", "8k", "0", "258", "1000001", "1000000000"])
 def test_a_size_that_has_no_room_for_the_bytes_or_fills_the_memory_is_refused(size):
     with raises(ConfigError, where="tokenizer"):
-        ModelConfig(path="m", tokenizer=f"train:{size}")
-    assert [ModelConfig(path="m", tokenizer=f"train:{size}").tokenizer_size for size in (259, 1_000_000)] == [
+        StartConfig(path="m", tokenizer=f"train:{size}")
+    assert [StartConfig(path="m", tokenizer=f"train:{size}").tokenizer_size for size in (259, 1_000_000)] == [
         259,
         1_000_000,
     ]

@@ -300,7 +300,7 @@ def sections(name: str) -> set[str]:
     import unmask.config.run as config
 
     classes = {
-        "model": config.ModelConfig,
+        "model": config.StartConfig,
         "data": config.DataConfig,
         "lora": config.LoraSettings,
         "hardware": config.HardwareConfig,

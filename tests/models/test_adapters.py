@@ -141,7 +141,7 @@ def check_saved(lm: DiffusionLM, folder: Path) -> DiffusionLM:
     """The saved and loaded model, which computes as the one in memory; that is unchanged by it."""
     before = log_probs(lm)
     merged(lm).save(folder)
-    loaded = load(folder, dtype=str(lm.weight_dtype).removeprefix("torch."))
+    loaded = load(folder, dtype=str(lm.dtype).removeprefix("torch."))
     torch.testing.assert_close(log_probs(loaded), before, rtol=0, atol=1e-5)
     assert torch.equal(log_probs(lm), before)
     return loaded

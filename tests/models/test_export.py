@@ -16,7 +16,7 @@ from tests.errors import raises
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, random_ids, tiny_lm
 from unmask.cli import app
 from unmask.errors import ModelError
-from unmask.models.diffusion_lm import SETTINGS_KEY
+from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.export import export
 from unmask.models.model_card import HISTORY_KEY
 

@@ -16,7 +16,7 @@ from tests.dispatch_counts import Copies, Counts
 from tests.helpers import partly_slow
 from tests.tiny import LLAMA_ALPHABET, llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, settings
-from unmask.config.run import LoraSettings, ModelConfig, RunConfig
+from unmask.config.run import LoraSettings, RunConfig, StartConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.stages import STAGES
@@ -84,7 +84,7 @@ def planned(trainer: DiffusionTrainer | ConvertTrainer, **changes: Any) -> tuple
     """Launches and reads of a training step, for the trainer's settings and these changes."""
     lm, model = trainer.lm, blueprint(trainer.lm)
     run = RunConfig(
-        model=ModelConfig(path="tiny", attention=lm.attention, block_size=lm.block_size), output_dir="unused"
+        model=StartConfig(path="tiny", attention=lm.attention, block_size=lm.block_size), output_dir="unused"
     )
     work = trainer.args.workload(model, run)
     assert work is not None

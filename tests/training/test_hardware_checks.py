@@ -26,7 +26,7 @@ from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settin
 from unmask.cli import run
 from unmask.cli.measurements import Measurements
 from unmask.cli.verbs import VERBS
-from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
+from unmask.config.run import DataConfig, HardwareConfig, RunConfig, StartConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, ModelError, TrainingError
@@ -114,7 +114,7 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
         "eval_strategy": "no",
         "report_to": "none",
     }
-    config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
+    config = RunConfig(model=StartConfig(path=str(model)), training=training, **data)
     with raises(TrainingError, where="hardware.max_memory_gb"):
         run.run_verb(verb, config, RunFolder(config), Measurements(config))
     assert asked == [config.hardware]
@@ -298,7 +298,7 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
     with raises(ModelError, where="dtype"):
         load(tmp_path, quantization="4bit", dtype="float64")
     with raises(ConfigError, where="quantization"):
-        ModelConfig(path="x", quantization="3bit")
+        StartConfig(path="x", quantization="3bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises(ModelError, where="quantization"):
         load(tmp_path, quantization="4bit")

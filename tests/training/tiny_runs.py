@@ -69,7 +69,15 @@ def make(
     """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
     taken = {
         name: more.pop(name)
-        for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log", "sampler")
+        for name in (
+            "callbacks",
+            "peft_config",
+            "eval_dataset",
+            "progress",
+            "log",
+            "sampler",
+            "processing_class",
+        )
         if name in more
     }
     if verb == "pretrain":

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from unmask.cli.verbs import Verb
-from unmask.config.run import DataConfig, ModelConfig, RunConfig
+from unmask.config.run import DataConfig, ModelConfig, RunConfig, StartConfig
 from unmask.data.byte_level import train_tokenizer
 from unmask.data.rows import Column
 from unmask.data.sources import held_out_problems, read_rows, training_problems
@@ -18,7 +18,8 @@ from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialize, load, pattern_settings
-from unmask.models.model_files import NO_CODE, read_config, read_tokenizer
+from unmask.models.model_files import read_config, read_tokenizer
+from unmask.models.model_paths import fetched
 from unmask.records import RowSequence
 from unmask.tasks import Task, get_task
 from unmask.training.config import TrainingConfig
@@ -81,21 +82,22 @@ def load_or_initialize(config: RunConfig, train: RowSequence, args: TrainingConf
     return lm
 
 
-def _new_tokenizer(model: ModelConfig, train: RowSequence, args: Any) -> PreTrainedTokenizerBase | None:
+def _new_tokenizer(model: StartConfig, train: RowSequence, args: Any) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model from scratch: trained, or read; None: that of `model.path`."""
     if model.tokenizer_size is not None:
         texts = Column(train, args.text_column, "train_dataset", "data.text_column")
         return train_tokenizer(texts, model.tokenizer_size)
     if model.tokenizer:
-        return read_tokenizer(model.tokenizer, NO_CODE | {"trust_remote_code": model.trust_remote_code})
+        return read_tokenizer(
+            fetched(model.tokenizer, weights=False, model=False), trust_remote_code=model.trust_remote_code
+        )
     return None
 
 
 def read_pattern(model: ModelConfig) -> dict[str, Any]:
     """How a model will be read: attention, block size, logit shift. Its weights are not loaded."""
-    config, _ = read_config(
-        model.path, {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    )
+    folder = fetched(model.path, weights=False, revision=model.revision)
+    config, _ = read_config(folder, trust_remote_code=model.trust_remote_code)
     return pattern_settings(config, model.attention, model.block_size, model.logit_shift)
 
 

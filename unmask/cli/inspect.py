@@ -58,7 +58,7 @@ def inspect(
     recipes = recipes_to_show(
         hardware or [],
         max_memory_gb=max_memory_gb,
-        dtype=None if model.dtype == "float32" else model.dtype,  # None: as in the recipe
+        dtype=None if model.dtype == "auto" else model.dtype,  # None: as in the recipe
         device_map=model.device_map,
     )
     blueprint = ModelSpec.read(model)

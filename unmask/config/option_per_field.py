@@ -13,13 +13,10 @@ import typer
 
 from unmask.artifacts import read_file
 from unmask.config.base import Config, section_of
-from unmask.config.run import NEW_MODEL_FIELDS
 from unmask.errors import ConfigError
 
 TEXTS = {"json_schema": "{", "grammar": "start:"}
 """Fields whose options take a text, which holds this, or a file with the text."""
-UNREAD = {("model", name) for name in NEW_MODEL_FIELDS}
-"""Fields without an option."""
 
 
 def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
@@ -73,8 +70,6 @@ def _options(section: str, config: type[Config]) -> Iterator[tuple[str, tuple[st
     """Each option, and the path of its field in the config. The fields of a config inside it follow its name:
     `--constraint-regex`."""
     for name, field in config.model_fields.items():
-        if (section, name) in UNREAD:
-            continue
         inner = section_of(field.annotation)
         if inner is None:
             yield _option_name(section, name), (name,)

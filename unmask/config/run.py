@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 Arguments = TypeVar("Arguments")
 AttentionName = Literal["causal", "block_causal", "bidirectional"]
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
-NEW_MODEL_FIELDS = ("from_scratch", "tokenizer")
-"""The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
 # from the bytes and special tokens to what memory can be reserved for
 TOKENIZER_SIZES = range(259, 1_000_001)
@@ -71,18 +69,12 @@ class ModelConfig(Config):
     logit_shift: bool | None = None
     """Whether the output at position i - 1 predicts token i (as in causal models); unset: as saved; for a
     stock model True if causal."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """The type of the weights in memory."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """The type of the weights in memory; auto: as saved."""
     device: Annotated[str, NEUTRAL] = "cpu"
     """The torch device of the weights (cpu, cuda, cuda:1); auto: a GPU if there is one."""
     revision: str | None = None
     """The branch, tag or commit of a hub model; pin it for runs that must be repeatable."""
-    from_scratch: bool = False
-    """Pre-training: take only the architecture and the tokenizer from `path`, and start from random
-    weights."""
-    tokenizer: Annotated[str | None, NEUTRAL] = None
-    """The tokenizer of a model from scratch: train:SIZE, one of SIZE tokens that is trained on the training
-    data; a folder or a hub name; unset: that of `path`."""
     trust_remote_code: Annotated[bool, NEUTRAL] = False
     """Whether to run Python code from the model's hub repository; for the command line only, a file may not
     set it."""
@@ -100,7 +92,21 @@ class ModelConfig(Config):
 
     def load_arguments(self) -> dict[str, Any]:
         """The arguments of `unmask.load`, besides the path."""
-        return self.model_dump(exclude={"path", *NEW_MODEL_FIELDS})
+        return self.model_dump(exclude={"path", "from_scratch", "tokenizer"})
+
+
+class StartConfig(ModelConfig):
+    """Which model a training run starts from, and how to read it."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """The type of the weights in memory, whatever they are saved in: training in float32 keeps small
+    updates."""
+    from_scratch: bool = False
+    """Pre-training: take only the architecture and the tokenizer from `path`, and start from random
+    weights."""
+    tokenizer: Annotated[str | None, NEUTRAL] = None
+    """The tokenizer of a model from scratch: train:SIZE, one of SIZE tokens that is trained on the training
+    data; a folder or a hub name; unset: that of `path`."""
 
     @pydantic.field_validator("tokenizer")
     @classmethod
@@ -269,7 +275,7 @@ class HardwareConfig(Config):
 class RunConfig(Config):
     """A training run: `unmask pretrain | convert | sft | dpo | grpo`."""
 
-    model: ModelConfig
+    model: StartConfig
     """The model to start from."""
     data: DataConfig = DataConfig()
     """The training and evaluation data."""

@@ -261,7 +261,7 @@ class ConvertTrainer:
         args.check_assigned()
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.callbacks, self.rest = args, progress, callbacks or [], rest
-        self.dtype = str(lm.weight_dtype).removeprefix("torch.")
+        self.dtype = str(lm.dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._with_pattern(lm, stage) for stage in args.stages]
         if peft_config is not None:

@@ -18,7 +18,7 @@ EVALUATION = "evaluation.json"
 
 def model_identity(lm: DiffusionLM, path: str, revision: str | None = None) -> dict[str, Any]:
     """A model by its path, revision, a hash of its weights, their dtype, and its attention pattern."""
-    dtype = str(lm.weight_dtype).removeprefix("torch.")
+    dtype = str(lm.dtype).removeprefix("torch.")
     return {
         "path": masked_text(path),
         "revision": revision,

@@ -139,15 +139,20 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with PEFT adapters for inference; quantized weights stay as they are."""
-    from peft.utils.other import ModulesToSaveWrapper
-
     try:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
-            adapted = lm.bind(_wrapped(lm.model, peft_config))
+            return of_adapted(lm, _wrapped(lm.model, peft_config))
     except Exception as error:  # PEFT's kinds raise anything
         raise ConfigError(
             first_line(error).rstrip("."), where=WHERE, remedy="Name modules of this model"
         ) from error
+
+
+def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
+    """The DiffusionLM of a model that PEFT has wrapped around that of `lm`."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    adapted = lm.bind(model)
     head = adapted.model.get_output_embeddings()
     if not isinstance(head, ModulesToSaveWrapper):
         adapted.select_rows_of(head)

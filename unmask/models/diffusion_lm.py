@@ -31,6 +31,7 @@ from unmask.models.attention import (
     stacked_rows,
     unpadded_mask,
 )
+from unmask.models.auto_config import SETTINGS_KEY, publish_config
 from unmask.models.chat_template import (
     TEMPLATES,
     accept_generation_config,
@@ -47,8 +48,6 @@ from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
 from unmask.models.kernels import flash
 from unmask.models.model_card import write_card
-
-SETTINGS_KEY = "unmask"
 
 
 @dataclass(frozen=True)
@@ -164,20 +163,25 @@ class DiffusionLM:
         return next(self.model.parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights (of a quantized model, of those that are not quantized)."""
+        return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
+
+    @property
     def autoregressive(self) -> bool:
         """Whether every row predicts the next token from the clean ones before it: one pass gives the
         likelihood of a sequence."""
         return self.attention == "causal" and self.logit_shift
 
     @property
+    def stock(self) -> bool:
+        """Whether the model is an ordinary causal one, which any library reads."""
+        return self.autoregressive and not self.has_time_embedding
+
+    @property
     def has_time_embedding(self) -> bool:
         """Whether the model has an embedding of the fraction of hidden tokens."""
         return self._time is not None
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The dtype of the weights (of a quantized model, of those not quantized)."""
-        return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
 
     @property
     def log_prob_dtype(self) -> torch.dtype:
@@ -472,12 +476,43 @@ class DiffusionLM:
             unmask_mask=inputs.mask,
         ).logits
 
+    @classmethod
+    def from_pretrained(cls, path_or_id: str | pathlib.Path, **arguments: Any) -> DiffusionLM:
+        """`unmask.load`, which has all arguments."""
+        from unmask.models.load import load
+
+        return load(path_or_id, **arguments)
+
+    def save_pretrained(self, save_directory: str | pathlib.Path) -> None:
+        """`save`, by its name in transformers."""
+        self.save(save_directory)
+
+    def generate(self, inputs: Tensor, **arguments: Any) -> Tensor:
+        """Prompts and their completions as token ids, as models of transformers write them
+        (`unmask.generation.token_ids.generate_ids`, which has all arguments). `unmask.generate` takes texts,
+        and gives steps and log-probabilities besides."""
+        from unmask.generation.token_ids import generate_ids
+
+        return generate_ids(self, inputs, **arguments)
+
+    def to(self, *arguments: Any, **named: Any) -> DiffusionLM:
+        """Move the model to a device, or its weights to a type, as `torch.nn.Module.to` does."""
+        self.model.to(*arguments, **named)
+        return self
+
+    def publish_config(self, folder: str | pathlib.Path) -> None:
+        """Give the config.json of this model in a folder the type of a diffusion model, unless it is a causal
+        model, which every library reads as it is."""
+        if not self.stock:
+            publish_config(folder)
+
     def save(self, path: str | pathlib.Path) -> None:
         """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model
         bit for bit. Merge adapters first, as the trainers do: otherwise only these are written."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)
+        self.publish_config(path)
         share(path)
         self.tokenizer.save_pretrained(path)
         write_card(self, path)

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.artifacts import read_file, share
 from unmask.errors import ConfigError, ModelError, UnmaskWarning
+from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import accept_generation_config
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.model_card import HISTORY_KEY, write_card
 from unmask.models.released_families import FAMILIES

@@ -25,7 +25,8 @@ from transformers.core_model_loading import (
 
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.diffusion_lm import DiffusionLM
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 FIELDS_OUTSIDE_FORMATS = {

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
 import math
-import pathlib
-from collections.abc import Iterator, Sequence
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -20,16 +24,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as zero
-from transformers.utils import cached_file
 
 from unmask.config.run import AttentionName
-from unmask.errors import ModelError
+from unmask.errors import ConfigError, ModelError, require_known
+from unmask.models.adapters import of_adapted
 from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
+from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.family import Family
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head
@@ -43,7 +48,7 @@ from unmask.models.model_files import (
     refuse_pickled,
     weight_files,
 )
-from unmask.models.model_paths import check_model, model_folder
+from unmask.models.model_paths import fetched
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -60,6 +65,43 @@ STOCK_SETTINGS: dict[str, Any] = {
     "padding_idx": None,
 }
 Quantization = Literal["4bit", "8bit"]
+WITHOUT_EFFECT = {
+    *("low_cpu_mem_usage", "use_safetensors", "weights_only", "adapter_kwargs"),
+    *("_from_auto", "_from_pipeline", "_commit_hash"),
+}
+"""Arguments of `from_pretrained` that ask for what is done anyway."""
+REFUSED = {
+    **dict.fromkeys(("config", "generation_config"), "it is that of the folder, which the weights belong to"),
+    **dict.fromkeys(
+        ("state_dict", "key_mapping", "gguf_file", "from_tf", "from_flax"),
+        "weights are read from safetensors files, under their own names",
+    ),
+    **dict.fromkeys(
+        ("ignore_mismatched_sizes", "output_loading_info"),
+        "weights that are missing, or of another shape, are an error",
+    ),
+    **dict.fromkeys(
+        ("offload_folder", "offload_buffers", "offload_state_dict", "disable_mmap"),
+        "weights are held in memory",
+    ),
+    **dict.fromkeys(
+        ("tp_plan", "tp_size", "device_mesh", "distributed_config"),
+        "a model is loaded whole; training shards it (FSDP, DeepSpeed)",
+    ),
+    **dict.fromkeys(
+        ("attn_implementation", "experts_implementation", "fusion_config"),
+        "the attention is Unmask's, which has the masks of diffusion",
+    ),
+    **dict.fromkeys(
+        ("use_kernels", "kernel_config", "allow_all_kernels"), "kernels from the hub are not run"
+    ),
+    "adapter_name": "a folder's adapters have one name",
+    "code_revision": "code is that of `revision`",
+    **dict.fromkeys(
+        ("proxies", "tqdm_class"), "downloads are those of huggingface_hub, which reads HTTPS_PROXY"
+    ),
+}
+"""Arguments of `from_pretrained` that are not read, with the reasons."""
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -69,20 +111,34 @@ DTYPES = {
 
 
 def load(
-    path_or_id: str | pathlib.Path,
+    path_or_id: str | os.PathLike[str],
     attention: AttentionName | None = None,
     block_size: int | None = None,
     logit_shift: bool | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
-    device_map: Literal["balanced"] | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
     eos_token_ids: Sequence[int] | None = None,
     parse_special_tokens: bool = False,
+    *,
+    torch_dtype: str | torch.dtype | None = None,
+    quantization_config: BitsAndBytesConfig | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    attn_implementation: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    **others: Any,
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
+
+    Arguments that `from_pretrained` of transformers has, too, mean the same.
 
     Args:
         path_or_id: a local folder, of a model or of a training run, or a hub id.
@@ -90,17 +146,26 @@ def load(
         block_size: the attention block of a block-causal model; None: as saved.
         logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False
             otherwise.
-        dtype: float32, bfloat16, float16 or float64.
+        dtype: a type of torch or its name (float32, bfloat16, float16, float64); "auto": as saved.
         device: a torch device, or "auto": the GPU if there is one.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run modeling code of the model's repository.
         quantization: "4bit" (NF4, with quantized scales) or "8bit" weights of the linear layers, by
             bitsandbytes; embeddings and head stay in `dtype`. Such a model is trained with adapters only.
-        device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
+        device_map: "auto" or "balanced" spreads the layers over all GPUs of this process, by their memory, if
+            there are several. A device, or `{"": device}`, is that device.
         eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and for other
             models those of generation_config.json, config.json and the chat template's end of turn.
         parse_special_tokens: read special tokens that texts spell, such as `</s>`, as tokens; otherwise they
             stay text.
+        torch_dtype: the earlier name of `dtype`.
+        quantization_config: the settings of bitsandbytes, in place of `quantization`.
+        max_memory: bytes of each GPU that `device_map` may fill.
+        attn_implementation: None only: Unmask's attention is the model's.
+        subfolder: of the folder or repository.
+        variant: of the weights: `fp16` for model.fp16.safetensors.
+        token, cache_dir, local_files_only, force_download: of downloads from the hub.
+        others: refused, with the reason.
 
     Returns:
         The model in eval mode. Its mask token is the tokenizer's, or a new one.
@@ -109,57 +174,112 @@ def load(
         ModelError: no model, tokenizer or safetensors weights there, or not all weights, an architecture
             without attention masks, a tokenizer with tokens that the embeddings lack, an end token outside
             the vocabulary, an unknown dtype, a missing device, or quantization without bitsandbytes.
-        ConfigError: an unknown pattern, or a block size that does not fit it.
+        ConfigError: an unknown pattern, a block size that does not fit it, or an argument that is not read.
     """
-    check_model(path_or_id)
-    where = model_folder(path_or_id)
-    hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config, family = read_config(where, hub_options)
-    tokenizer = read_tokenizer(where, hub_options, config, family, parse_special_tokens=parse_special_tokens)
-    device, weight_dtype = resolve_device(device), _dtype(dtype)
-    placement = _placement(config, weight_dtype, device, quantization, device_map)
-    refuse_pickled(where, revision)
-    model = _load_model(where, config, weight_dtype, hub_options | placement, family)
+    _refuse_others(others | {"attn_implementation": attn_implementation})
+    if torch_dtype is not None:
+        warnings.warn("torch_dtype is deprecated: use dtype", FutureWarning, stacklevel=2)
+        dtype = torch_dtype
+    folder = fetched(
+        path_or_id,
+        revision=revision,
+        subfolder=subfolder,
+        variant=variant,
+        trust_remote_code=trust_remote_code,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        force_download=force_download,
+    )
+    config, family = read_config(folder, trust_remote_code=trust_remote_code)
+    tokenizer = read_tokenizer(
+        folder,
+        config,
+        family,
+        trust_remote_code=trust_remote_code,
+        parse_special_tokens=parse_special_tokens,
+    )
+    quantized = quantization or quantization_config
+    weight_dtype = _saved_dtype(config, folder, variant) if dtype == "auto" else _dtype(dtype)
+    if quantized and dtype == "auto" and weight_dtype == torch.float64:  # in which they do not compute
+        weight_dtype = torch.float32
+    device, placement = _placement(config, weight_dtype, device, quantized, device_map, max_memory)
+    refuse_pickled(folder, variant)
+    options = {"trust_remote_code": trust_remote_code, "variant": variant}
+    model = _load_model(folder, config, weight_dtype, options | placement, family)
     model = model if placement else model.to(device)
+    config.name_or_path = tokenizer.name_or_path = str(path_or_id)
     with reading(
-        "cannot use the model", where, "Check config.json, generation_config.json and the tokenizer's files"
+        "cannot use the model", folder, "Check config.json, generation_config.json and the tokenizer's files"
     ):
         align_weights(model)
         settings = pattern_settings(config, attention, block_size, logit_shift)
         if eos_token_ids is not None:
             settings["eos_token_ids"] = eos_token_ids
         if settings["time_embedding"]:
-            _load_module(add_time_embedding(model), TIME_EMBEDDING, "time embedding", where, revision)
+            _load_module(add_time_embedding(model), TIME_EMBEDDING, "time embedding", folder)
         if settings["quality_head"]:
-            _load_module(add_quality_head(model), QUALITY_HEAD, "quality head", where, revision)
+            _load_module(add_quality_head(model), QUALITY_HEAD, "quality head", folder)
         return make_diffusion(model, tokenizer, **settings)
+
+
+def _refuse_others(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that is not read, with the reason if transformers reads it."""
+    for name, value in given.items():
+        if name in REFUSED and value not in (None, False):
+            raise ConfigError(REFUSED[name], where=name, remedy="Leave it out")
+        if name == "use_safetensors" and value is False:
+            raise ConfigError("weights are read from safetensors files", where=name, remedy="Leave it out")
+        if name not in REFUSED and name not in WITHOUT_EFFECT:
+            require_known(name, inspect.signature(load).parameters, "argument", where="load")
 
 
 def _placement(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    device: str,
-    quantization: Quantization | None,
-    device_map: str | None,
-) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for weights that are spread over devices or quantized while loading;
-    empty for others."""
+    device: str | torch.device,
+    quantization: Quantization | BitsAndBytesConfig | None,
+    device_map: str | Mapping[str, Any] | None,
+    max_memory: Mapping[int | str, Any] | None,
+) -> tuple[str, dict[str, Any]]:
+    """The device, and arguments of `from_pretrained` for weights that are spread over devices or quantized
+    while loading; empty for others."""
+    if isinstance(device_map, Mapping) and set(device_map) == {""}:
+        device_map = str(device_map[""])
+    spread = device_map in ("auto", "balanced")
+    if device_map is not None and not spread:
+        if isinstance(device_map, Mapping):
+            raise ModelError(
+                "a device for each part of the model",
+                where="device_map",
+                remedy='Use "auto" (by the memory of each GPU, which max_memory limits), or one device',
+            )
+        device, device_map = device_map, None
+    memory = {
+        number: torch.cuda.get_device_properties(number).total_memory
+        for number in range(torch.cuda.device_count())
+    }
+    if device_map == "auto" and len(memory) < 2:
+        device, device_map = "auto", None
+    device = resolve_device(str(device))
     if device_map is None:
-        return (
-            {"quantization_config": _quantization(quantization, dtype), "device_map": {"": device}}
-            if quantization
-            else {}
-        )
+        if quantization is None:
+            return device, {}
+        return device, {
+            "quantization_config": _quantization(quantization, dtype),
+            "device_map": {"": device},
+        }
     if quantization is not None:
         raise ModelError(
             "quantized weights are not spread over devices",
             where="device_map, quantization",
             remedy="Leave one of the two out",
         )
-    memory = [
-        torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())
-    ]
-    return {"device_map": split_layers(config, dtype, memory)}
+    if max_memory:
+        from accelerate.utils import convert_file_size_to_int  # which device_map needs anyway
+
+        memory |= {each: convert_file_size_to_int(max_memory[each]) for each in memory if each in max_memory}
+    return device, {"device_map": split_layers(config, dtype, list(memory.values()))}
 
 
 def pattern_settings(
@@ -186,7 +306,7 @@ def pattern_settings(
 
 
 def initialize(
-    path: str | pathlib.Path,
+    path: str | Path,
     *,
     seed: int,
     dtype: str = "float32",
@@ -194,18 +314,24 @@ def initialize(
     eos_token_ids: Sequence[int] | None = None,
     parse_special_tokens: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    **hub_options: Any,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> DiffusionLM:
     """A causal model with new random weights, and the architecture and tokenizer found at `path`, or another
     `tokenizer`.
 
-    Arguments as in `load`; `hub_options`: `revision` and `trust_remote_code`. generation_config.json is not
-    read. Raises ModelError if there is no config or no tokenizer.
+    Arguments as in `load`. generation_config.json is not read. Raises ModelError if there is no config or no
+    tokenizer.
     """
-    config, family = read_config(str(path), hub_options)
+    folder = fetched(path, weights=False, revision=revision, trust_remote_code=trust_remote_code)
+    config, family = read_config(folder, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         tokenizer = read_tokenizer(
-            str(path), hub_options, config, family, parse_special_tokens=parse_special_tokens
+            folder,
+            config,
+            family,
+            trust_remote_code=trust_remote_code,
+            parse_special_tokens=parse_special_tokens,
         )
     else:
         tokenizer.parse_special_tokens = parse_special_tokens
@@ -326,18 +452,37 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
 
 
 def as_diffusion_lm(
-    model: DiffusionLM | PreTrainedModel | str | pathlib.Path,
+    model: DiffusionLM | PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DiffusionLM:
-    """The DiffusionLM of a DiffusionLM, a path or hub id, or a causal model of transformers with its
-    tokenizer. Raises ModelError for anything else."""
+    """The model that a trainer is given.
+
+    Args:
+        model: a DiffusionLM; a path or hub id, whose weights are read in float32, which keeps small updates;
+            or a model of transformers, also with PEFT adapters, whose own settings count.
+        tokenizer: of a model of transformers.
+
+    Raises:
+        ModelError: anything else, or what `load` raises.
+    """
     if isinstance(model, DiffusionLM):
         return model
-    if isinstance(model, str | pathlib.Path):
-        return load(model)
+    if isinstance(model, str | Path):
+        return load(model, dtype="float32")
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return of_adapted(as_diffusion_lm(model.get_base_model(), tokenizer), model)
+    if isinstance(lm := getattr(model, "diffusion_lm", None), DiffusionLM):  # of the Auto classes
+        return lm
     if isinstance(model, PreTrainedModel) and tokenizer is not None:
+        settings = pattern_settings(model.config, None, None, None)
+        if parts := [name for name in ("time_embedding", "quality_head") if settings[name]]:
+            raise ModelError(
+                f"its {parts[0].replace('_', ' ')} was not loaded with it",
+                where=type(model).__name__,
+                remedy="Give the path, or load it with unmask.load",
+            )
         align_weights(model)
-        return make_diffusion(model, tokenizer)
+        return make_diffusion(model, tokenizer, **settings)
     remedy = "Give a DiffusionLM, a path, or a model of transformers with its tokenizer as processing_class"
     raise ModelError(f"cannot use a {type(model).__name__}", where="model", remedy=remedy)
 
@@ -364,13 +509,28 @@ def with_pattern(
     return make_diffusion(lm.model, lm.tokenizer, **kept | pattern | changed)
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ModelError(f"unknown dtype {name!r}", where="dtype", remedy=f"Use one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    found = DTYPES.get(str(name).removeprefix("torch."))
+    if found is None:
+        raise ModelError(
+            f"unknown dtype {name!r}", where="dtype", remedy=f"Use one of auto, {', '.join(DTYPES)}"
+        )
+    return found
 
 
-def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
+def _saved_dtype(config: PretrainedConfig, folder: str, variant: str | None) -> torch.dtype:
+    """The type of the weights in a folder: the config's, or else that of a tensor there."""
+    if config.dtype is not None:
+        return _dtype(config.dtype)
+    with reading("cannot load the weights", folder, "Give a causal language model with safetensors weights"):
+        tensors = load_file(Path(folder, weight_files(folder, variant)[0]))
+    return next((each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
+
+
+def _quantization(chosen: Quantization | BitsAndBytesConfig, dtype: torch.dtype) -> BitsAndBytesConfig:
+    name = chosen
+    if isinstance(chosen, BitsAndBytesConfig):
+        name = "4bit" if chosen.load_in_4bit else "8bit"
     if name not in ("4bit", "8bit"):
         raise ModelError(f"unknown quantization {name!r}", where="quantization", remedy="Use 4bit or 8bit")
     if dtype == torch.float64:
@@ -383,6 +543,8 @@ def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
             where="quantization",
             remedy="Install it with pip install 'unmask[cuda]'",
         )
+    if isinstance(chosen, BitsAndBytesConfig):
+        return chosen
     if name == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     # NF4 and double quantization: Dettmers et al. 2023, QLoRA.
@@ -451,19 +613,17 @@ def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         table.weight[mask_id] = table.weight[: min(rows, mask_id)].mean(0)
 
 
-def _load_module(
-    module: torch.nn.Module, name: str, what: str, path_or_id: str, revision: str | None = None
-) -> None:
+def _load_module(module: torch.nn.Module, name: str, what: str, folder: str) -> None:
     """Load the weights of a module that was saved with a model; stock classes do not. Raises ModelError if
     they are missing."""
     prefix = f"{name}."
     found: dict[str, torch.Tensor] = {}
-    for shard in weight_files(path_or_id, revision):
-        with safe_open(cached_file(path_or_id, shard, revision=revision), "pt") as file:
+    for shard in weight_files(folder):
+        with safe_open(Path(folder, shard), "pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if found.keys() != module.state_dict().keys():
         raise ModelError(
-            f"the weights lack the {what}", where=path_or_id, remedy="Save the model again with lm.save"
+            f"the weights lack the {what}", where=folder, remedy="Save the model again with lm.save"
         )
     module.load_state_dict(found)

@@ -12,17 +12,15 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
 from unmask.errors import ModelError, UnmaskError, first_line
-from unmask.models.diffusion_lm import SETTINGS_KEY
+from unmask.models.auto_config import MODEL_TYPE, SETTINGS_KEY, stock_config
 from unmask.models.family import Family
-from unmask.models.model_paths import check_model, model_folder
+from unmask.models.model_paths import TEXTS, of_variant
 from unmask.models.released_families import family_of
 
-NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
 """Tokenizer classes of remote code, and the model types whose classes in transformers are equivalent."""
@@ -45,25 +43,22 @@ def reading(what: str, where: str, remedy: str) -> Iterator[None]:
         raise ModelError(f"{what} ({reason})", where=where, remedy=remedy) from error
 
 
-def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedConfig, Family | None]:
-    """The stock config of a folder or hub id, and the family of its published format; `hub_options`:
-    `revision` and `trust_remote_code`."""
-    check_model(where, weights=False)
-    where = model_folder(where)
-    folder = pathlib.Path(where)
-    absent = "" if folder.exists() else "there is no such folder; as a hub id: "
-    with reading(f"{absent}cannot load a model config", where, "Give a model folder or a hub id"):
-        refuse_irregular(folder)
-        published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
+def read_config(folder: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Family | None]:
+    """The stock config of a model's folder, and the family of its published format."""
+    code = {"trust_remote_code": trust_remote_code}
+    with reading("cannot load a model config", folder, "Give a model folder or a hub id"):
+        refuse_irregular(pathlib.Path(folder))
+        published, _ = PretrainedConfig.get_config_dict(folder, **code)
         if not isinstance(published, dict):
             raise ValueError("config.json is not a JSON object")
         _refuse_counts(published)
         family = family_of(published)
-        config = (
-            AutoConfig.from_pretrained(where, **hub_options)
-            if family is None
-            else family.read_config(published, where)
-        )
+        if published.get("model_type") == MODEL_TYPE:
+            config = stock_config(published, folder, trust_remote_code=trust_remote_code)
+        elif family is None:
+            config = AutoConfig.from_pretrained(folder, **code)
+        else:
+            config = family.read_config(published, folder)
         settings = getattr(config, SETTINGS_KEY, None)
         if not isinstance(settings, dict | None):
             raise ValueError(f"{SETTINGS_KEY!r} is not an object")
@@ -71,26 +66,24 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
 
 
 def read_tokenizer(
-    where: str,
-    hub_options: Mapping[str, Any] = NO_CODE,
+    folder: str,
     config: PretrainedConfig | None = None,
     family: Family | None = None,
     *,
+    trust_remote_code: bool = False,
     parse_special_tokens: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it
-    returned. `parse_special_tokens`: whether special tokens that texts spell are tokens."""
-    where = model_folder(where)
+    """The tokenizer of a model. `config` and `family` are what `read_config` returned.
+    `parse_special_tokens`: whether special tokens that texts spell are tokens."""
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
-    with reading("no usable tokenizer", where, remedy):
-        refuse_irregular(pathlib.Path(where))
+    code = {"trust_remote_code": trust_remote_code}
+    with reading("no usable tokenizer", folder, remedy):
+        refuse_irregular(pathlib.Path(folder))
         if config is None:
             # a tokenizer may be without a config, which transformers reads for its class
             with suppress(OSError):
-                _refuse_counts(PretrainedConfig.get_config_dict(where, **hub_options)[0])
-        tokenizer = AutoTokenizer.from_pretrained(
-            where, **(_tokenizer_choice(where, hub_options) if family else hub_options)
-        )
+                _refuse_counts(PretrainedConfig.get_config_dict(folder, **code)[0])
+        tokenizer = AutoTokenizer.from_pretrained(folder, **(_tokenizer_choice(folder) if family else code))
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")
         templates = tokenizer.chat_template
@@ -100,21 +93,21 @@ def read_tokenizer(
         ):
             raise ValueError("its chat template is no text")
         if family:
-            _name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
+            _name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], folder)
     tokenizer.parse_special_tokens = parse_special_tokens
     return tokenizer
 
 
-def _tokenizer_choice(where: str, hub_options: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenizer_choice(folder: str) -> dict[str, Any]:
     """Arguments of `AutoTokenizer.from_pretrained` that load a released tokenizer without remote code."""
-    named = get_tokenizer_config(where, revision=hub_options.get("revision")).get("tokenizer_class")
+    named = get_tokenizer_config(folder).get("tokenizer_class")
     # Without a config AutoTokenizer would read config.json, and ask about the remote code that it names.
     choice = (
         {"tokenizer_type": LOCAL_TOKENIZERS[named]}
         if named in LOCAL_TOKENIZERS
         else {"config": PretrainedConfig()}
     )
-    return {**hub_options, "trust_remote_code": False, **choice}
+    return {"trust_remote_code": False, **choice}
 
 
 def _name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:
@@ -144,29 +137,26 @@ def _refuse_counts(published: Any) -> None:
 def refuse_irregular(folder: pathlib.Path) -> None:
     """Raise ValueError for a FIFO or a device in a folder, which to read would hang, and for a text without
     end."""
-    if not folder.is_dir():
-        return
     if name := irregular_file(folder):
         raise ValueError(f"{name} is not a file")
     for path in (each for each in entries(folder) if each.suffix in TEXTS and each.stat().st_size > MAX_FILE):
         raise ValueError(f"{path.name} has more than {MAX_FILE:,} bytes")
 
 
-def refuse_pickled(where: str, revision: str | None = None) -> None:
-    """Raise ModelError if the weights are not in safetensors files, or if the index names other files or
-    other folders."""
+def refuse_pickled(where: str, variant: str | None = None) -> None:
+    """Raise ModelError if the weights of a folder are not in safetensors files, or if the index names other
+    files or other folders."""
     remedy = (
         "Give safetensors weights: model.save_pretrained of transformers writes them, on a machine where "
         "these files are trusted"
     )
-    folder = pathlib.Path(where)
-    stored = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    stored = {path.name for path in pathlib.Path(where).iterdir()}
     pickled = sorted(name for name in stored if name.endswith(PICKLED))
     if pickled and not any(name.endswith((".safetensors", SAFE_WEIGHTS_INDEX_NAME)) for name in stored):
         raise ModelError(
             f"its weights are pickled ({pickled[0]}): loading them could run code", where=where, remedy=remedy
         )
-    for shard in weight_files(where, revision):
+    for shard in weight_files(where, variant):
         if not shard.endswith(".safetensors") or "/" in shard or "\\" in shard:
             raise ModelError(
                 f"{SAFE_WEIGHTS_INDEX_NAME} names {shard!r}, no safetensors file beside it",
@@ -182,12 +172,11 @@ def refuse_missing(loading_info: Mapping[str, Any], where: str, remedy: str) -> 
         raise ModelError(f"the weights lack {', '.join(sorted(missing))}", where=where, remedy=remedy)
 
 
-def weight_files(where: str, revision: str | None = None) -> list[str]:
+def weight_files(folder: str, variant: str | None = None) -> list[str]:
     """The names of the weight files: those of the index if there is one."""
-    with reading("cannot load the weights", where, "Give a causal language model with safetensors weights"):
-        index = cached_file(
-            where, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False
-        )
-        if index is None:
-            return [SAFE_WEIGHTS_NAME]
+    remedy = "Give a causal language model with safetensors weights"
+    with reading("cannot load the weights", folder, remedy):
+        index = pathlib.Path(folder, of_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
+        if not index.is_file():
+            return [of_variant(SAFE_WEIGHTS_NAME, variant)]
         return sorted({str(name) for name in json.loads(read_file(index))["weight_map"].values()})

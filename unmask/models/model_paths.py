@@ -1,5 +1,5 @@
-"""Where a model is, and whether its files are whole. Nothing here imports torch, so that a wrong path is an
-error at once."""
+"""Where a model is, here or on the hub, and whether its files are whole. Nothing here imports torch, so that
+a wrong path is an error at once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from unmask.artifacts import read_file
-from unmask.errors import ModelError, UnmaskWarning
+from unmask.errors import ModelError, UnmaskWarning, first_line
 
 RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model"
 """The resolved config, the manifest and the trained model in the output folder of a run."""
+TEXTS = (".json", ".jinja", ".txt", ".model")
+"""Kinds of a model's files besides its weights."""
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 STAGE_NAME = re.compile(r"(stage|checkpoint)-\d+")
 LFS_POINTER = b"version https://git-lfs"
 """What a file begins with that `git clone` wrote without Git LFS in the place of a large one."""
+NO_NEAR_PATH = "Check the path"
 AGAIN = "Download the folder again; `hf download NAME --local-dir FOLDER` resumes an interrupted download"
 
 
@@ -40,6 +44,65 @@ def model_folder(path_or_id: str | os.PathLike[str]) -> str:
             )
             warnings.warn(UnmaskWarning(what), stacklevel=1)  # once, whoever asks
     return str(trained)
+
+
+def fetched(
+    path_or_id: str | os.PathLike[str],
+    *,
+    weights: bool = True,
+    model: bool = True,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    trust_remote_code: bool = False,
+    **how: Any,
+) -> str:
+    """The folder of a model: a folder itself, or the downloaded files of a name on the hub.
+
+    Args:
+        path_or_id: a folder, of a model or of a run, or a name on the hub.
+        weights: whether they are needed, besides config and tokenizer.
+        model: whether there has to be one; False: a tokenizer is enough.
+        revision: branch, tag or commit on the hub.
+        subfolder: of the folder or repository.
+        variant: of the weights: `fp16` for model.fp16.safetensors.
+        trust_remote_code: whether the repository's Python files are needed.
+        how: token, cache_dir, local_files_only and force_download of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        ModelError: a path that leads to no model, or nothing to be had under that name.
+    """
+    where = model_folder(path_or_id)
+    if model:
+        check_model(Path(where, subfolder) if subfolder else where, weights=weights)
+    if Path(where).exists():
+        return str(Path(where, subfolder))
+    from huggingface_hub import snapshot_download
+
+    def download(names: list[str]) -> Path:
+        patterns = [f"{subfolder}/{name}" if subfolder else name for name in names]
+        return Path(snapshot_download(where, revision=revision, allow_patterns=patterns, **how), subfolder)
+
+    try:
+        folder = download([*(f"*{kind}" for kind in TEXTS), "*.md", *(["*.py"] if trust_remote_code else [])])
+        index = folder / of_variant("model.safetensors.index.json", variant)
+        if weights:
+            shards = json.loads(read_file(index))["weight_map"].values() if index.is_file() else ()
+            download([*{*shards}] or [of_variant("model.safetensors", variant)])
+    except (OSError, ValueError, KeyError) as error:
+        near = near_path(Path(where))
+        raise ModelError(
+            f"no such folder, and cannot be had from the hub ({first_line(error)})",
+            where=where,
+            remedy="Give a model folder or a hub id" if near == NO_NEAR_PATH else near,
+        ) from error
+    return str(folder)
+
+
+def of_variant(name: str, variant: str | None) -> str:
+    """The name of a file of weights of this variant: model.fp16.safetensors."""
+    stem, _, kind = name.rpartition(".")
+    return f"{stem}.{variant}.{kind}" if variant else name
 
 
 def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> None:
@@ -102,7 +165,7 @@ def near_path(path: Path) -> str:
         found = missing.parent / name / path.relative_to(missing)
         if found.exists():
             return f"Did you mean {found}?"
-    return "Check the path"
+    return NO_NEAR_PATH
 
 
 def _refuse_without_config(folder: Path) -> None:

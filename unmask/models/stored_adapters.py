@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from unmask.artifacts import read_file
 from unmask.errors import ConfigError, ModelError
 from unmask.models.adapters import add_adapters
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_files import reading, refuse_irregular, refuse_pickled
 
 if TYPE_CHECKING:

@@ -30,9 +30,11 @@ from transformers.pytorch_utils import Conv1D
 from unmask.config.run import AttentionName, ModelConfig
 from unmask.errors import ConfigError
 from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_modules, make_mask
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings
 from unmask.models.model_files import read_config, read_tokenizer, reading
+from unmask.models.model_paths import fetched
 from unmask.planning.cost_model import Network, Workload
 from unmask.planning.step_time import PassCost, PassCosts
 
@@ -57,9 +59,10 @@ class ModelSpec:
     def read(cls, model: ModelConfig) -> ModelSpec:
         """Read config and tokenizer. Raises ModelError if one is missing, or the tokenizer has tokens without
         an embedding."""
-        source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-        config, family = read_config(model.path, source)
-        tokenizer = read_tokenizer(model.path, source, config, family)
+        code = model.trust_remote_code
+        folder = fetched(model.path, weights=False, revision=model.revision, trust_remote_code=code)
+        config, family = read_config(folder, trust_remote_code=code)
+        tokenizer = read_tokenizer(folder, config, family, trust_remote_code=code)
         with reading("cannot use the model", model.path, "Check config.json and the tokenizer's files"):
             check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.path)
             return cls(

@@ -13,13 +13,13 @@ from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.chat_template import render_template
 from unmask.models.model_files import (
-    NO_CODE,
     read_config,
     read_tokenizer,
     reading,
     refuse_missing,
     refuse_pickled,
 )
+from unmask.models.model_paths import fetched
 
 BATCH = 32
 
@@ -33,17 +33,19 @@ class RewardModel:
     """
 
     def __init__(self, path: str):
-        read_config(path, NO_CODE)
-        self.tokenizer = read_tokenizer(path)
-        refuse_pickled(path)
+        folder = fetched(path)
+        read_config(folder)
+        self.tokenizer = read_tokenizer(folder)
+        refuse_pickled(folder)
         with reading("no sequence classifier", path, "Give its folder or its name on the hub."):
             # None: the library's choice. The config's could be a kernel on a hub.
-            options = NO_CODE | {
+            options: dict[str, Any] = {
+                "trust_remote_code": False,
                 "use_safetensors": True,
                 "attn_implementation": None,
                 "output_loading_info": True,
             }
-            model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
+            model, info = AutoModelForSequenceClassification.from_pretrained(folder, **options)
             refuse_missing(info, path, "Give the folder or the name of a trained sequence classifier")
             self.model = model.eval()
             outputs = self.model.config.num_labels

@@ -107,9 +107,7 @@ def refuse_unsupported(
             raise ConfigError(
                 what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss"
             )
-    check_hardware_settings(
-        args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantized(lm), is_split(lm))
-    )
+    check_hardware_settings(args, TrainedModel(lm.attention, lm.dtype, adapters, quantized(lm), is_split(lm)))
 
 
 def refuse_other_model(model: Any, lm: DiffusionLM) -> None:

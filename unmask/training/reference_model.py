@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.models.model_files import NO_CODE, read_config
+from unmask.models.model_files import read_config
+from unmask.models.model_paths import fetched
 
 FILE = "reference.safetensors"
 WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"
@@ -101,7 +103,7 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     """Load another model in the policy's dtype. A model without saved settings gets the policy's attention
     pattern. Raises ConfigError if its tokens or saved settings differ from the policy's, ModelError if it
     cannot be loaded."""
-    config, _ = read_config(path, NO_CODE)
+    config, _ = read_config(fetched(path, weights=False))
     has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"ref_model {path}"
     pattern: dict[str, Any] = (
         {}

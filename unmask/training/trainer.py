@@ -43,9 +43,10 @@ from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
 from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
+from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import accept_generation_config
 from unmask.models.compiled import taken_apart
-from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.config import TrainingConfig, check_rows, rows_per_step
@@ -141,7 +142,7 @@ class DiffusionTrainer(Trainer):
         refuse_unknown_arguments(args, trainer_arguments)
         args.check_assigned()
         lm = as_diffusion_lm(model, processing_class)
-        args.choose_precision(in_float32=lm.weight_dtype == torch.float32)
+        args.choose_precision(in_float32=lm.dtype == torch.float32)
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")
         eval_rows = self._checked_rows(lm, args, eval_dataset, "eval_dataset")
         check_rows(args, train_rows, eval_rows)
@@ -684,8 +685,21 @@ class DiffusionTrainer(Trainer):
 
     def _see_tokens(self, count: float) -> None:
         self.state.num_input_tokens_seen += int(count)
+        self.state.total_flos += 6 * int(count) * self._weights_of_a_token
+
+    @cached_property
+    def _weights_of_a_token(self) -> int:
+        """The weights that a token is multiplied with, all but the embedding table."""
+        table = {id(weight) for weight in self.lm.model.get_input_embeddings().parameters()}
+        return sum(
+            getattr(weight, "ds_numel", weight.numel())  # of a weight that DeepSpeed has partitioned
+            for weight in self.lm.model.parameters()
+            if id(weight) not in table
+        )
 
     def floating_point_ops(self, inputs: Batch) -> int:
+        """None here: they are counted with the tokens (`_see_tokens`), by the estimate of transformers, 6 for
+        each weight and token of the data."""
         return 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -769,6 +783,8 @@ class DiffusionTrainer(Trainer):
             self._save_run(folder)
         with without_pickled_settings():
             super().save_model(str(folder), _internal_call)
+        if writes and not has_adapters(self.lm):
+            self.lm.publish_config(folder)
         if writes and not _internal_call:
             share(folder)
             write_card(self.lm, folder)
@@ -783,6 +799,7 @@ class DiffusionTrainer(Trainer):
             write_atomic(folder / SUMS_NAME, json.dumps(sums))
             self.run_record.write(folder, self.reported_settings(), read)
             self.lm.config.save_pretrained(str(folder))  # it holds the history, which adapters do not save
+            self.lm.publish_config(folder)
         without_tables(self.lm)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:

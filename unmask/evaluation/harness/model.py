@@ -21,7 +21,7 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from unmask.config.run import NEW_MODEL_FIELDS, ModelConfig
+from unmask.config.run import ModelConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
@@ -62,7 +62,6 @@ LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 OWN = ("until", "do_sample", *LENGTH_NAMES)
 MODEL_FIELDS = set(ModelConfig.model_fields) - {
     "path",
-    *NEW_MODEL_FIELDS,
     "attention",
     "block_size",
     "logit_shift",

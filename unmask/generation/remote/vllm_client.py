@@ -24,6 +24,7 @@ from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.models.chat_template import turn_end
 from unmask.models.model_files import read_tokenizer
+from unmask.models.model_paths import fetched
 
 BANNED = -100.0  # the lowest bias that a server accepts
 
@@ -56,7 +57,9 @@ class RemoteLM:
         api_key: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ):
-        self.tokenizer = read_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        if isinstance(tokenizer, str):
+            tokenizer = read_tokenizer(fetched(tokenizer, weights=False, model=False))
+        self.tokenizer = tokenizer
         ends = (
             [self.tokenizer.eos_token_id, turn_end(self.tokenizer)]
             if eos_token_ids is None

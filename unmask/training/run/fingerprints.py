@@ -84,7 +84,7 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
         for name, config in configs.items()
     }
     return pattern | {
-        "model.dtype": str(lm.weight_dtype).removeprefix("torch."),
+        "model.dtype": str(lm.dtype).removeprefix("torch."),
         "model.shapes": content_hash(shapes),
         "model.tokenizer": content_hash([lm.tokenizer.chat_template, len(lm.tokenizer)]),
         "model.vocabulary": content_hash(lm.tokenizer.get_vocab()),

@@ -1,0 +1,123 @@
+"""`unmask.load` takes the arguments of `from_pretrained`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+import unmask
+from tests.errors import raises
+from tests.tiny import llama_lm
+from unmask.errors import ConfigError, ModelError
+from unmask.models.load import REFUSED, WITHOUT_EFFECT, load
+
+
+@pytest.fixture
+def folder(tmp_path):
+    llama_lm("causal", logit_shift=True).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def half(tmp_path):
+    llama_lm("causal", logit_shift=True).to(torch.bfloat16).save(tmp_path / "half")
+    return tmp_path / "half"
+
+
+def arguments_of_transformers() -> set[str]:
+    source = inspect.getsource(PreTrainedModel.from_pretrained)
+    named = set(inspect.signature(PreTrainedModel.from_pretrained).parameters)
+    return named - {"pretrained_model_name_or_path", "model_args", "kwargs"} | set(
+        re.findall(r"""kwargs\.pop\("(\w+)\"""", source)
+    )
+
+
+def test_every_argument_of_transformers_acts_or_is_refused_by_name():
+    names = arguments_of_transformers()
+    assert len(names) > 40
+    known = set(inspect.signature(load).parameters) | REFUSED.keys() | WITHOUT_EFFECT
+    assert names <= known
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_with_the_reason(folder, name):
+    with pytest.raises(ConfigError) as refused:
+        load(folder, **{name: "given"})
+    assert refused.value.where == name and refused.value.what == REFUSED[name]
+
+
+def test_an_unknown_argument_gets_a_hint(folder):
+    with raises(ConfigError, where="load"):
+        load(folder, divice="cpu")
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", "bfloat16", torch.bfloat16, "float32", torch.float32])
+def test_weights_have_the_type_that_transformers_gives_them(half, dtype):
+    given = {} if dtype is None else {"dtype": dtype}
+    expected = AutoModelForCausalLM.from_pretrained(half, **given).dtype
+    assert load(half, **given).dtype == expected
+
+
+def test_a_config_without_a_type_has_that_of_the_weights(half):
+    config = half / "config.json"
+    config.write_text(re.sub(r'"dtype": "\w+",', "", config.read_text()))
+    assert load(half).dtype == AutoModelForCausalLM.from_pretrained(half).dtype == torch.bfloat16
+
+
+def test_the_earlier_name_of_dtype_is_deprecated(half):
+    with pytest.warns(FutureWarning, match="torch_dtype"):
+        assert load(half, torch_dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float31", torch.int8])
+def test_other_types_are_refused(folder, dtype):
+    with raises(ModelError, where="dtype"):
+        load(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {"": torch.device("cpu")}])
+def test_a_device_map_of_one_device(folder, device_map):
+    assert load(folder, device_map=device_map, max_memory={"cpu": "1GB"}).device.type == "cpu"
+
+
+def test_a_device_for_each_part_is_refused(folder):
+    with raises(ModelError, where="device_map"):
+        load(folder, device_map={"model": "cpu", "lm_head": "cpu"})
+
+
+def test_a_subfolder(folder):
+    expected = load(folder)
+    shutil.move(folder, folder.parent / "outer" / "inner")
+    found = load(folder.parent / "outer", subfolder="inner")
+    ids = torch.tensor([[4, 5, 6]])
+    assert torch.equal(found.logits(ids), expected.logits(ids))
+
+
+def test_a_variant(folder):
+    expected = load(folder)
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    ids = torch.tensor([[4, 5, 6]])
+    assert torch.equal(load(folder, variant="fp16").logits(ids), expected.logits(ids))
+
+
+def test_bits_and_bytes_by_their_own_config(folder):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    assert load(folder, quantization_config=config).model.is_quantized
+
+
+def test_the_model_has_the_methods_of_transformers(folder, tmp_path):
+    lm = unmask.DiffusionLM.from_pretrained(folder)
+    lm.save_pretrained(tmp_path / "again")
+    assert lm.device.type == "cpu" and lm.dtype == torch.float32
+    assert lm.to(torch.float64).dtype == torch.float64
+    ids = torch.tensor([[4, 5, 6]])
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "again").generate(
+        ids, max_new_tokens=5, do_sample=False
+    )
+    assert unmask.load(tmp_path / "again").generate(ids, max_new_tokens=5).equal(expected)

@@ -1,0 +1,147 @@
+"""Diffusion models as models of transformers: no library takes them for causal ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    pipeline,
+    set_seed,
+)
+
+import unmask
+from tests.tiny import KINDS, llama_lm
+from unmask.auto_classes import UnmaskForMaskedDiffusion
+from unmask.models.load import as_diffusion_lm, load
+
+
+@pytest.fixture(params=KINDS)
+def saved(request, tmp_path):
+    attention, block_size, shift = KINDS[request.param]
+    lm = llama_lm(attention, block_size=block_size, logit_shift=shift)
+    lm.save(tmp_path / "model")
+    return lm, tmp_path / "model"
+
+
+def test_a_diffusion_model_has_a_type_of_its_own(saved):
+    lm, folder = saved
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "unmask" and config["hidden_size"] == lm.config.hidden_size
+    again = load(folder)
+    assert again.settings == lm.settings and type(again.model) is LlamaForCausalLM
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6, lm.mask_token_id]])
+    assert torch.equal(again.logits(ids), lm.logits(ids))
+
+
+def test_a_causal_model_stays_stock(tmp_path):
+    llama_lm("causal", logit_shift=True).save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel])
+def test_auto_classes_read_it_as_it_is(saved, auto):
+    lm, folder = saved
+    assert type(AutoConfig.from_pretrained(folder)).__name__ == "UnmaskConfig"
+    model = auto.from_pretrained(folder)
+    assert isinstance(model, UnmaskForMaskedDiffusion) and isinstance(model, LlamaForCausalLM)
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6], [4, 5, 6, 7]])
+    hidden = ids == lm.mask_token_id
+    expected = lm.logits(ids, hidden_BT=hidden)
+    assert torch.equal(model(ids).logits, expected)
+    labels = torch.where(hidden, 6, -100)
+    loss = -expected.log_softmax(-1)[0, 2, 6]
+    assert torch.allclose(model(ids, labels=labels).loss, loss)
+
+
+def test_other_processes_refuse_it_without_unmask(saved):
+    _, folder = saved
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode and "model type `unmask`" in done.stderr
+
+
+@pytest.mark.parametrize("first", ["unmask", "transformers"])
+def test_importing_unmask_is_enough(saved, first):
+    _, folder = saved
+    second = {"unmask": "transformers", "transformers": "unmask"}[first]
+    code = f"import {first}, {second}; from transformers import AutoModelForCausalLM as A; "
+    code += f"print(type(A.from_pretrained({str(folder)!r})).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "UnmaskLlamaForCausalLM\n", done.stderr
+
+
+def test_it_generates_as_unmask_does(saved):
+    lm, folder = saved
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompts = [[4, 5, 6], [4]]
+    config = unmask.SamplerConfig(max_new_tokens=6)
+    expected = unmask.generate(lm, prompts, config).tokens
+    ids = torch.tensor([[4, 5, 6], [tokenizer.pad_token_id or 0] * 2 + [4]])
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=6)
+    for row, completion in zip(made[:, 3:].tolist(), expected, strict=True):
+        assert row[: len(completion)] == completion
+        assert set(row[len(completion) :]) <= {lm.pad_token_id}
+    assert made[:, :3].equal(ids)
+
+
+def test_samples_are_drawn_as_in_transformers(saved):
+    lm, folder = saved
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), torch.tensor([[4, 5, 6]])
+    drawing = GenerationConfig(do_sample=True, temperature=0.7, top_k=5, max_length=9, num_return_sequences=3)
+    seeds = [set_seed(seed) or model.generate(ids, drawing) for seed in (1, 1, 2)]
+    assert seeds[0].equal(seeds[1]) and not seeds[0].equal(seeds[2]) and len(seeds[0]) == 3
+    config = unmask.SamplerConfig(max_new_tokens=6, temperature=0.7, top_k=5, seed=8)
+    expected = unmask.generate(lm, [[4, 5, 6]] * 3, config).tokens
+    made = model.generate(ids, drawing, seed=8)[:, 3:].tolist()
+    assert [row[: len(tokens)] for row, tokens in zip(made, expected, strict=True)] == expected
+    greedy = model.generate(ids, drawing, do_sample=False, num_return_sequences=1)
+    assert greedy.equal(model.generate(ids, max_new_tokens=6))
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_beams", 4), ("num_baems", 4), ("input_ids", None)])
+def test_what_has_no_meaning_is_refused_by_name(saved, name, value):
+    _, folder = saved
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(unmask.UnmaskError) as refused:
+        model.generate(**{"input_ids": torch.tensor([[4, 5]]), name: value})
+    assert refused.value.where == ("generate" if name == "num_baems" else name)
+
+
+def test_pipelines_generate(saved):
+    _, folder = saved
+    write = pipeline("text-generation", model=str(folder))
+    [answer] = write("ab", max_new_tokens=4)
+    assert answer["generated_text"].startswith("ab")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
+@pytest.mark.parametrize("how", ["object", "type of its own", "peft"])
+def test_its_own_settings_count_however_it_comes(saved, how):
+    lm, folder = saved
+    if how == "object":  # as it was saved before it had a type of its own
+        config = json.loads((folder / "config.json").read_text())
+        config |= config["unmask"].pop("stock")
+        (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(model, UnmaskForMaskedDiffusion) == (how != "object")
+    if how == "peft":
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    read = as_diffusion_lm(model, AutoTokenizer.from_pretrained(folder))
+    assert read.settings == lm.settings
+    assert isinstance(read.model, PeftModel) == (how == "peft")
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6, lm.mask_token_id]])
+    assert torch.equal(read.logits(ids), lm.logits(ids))
+    assert load(folder).settings == lm.settings

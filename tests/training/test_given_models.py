@@ -1,0 +1,56 @@
+"""A model is trained and saved as what it is, whichever way a trainer gets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import llama_lm
+from tests.training.tiny_runs import equal, prepared, weights
+from unmask.models.load import load
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def as_in_memory(folder):
+    """As transformers read the folder before models had a type of their own."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= config["unmask"].pop("stock", {})
+    (folder / "config.json").write_text(json.dumps(config))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+WAYS = {
+    "path": str,
+    "auto class": AutoModelForCausalLM.from_pretrained,
+    "plain object": as_in_memory,
+    "DiffusionLM": load,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
+def test_its_own_settings_count(verb, way, adapters, tmp_path):
+    lm = llama_lm("block_causal", block_size=2)
+    lm.save(tmp_path / "model")
+    model = WAYS[way](tmp_path / "model")
+    more = {"bound": "elbo"} if verb == "dpo" else {}
+    more |= {"processing_class": AutoTokenizer.from_pretrained(tmp_path / "model")}
+    if adapters and way in ("path", "DiffusionLM"):
+        more["peft_config"] = lora()
+    elif adapters:
+        model = get_peft_model(model, lora())
+    trainer = prepared(verb, tmp_path / "run", model, **more)
+    assert trainer.lm.pattern == lm.pattern
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    assert saved.settings == lm.settings and not equal(weights(saved), weights(lm))
+    assert "block-causal, in blocks of 2 tokens" in (tmp_path / "saved" / "README.md").read_text()

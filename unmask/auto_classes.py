@@ -1,0 +1,113 @@
+"""Diffusion models as models of transformers: what `AutoModelForCausalLM.from_pretrained` makes of the folder
+of one, once `unmask` is imported.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from unmask.errors import ModelError
+from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig
+
+if TYPE_CHECKING:
+    from unmask.models.diffusion_lm import DiffusionLM
+
+UNREAD = ("inputs_embeds", "past_key_values", "position_ids")
+IGNORED = -100  # a label
+
+
+class UnmaskForMaskedDiffusion:
+    """A diffusion model as a model of transformers. The Auto classes make a subclass of it and of the stock
+    model's class.
+
+    Attributes:
+        diffusion_lm: the model, read as Unmask reads it.
+    """
+
+    config_class = UnmaskConfig
+    diffusion_lm: Any
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *_: Any, config: Any = None, **options: Any) -> Any:
+        """The model of a folder or hub id. `options` as for `unmask.load`; raises its errors."""
+        from unmask.models.load import load
+
+        informed = options.pop("output_loading_info", False)
+        model = as_transformers(load(path, **options))
+        return (model, {"missing_keys": set(), "unexpected_keys": set()}) if informed else model
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        unmask_mask: Any = None,
+        **rest: Any,
+    ) -> Any:
+        """Logits [B, T, V], of which row i predicts token i, where tokens are the mask token or not, and with
+        labels [B, T] the mean cross-entropy where these are not -100."""
+        if unmask_mask is not None:
+            stock: Any = super()
+            return stock.forward(input_ids=input_ids, unmask_mask=unmask_mask, **rest)
+        if input_ids is None or (given := [name for name in UNREAD if rest.get(name) is not None]):
+            raise ModelError(
+                f"{given[0]} is not read" if input_ids is not None else "no input_ids",
+                where=type(self).__name__,
+                remedy="Give input_ids and attention_mask",
+            )
+        lm = self.diffusion_lm
+        logits_BTV = lm.logits(input_ids, attention_mask, hidden_BT=input_ids == lm.mask_token_id)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return MaskedLMOutput(loss=loss, logits=logits_BTV)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **settings: Any,
+    ) -> Tensor:
+        """Prompts and their completions, as `unmask.generation.token_ids.generate_ids` makes them."""
+        from unmask.generation.token_ids import generate_ids
+
+        prompts = inputs if input_ids is None else input_ids
+        return generate_ids(self.diffusion_lm, prompts, attention_mask, generation_config, **settings)
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """Write config and weights as a model of its own type; `options` as for transformers."""
+        stock: Any = super()
+        setattr(self.diffusion_lm.config, SETTINGS_KEY, self.diffusion_lm.settings)
+        stock.save_pretrained(save_directory, **options)
+        self.diffusion_lm.publish_config(save_directory)
+
+
+def as_transformers(lm: DiffusionLM) -> PreTrainedModel:
+    """The model of a DiffusionLM, with the forward pass and the generation of a diffusion model."""
+    model: Any = lm.model
+    stock: Any = type(model)
+    model.__class__ = _diffusion_class(stock)
+    model.diffusion_lm = lm
+    return model
+
+
+@cache
+def _diffusion_class(stock: type) -> type:
+    return type(f"Unmask{stock.__name__}", (UnmaskForMaskedDiffusion, stock), {"__module__": __name__})
+
+
+for _auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
+    _auto.register(UnmaskConfig, UnmaskForMaskedDiffusion)

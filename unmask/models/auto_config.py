@@ -1,0 +1,63 @@
+"""The config.json of diffusion models: a model type of their own.
+
+The config.json of a model that is not a causal one has the model type `unmask`. No library reads it without
+Unmask, so none takes the weights for a causal model's. The type of the stock model that computes it is among
+Unmask's settings; all other fields are the stock config's.
+
+`import unmask` registers the type with transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from unmask.artifacts import read_file, write_atomic
+
+MODEL_TYPE = "unmask"
+ARCHITECTURE = "UnmaskForMaskedDiffusion"
+SETTINGS_KEY = "unmask"
+"""Where a config has the settings of Unmask."""
+STOCK = ("model_type", "auto_map")
+"""Fields of the stock config that stand among the settings."""
+
+
+class UnmaskConfig(PreTrainedConfig):
+    """The config of a diffusion model as it is on disk."""
+
+    model_type = MODEL_TYPE
+
+
+def publish_config(folder: str | Path) -> None:
+    """Give the config.json of a saved model the type of a diffusion model."""
+    path = Path(folder) / "config.json"
+    config = json.loads(read_file(path))
+    if config["model_type"] == MODEL_TYPE:
+        return
+    kept = {name: config.pop(name) for name in STOCK if name in config}
+    config |= {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
+    config[SETTINGS_KEY] |= {"stock": kept}
+    write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def stock_config(published: Mapping[str, Any], where: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The stock config of a diffusion model's config.json. Raises ValueError if it names no stock model."""
+    settings = dict(published.get(SETTINGS_KEY) or {})
+    kept = settings.pop("stock", None)
+    if not isinstance(kept, dict) or kept.get("model_type") in (None, MODEL_TYPE):
+        raise ValueError(f"its {SETTINGS_KEY!r} names no stock model")
+    config = copy.deepcopy(dict(published)) | kept | {SETTINGS_KEY: settings}
+    if trust_remote_code and "AutoConfig" in kept.get("auto_map", ()):
+        made = get_class_from_dynamic_module(kept["auto_map"]["AutoConfig"], where)
+    else:
+        made = CONFIG_MAPPING[kept["model_type"]]
+    return made.from_dict(config, name_or_path=where)
+
+
+AutoConfig.register(MODEL_TYPE, UnmaskConfig)
