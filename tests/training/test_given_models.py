@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import equal, prepared, weights
+from unmask.errors import ConfigError
 from unmask.models.load import load
 
 
@@ -54,3 +55,21 @@ def test_its_own_settings_count(verb, way, adapters, tmp_path):
     saved = load(tmp_path / "saved")
     assert saved.settings == lm.settings and not equal(weights(saved), weights(lm))
     assert "block-causal, in blocks of 2 tokens" in (tmp_path / "saved" / "README.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("why", ["not trainable", "prompt tuning"])
+def test_adapters_that_cannot_be_trained_are_refused(why, tmp_path):
+    llama_lm("causal", logit_shift=True).save(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    config = (
+        lora() if why == "not trainable" else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    model = get_peft_model(base, config)
+    if why == "not trainable":
+        model.requires_grad_(False)
+    with pytest.raises(ConfigError) as refused:
+        prepared(
+            "sft", tmp_path / "run", model, processing_class=AutoTokenizer.from_pretrained(tmp_path / "model")
+        )
+    assert "lora" in str(refused.value.where)

@@ -88,16 +88,17 @@ def _new_tokenizer(model: StartConfig, train: RowSequence, args: Any) -> PreTrai
         texts = Column(train, args.text_column, "train_dataset", "data.text_column")
         return train_tokenizer(texts, model.tokenizer_size)
     if model.tokenizer:
-        return read_tokenizer(
-            fetched(model.tokenizer, weights=False, model=False), trust_remote_code=model.trust_remote_code
-        )
+        code = model.trust_remote_code
+        folder = fetched(model.tokenizer, weights=False, model=False, trust_remote_code=code)
+        return read_tokenizer(folder, trust_remote_code=code)
     return None
 
 
 def read_pattern(model: ModelConfig) -> dict[str, Any]:
     """How a model will be read: attention, block size, logit shift. Its weights are not loaded."""
-    folder = fetched(model.path, weights=False, revision=model.revision)
-    config, _ = read_config(folder, trust_remote_code=model.trust_remote_code)
+    code = model.trust_remote_code
+    folder = fetched(model.path, weights=False, revision=model.revision, trust_remote_code=code)
+    config, _ = read_config(folder, trust_remote_code=code)
     return pattern_settings(config, model.attention, model.block_size, model.logit_shift)
 
 

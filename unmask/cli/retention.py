@@ -50,7 +50,8 @@ def result_before(output: Path) -> Path:
 
 def model_against(model: ModelConfig, path: str) -> ModelConfig:
     """The model of `path`, read as `model` is."""
-    return ModelConfig(**model.model_dump(include=SHARED, exclude_unset=True) | {"path": path})
+    given = model.model_dump(include=SHARED, exclude_unset=True)
+    return ModelConfig(**given | {"path": path, "dtype": model.dtype})  # which has another default in a run
 
 
 def measure_retention(

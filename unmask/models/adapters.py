@@ -46,7 +46,19 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     if quantized(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
     tied = bool(_shared(lm.model))
-    adapted = add_adapters(lm, peft_config)
+    adapted = checked_adapters(add_adapters(lm, peft_config), peft_config)
+    if tied and getattr(peft_config, "ensure_weight_tying", False) and not _stays_tied(adapted):
+        raise ConfigError(
+            f"PEFT does not train the embedding table and the head of {type(lm.model).__name__} as one",
+            where="lora (peft_config), ensure_weight_tying",
+            remedy="Leave it out: the two are then trained and saved apart",
+        )
+    return adapted
+
+
+def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
+    """A model whose adapters can be trained and saved. Raises ConfigError, as `with_adapters`, if they
+    cannot."""
     if reason := _unmergeable(adapted, peft_config):
         raise ConfigError(
             f"they cannot be merged into the weights ({reason})",
@@ -54,13 +66,8 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
             remedy="Use adapters that can be, such as plain LoRA",
         )
     if not any(weight.requires_grad for weight in adapted.model.parameters()):
-        raise ConfigError("they train nothing", where=WHERE, remedy="Name modules of this model")
-    if tied and getattr(peft_config, "ensure_weight_tying", False) and not _stays_tied(adapted):
-        raise ConfigError(
-            f"PEFT does not train the embedding table and the head of {type(lm.model).__name__} as one",
-            where="lora (peft_config), ensure_weight_tying",
-            remedy="Leave it out: the two are then trained and saved apart",
-        )
+        remedy = "Name modules of this model (PeftModel.from_pretrained: is_trainable=True)"
+        raise ConfigError("they train nothing", where=WHERE, remedy=remedy)
     if _loses_bias(adapted.model.get_output_embeddings()):
         raise ConfigError(
             "PEFT leaves out the bias of a head with trained rows",

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -27,7 +26,7 @@ from transformers.integrations import deepspeed as zero
 
 from unmask.config.run import AttentionName
 from unmask.errors import ConfigError, ModelError, require_known
-from unmask.models.adapters import of_adapted
+from unmask.models.adapters import checked_adapters, of_adapted
 from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
@@ -108,6 +107,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types by their names in safetensors."""
 
 
 def load(
@@ -199,12 +202,12 @@ def load(
         trust_remote_code=trust_remote_code,
         parse_special_tokens=parse_special_tokens,
     )
+    refuse_pickled(folder, variant)
     quantized = quantization or quantization_config
     weight_dtype = _saved_dtype(config, folder, variant) if dtype == "auto" else _dtype(dtype)
     if quantized and dtype == "auto" and weight_dtype == torch.float64:  # in which they do not compute
         weight_dtype = torch.float32
     device, placement = _placement(config, weight_dtype, device, quantized, device_map, max_memory)
-    refuse_pickled(folder, variant)
     options = {"trust_remote_code": trust_remote_code, "variant": variant}
     model = _load_model(folder, config, weight_dtype, options | placement, family)
     model = model if placement else model.to(device)
@@ -470,9 +473,10 @@ def as_diffusion_lm(
     if isinstance(model, str | Path):
         return load(model, dtype="float32")
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        return of_adapted(as_diffusion_lm(model.get_base_model(), tokenizer), model)
-    if isinstance(lm := getattr(model, "diffusion_lm", None), DiffusionLM):  # of the Auto classes
-        return lm
+        lm = as_diffusion_lm(model.get_base_model(), tokenizer)
+        return checked_adapters(of_adapted(lm, model), model.active_peft_config)
+    if isinstance(own := getattr(model, "diffusion_lm", None), DiffusionLM):  # of the Auto classes
+        return own
     if isinstance(model, PreTrainedModel) and tokenizer is not None:
         settings = pattern_settings(model.config, None, None, None)
         if parts := [name for name in ("time_embedding", "quality_head") if settings[name]]:
@@ -522,9 +526,10 @@ def _saved_dtype(config: PretrainedConfig, folder: str, variant: str | None) -> 
     """The type of the weights in a folder: the config's, or else that of a tensor there."""
     if config.dtype is not None:
         return _dtype(config.dtype)
-    with reading("cannot load the weights", folder, "Give a causal language model with safetensors weights"):
-        tensors = load_file(Path(folder, weight_files(folder, variant)[0]))
-    return next((each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
+    remedy, first = "Give a causal language model with safetensors weights", weight_files(folder, variant)[0]
+    with reading("cannot load the weights", folder, remedy), safe_open(Path(folder, first), "pt") as file:
+        kinds = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+    return next((FLOATS[kind] for kind in kinds if kind in FLOATS), torch.float32)
 
 
 def _quantization(chosen: Quantization | BitsAndBytesConfig, dtype: torch.dtype) -> BitsAndBytesConfig:

@@ -4,6 +4,7 @@ a wrong path is an error at once."""
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import os
 import re
@@ -88,8 +89,9 @@ def fetched(
         index = folder / of_variant("model.safetensors.index.json", variant)
         if weights:
             shards = json.loads(read_file(index))["weight_map"].values() if index.is_file() else ()
-            download([*{*shards}] or [of_variant("model.safetensors", variant)])
-    except (OSError, ValueError, KeyError) as error:
+            names = {glob.escape(name) for name in shards if name.endswith(".safetensors")}
+            download([*names] or [of_variant("model.safetensors", variant)])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of an index that is none
         near = near_path(Path(where))
         raise ModelError(
             f"no such folder, and cannot be had from the hub ({first_line(error)})",
