@@ -3,10 +3,13 @@ time."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator
 
 import hypothesis
@@ -15,6 +18,9 @@ import typer.testing
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" not in os.environ:  # rows are stored for one session, of all workers
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="rows-")
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)

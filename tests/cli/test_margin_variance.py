@@ -41,7 +41,7 @@ def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DP
 def copies(trainer: DPOTrainer, count: int) -> Any:
     """The first pair repeated, each time with other masks: the margins of one redraw are then that many
     redraws."""
-    return trainer.data_collator(trainer.train_dataset[:1] * count) | {"sample_id": torch.arange(count)}
+    return trainer.data_collator([trainer.train_dataset[0]] * count) | {"sample_id": torch.arange(count)}
 
 
 def drawn(trainer: DPOTrainer, name: str, views: int, count: int = 300) -> torch.Tensor:

@@ -78,8 +78,9 @@ def test_examples_keep_values_of_mixed_types(tmp_path):
         ("rows.jsonl", "\n".join(map(json.dumps, MIXED))),
     ):
         (tmp_path / name).write_text(content)
-        assert load_examples(tmp_path / name) == MIXED
-        assert load_examples(str(tmp_path / name), max_rows=2) == MIXED[:2]
+        rows = load_examples(tmp_path / name)
+        assert list(rows) == [rows[index] for index in range(len(rows))] == MIXED
+        assert list(load_examples(str(tmp_path / name), max_rows=2)) == MIXED[:2]
         with raises(DataError, where=str(tmp_path / name)):
             load_rows(tmp_path / name)
     Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
@@ -90,8 +91,8 @@ def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n{"a": 2}\n{"a')
     with raises(DataError, where=f"{path}, line 3"):
-        load_examples(path)
-    first, malformed, other, second, cut = load_examples(path, keep_malformed=True)
+        list(load_examples(path))
+    first, malformed, other, second, cut = load_examples(path, bad_rows="skip")
     assert (first, second) == ({"a": 1}, {"a": 2})
     assert [error.where for error in (malformed, other, cut)] == [
         f"{path}, line {number}" for number in (3, 4, 6)
@@ -103,15 +104,15 @@ def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
     ]
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n')
     with raises(DataError, where=f"{path}, line 2"):
-        load_examples(path)
-    first, broken, second = load_examples(path, keep_malformed=True)
+        list(load_examples(path))
+    first, broken, second = load_examples(path, bad_rows="skip")
     assert (first, second) == ({"a": 1}, {"a": 2})
     assert (broken.where, broken.reason) == (f"{path}, line 2", "not valid Unicode")
     (tmp_path / "rows.json").write_text('[{"a": 1}, {"a"')
     with raises(DataError, where=f"{tmp_path}/rows.json, line 1"):
-        load_examples(tmp_path / "rows.json", keep_malformed=True)
+        list(load_examples(tmp_path / "rows.json", bad_rows="skip"))
     with raises(DataError, where=str(tmp_path / "absent.jsonl")):
-        load_examples(tmp_path / "absent.jsonl", keep_malformed=True)
+        list(load_examples(tmp_path / "absent.jsonl", bad_rows="skip"))
 
 
 def damaged_folder(home, suffix):

@@ -344,8 +344,8 @@ def test_prompts_are_read_as_sft_reads_them():
     ):
         row = {"prompt": prompt, "answer": 3}
         assert encode_row(lm.tokenizer, read_prompt(row)) == expected
-        [made] = GRPOTrainer.make_rows(lm, config(GRPOConfig, num_generations=2), [row], "train").rows
-        assert made == {"prompt": [QUESTION], "answer": 3}
+        made, _ = GRPOTrainer.make_rows(lm, config(GRPOConfig, num_generations=2), [row], "train")
+        assert made.columns == {"prompt": [QUESTION], "answer": 3}
         assert (
             split(SFTTrainer.make_rows(lm, config(SFTConfig), [row | {"completion": [ANSWER]}], "train")[0])[
                 0

@@ -165,8 +165,8 @@ def test_a_stream_is_refused_as_soon_as_too_much_of_it_is_unknown(clean, tmp_pat
         ).train()
 
 
-def test_a_token_cache_made_of_unknown_text_is_not_read_by_a_run_that_refuses_it(tmp_path):
-    rows, run = [{"text": "0101"}], settings(tmp_path / "run", token_cache=str(tmp_path / "cache"))
+def test_rows_of_unknown_text_are_refused_also_if_they_are_stored(tmp_path):
+    rows, run = [{"text": "0101"}], settings(tmp_path / "run")
     PretrainTrainer(llama_lm("causal"), PretrainConfig(**run, max_unknown=1.0), rows)
     with raises(DataError, where="train_dataset"):
         PretrainTrainer(llama_lm("causal"), PretrainConfig(**run), rows)

@@ -469,7 +469,7 @@ def test_training_raises_the_margin_and_the_accuracy(tmp_path):
 
 
 def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
-    plain = make("dpo", tmp_path / "plain").train_dataset
+    plain = [*make("dpo", tmp_path / "plain").train_dataset]
     user = [[{"role": "user", "content": row["prompt"]}] for row in PREFERENCES]
     sides = [
         {k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")} for row in PREFERENCES
@@ -478,8 +478,8 @@ def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
     implicit = [
         {k: prompt + turn for k, turn in side.items()} for prompt, side in zip(user, sides, strict=True)
     ]
-    assert make("dpo", tmp_path / "explicit", rows=explicit).train_dataset == plain
-    assert make("dpo", tmp_path / "implicit", rows=implicit).train_dataset == plain
+    assert [*make("dpo", tmp_path / "explicit", rows=explicit).train_dataset] == plain
+    assert [*make("dpo", tmp_path / "implicit", rows=implicit).train_dataset] == plain
 
 
 def test_errors_name_rows_without_a_preference(tmp_path):

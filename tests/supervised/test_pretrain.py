@@ -173,30 +173,3 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
         make("pretrain", tmp_path, rows=stream(), text_column="story")
     with raises(DataError, where="train_dataset"):
         make("sft", tmp_path, rows=stream())
-
-
-@pytest.mark.parametrize("rows", [TEXTS, stream()], ids=["rows", "a stream"])
-def test_a_token_cache_changes_nothing(rows, tmp_path):
-    ends = []
-    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
-        run = {
-            "token_cache": cache and str(cache),
-            "packing": True,
-            "max_length": 7,
-            "num_train_epochs": 2,
-            "max_steps": -1,
-        }
-        kept = list(rows) if cache is None else rows  # with a cache a stream may be gone over in epochs
-        trainer = make("pretrain", tmp_path / "run", rows=kept, eval_dataset=TEXTS[:2], **run)
-        trainer.train()
-        ends.append((weights(trainer.lm), trainer.evaluate()["eval_loss"]))
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # of the training rows and of those held out
-    assert all(equal(end, ends[0][0]) and loss == ends[0][1] for end, loss in ends)
-
-
-def test_a_damaged_cache_is_refused_before_a_step(tmp_path):
-    make("pretrain", tmp_path, token_cache=str(tmp_path / "cache"))
-    (file,) = (tmp_path / "cache").glob("*/rows.arrow")
-    file.write_bytes(file.read_bytes()[:-100])
-    with raises(DataError, where=str(file.parent)):
-        make("pretrain", tmp_path, token_cache=str(tmp_path / "cache"))

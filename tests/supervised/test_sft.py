@@ -142,7 +142,7 @@ def test_chat_and_plain_rows_are_learnt_alike(tmp_path):
         }
         for pair in PAIRS
     ]
-    assert make("sft", tmp_path, rows=chat).train_dataset == make("sft", tmp_path).train_dataset
+    assert [*make("sft", tmp_path, rows=chat).train_dataset] == [*make("sft", tmp_path).train_dataset]
 
 
 CONVERSATION = [
@@ -214,7 +214,7 @@ def test_packed_rows_hide_each_example_at_a_time_of_its_own(tmp_path):
 def test_what_cannot_be_used_is_left_out_and_counted_where_the_config_says_so(tmp_path, capsys):
     rows = [*PAIRS, {"prompt": "a", "completion": "b" * 40}, {"prompt": "a"}]
     trainer = make("sft", tmp_path, rows=rows, bad_rows="skip", disable_tqdm=False)
-    assert trainer.train_dataset == make("sft", tmp_path).train_dataset
+    assert [*trainer.train_dataset] == [*make("sft", tmp_path).train_dataset]
     assert trainer.train_dataset.report.dropped == {"too long": [8], "a column is missing": [9]}
     shown = capsys.readouterr().out
     assert "train_dataset: rows" in shown and "left out: too long" in shown

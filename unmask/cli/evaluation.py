@@ -320,7 +320,7 @@ def prepare(
         ConfigError, DataError: those of `evaluate` that can be found without a model.
     """
     if evaluation.likelihood:
-        load_examples(evaluation.likelihood, max_rows=evaluation.rows)
+        list(load_examples(evaluation.likelihood, max_rows=evaluation.rows))
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
     if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):

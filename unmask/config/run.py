@@ -172,8 +172,7 @@ class DataConfig(Config):
     eval_rows: Annotated[int, ACTS] = Field(default=200, ge=1)
     """Held-out rows at most."""
     streaming: bool = False
-    """Read training text while training; pretrain and convert. Needs `training.max_steps` or
-    `training.token_cache`."""
+    """Read training text while training; pretrain and convert. Needs `training.max_steps`."""
     shuffle_buffer: int | None = Field(default=None, ge=2)
     """Size of the shuffle buffer of a stream; unset: rows keep the order of the source."""
     seed: int = 0

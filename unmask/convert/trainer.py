@@ -7,7 +7,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,9 +24,10 @@ from unmask.convert.distillation import compare, distillation_loss
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport, show_rows
+from unmask.data.row_store import TOKENS, stored_rows
 from unmask.data.rows import TokenRow, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
-from unmask.data.token_cache import StreamedRows
+from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.views import MaskRNG, Views
@@ -493,11 +494,7 @@ def conversion_rows(
         limits = RowLimits(
             row_length(lm, args), args.canvas_length, lm.block_size or 1, context=lm.context_length
         )
-        return pair_rows(
-            lm.tokenizer,
-            dataset,
-            limits,
-            DataReport(where, max_unknown=args.max_unknown),
-            ends=lm.eos_token_ids,
-        )
+        report = DataReport(where, max_unknown=args.max_unknown)
+        how: dict[str, Any] = {"ends": lm.eos_token_ids, "processes": args.dataset_num_proc}
+        return stored_rows(partial(pair_rows, lm.tokenizer, dataset, limits, report, **how), TOKENS, report)
     return corpus_rows(lm, args, dataset, where)

@@ -25,13 +25,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from unmask.data.decoding import has_text
 from unmask.data.formats import is_ids, with_decoded_calls
-from unmask.data.special_tokens import END, START, as_text, encode, encode_texts, without_marks
+from unmask.data.special_tokens import END, START, as_text, encode, encode_texts, pattern, without_marks
 from unmask.errors import DataError
 from unmask.models.chat_template import ANSWER, render_template
 
@@ -149,7 +149,7 @@ def _encode_marked(
 ) -> list[int]:
     """The ids of a text that `as_text` has marked. A tokenizer that adds a space before a text adds it after
     special tokens, too: none is added after those in `keep`, nor before a text that continues another one."""
-    if not (keep or continues) or not _adds_space(tokenizer):
+    if not (keep or continues) or not _adds_space(tokenizer, len(tokenizer)):
         return encode(tokenizer, text)
     names = "|".join(_pattern(tokenizer, name) for name in keep if name)
     first, *others = re.split(f"({names})", text) if names else [text]
@@ -166,8 +166,9 @@ def _pattern(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     return r"\s*" * token.lstrip + re.escape(name) + r"\s*" * token.rstrip
 
 
-def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer adds a space before a text, as SentencePiece does."""
+@lru_cache(maxsize=8)  # asked for every text
+def _adds_space(tokenizer: PreTrainedTokenizerBase, size: int) -> bool:
+    """Whether the tokenizer, of this `size`, adds a space before a text, as SentencePiece does."""
     letter = encode(tokenizer, "a")
     return (
         encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or tokenizer.decode(letter * 2) == "a a"
@@ -177,16 +178,25 @@ def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids of a text without the space that the tokenizer adds: encoded after another text, whose ids are
     dropped. That is the first one after which the text comes back when it is decoded, if there is any. After
-    some it does not: a normalizer may drop line breaks, or a token be of both texts."""
-    letter, expected = encode(tokenizer, "a"), "a" + without_marks(text)
-    found = []
-    for start in ("\n", ".", "a"):
-        before, ids = encode(tokenizer, start), encode(tokenizer, start + text)
+    some it does not: a normalizer may drop line breaks, or a token be of both texts. What follows a special
+    token is not compared: decoders may write a space after one."""
+    starts = _starts(tokenizer, len(tokenizer))
+    letter, found = starts["a"], []
+    expected, *more = pattern(tokenizer).split("a" + without_marks(text), maxsplit=1)
+    for start, before in starts.items():
+        ids = encode(tokenizer, start + text)
         if ids[: len(before)] == before:
             found.append(ids[len(before) :])
-            if tokenizer.decode([*letter, *found[-1]], skip_special_tokens=True) == expected:
+            decoded = str(tokenizer.decode([*letter, *found[-1]]))
+            if decoded == expected or (more and decoded.startswith(expected)):
                 return found[-1]
     return found[0] if found else encode(tokenizer, text)
+
+
+@lru_cache(maxsize=8)
+def _starts(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str, list[int]]:
+    """Texts that others may follow, with their ids."""
+    return {start: encode(tokenizer, start) for start in ("\n", ".", "a")}
 
 
 def encode_pair(
@@ -362,7 +372,8 @@ def encode_preference(
             )
     options = template_options(tokenizer, example)
     prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends, options)
-    return prompt_ids, chosen_ids, encode_pair(tokenizer, prompt, rejected, ends, options)[1]
+    asked = prompt_ids if isinstance(prompt, str) and isinstance(rejected, str) else prompt
+    return prompt_ids, chosen_ids, encode_pair(tokenizer, asked, rejected, ends, options)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
@@ -505,7 +516,12 @@ def _cut_end(tokenizer: PreTrainedTokenizerBase, text: str, ends: Ends) -> tuple
 
 def _end_texts(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> dict[str, int]:
     """The end tokens by their texts."""
-    return {text: token for token in _all_ends(tokenizer, ends) if (text := str(tokenizer.decode([token])))}
+    return _texts_of(tokenizer, len(tokenizer), tuple(_all_ends(tokenizer, ends)))
+
+
+@lru_cache(maxsize=8)
+def _texts_of(tokenizer: PreTrainedTokenizerBase, size: int, ids: Ends) -> dict[str, int]:
+    return {text: token for token in ids if (text := str(tokenizer.decode([token])))}
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
@@ -603,9 +619,12 @@ def _all_ends(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Ends:
 def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> int:
     """The number of tokens of a turn up to the first end token that is followed only by white space and other
     end tokens."""
-    known, length, checked = _all_ends(tokenizer, ends), len(ids), len(ids)
+    known, length, checked = {*_all_ends(tokenizer, ends)}, len(ids), len(ids)
+    if known.isdisjoint(ids):
+        return length
     for index in reversed([index for index, token in enumerate(ids) if token in known]):
-        if str(tokenizer.decode(ids[index + 1 : checked])).strip():
+        between = ids[index + 1 : checked]
+        if between and str(tokenizer.decode(between)).strip():
             break
         length, checked = index + 1, index
     return length

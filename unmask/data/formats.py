@@ -212,6 +212,10 @@ class RecordFormat:
     # further columns that would change the prompt; a row that has one is refused
     others: tuple[str, ...] = ()
 
+    def identity(self) -> tuple[str, ...]:
+        """What distinguishes it from others."""
+        return self.columns
+
     def read(self, row: Example) -> Example:
         """A row in TRL's columns, with those of `RENDERED` that it has. Raises DataError if a text is blank
         or of another type, or the row has a column that would change the prompt, but is not read."""

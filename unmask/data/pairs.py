@@ -9,8 +9,9 @@ in `unmask.data.rows`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby, takewhile
 from typing import Any
 
@@ -26,8 +27,8 @@ from unmask.data.encoding import (
     template_options,
 )
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
-from unmask.data.report import DataReport, Rows
-from unmask.data.rows import TokenRow, make_row, refuse_mask
+from unmask.data.report import DataReport
+from unmask.data.rows import TokenRow, in_order, make_row, refuse_mask
 from unmask.errors import DataError
 
 Ids = Sequence[int]
@@ -94,8 +95,8 @@ def pair_rows(
     ends: Ends = (),
     formats: Sequence[RecordFormat] = SUPERVISED,
     learn: Learn | None = None,
-    packed: bool = False,
-) -> Rows[TokenRow]:
+    processes: int | None = None,
+) -> Iterator[TokenRow]:
     """Token rows in which only the completion is trained on; with `label` if the example has one.
 
     Args:
@@ -105,16 +106,16 @@ def pair_rows(
         ends: the model's end tokens; empty: only the tokenizer's EOS.
         formats: `SUPERVISED` or `UNPAIRED`.
         learn: which turns of `messages` are trained on; None: the whole conversation.
-        packed: pack several examples into a row, as documents that do not see one another, without labels.
+        processes: how many tokenize; None: this one.
 
     Raises:
         DataError: a bad row, if the report does not skip it; or no row is left.
     """
-    reader, rows = Reader(formats), list[TokenRow]()
-    for index, example in enumerate(examples):
+    encode, number = partial(_encode_parts, tokenizer, learn=learn, ends=ends), 0
+    for index, found in enumerate(_encoded(encode, examples, formats, processes)):
+        row = None
         with report.row(index):
-            converted = reader.read(example)
-            prompt, completion, trained = _encode_parts(tokenizer, converted, learn, ends)
+            converted, (prompt, completion, trained) = _require(found)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.unknown.count(tokenizer, [*prompt, *completion], converted)
             report.record_lengths(
@@ -123,17 +124,15 @@ def pair_rows(
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
             filling = 0 if cut else limits.filling(len(kept), len(answer))
-            row = _row(tokenizer, kept, answer, filling, len(rows), _last(trained, len(kept)))
+            row = _row(tokenizer, kept, answer, filling, number, _last(trained, len(kept)))
             if "label" in converted:
                 row["label"] = converted["label"]
-            rows.append(row)
             report.answers += 1 + sum(is_trained for is_trained, _ in groupby(row["maskable"][: len(kept)]))
             report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
-    if not packed:
-        return report.attach(rows)
-    packs = report.attach(pack(rows, limits.max_length))
-    report.packed = len(packs)
-    return packs
+        if row is not None:
+            number += 1
+            yield row
+    report.check()
 
 
 def preference_rows(
@@ -143,16 +142,17 @@ def preference_rows(
     report: DataReport,
     *,
     ends: Ends = (),
-) -> Rows[dict[str, Any]]:
+    processes: int | None = None,
+) -> Iterator[dict[str, Any]]:
     """Pairs of token rows, `chosen` and `rejected`, of rows in a format of `PREFERENCES`.
 
     Arguments and errors are as for `pair_rows`. Responses are never truncated; equal ones are a bad row.
     """
-    reader, pairs = Reader(PREFERENCES), list[dict[str, Any]]()
-    for index, example in enumerate(examples):
+    encode, number = partial(encode_preference, tokenizer, ends=ends), 0
+    for index, found in enumerate(_encoded(encode, examples, PREFERENCES, processes)):
+        rows: list[TokenRow] = []
         with report.row(index):
-            converted = reader.read(example)
-            prompt, chosen, rejected = encode_preference(tokenizer, converted, ends)
+            converted, (prompt, chosen, rejected) = _require(found)
             report.unknown.count(tokenizer, [*prompt, *chosen, *rejected], converted)
             if chosen == rejected:
                 if not report.skip:
@@ -168,27 +168,67 @@ def preference_rows(
             kept, answers = limits.fit(tokenizer, prompt, chosen, rejected)
             fillings = [limits.filling(len(kept), len(answer)) for answer in answers]
             rows = [
-                _row(tokenizer, kept, *side, len(pairs), [False] * len(kept))
+                _row(tokenizer, kept, *side, number, [False] * len(kept))
                 for side in zip(answers, fillings, strict=True)
             ]
-            pairs.append({"chosen": rows[0], "rejected": rows[1]})
             report.record_cuts(prompt=len(kept) < len(prompt))
-    return report.attach(pairs)
+        if rows:
+            number += 1
+            yield {"chosen": rows[0], "rejected": rows[1]}
+    report.check()
 
 
-def pack(rows: Sequence[TokenRow], max_length: int) -> list[TokenRow]:
+def joined_preferences(*arguments: Any, **named: Any) -> Iterator[TokenRow]:
+    """The pairs of `preference_rows` as rows of two documents: the chosen, then the rejected one."""
+    for number, pair in enumerate(preference_rows(*arguments, **named)):
+        yield joined([pair["chosen"], pair["rejected"]], number)
+
+
+def _encoded(
+    encode: Callable[[Example], Any],
+    examples: Examples,
+    formats: Sequence[RecordFormat],
+    processes: int | None,
+) -> Iterator[tuple[Example, Any] | DataError]:
+    """Each example in TRL's columns with what `encode` makes of it, or its error."""
+    reader = Reader(formats)
+    converted = (_or_error(reader.read, example) for example in examples)
+    return in_order(partial(_with_parts, encode), converted, processes)
+
+
+def _or_error(function: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return function(value)
+    except DataError as error:
+        return error
+
+
+def _with_parts(encode: Callable[[Example], Any], example: Example | DataError) -> Any:
+    if isinstance(example, DataError):
+        return example
+    return _or_error(lambda example: (example, encode(example)), example)
+
+
+def _require(found: tuple[Example, Any] | DataError) -> tuple[Example, Any]:
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
+def pack(rows: Sequence[TokenRow], max_length: int) -> Iterator[TokenRow]:
     """Packs rows, each a document, into rows of at most `max_length` tokens (best fit, longest first)."""
+    lengths = [len(row["input_ids"]) for row in rows]
     # `free`: the free tokens and the index of each pack, in order
-    packs, free = list[list[TokenRow]](), list[tuple[int, int]]()
-    for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
-        best = bisect_left(free, (len(row["input_ids"]),))
+    packs, free = list[list[int]](), list[tuple[int, int]]()
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        best = bisect_left(free, (lengths[number],))
         if best == len(free):
             free.append((max_length, len(packs)))
             packs.append([])
         tokens, index = free.pop(best)
-        packs[index].append(row)
-        insort(free, (tokens - len(row["input_ids"]), index))
-    return [joined(pack, sample_id) for sample_id, pack in enumerate(packs)]
+        packs[index].append(number)
+        insort(free, (tokens - lengths[number], index))
+    return (joined([rows[number] for number in pack], index) for index, pack in enumerate(packs))
 
 
 def joined(rows: Sequence[TokenRow], sample_id: int) -> TokenRow:

@@ -4,12 +4,13 @@ truncated and why; and rows as text in which the trained tokens are marked."""
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby, islice
+from itertools import accumulate, chain, groupby, islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from unmask.console import for_stdout, show_line, show_table
 from unmask.data.encoding import EQUAL_RESPONSES
@@ -27,13 +28,11 @@ FEW = 1 / 3
 """A fraction of the rows: if fewer are kept, there is a warning."""
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
 
-RowType = TypeVar("RowType")
 
-
-class Rows(list[RowType]):
-    """Token rows with their report."""
-
-    report: DataReport
+def report_of(rows: Any) -> DataReport | None:
+    """The report of rows that have one (`stored_rows`)."""
+    report = getattr(rows, "report", None)
+    return report if isinstance(report, DataReport) else None
 
 
 def print_report(rows: Any, wanted: bool, *, tables: bool = True) -> Any:
@@ -43,8 +42,8 @@ def print_report(rows: Any, wanted: bool, *, tables: bool = True) -> Any:
     Args:
         tables: whether the report is printed, besides the warning.
     """
-    if wanted and isinstance(rows, Rows) and not rows.report.shown:
-        report = rows.report
+    report = report_of(rows)
+    if wanted and report is not None and not report.shown:
         if tables:
             report.show()
         if report.kept < FEW * report.read:
@@ -57,7 +56,7 @@ def data_reports(trainer: Any) -> dict[str, dict[str, Any]]:
     """The reports of a trainer's datasets (`train`, `eval`) that have one, for JSON; `rows`: the training
     rows that were shown."""
     datasets = {name: getattr(trainer, f"{name}_dataset", None) for name in ("train", "eval")}
-    reports = {name: rows.report.to_dict() for name, rows in datasets.items() if isinstance(rows, Rows)}
+    reports = {name: report.to_dict() for name, rows in datasets.items() if (report := report_of(rows))}
     if trainer.args.show_rows:
         rows = datasets["train"] if datasets["train"] is not None else trainer.train_rows
         reports["train"] = reports.get("train", {}) | {
@@ -118,13 +117,12 @@ class DataReport:
     def __init__(self, where: str, *, skip: bool | None = None, max_unknown: float = 1.0):
         self.where, self.skip, self.unknown = where, skip, UnknownTokens(max_unknown)
         self.read = 0  # number of rows read
-        self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
         self.dropped: dict[str, list[int]] = {}  # indices of skipped rows, by reason
         self.answers = 0  # number of answers that are trained on, in the rows that are kept
         # number of truncated rows, by part ("prompt" or "completion")
         self.truncated: Counter[str] = Counter()
-        # tokens before truncation of all rows that could be encoded, by part
-        self.lengths: dict[str, list[int]] = {}
+        # how many of the rows that could be encoded have a number of tokens, before truncation, by part
+        self.lengths: dict[str, Counter[int]] = {}
         self.packed: int | None = None  # number of packed rows; None without packing
         self.shown = False  # the stages of a conversion share their rows
 
@@ -136,7 +134,6 @@ class DataReport:
         try:
             with prepending_place(f"{self.where}, row {index}"):
                 yield
-            self.numbers.append(index)
         except DataError as error:
             if self.skip is False:
                 raise error.skippable() from error
@@ -147,7 +144,13 @@ class DataReport:
     @property
     def kept(self) -> int:
         """Number of rows that are kept."""
-        return len(self.numbers)
+        return self.read - sum(map(len, self.dropped.values()))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The indices, from 0, of the rows that are kept."""
+        dropped = {*chain.from_iterable(self.dropped.values())}
+        return [index for index in range(self.read) if index not in dropped]
 
     @property
     def reasons(self) -> str:
@@ -157,22 +160,42 @@ class DataReport:
     def record_lengths(self, **lengths: int) -> None:
         """Record the tokens of a row's parts."""
         for name, length in lengths.items():
-            self.lengths.setdefault(name, []).append(length)
+            self.lengths.setdefault(name, Counter())[length] += 1
 
     def record_cuts(self, **parts: bool) -> None:
         """Record which of a row's parts were truncated."""
         self.truncated.update(name for name, truncated in parts.items() if truncated)
 
-    def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
-        """The rows with this report. Raises DataError if there are too many unknown tokens, which may be why
-        rows were left out, or no rows."""
+    def check(self) -> None:
+        """Raise DataError if there are too many unknown tokens, which may be why rows were left out, or no
+        rows."""
         self.unknown.check(self.where)
-        if not rows:
+        if not self.kept:
             remedy = "Fix the data: training.bad_rows=error ends at the first such row and says what is wrong"
             raise DataError(f"no row is left ({self.reasons})", where=self.where, remedy=remedy)
-        reported = Rows(rows)
-        reported.report = self
-        return reported
+
+    def identity(self) -> bool | None:
+        """What rows depend on."""
+        return self.skip
+
+    def state(self) -> dict[str, Any]:
+        """The counts, of JSON types."""
+        return {
+            "read": self.read,
+            "dropped": self.dropped,
+            "answers": self.answers,
+            "truncated": self.truncated,
+            "lengths": {name: [*lengths.items()] for name, lengths in self.lengths.items()},
+            "unknown": self.unknown.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the counts of rows that are stored, and `check` them."""
+        self.read, self.dropped, self.answers = state["read"], state["dropped"], state["answers"]
+        self.truncated = Counter(state["truncated"])
+        self.lengths = {name: Counter(dict(lengths)) for name, lengths in state["lengths"].items()}
+        self.unknown.restore(state["unknown"])
+        self.check()
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -234,19 +257,22 @@ class DataReport:
         show_table(lines, f"{self.where}: tokens", head=["", *self.lengths])
 
 
-def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """`QUANTILES` of a non-empty list, without interpolation."""
-    ordered = sorted(lengths)
+def quantiles(lengths: Counter[int]) -> dict[str, int]:
+    """`QUANTILES` of numbers that are counted, at least one, without interpolation."""
+    ordered, total = sorted(lengths), lengths.total()
+    upto = [*accumulate(lengths[length] for length in ordered)]
     return {
-        name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+        name: ordered[bisect_right(upto, min(total - 1, int(fraction * total)))]
         for name, fraction in QUANTILES.items()
     }
 
 
-def histogram(lengths: Sequence[int]) -> dict[str, int]:
+def histogram(lengths: Counter[int]) -> dict[str, int]:
     """Counts in buckets between powers of two, empty ones between them included: `{"1": 4, "2-3": 0, "4-7":
     9}`."""
-    counts = Counter(length.bit_length() for length in lengths)
+    counts: Counter[int] = Counter()
+    for length, number in lengths.items():
+        counts[length.bit_length()] += number
     return {_bucket(bits): counts[bits] for bits in range(min(counts), max(counts) + 1)}
 
 

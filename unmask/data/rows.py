@@ -8,11 +8,17 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
-from typing import Any
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +35,48 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 TokenRow = dict[str, Any]
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+ITEMS_AT_ONCE = 256
+"""Items that are sent to another process together."""
+
+
+def in_order(
+    function: Callable[[Item], Made],
+    items: Iterable[Item],
+    processes: int | None,
+    at_once: int = ITEMS_AT_ONCE,
+) -> Iterator[Made]:
+    """`map(function, items)` by several processes; None: by this one. Few items are read in advance."""
+    if processes is None or processes == 1:
+        yield from map(function, items)
+        return
+    iterator, pending = iter(items), deque[Any]()
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if "fork" in methods else None)  # no script is run again
+    with ProcessPoolExecutor(processes, context, _begin, (function,)) as pool:
+        try:
+            while chunk := list(islice(iterator, at_once)):
+                pending.append(pool.submit(_apply, chunk))
+                if len(pending) > 2 * processes:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_function: Callable[[Any], Any]  # of a process of `in_order`
+
+
+def _begin(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function, os.environ["TOKENIZERS_PARALLELISM"] = function, "false"
+
+
+def _apply(items: list[Any]) -> list[Any]:
+    return [*map(_function, items)]
+
 
 @dataclass(frozen=True)
 class Column:
@@ -43,6 +91,10 @@ class Column:
     name: str
     where: str
     setting: str | None = None
+
+    def identity(self) -> tuple[Any, ...]:
+        """What rows depend on."""
+        return self.name, self.dataset
 
     def __iter__(self) -> Iterator[Any]:
         for index, row in enumerate(self.dataset):
@@ -78,6 +130,7 @@ def iter_text_rows(
     where: str = "train_dataset",
     unknown: UnknownTokens | None = None,
     ends: Sequence[int] = (),
+    processes: int | None = None,
 ) -> Iterator[TokenRow]:
     """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends
     with EOS. If the text has them, they are not added again; `ends` are the model's end tokens.
@@ -93,28 +146,42 @@ def iter_text_rows(
     """
     unknown = unknown or UnknownTokens()
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    documents = (bos + body for body in _encoded(tokenizer, texts, where, unknown, ends))
-    # A token is its id, the number of its document, and whether it is trained on.
-    tokenized = (
-        zip(document, repeat(number), chain([False], repeat(True)))
-        for number, document in enumerate(documents, start=1)
-    )
-    rows: Iterator[list[tuple[int, int, bool]]] = (
-        list(islice(document, max_length)) for document in tokenized
-    )
-    if packed:
-        stream = chain.from_iterable(tokenized)
-        rows = iter(lambda: list(islice(stream, max_length)), [])  # until the stream is empty
+    documents = (bos + body for body in _encoded(tokenizer, texts, where, unknown, ends, processes))
     empty = True
-    for sample_id, tokens in enumerate(rows):
-        ids, numbers, maskable = zip(*tokens, strict=True)
-        if any(maskable[1:]):
+    for sample_id, (ids, numbers) in enumerate((_packed if packed else _cut)(documents, max_length)):
+        # the first token of each document and of the row is not trained on
+        maskable = [number == before for before, number in pairwise([0, *numbers])]
+        if any(maskable):
             empty = False
-            yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
+            yield make_row(ids, numbers, maskable, sample_id)
     if empty:
         raise DataError(
             "no text to train on", where=where, remedy="Give at least one document that is not empty"
         )
+
+
+def _cut(documents: Iterable[list[int]], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The ids of each document, up to `max_length`, with the number of its document for each."""
+    for number, document in enumerate(documents, start=1):
+        ids = document[:max_length]
+        yield ids, [number] * len(ids)
+
+
+def _packed(documents: Iterable[list[int]], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The ids of the documents one after another, `max_length` at a time, as in `_cut`."""
+    ids, numbers = list[int](), list[int]()
+    for number, document in enumerate(documents, start=1):
+        start = 0
+        while start < len(document):
+            part = document[start : start + max_length - len(ids)]
+            ids += part
+            numbers += [number] * len(part)
+            start += len(part)
+            if len(ids) == max_length:
+                yield ids, numbers
+                ids, numbers = [], []
+    if ids:
+        yield ids, numbers
 
 
 def _encoded(
@@ -123,22 +190,15 @@ def _encoded(
     where: str,
     unknown: UnknownTokens,
     ends: Sequence[int],
+    processes: int | None,
 ) -> Iterator[list[int]]:
     """The ids of each text with its end token; texts that are empty without it are left out."""
     numbered, closing = enumerate(texts), {*ends, tokenizer.eos_token_id}
-    while chunk := list(islice(numbered, TEXTS_AT_ONCE)):
-        for index, text in chunk:
-            if not isinstance(text, str):
-                raise DataError(
-                    f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings"
-                )
-        try:
-            encoded = encode_documents(tokenizer, [text for _, text in chunk], ends)
-        except DataError:
-            encoded = []  # one at a time: the error names the row
-            for index, text in chunk:
-                with prepending_place(f"{where}, row {index}"):
-                    encoded += encode_documents(tokenizer, [text], ends)
+    chunks = iter(lambda: list(islice(numbered, TEXTS_AT_ONCE)), [])
+    encode = partial(_encoded_chunk, tokenizer, where=where, ends=ends)
+    for chunk, encoded in in_order(encode, chunks, processes, at_once=1):
+        if isinstance(encoded, DataError):
+            raise encoded
         bodies = [ids[:-1] if ids and ids[-1] in closing else ids for ids in encoded]
         for (index, text), ids in zip(chunk, bodies, strict=True):
             with prepending_place(f"{where}, row {index}"):
@@ -148,6 +208,26 @@ def _encoded(
             unknown.check(where)
         yield from (ids for ids, body in zip(encoded, bodies, strict=True) if body)
     unknown.check(where)
+
+
+def _encoded_chunk(
+    tokenizer: PreTrainedTokenizerBase, chunk: list[tuple[int, str]], where: str, ends: Sequence[int]
+) -> tuple[list[tuple[int, str]], list[list[int]] | DataError]:
+    """Numbered texts, and the ids of each or the first error."""
+    for index, text in chunk:
+        if not isinstance(text, str):
+            what = f"{text!r:.40} is not text"
+            return chunk, DataError(what, where=f"{where}, row {index}", remedy="Give strings")
+    with suppress(DataError):
+        return chunk, encode_documents(tokenizer, [text for _, text in chunk], ends)
+    try:  # one at a time: the error names the row
+        encoded = []
+        for index, text in chunk:
+            with prepending_place(f"{where}, row {index}"):
+                encoded += encode_documents(tokenizer, [text], ends)
+        return chunk, encoded
+    except DataError as error:
+        return chunk, error
 
 
 def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:

@@ -1,24 +1,27 @@
 """Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes
 several sources.
 
-Also the problems of a task, from such a source or generated. Text, JSON and CSV files are read into memory,
-so that malformed rows are reported before training. Parquet files and saved datasets are memory-mapped.
+Also the problems of a task, from such a source or generated. Text, JSON and CSV files are read again in each
+pass (`FileRows`). Parquet files and saved datasets are memory-mapped.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unmask.config.run import DataConfig, DataSource
+from unmask.data.row_store import file_hash, stored_rows
 from unmask.errors import ConfigError, DataError, UnmaskWarning, first_line, require_names
 from unmask.models.model_paths import near_path
 from unmask.records import PlacedRecord, kind_of, read_examples, read_lines, read_records
@@ -130,12 +133,78 @@ def load_records(
     path_or_id: str | os.PathLike[str], split: str = "train"
 ) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source, each with its place for errors. Raises as `load_rows`."""
-    if records := _record_files(path_or_id, split):
-        for file in records:
+    files = _record_files(path_or_id, split)
+    if files and all(kind_of(file) in RECORDS for file in files):
+        for file in files:
             yield from read_records(file)
         return
     for number, row in enumerate(load_rows(path_or_id, split=split), start=1):
         yield f"{path_or_id}, row {number}", row
+
+
+@dataclass(frozen=True)
+class FileRows(Sequence[Any]):
+    """The rows of text, CSV and JSON files, whose columns may mix types. They are read again in each pass,
+    and stored for access by index.
+
+    Args:
+        files: their paths.
+        text_column: the name of the column of a .txt file.
+        max_rows: only as many of the first rows.
+        bad_rows: "skip": the error of a malformed line of a .jsonl file replaces its row; "error": it says
+            how to skip such rows; None: nothing skips them.
+    """
+
+    files: tuple[str, ...]
+    text_column: str = "text"
+    max_rows: int | None = None
+    bad_rows: str | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(chain.from_iterable(map(self._read, self.files)), self.max_rows)
+
+    def _read(self, file: str) -> Iterator[dict[str, Any] | DataError]:
+        if kind_of(file) == ".txt":
+            return ({self.text_column: document} for document in split_documents(partial(read_lines, file)))
+        rows = read_examples(file, keep_malformed=self.bad_rows == "skip")
+        return _skippable(rows) if self.bad_rows == "error" and kind_of(file) == ".jsonl" else rows
+
+    @cached_property
+    def _count(self) -> int:
+        return int(stored_rows(partial(_counted, self), {"rows": "int64"})[0]["rows"])
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def _stored(self) -> Any:
+        return stored_rows(partial(_as_json, self), {"row": "string"})
+
+    def __getitem__(self, index: Any) -> Any:
+        return json.loads(self._stored[index]["row"])
+
+    def identity(self) -> tuple[Any, ...]:
+        """What rows depend on."""
+        return (*self._content, self.text_column, self.max_rows, self.bad_rows)
+
+    @cached_property
+    def _content(self) -> tuple[str, ...]:
+        return tuple(file_hash(Path(file)) + kind_of(file) for file in self.files)
+
+
+def _skippable(rows: Iterable[Any]) -> Iterator[Any]:
+    try:
+        yield from rows
+    except DataError as error:
+        raise error.skippable() from error
+
+
+def _counted(rows: FileRows) -> Iterator[dict[str, Any]]:
+    yield {"rows": sum(1 for _ in rows)}
+
+
+def _as_json(rows: FileRows) -> Iterator[dict[str, Any]]:
+    return ({"row": json.dumps(row)} for row in rows)
 
 
 def load_examples(
@@ -144,24 +213,21 @@ def load_examples(
     split: str = "train",
     text_column: str = "text",
     max_rows: int | None = None,
-    keep_malformed: bool = False,
-) -> Sequence[dict[str, Any] | DataError]:
-    """Like `load_rows`, for columns that may mix types, or that no table can hold: CSV and JSON files become
-    a list of rows.
-
-    With `keep_malformed` the error of a malformed line of a .jsonl file replaces its row.
-    """
+    bad_rows: str | None = None,
+) -> Sequence[Any]:
+    """Like `load_rows`, for columns that may mix types, or that no table can hold: text, CSV and JSON files
+    become `FileRows`."""
+    check_source(path_or_id)
     files = _record_files(path_or_id, split)
     if not files:
         return load_rows(path_or_id, split=split, text_column=text_column, max_rows=max_rows)
-    examples = (read_examples(file, keep_malformed=keep_malformed) for file in files)
-    return list(islice(chain.from_iterable(examples), max_rows))
+    return FileRows(tuple(files), text_column, max_rows, bad_rows)
 
 
 def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
-    """The files of a source if all hold records; else none."""
+    """The files of a source if all hold records or text; else none."""
     files = _files(str(source), split)
-    return files if all(kind_of(file) in RECORDS for file in files) else []
+    return files if all(kind_of(file) in TEXTS for file in files) else []
 
 
 def _files(source: str, split: str) -> list[str]:
@@ -255,7 +321,7 @@ def load_mixture(
         rows: Any = (
             load_rows(source.path, streaming=True, **how) if streaming else load_examples(source.path, **how)
         )
-        if isinstance(rows, list):
+        if isinstance(rows, FileRows):
             present = [*dict.fromkeys(name for row in rows for name in row)]
         else:
             present = rows.column_names or list(next(iter(rows), ()))  # a stream may not know its columns yet
@@ -296,8 +362,7 @@ def read_rows(data: DataConfig, *, held_out: bool = False, bad_rows: str | None 
     """The rows of a config's `data.train`, or `data.eval` if `held_out`: a dataset, a mixture, or a stream.
 
     Args:
-        bad_rows: "error" or "skip" for pairs, whose columns stay as they are; None: the rows become a table,
-            in which no row lacks a column.
+        bad_rows: "error" or "skip", as `FileRows` has it.
 
     Raises:
         DataError: as `load_rows` and `load_mixture`.
@@ -314,17 +379,8 @@ def read_rows(data: DataConfig, *, held_out: bool = False, bad_rows: str | None 
         rows: Any = load_mixture(source, seed=data.seed, streaming=streaming, **how)
     elif streaming:
         rows = load_rows(source, streaming=True, **how)
-    elif bad_rows is None:
-        rows = load_examples(source, **how)
-        columns = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
-        rows = [columns | row for row in rows] if columns else rows
     else:
-        try:
-            rows = load_examples(source, keep_malformed=bad_rows == "skip", **how)
-        except DataError as error:
-            if kind_of(source) != ".jsonl":  # read as a whole or not at all
-                raise
-            raise error.skippable() from error
+        rows = load_examples(source, bad_rows=bad_rows, **how)
     if data.shuffle_buffer is not None and streaming:
         return rows.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
     return rows
@@ -334,7 +390,7 @@ def _select(rows: Any, names: dict[str, str], source: str) -> Dataset | Iterable
     """The columns in `names`, renamed; `names` is {new name: old name}."""
     import datasets
 
-    if isinstance(rows, list):
+    if isinstance(rows, FileRows):
         return _table(rows, names, source)
     if isinstance(rows, datasets.Dataset):
         return rows.select_columns(list(names.values())).rename_columns(
@@ -366,11 +422,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[Iterator[str]]:
 
 
 def _file_rows(files: Sequence[str], text_column: str) -> Iterator[dict[str, Any]]:
-    for file in files:
-        if kind_of(file) == ".txt":
-            yield from ({text_column: document} for document in split_documents(partial(read_lines, file)))
-        else:
-            yield from (row for _, row in read_records(file))
+    yield from FileRows(tuple(files), text_column)
 
 
 def _from_files(
@@ -378,10 +430,10 @@ def _from_files(
 ) -> Dataset | IterableDataset:
     import datasets
 
-    arguments: dict[str, Any] = {"files": files, "text_column": text_column}
     if streaming:
+        arguments = {"files": files, "text_column": text_column}
         return datasets.IterableDataset.from_generator(_file_rows, gen_kwargs=arguments)
-    rows = list(_file_rows(**arguments))
+    rows = FileRows(tuple(files), text_column)
     return _table(rows, {name: name for row in rows for name in row}, source)
 
 

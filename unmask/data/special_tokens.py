@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
@@ -30,9 +31,7 @@ def parses_special_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, keep: Collection[str | None] = ()) -> Any:
     """A string, or messages, whose special tokens are marked as text, except those in `keep`. Marking twice
     changes nothing."""
-    return (
-        value if parses_special_tokens(tokenizer) else mark_control_tokens(value, _pattern(tokenizer, keep))
-    )
+    return value if parses_special_tokens(tokenizer) else mark_control_tokens(value, pattern(tokenizer, keep))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -74,8 +73,16 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     return [encode(tokenizer, text) for text in marked]
 
 
-def _pattern(tokenizer: PreTrainedTokenizerBase, keep: Collection[str | None]) -> re.Pattern[str]:
-    """Matches the special tokens. The unknown token is left out: it is what unknown text becomes."""
+def pattern(tokenizer: PreTrainedTokenizerBase, keep: Collection[str | None] = ()) -> re.Pattern[str]:
+    """Matches the special tokens, except those in `keep` and the unknown token: unknown text becomes it."""
+    named = frozenset(map(str, tokenizer.special_tokens_map.values()))
+    return _pattern(tokenizer, len(tokenizer), named, frozenset(keep))
+
+
+@lru_cache(maxsize=64)  # needed for every text
+def _pattern(
+    tokenizer: PreTrainedTokenizerBase, size: int, named: frozenset[str], keep: frozenset[str | None]
+) -> re.Pattern[str]:
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     names = {name for name in added | set(tokenizer.all_special_tokens) if name.strip()} - {
         tokenizer.unk_token,

@@ -42,6 +42,18 @@ class UnknownTokens:
             for text in _strings(texts):
                 self.found.update(_unknown_parts(tokenizer, text[:SEARCHED_LENGTH]))
 
+    def identity(self) -> None:
+        """What rows depend on: nothing of this."""
+
+    def state(self) -> dict[str, Any]:
+        """The counts, of JSON types."""
+        return {"tokens": self.tokens, "unknown": self.unknown, "found": self.found.most_common()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the counts of rows that are stored."""
+        self.tokens, self.unknown = state["tokens"], state["unknown"]
+        self.found = Counter(dict(state["found"]))
+
     @property
     def fraction(self) -> float:
         """The fraction of the tokens that are unknown."""

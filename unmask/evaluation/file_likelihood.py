@@ -69,8 +69,7 @@ class Documents:
             DataError: the file is missing or malformed, or no document has two tokens.
         """
         column = text_column or "text"
-        # without errors in place of rows
-        loaded: Any = load_examples(path, text_column=column, max_rows=rows)
+        loaded: Any = list(load_examples(path, text_column=column, max_rows=rows))
         reader, found = Reader(SUPERVISED), []
         columns = set(loaded[0] if len(loaded) else ())
         if (

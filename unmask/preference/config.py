@@ -148,7 +148,7 @@ class DPOConfig(PairConfig):
         return super().kinds_on_resume() | dict.fromkeys(("bf16", "fp16"), OnResume.OTHER)
 
     def overwriting(self, given: Collection[str]) -> None:
-        if "stale_reference" not in given:
+        if self.reference == "stored" and "stale_reference" not in given:
             self.stale_reference = "replace"  # the file of the overwritten run
 
     def shortened(self, steps: int) -> dict[str, Any]:

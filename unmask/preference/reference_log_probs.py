@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unmask.artifacts import default_mode
+from unmask.data.row_store import rows_hash
 from unmask.data.rows import TokenRow
 from unmask.diffusion.views import Views
 from unmask.errors import TrainingError, UnmaskWarning
@@ -116,24 +117,26 @@ class ReferenceTable:
 
     def complete(
         self,
-        rows_by_plan: Sequence[Sequence[TokenRow]],
+        rows: Sequence[TokenRow],
+        visited: Sequence[Sequence[int]],
         log_probs_of: LogProbsOfRows,
         accelerator: Accelerator,
         batch_size: int,
         report: Callable[[float], None],
     ) -> Iterator[None]:
-        """Compute what the table lacks of these rows of each view plan; yields after every part, when it can
-        be saved. The processes divide the rows; a batch has rows of similar length. A collective.
+        """Compute what the table lacks of the rows that each view plan visits; yields after every part, when
+        it can be saved. The processes divide the rows; a batch has rows of similar length. A collective.
 
         Args:
+            rows, visited: the rows, and their indices under each view plan.
             report: called with the finished fraction after every batch.
         """
-        total, finished = sum(map(len, rows_by_plan)), 0
-        for plan, rows in enumerate(rows_by_plan):
-            ordered = sorted(rows, key=lambda row: (len(row["input_ids"]), row["sample_id"]))
+        total, finished = sum(map(len, visited)), 0
+        for plan, indices in enumerate(visited):
+            ordered = sorted((len(rows[index]["input_ids"]), index) for index in indices)
             size = PART * batch_size * accelerator.num_processes
             for start in range(0, len(ordered), size):
-                part = ordered[start : start + size]
+                part = [rows[index] for _, index in ordered[start : start + size]]
                 ids = [row["sample_id"] for row in part]
                 if not self.digest_EI[plan, ids].all():
                     mine, found = part[accelerator.process_index :: accelerator.num_processes], []
@@ -193,12 +196,12 @@ def model_hashes(lm: DiffusionLM) -> dict[str, str]:
     return {"model": _hash(model), "tokenizer": _hash(tokenizer)}
 
 
-def data_hashes(rows: Sequence[TokenRow], settings: Mapping[str, Any]) -> dict[str, str]:
+def data_hashes(rows: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, str]:
     """A hash of the rows and one of the settings."""
-    data = hashlib.sha256()
-    for row in rows:
-        data.update(json.dumps(row).encode())
-    return {"data": data.hexdigest(), "settings": _hash(json.dumps(settings))}
+    return {
+        "data": getattr(rows, "content", None) or rows_hash(rows),
+        "settings": _hash(json.dumps(settings)),
+    }
 
 
 def _hash(text: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -26,8 +26,8 @@ from unmask.config.sampler import SamplerConfig
 from unmask.config.user_code import load_function
 from unmask.data.decoding import text_after
 from unmask.data.formats import UNPAIRED
-from unmask.data.pairs import joined, pair_rows, preference_rows
-from unmask.data.report import Rows
+from unmask.data.pairs import joined_preferences, pair_rows, preference_rows
+from unmask.data.row_store import TOKENS, stored_rows
 from unmask.data.rows import Collator, TokenRow, separate_documents
 from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups, sum_over_views
@@ -63,6 +63,9 @@ from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.trainer import Batch, DiffusionTrainer, select_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 MEASURED_PAIRS, LOGGED_REDRAWS = 32, 8
 """The variance of the margin is measured on this many pairs, each with this many redraws of its masks."""
@@ -166,8 +169,8 @@ class DPOTrainer(DiffusionTrainer):
             )
         self.num_given_rows = len(self.train_dataset or ())
         if first_rows is not None:
-            self.train_dataset = self.train_dataset[:first_rows]
-            self.eval_dataset = self.eval_dataset and self.eval_dataset[:first_rows]
+            self.train_dataset = self.train_dataset.take(first_rows)
+            self.eval_dataset = self.eval_dataset and self.eval_dataset.take(first_rows)
         disable_dropout(self.lm.model)
         self.sampler = sampler or SamplerConfig()
         if (length := canvas_length(self.lm, args)) is not None:
@@ -189,20 +192,19 @@ class DPOTrainer(DiffusionTrainer):
     @classmethod
     def make_rows(
         cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str
-    ) -> Rows[dict[str, Any]]:
+    ) -> Dataset:
         fits, report = limits(lm, args), args.data_report(where)
+        how: dict[str, Any] = {"ends": lm.eos_token_ids, "processes": args.dataset_num_proc}
+        given = (lm.tokenizer, dataset, fits, report)
         if args.loss_type != "kto":
-            pairs = preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids)
-            return report.attach(
-                [joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)]
-            )
+            return stored_rows(partial(joined_preferences, *given, **how), TOKENS, report)
         if any("label" in row for row in islice(dataset, 100) if isinstance(row, Mapping)):
-            rows: Sequence[TokenRow] = pair_rows(
-                lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, formats=UNPAIRED
-            )
+            make = partial(pair_rows, *given, formats=UNPAIRED, **how)
         else:
-            rows = labeled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
-        return report.attach(with_mismatched(rows, fits.max_length, where))
+            pairs = {"chosen": TOKENS, "rejected": TOKENS}
+            make = partial(labeled, stored_rows(partial(preference_rows, *given, **how), pairs, report))
+        rows = stored_rows(make, LABELED, report)
+        return stored_rows(partial(with_mismatched, rows, fits.max_length, where=where), UNPAIRED_ROW, report)
 
     def planned_steps(self, args: TrainingConfig) -> int:
         return total_steps(args, range(self.num_given_rows))
@@ -428,7 +430,7 @@ class DPOTrainer(DiffusionTrainer):
             if (held_out := self.eval_dataset) is not None:
                 self.stored["eval"] = table("eval", held_out, [range(len(held_out))])
             if self.args.log_variance_steps:
-                pairs = self.train_dataset[:MEASURED_PAIRS]
+                pairs = self.train_dataset.take(min(MEASURED_PAIRS, len(self.train_dataset)))
                 redraws = [range(len(pairs))] * LOGGED_REDRAWS
                 self.stored["redrawn"] = table("redrawn", pairs, redraws, FIRST_REDRAW)
 
@@ -484,12 +486,14 @@ class DPOTrainer(DiffusionTrainer):
         settings = {
             name: getattr(args, name) for name in ("samples", "complementary", "seed", "bf16", "fp16")
         }
-        rows = self._responses(items)
         hashes = {
             **hashes,
-            **data_hashes(rows, settings | {"exact": self.exact, "first_plan": first_plan}),
+            **data_hashes(items, settings | {"exact": self.exact, "first_plan": first_plan}),
         }
         path = args.output_folder / f"{name}_{REFERENCE_FILE}"
+        rows: Sequence[TokenRow] = items
+        if args.loss_type == "kto":
+            rows, visited = Responses(items), [Responses.indices(plan, len(items)) for plan in visited]
 
         def log_probs_of(rows: Sequence[TokenRow], plan: int) -> tuple[Tensor, Tensor]:
             collated = self._on_device(Collator(0)(rows))
@@ -503,13 +507,11 @@ class DPOTrainer(DiffusionTrainer):
 
         table = ReferenceTable.read(path, hashes, replace=args.stale_reference == "replace")
         if table is None:
-            table = ReferenceTable.empty(
-                1 + max(row["sample_id"] for row in rows), self.responses_per_row, self.lm.log_prob_dtype
-            )
+            last = rows[len(rows) - 1]["sample_id"]
+            table = ReferenceTable.empty(1 + last, self.responses_per_row, self.lm.log_prob_dtype)
         table = table.extended(len(visited))
-        rows_by_plan = [self._responses([items[index] for index in plan]) for plan in visited]
         saved, unsaved = time.monotonic(), False
-        for _ in table.complete(rows_by_plan, log_probs_of, self.accelerator, args.train_batch_size, report):
+        for _ in table.complete(rows, visited, log_probs_of, self.accelerator, args.train_batch_size, report):
             unsaved = time.monotonic() < saved + SAVE_SECONDS
             if not unsaved and args.should_save:
                 table.write(path, hashes)
@@ -518,20 +520,14 @@ class DPOTrainer(DiffusionTrainer):
             table.write(path, hashes)
         return table
 
-    def _responses(self, items: Sequence[TokenRow]) -> Sequence[TokenRow]:
-        return (
-            [item[key] for item in items for key in ("response", "mismatched")]
-            if self.args.loss_type == "kto"
-            else items
-        )
-
     # The variance of the margin, and evaluation.
 
     @torch.no_grad()
     def margin_variance(self) -> Tensor:
         """The variance of the margin over redraws of the masks, in nats squared, averaged over the first
         pairs of the training data. The pairs are the same at every step, so that steps can be compared."""
-        batches = list(self.in_batches(self.train_dataset[:MEASURED_PAIRS], self.args.train_batch_size))
+        rows = self.train_dataset.take(min(MEASURED_PAIRS, len(self.train_dataset)))
+        batches = list(self.in_batches(rows, self.args.train_batch_size))
         margin_RP = torch.stack(
             [
                 torch.cat([self._redrawn_margins(batch, redraw) for batch in batches])
@@ -543,7 +539,8 @@ class DPOTrainer(DiffusionTrainer):
     def in_batches(self, rows: Sequence[Any], size: int) -> Iterator[Batch]:
         """Batches of the rows, collated, on the device."""
         for start in range(0, len(rows), size):
-            yield self._on_device(self.data_collator(rows[start : start + size]))
+            batch = [rows[index] for index in range(start, min(start + size, len(rows)))]
+            yield self._on_device(self.data_collator(batch))
 
     def _redrawn_margins(self, rows: Batch, redraw: int) -> Tensor:
         batch = self._with_reference(
@@ -552,7 +549,7 @@ class DPOTrainer(DiffusionTrainer):
         return margins(self.log_ratios(batch, self.response_log_probs(self.lm, batch)))
 
     def measure(self, rows: Any) -> None:
-        mine = rows[self.accelerator.process_index :: self.accelerator.num_processes]
+        mine = rows.select(range(self.accelerator.process_index, len(rows), self.accelerator.num_processes))
         if self.judge is not None:
             with failing_together("judge"), self.lockstep():
                 values = wins(self.judge, self.lm, mine, self.sampler)
@@ -562,12 +559,35 @@ class DPOTrainer(DiffusionTrainer):
             self.eval_baseline = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
 
 
-def labeled(pairs: Sequence[Mapping[str, TokenRow]]) -> list[TokenRow]:
+LABELED = TOKENS | {"label": "bool"}
+UNPAIRED_ROW = {"response": TOKENS, "mismatched": TOKENS, "desirable": "bool"}
+
+
+class Responses(Sequence[TokenRow]):
+    """The responses of `UNPAIRED_ROW`s, then their mismatched ones."""
+
+    def __init__(self, items: Sequence[Mapping[str, Any]]):
+        self.items = items
+
+    def __len__(self) -> int:
+        return 2 * len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        mismatched, item = divmod(index, len(self.items))
+        return self.items[item]["mismatched" if mismatched else "response"]
+
+    @staticmethod
+    def indices(items: Sequence[int], count: int) -> list[int]:
+        """The indices of both responses of each of these items, of `count`."""
+        return [*items, *(count + item for item in items)]
+
+
+def labeled(pairs: Sequence[Mapping[str, TokenRow]]) -> Iterator[TokenRow]:
     """The responses of pairs with a label: all chosen ones, then all rejected ones."""
-    return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
+    return (pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs)
 
 
-def with_mismatched(rows: Sequence[TokenRow], max_length: int, where: str) -> list[dict[str, Any]]:
+def with_mismatched(rows: Sequence[TokenRow], max_length: int, where: str) -> Iterator[dict[str, Any]]:
     """Each labeled response with its mismatched one: the same prompt, followed by the response of the
     nearest earlier row that has another prompt (the last row precedes the first), cut to `max_length` tokens.
     KTO's baseline is estimated on these, as in TRL (within batches).
@@ -575,30 +595,34 @@ def with_mismatched(rows: Sequence[TokenRow], max_length: int, where: str) -> li
     Raises:
         DataError: all rows of the dataset, called `where`, have the same prompt.
     """
-    starts = [row["maskable"].index(True) for row in rows]
-    prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
-    others = [index for index, prompt in enumerate(prompts) if prompt != prompts[0]]
-    if not others:
+    count, first = len(rows), split_prompt(rows[0])
+    nearest = next((index for index in reversed(range(count)) if split_prompt(rows[index]) != first), None)
+    if nearest is None:
         raise DataError(
             "all rows have the same prompt, but kto compares responses to different ones",
             where=where,
             remedy="Give responses to at least two prompts, or use another loss_type",
         )
-    names = ("input_ids", "documents", "maskable")
-    examples, nearest = [], others[-1]
-    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        if prompts[index - 1] != prompts[index]:
+    names, before = ("input_ids", "documents", "maskable"), split_prompt(rows[count - 1])
+    for index, row in enumerate(rows):
+        prompt = split_prompt(row)
+        if before != prompt:
             nearest = index - 1
-        other, other_start = rows[nearest], starts[nearest]
+        other, before = rows[nearest], prompt
+        start, other_start = len(prompt), len(split_prompt(other))
         mismatched = {
             name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names
-        } | {"sample_id": len(rows) + index}
+        } | {"sample_id": count + index}
         response = {name: row[name] for name in names} | {"sample_id": index}
-        examples.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
-    return examples
+        yield {"response": response, "mismatched": mismatched, "desirable": row["label"]}
 
 
-def check_prompts(lm: DiffusionLM, pairs: Rows[TokenRow], sampler: SamplerConfig) -> None:
+def split_prompt(row: TokenRow) -> list[int]:
+    """The token ids of the prompt."""
+    return row["input_ids"][: row["maskable"].index(True)]
+
+
+def check_prompts(lm: DiffusionLM, pairs: Any, sampler: SamplerConfig) -> None:
     """Check that completions of all prompts can be generated.
 
     Raises:
@@ -647,5 +671,5 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[TokenRow], sampler: Samp
 
 def split_row(row: TokenRow) -> tuple[list[int], list[int]]:
     """The token ids of the prompt and of the first response."""
-    start, end = row["maskable"].index(True), row["documents"].count(1)
-    return row["input_ids"][:start], row["input_ids"][start:end]
+    prompt, end = split_prompt(row), row["documents"].count(1)
+    return prompt, row["input_ids"][len(prompt) : end]

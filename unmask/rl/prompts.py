@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedTokenizerBase
 
 from unmask.artifacts import read_file, write_atomic
 from unmask.data.encoding import encode_row
 from unmask.data.formats import is_ids, read_prompt
+from unmask.data.row_store import stored_rows
+from unmask.data.rows import in_order
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import RngStream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError, prepending_place
@@ -53,24 +57,26 @@ class PromptRow(NamedTuple):
 
 class PromptRows(Dataset):
     """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. Columns that a row
-    lacks are None."""
+    lacks are None. `ids` are the tokens of the prompts, as rows with `ids`."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], group: int, ids: Sequence[Sequence[int]] | None = None
+        self, rows: Sequence[Mapping[str, Any]], group: int, ids: Sequence[Mapping[str, Any]] | None = None
     ):
         self.rows, self.group, self.ids = rows, group, ids
-        self.columns = dict.fromkeys(name for row in rows for name in row)
+        named = getattr(rows, "column_names", None)  # of a dataset
+        self.columns = dict.fromkeys(named or (name for row in rows for name in row))
 
     def __len__(self) -> int:
         return len(self.rows) * self.group
 
     def __getitem__(self, index: int) -> PromptRow:
         sample_id, repeat = divmod(index, self.group)
+        row = self.rows[sample_id]
         return PromptRow(
-            {**self.columns, **self.rows[sample_id]},
+            {**self.columns, **row, "prompt": read_prompt(row)["prompt"]},
             sample_id,
             repeat,
-            None if self.ids is None else self.ids[sample_id],
+            None if self.ids is None else self.ids[sample_id]["ids"],
         )
 
 
@@ -82,28 +88,63 @@ def prompt_rows(
     Raises:
         DataError: a prompt does not fit, or is malformed, or too many of the tokens are unknown.
     """
-    unknown, rows, encoded = UnknownTokens(args.max_unknown), [], []
-    for index, row in enumerate(dataset):
-        with prepending_place(f"{where}, row {index}"):
-            example = read_prompt(row)
-            ids = encode_row(lm.tokenizer, example)
-        rows.append({**row, "prompt": example["prompt"]})
-        encoded.append(ids)
-        if not is_ids(example["prompt"]):
-            unknown.count(lm.tokenizer, ids, example)
-        tokens = len(ids) + args.max_completion_length
-        if tokens > (limit := row_length(lm, args)):
-            bound, more = "max_length", f", raise it (training.max_length={tokens})"
-            if limit == lm.context_length:
-                bound, more = "the model's context", ""
-            lower = f" to {limit - len(ids)}" if limit > len(ids) else ""
-            raise DataError(
-                f"{tokens} tokens with the completion, but {bound} is {limit}",
-                where=f"{where}, row {index}",
-                remedy=f"Lower training.max_completion_length{lower}{more} or drop the row",
-            )
+    unknown = UnknownTokens(args.max_unknown)
+    ids = partial(
+        prompt_ids,
+        lm.tokenizer,
+        dataset,
+        unknown,
+        max_length=row_length(lm, args),
+        max_completion_length=args.max_completion_length,
+        context=lm.context_length,
+        where=where,
+        processes=args.dataset_num_proc,
+    )
+    stored = stored_rows(ids, {"ids": ["int32"]}, unknown)
     unknown.check(where)
-    return PromptRows(rows, args.num_generations, encoded)
+    return PromptRows(dataset, args.num_generations, stored)
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Iterable[Mapping[str, Any]],
+    unknown: UnknownTokens,
+    *,
+    max_length: int,
+    max_completion_length: int,
+    context: int | None,
+    where: str,
+    processes: int | None,
+) -> Iterator[dict[str, Any]]:
+    """The tokens of prompts, as rows with `ids`. Errors are those of `prompt_rows`."""
+    for index, found in enumerate(in_order(partial(_encoded, tokenizer), dataset, processes)):
+        with prepending_place(f"{where}, row {index}"):
+            if isinstance(found, DataError):
+                raise found
+            example, ids = found
+            if not is_ids(example["prompt"]):
+                unknown.count(tokenizer, ids, example)
+            tokens = len(ids) + max_completion_length
+            if tokens > max_length:
+                bound, more = "max_length", f", raise it (training.max_length={tokens})"
+                if max_length == context:
+                    bound, more = "the model's context", ""
+                lower = f" to {max_length - len(ids)}" if max_length > len(ids) else ""
+                raise DataError(
+                    f"{tokens} tokens with the completion, but {bound} is {max_length}",
+                    remedy=f"Lower training.max_completion_length{lower}{more} or drop the row",
+                )
+        yield {"ids": ids}
+    unknown.check(where)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Any:
+    """A prompt in TRL's columns with its ids, or its error."""
+    try:
+        example = read_prompt(row)
+        return example, encode_row(tokenizer, example)
+    except DataError as error:
+        return error
 
 
 @dataclass(eq=False)

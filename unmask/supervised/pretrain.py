@@ -8,7 +8,7 @@ from typing import Any
 
 from unmask.config.run import AttentionName, RunConfig
 from unmask.data.rows import TokenRow
-from unmask.data.token_cache import StreamedRows
+from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM

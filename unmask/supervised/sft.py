@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,9 +17,8 @@ from transformers.trainer_utils import TrainOutput
 
 from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
-from unmask.data.pairs import pair_rows
-from unmask.data.report import Rows
-from unmask.data.rows import TokenRow
+from unmask.data.pairs import pack, pair_rows
+from unmask.data.row_store import TOKENS, stored_rows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
@@ -32,6 +32,9 @@ from unmask.training.config_fields import setting
 from unmask.training.noising import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 VIEW_FIELDS = (
     "views",
@@ -165,12 +168,19 @@ class SFTTrainer(DiffusionTrainer):
     @classmethod
     def make_rows(
         cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str
-    ) -> Rows[TokenRow]:
+    ) -> Dataset:
         fits = limits(lm, args, truncate_completion=args.truncate_completion)
         report = args.data_report(where)
-        return pair_rows(
-            lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing
-        )
+        how: dict[str, Any] = {
+            "ends": lm.eos_token_ids,
+            "learn": args.learn,
+            "processes": args.dataset_num_proc,
+        }
+        rows = stored_rows(partial(pair_rows, lm.tokenizer, dataset, fits, report, **how), TOKENS, report)
+        if args.packing:
+            rows = stored_rows(partial(pack, rows, fits.max_length), TOKENS, report)
+            report.packed = len(rows)
+        return rows
 
     def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         """Noised copies, whose masks `random_views` draws (`unmask.diffusion.views`) and `Noise.weight`

@@ -108,6 +108,9 @@ class TrainingConfig(TrainingArguments):
         False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory"
     )
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
+    dataset_num_proc: int | None = setting(
+        None, "Processes that tokenize the rows; unset: one", low=1, on_resume=NEUTRAL
+    )
     max_unknown: float = setting(
         0.01,
         "The fraction of the data's tokens that may be unknown to the tokenizer (<unk>); 1: any",

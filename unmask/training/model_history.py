@@ -34,13 +34,13 @@ RESULT_FIELDS = {
 WITHOUT_EFFECT = {
     "cudnn_benchmark",
     "data_source",
+    "dataset_num_proc",
     "flash_attention",
     "judge",
     "log_memory_usage",
     "log_variance_steps",
     "logging_dir",
     "logprob_batch_size",
-    "token_cache",
 }
 """The fields of a trainer's own config that do not affect the result."""
 NOT_METRICS = (

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from unmask.config.run import DataConfig
+from unmask.data.row_store import TOKENS, stored_rows
 from unmask.data.rows import Column, TokenRow, iter_text_rows
-from unmask.data.token_cache import StreamedRows, cached_rows
+from unmask.data.streamed_rows import StreamedRows
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -24,10 +25,6 @@ class TextConfig(TrainingConfig):
     packing: bool = field(
         default=True, metadata={"help": "Pack documents into full rows, without attention between them."}
     )
-    token_cache: str | None = field(
-        default=None,
-        metadata={"help": "A folder that caches token rows on disk, for this run and later ones."},
-    )
 
     @classmethod
     def data_defaults(cls, data: DataConfig, task: str | None) -> dict[str, Any]:
@@ -37,8 +34,7 @@ class TextConfig(TrainingConfig):
 def corpus_rows(
     lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str
 ) -> Sequence[TokenRow] | StreamedRows:
-    """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream
-    made during training.
+    """The token rows of a text dataset: stored, or for a stream made during training.
 
     Args:
         dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a
@@ -46,16 +42,11 @@ def corpus_rows(
         where: the name of the dataset in errors.
 
     Raises:
-        DataError: no text, a row without it, too many unknown tokens, a corrupted cache, or held-out rows
-            that are a stream.
+        DataError: no text, a row without it, too many unknown tokens, or held-out rows that are a stream.
         ConfigError: settings that do not work with a stream.
     """
     texts = Column(dataset, args.text_column, where, "data.text_column")
     length = row_length(lm, args)
-    ends = lm.eos_token_ids
-    if args.token_cache is not None:
-        how: dict[str, Any] = {"where": where, "max_unknown": args.max_unknown, "ends": ends}
-        return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, **how)
     unknown = UnknownTokens(args.max_unknown, lazily=not isinstance(dataset, Sized))
     make_rows = partial(
         iter_text_rows,
@@ -64,10 +55,13 @@ def corpus_rows(
         packed=args.packing,
         where=where,
         unknown=unknown,
-        ends=ends,
+        ends=lm.eos_token_ids,
     )
     if isinstance(dataset, Sized):
-        return list(make_rows(texts))
+        make = partial(make_rows, texts=texts, processes=args.dataset_num_proc)
+        rows = stored_rows(make, TOKENS, unknown)
+        unknown.check(where)
+        return rows
     if where == "eval_dataset":
         raise DataError(
             "is a stream", where=where, remedy="Give a finite list, such as list(stream.take(200))"
@@ -76,7 +70,7 @@ def corpus_rows(
         raise ConfigError(
             "a stream has no end",
             where="max_steps",
-            remedy="Set it, or token_cache to go over a stream before training",
+            remedy="Set it, or read the text before training (data.streaming=false)",
         )
     if args.dataloader_num_workers > 1:
         what = f"{args.dataloader_num_workers} workers for one stream"

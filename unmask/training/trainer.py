@@ -36,9 +36,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from unmask.artifacts import share, write_atomic
 from unmask.config.base import OnResume
-from unmask.data.report import Rows, print_report, show_rows
+from unmask.data.report import print_report, show_rows
 from unmask.data.rows import Collator, check_dataset, separate_documents
-from unmask.data.token_cache import StreamedRows
+from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
@@ -419,7 +419,7 @@ class DiffusionTrainer(Trainer):
                 where="eval_dataset",
                 remedy="Give it to evaluate, or to the trainer",
             )
-        made = rows is self.eval_dataset or isinstance(rows, Rows)
+        made = rows is self.eval_dataset or hasattr(rows, "content")  # stored rows
         return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
 
     def predict(self, *_: Any, **__: Any) -> Any:

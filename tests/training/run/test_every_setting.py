@@ -161,7 +161,7 @@ SECOND: dict[str, Any] = {
     },
     **{
         "text_column": "story",
-        "token_cache": "cache",
+        "dataset_num_proc": 2,
         "schedule": "cosine",
         "weighting": "uniform",
         "min_time": 0.2,
@@ -629,7 +629,6 @@ WITHOUT_A_DECLARATION = {
     *("softmax_temperature", "stages", "steps", "stop_at_eos", "teacher_top_k", "temperature", "text_column"),
     *(
         "time_embedding",
-        "token_cache",
         "truncate_completion",
         "truncate_prompt",
         "undesirable_weight",

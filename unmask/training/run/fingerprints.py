@@ -39,9 +39,8 @@ def rows_fingerprint(rows: Iterable[TokenRow] | None) -> dict[str, Any] | None:
 
 def _of_rows(rows: Iterable[TokenRow]) -> dict[str, Any]:
     digest, rows = hashlib.sha256(), getattr(rows, "rows", rows)  # prompts are repeated for their groups
-    # the token cache: its folder is named by a hash of the content
-    if cached := getattr(rows, "cache_files", None):
-        digest.update("".join(Path(file["filename"]).parent.name for file in cached).encode())
+    if content := getattr(rows, "content", None):  # of stored rows
+        digest.update(content.encode())
     else:
         for row in islice(rows, len(rows) if isinstance(rows, Sized) else STREAMED_ROWS):
             digest.update(_json(row))

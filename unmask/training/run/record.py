@@ -11,7 +11,7 @@ from unmask.artifacts import plain, read_file, write_atomic
 from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.run import RunConfig
 from unmask.console import show_line
-from unmask.data.token_cache import StreamedRows
+from unmask.data.streamed_rows import StreamedRows
 from unmask.errors import ConfigError
 from unmask.redaction import masked
 from unmask.tasks import get_task

@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_length",
         "text_column",
         "packing",
-        "token_cache",
+        "dataset_num_proc",
         "canvas_length",
         "bad_rows",
         "truncate_prompt",

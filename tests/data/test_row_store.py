@@ -1,0 +1,287 @@
+"""Stored rows are those that are made, are made once, and only if nothing that they depend on has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import subprocess
+import sys
+import tracemalloc
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from tests.errors import raises
+from tests.helpers import examples
+from unmask.data.characters import character_tokenizer
+from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
+from unmask.data.report import DataReport
+from unmask.data.row_store import MANIFEST, ROWS, TOKENS, stored_rows
+from unmask.data.rows import iter_text_rows
+from unmask.data.sources import FileRows
+from unmask.errors import ConfigError, DataError
+
+TOKENIZER = character_tokenizer(string.ascii_lowercase)
+TEXTS = ["abc", "", "hello", "z" * 30]
+LIMITS = RowLimits(40)
+PAIRS = [{"prompt": "ab", "completion": "cd"}, {"prompt": "a", "completion": "b" * 9}]
+
+words = st.text(string.ascii_lowercase, min_size=1, max_size=9)
+corpora = st.lists(words | st.just(""), min_size=1, max_size=8).filter(any)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "unmask"
+
+
+def folders(home: Path) -> list[Path]:
+    return [path for path in home.iterdir() if path.is_dir()]
+
+
+def texts(source=TEXTS, tokenizer=TOKENIZER, max_length=4, **more) -> Dataset:
+    return stored_rows(partial(iter_text_rows, tokenizer, source, max_length, **more), TOKENS)
+
+
+def pairs(source=PAIRS, limits=LIMITS, *, skip=False, tokenizer=TOKENIZER, **more) -> Dataset:
+    report = DataReport("train_dataset", skip=skip)
+    return stored_rows(partial(pair_rows, tokenizer, source, limits, report, **more), TOKENS, report)
+
+
+@examples(20)
+@given(corpora, st.integers(2, 9), st.booleans())
+def test_stored_rows_are_those_that_are_made(corpus, max_length, packed):
+    for _ in range(2):  # made, then read
+        expected = list(iter_text_rows(TOKENIZER, corpus, max_length, packed=packed))
+        rows = texts(corpus, max_length=max_length, packed=packed)
+        assert isinstance(rows, Dataset) and list(rows) == expected
+
+
+def test_every_kind_of_row_is_stored_as_it_is(home):
+    preferences = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    for make, types in (
+        (
+            lambda report: partial(preference_rows, TOKENIZER, preferences, RowLimits(9), report),
+            {"chosen": TOKENS, "rejected": TOKENS},
+        ),
+        (lambda report: partial(pair_rows, TOKENIZER, PAIRS, RowLimits(20), report), TOKENS),
+        (lambda report: partial(pack, [*pairs()], 30), TOKENS),
+    ):
+        report = DataReport("train_dataset")
+        assert [*stored_rows(make(report), types)] == [*make(DataReport("train_dataset"))()]
+
+
+def test_rows_are_made_again_only_if_something_has_changed(home):
+    def count(**more):
+        pairs(**more)
+        return len(folders(home))
+
+    assert count() == count() == count(source=[*PAIRS]) == 1
+    padding = character_tokenizer(string.ascii_lowercase)
+    padding(TEXTS, padding=True, truncation=True, max_length=3)  # leaves its traces in a tokenizer
+    assert count(tokenizer=padding) == 1
+    other, without_bos, parsing, templated = (character_tokenizer(string.ascii_lowercase) for _ in range(4))
+    other = character_tokenizer(string.ascii_lowercase[::-1])
+    without_bos.bos_token, parsing.parse_special_tokens = None, True
+    templated.chat_template = "{{ messages }}"
+    changes = [
+        {"source": PAIRS[::-1]},
+        {"source": [PAIRS[0]]},
+        {"source": Dataset.from_list(PAIRS)},
+        {"source": [row | {"tools": None} for row in PAIRS]},
+        {"limits": RowLimits(41)},
+        {"limits": RowLimits(40, truncate_prompt=True)},
+        {"skip": True},
+        {"ends": (TOKENIZER.eos_token_id, TOKENIZER.convert_tokens_to_ids("z"))},
+        {"learn": "last"},
+        *({"tokenizer": tokenizer} for tokenizer in (other, without_bos, parsing, templated)),
+    ]
+    for number, change in enumerate(changes, start=2):
+        assert count(**change) == number, change
+
+
+def test_a_template_that_writes_the_date_is_rendered_anew_each_day(home, monkeypatch):
+    dated = character_tokenizer(string.ascii_lowercase)
+    dated.chat_template = "{{ strftime_now('%d') }}"
+    pairs(tokenizer=dated)
+
+    class Tomorrow:
+        @staticmethod
+        def today():
+            return "tomorrow"
+
+    monkeypatch.setattr("unmask.data.row_store.date", Tomorrow)
+    pairs()
+    assert len(folders(home)) == 2
+    pairs(tokenizer=dated)
+    assert len(folders(home)) == 3
+
+
+def test_a_file_that_changes_is_read_again(home, tmp_path):
+    path = tmp_path / "rows.jsonl"
+
+    def write(rows):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(PAIRS)
+    first = pairs(FileRows((str(path),)))
+    stat = path.stat()
+    write([PAIRS[0], PAIRS[1] | {"completion": "c" * 9}])  # as long as before, and at the same time
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == stat.st_size
+    second = pairs(FileRows((str(path),)))
+    assert first[0] == second[0] and first[1] != second[1]
+    assert len(pairs(FileRows((str(path),), max_rows=1))) == 1
+
+
+def test_a_dataset_whose_file_was_replaced_is_read_again(tmp_path):
+    folder = tmp_path / "saved"
+    Dataset.from_dict({"prompt": ["a"], "completion": ["b"]}).save_to_disk(folder)
+    first = [*pairs(datasets.load_from_disk(str(folder)))]
+    (data,) = folder.glob("*.arrow")
+    Dataset.from_dict({"prompt": ["a"], "completion": ["c"]}).save_to_disk(tmp_path / "other")
+    data.write_bytes(next((tmp_path / "other").glob("*.arrow")).read_bytes())  # state.json is the first one's
+    assert [*pairs(datasets.load_from_disk(str(folder)))] != first
+
+
+def test_a_tokenizer_finds_the_rows_of_its_copy(home, tmp_path):
+    for name in ("one", "two"):
+        TOKENIZER.save_pretrained(tmp_path / name)
+        texts(tokenizer=AutoTokenizer.from_pretrained(tmp_path / name))
+    assert len(folders(home)) == 1
+
+
+def test_another_process_reads_the_rows_of_this_one(home):
+    script = f"""
+import tests.conftest, datasets
+datasets.config.HF_DATASETS_CACHE = {str(home.parent)!r}
+import tests.data.test_row_store as t
+t.texts(); t.pairs(); t.pairs(datasets.Dataset.from_list(t.PAIRS))
+"""
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script], check=True)
+        assert len(folders(home)) == 3
+    texts(), pairs(), pairs(Dataset.from_list(PAIRS))
+    assert len(folders(home)) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (ROWS, lambda content: content[:-8]),
+        (ROWS, lambda content: content[:200] + bytes([content[200] ^ 1]) + content[201:]),
+        (ROWS, None),
+        (MANIFEST, None),
+        (MANIFEST, lambda content: content[:-3]),
+        (MANIFEST, lambda content: b"[]"),
+        (MANIFEST, lambda content: b"{}"),
+    ],
+)
+def test_damaged_rows_are_made_again(name, damage, home):
+    expected = [*texts()]
+    (folder,) = folders(home)
+    if damage is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(damage((folder / name).read_bytes()))
+    assert [*texts()] == expected and len(folders(home)) == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
+    with raises(ConfigError, where="HF_DATASETS_CACHE"):
+        texts()
+
+
+def test_without_caching_rows_are_kept_only_for_this_process(home):
+    datasets.disable_caching()
+    try:
+        assert [*texts()] == [*texts()] and not home.exists()
+    finally:
+        datasets.enable_caching()
+
+
+def test_processes_that_need_the_same_rows_at_once_make_them_once(home):
+    script = f"""
+import tests.conftest, datasets
+datasets.config.HF_DATASETS_CACHE = {str(home.parent)!r}
+import tests.data.test_row_store as t
+class Texts(list):
+    def __iter__(self):
+        print("pass")
+        return super().__iter__()
+texts = Texts(["abcdef"] * 20_000)
+t.texts(texts)
+"""
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    passes = [process.communicate()[0].count("pass") for process in started]
+    assert sorted(passes) == [1, 2]  # to hash the texts, and by one of them to make the rows
+    assert len(folders(home)) == 1
+
+
+def test_rows_that_cannot_be_made_leave_no_files(home):
+    with raises(DataError, where="train_dataset, row 1"):
+        texts(["abc", 5])
+    with raises(DataError, where="train_dataset"):
+        texts([""])
+    assert not folders(home)
+
+
+def test_several_processes_make_the_rows_of_one(home):
+    many = [row | {"prompt": "a" * (index % 7 + 1)} for index in range(700) for row in PAIRS]
+    many[650] = {"prompt": "a"}
+    report, other = (DataReport("train_dataset", skip=True) for _ in range(2))
+    alone = [*pair_rows(TOKENIZER, many, RowLimits(40), report)]
+    assert [*pair_rows(TOKENIZER, many, RowLimits(40), other, processes=2)] == alone
+    assert report.to_dict() == other.to_dict()
+    with raises(DataError, where="train_dataset, row 650"):
+        [*pair_rows(TOKENIZER, many, RowLimits(40), DataReport("train_dataset", skip=False), processes=2)]
+    corpus = [row["prompt"] for row in many]
+    assert [*iter_text_rows(TOKENIZER, corpus, 9, processes=2)] == [*iter_text_rows(TOKENIZER, corpus, 9)]
+
+
+def test_the_report_of_stored_rows_is_that_of_made_ones():
+    bad = [*PAIRS, {"prompt": "a"}, {"prompt": "a" * 99, "completion": "b"}]
+    first, second = pairs(bad, skip=True), pairs(bad, skip=True)
+    assert first.report is not second.report and first.content == second.content
+    assert first.report.to_dict() == second.report.to_dict()
+
+
+def test_memory_does_not_grow_with_the_rows(home):
+    class Corpus:
+        def __init__(self, documents):
+            self.documents = documents
+
+        def __len__(self):
+            return self.documents
+
+        def __iter__(self):
+            return (f"{'abcdefghij' * 6}" for _ in range(self.documents))
+
+    def peak(documents):
+        tracemalloc.start()
+        rows = texts(Corpus(documents), max_length=32)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(rows) > documents and rows.cache_files  # on disk, not in memory
+        return most
+
+    peak(500)  # and what is loaded once
+    assert peak(2400) < 1.3 * peak(600)
+
+
+def test_stored_rows_are_readable_by_others(home):
+    texts()
+    (folder,) = folders(home)
+    assert folder.stat().st_mode & 0o755 == 0o755
