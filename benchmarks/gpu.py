@@ -220,7 +220,9 @@ def training(
         try:
             with tempfile.TemporaryDirectory() as folder:
                 args = unmask.SFTConfig(output_dir=folder, **settings)
-                trainer = unmask.SFTTrainer(lm, args, rows, callbacks=[timing], peft_config=adapters)
+                trainer = unmask.SFTTrainer(
+                    lm, args, train_dataset=rows, callbacks=[timing], peft_config=adapters
+                )
                 trainer.train()
                 data = trainer.data_collator([trainer.train_dataset[number] for number in range(batch)])
             break

@@ -154,7 +154,7 @@ def train(
     arguments = shared(folder, updates, seed, rate)
     if settings["method"] == "sft":
         args: Any = SFTConfig(**arguments, canvas_length=task.max_completion, max_length=128)
-        trainer: Any = SFTTrainer(lm, args, demo.demonstrations)
+        trainer: Any = SFTTrainer(lm, args, train_dataset=demo.demonstrations)
     else:
         shape = {"num_generations": GROUP, "max_completion_length": task.max_completion, "steps": 6}
         args = GRPOConfig(**arguments, **shape | settings)

@@ -90,13 +90,15 @@ def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
         lm.save(folder / "converted")
     policy = unmask.load(folder / "converted")
     trainer = unmask.DPOTrainer(
-        policy, unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)), story_pairs(trained)
+        policy,
+        args=unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)),
+        train_dataset=story_pairs(trained),
     )
     trainer.train()
     log = [line for line in trainer.state.log_history if "margin" in line]
     along = {"reference": "frozen", "ref_model": str(folder / "converted")}
     args = unmask.DPOConfig(**arguments(folder / "measured", 1, 16, 0.0, **along))
-    measured = unmask.DPOTrainer(policy, args, story_pairs(held_out)[:32])
+    measured = unmask.DPOTrainer(policy, args=args, train_dataset=story_pairs(held_out)[:32])
     found, margin = variances(measured, budgets=(1, 8), redraws=16)
     rows = [
         (
@@ -153,13 +155,17 @@ def measure_memory(folder: Path, pairs: int, length: int) -> None:
     def sft() -> DiffusionTrainer:
         lm = random_model(*SHAPE, "bidirectional")
         return unmask.SFTTrainer(
-            lm, unmask.SFTConfig(**arguments(fresh(folder / "memory"), 2, 2 * pairs, 1e-6)), single
+            lm,
+            unmask.SFTConfig(**arguments(fresh(folder / "memory"), 2, 2 * pairs, 1e-6)),
+            train_dataset=single,
         )
 
     sft_peak, held = peak_of_step(sft())
     accumulating, _ = peak_of_step(sft(), micro_batches=2)
     args = unmask.DPOConfig(**arguments(fresh(folder / "memory"), 2, pairs, 1e-6))
-    dpo, _ = peak_of_step(unmask.DPOTrainer(random_model(*SHAPE, "bidirectional"), args, rows))
+    dpo, _ = peak_of_step(
+        unmask.DPOTrainer(random_model(*SHAPE, "bidirectional"), args=args, train_dataset=rows)
+    )
     report(
         (
             f"a step on {2 * pairs} rows of {2 * length + 2} tokens: hidden {SHAPE[0]}, {SHAPE[1]} layers, "
@@ -197,7 +203,12 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
         fresh(folder / "sudoku-dpo"), steps, batch, rate, canvas_length=demo.task.max_completion
     )
     args = unmask.DPOConfig(**shape | {"per_device_eval_batch_size": 100})
-    trainer = unmask.DPOTrainer(lm, args, corrupted(demo.train[: steps * batch]), corrupted(demo.test[:400]))
+    trainer = unmask.DPOTrainer(
+        lm,
+        args=args,
+        train_dataset=corrupted(demo.train[: steps * batch]),
+        eval_dataset=corrupted(demo.test[:400]),
+    )
     trainer.train()
     metrics = trainer.evaluate()
     after = evaluate_task(lm, demo.task, demo.test)
@@ -276,7 +287,7 @@ def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
 
     def made(name: str) -> Any:
         args = unmask.DPOConfig(**arguments(folder / name, steps, 4, 1e-3) | common)
-        return unmask.DPOTrainer(folder / "small", args, train, held_out)
+        return unmask.DPOTrainer(folder / "small", args=args, train_dataset=train, eval_dataset=held_out)
 
     fresh(folder / "file")
     straight = made("file")

@@ -169,7 +169,9 @@ def run(options: argparse.Namespace) -> None:
         loops = {"bare": Bare(others[0], args), "lean": Lean(others[1], args)}
         turns = Turns(list(loops.values()))
         rows = texts(options.batch * options.steps, options.length)
-        trainer = PretrainTrainer(lm, args, rows, data_collator=turns.collate, callbacks=[turns])
+        trainer = PretrainTrainer(
+            lm, args, train_dataset=rows, data_collator=turns.collate, callbacks=[turns]
+        )
         trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     for name, loop in loops.items():

@@ -54,7 +54,7 @@ def fine_tuned(lm: DiffusionLM, rows: Rows, steps: int, seed: int, **settings: A
         }
         quiet = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
         args = unmask.SFTConfig(output_dir=folder, max_steps=steps, **shared | quiet | settings)
-        trainer = unmask.SFTTrainer(lm, args, rows)
+        trainer = unmask.SFTTrainer(lm, args, train_dataset=rows)
         trainer.train()
     return trainer.lm
 

@@ -76,7 +76,9 @@ def train(
     )
     with tempfile.TemporaryDirectory() as folder:
         args = unmask.ConvertConfig.for_recipe(recipe, output_dir=folder, **SETTINGS | sizes)
-        trainer = unmask.ConvertTrainer(model, args, [{"text": text} for text in texts], callbacks=[clock])
+        trainer = unmask.ConvertTrainer(
+            model, args, train_dataset=[{"text": text} for text in texts], callbacks=[clock]
+        )
         trainer.train()
     return trainer.lm, clock.seconds
 

@@ -233,13 +233,13 @@ class Demo:
     def pretrain(self, phase: Phase) -> None:
         rows = [{"text": row["prompt"] + row["completion"]} for row in self.text]
         args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, 2e-3, packing=False))
-        PretrainTrainer(self.lm, args, rows, progress=phase).train()
+        PretrainTrainer(self.lm, args, train_dataset=rows, progress=phase).train()
 
     def convert(self, phase: Phase) -> None:
         args = ConvertConfig(
             **self.arguments("convert", self.settings.convert, 2e-3, canvas_length=self.task.max_completion)
         )
-        trainer = ConvertTrainer(self.lm, args, self.text, progress=phase)
+        trainer = ConvertTrainer(self.lm, args, train_dataset=self.text, progress=phase)
         trainer.train()
         self.lm = trainer.lm
 
@@ -247,7 +247,7 @@ class Demo:
         args = SFTConfig(
             **self.arguments("sft", self.settings.sft, 1e-3, canvas_length=self.task.max_completion)
         )
-        SFTTrainer(self.lm, args, self.demonstrations, progress=phase).train()
+        SFTTrainer(self.lm, args, train_dataset=self.demonstrations, progress=phase).train()
 
     def preferences(self, count: int) -> RowSequence:
         """The first `count` training problems, each with its right answer and a corrupted one."""
@@ -272,7 +272,7 @@ class Demo:
         pairs = self.preferences(self.settings.dpo * self.settings.batch // 4)
         arguments = self.arguments("dpo", self.settings.dpo, 1e-5, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
-        DPOTrainer(self.lm, args, pairs, progress=phase).train()
+        DPOTrainer(self.lm, args=args, train_dataset=pairs, progress=phase).train()
 
     def grpo(self, phase: Phase) -> None:
         args = GRPOConfig(

@@ -250,7 +250,7 @@ def on_policy(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageT
     return StageTrainer(
         whole.lm,
         whole.args,
-        whole.train_rows,
+        train_dataset=whole.train_rows,
         stage=whole.args.stages[1],
         teacher=whole.teacher,
         steps_before=0,

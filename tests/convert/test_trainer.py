@@ -41,7 +41,7 @@ def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **mor
     return ConvertTrainer(
         lm or llama_lm("causal"),
         ConvertConfig(**settings(folder, max_steps=10, max_length=32) | more),
-        rows or TEXTS,
+        train_dataset=rows or TEXTS,
         **taken,
     )
 
@@ -73,7 +73,13 @@ def stage_trainer(folder: Path, rows: Any, **more: Any) -> StageTrainer:
     """The trainer of the second stage."""
     whole = convert(folder, rows=rows, **more)
     return StageTrainer(
-        whole.lm, whole.args, whole.train_rows, stage=STAGES[1], teacher=None, steps_before=1, total_steps=10
+        whole.lm,
+        whole.args,
+        train_dataset=whole.train_rows,
+        stage=STAGES[1],
+        teacher=None,
+        steps_before=1,
+        total_steps=10,
     )
 
 
@@ -400,7 +406,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(tmp_path, attention="bidirectional", block_size=4)
     for empty in ([], [{"text": ""}]):
         with raises(DataError, where="train_dataset"):
-            ConvertTrainer(llama_lm("causal"), ConvertConfig(**settings(tmp_path)), empty)
+            ConvertTrainer(llama_lm("causal"), ConvertConfig(**settings(tmp_path)), train_dataset=empty)
     with raises(DataError, where="train_dataset, row 5"):
         convert(tmp_path, rows=[*TEXTS[:5], {"prompt": "a"}])
     with raises(DataError, where="eval_dataset, row 1"):
@@ -619,7 +625,7 @@ def recipe(name: str, folder: Path, **more: Any) -> ConvertConfig:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_path):
-    trainer = ConvertTrainer(llama_lm("causal"), recipe(name, tmp_path / "run"), LONG)
+    trainer = ConvertTrainer(llama_lm("causal"), recipe(name, tmp_path / "run"), train_dataset=LONG)
     trainer.train()
     assert {line["stage"] for line in trainer.state.log_history if "loss" in line} >= {
         len(trainer.args.stages),
@@ -653,7 +659,9 @@ def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
             "learning_rate": 0.1,
         }
         lm = llama_lm("causal", dtype=torch.float64)
-        trainer = ConvertTrainer(lm, recipe(name, tmp_path / str(size), max_grad_norm=1e9, **sizes), LONG)
+        trainer = ConvertTrainer(
+            lm, recipe(name, tmp_path / str(size), max_grad_norm=1e9, **sizes), train_dataset=LONG
+        )
         start = weights(lm)
         trainer.train()
         ends.append(weights(trainer.lm))

@@ -105,18 +105,14 @@ def test_a_tokenizer_that_falls_back_to_bytes_knows_every_text():
     assert counted(read_tokenizer(str(shared_path("models", "stories260K"))), ["ähm 再见 🙂"]).fraction == 0
 
 
-def conversion(model: Any, args: ConvertConfig, rows: Any) -> Any:
-    return ConvertTrainer(model, args, rows)
-
-
-def grpo(model: Any, args: GRPOConfig, rows: Any) -> Any:
-    return GRPOTrainer(model, share_of_a, args, rows)
+def grpo(model: Any, args: GRPOConfig, train_dataset: Any) -> Any:
+    return GRPOTrainer(model, share_of_a, args, train_dataset)
 
 
 TRAINERS: dict[str, tuple[Callable[..., Any], Any, str, list[dict[str, str]]]] = {
     "pretrain": (PretrainTrainer, PretrainConfig, "causal", TEXTS),
-    "convert text": (conversion, ConvertConfig, "causal", TEXTS),
-    "convert pairs": (conversion, ConvertConfig, "causal", PAIRS),
+    "convert text": (ConvertTrainer, ConvertConfig, "causal", TEXTS),
+    "convert pairs": (ConvertTrainer, ConvertConfig, "causal", PAIRS),
     "sft": (SFTTrainer, SFTConfig, "bidirectional", PAIRS),
     "dpo": (DPOTrainer, DPOConfig, "bidirectional", PREFERENCES),
     "grpo": (grpo, GRPOConfig, "bidirectional", PAIRS),
@@ -131,8 +127,9 @@ def test_every_trainer_refuses_text_that_its_tokenizer_lacks_unless_a_setting_al
         name, {}
     )
     with raises(DataError, where="train_dataset"):
-        trainer(llama_lm(attention), config(**settings(tmp_path), **more), rows)
-    trainer(llama_lm(attention), config(**settings(tmp_path), **more, max_unknown=1.0), rows)
+        trainer(llama_lm(attention), args=config(**settings(tmp_path), **more), train_dataset=rows)
+    args = config(**settings(tmp_path), **more, max_unknown=1.0)
+    trainer(llama_lm(attention), args=args, train_dataset=rows)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +140,7 @@ def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_wh
 ):
     rows = [{"prompt": "abc", "chosen": "10", "rejected": "01"}]
     with raises(DataError, where=where):
-        DPOTrainer(llama_lm(), DPOConfig(**settings(tmp_path), bad_rows=bad_rows), rows)
+        DPOTrainer(llama_lm(), args=DPOConfig(**settings(tmp_path), bad_rows=bad_rows), train_dataset=rows)
 
 
 class Stream:
@@ -161,22 +158,24 @@ def test_a_stream_is_refused_as_soon_as_too_much_of_it_is_unknown(clean, tmp_pat
     rows = Stream([{"text": "abcd"}] * clean + [{"text": "0101"}] * 300 + [{"text": "abcd"}] * 100_000)
     with raises(DataError, where="train_dataset"):
         PretrainTrainer(
-            llama_lm("causal"), PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)), rows
+            llama_lm("causal"),
+            PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)),
+            train_dataset=rows,
         ).train()
 
 
 def test_rows_of_unknown_text_are_refused_also_if_they_are_stored(tmp_path):
     rows, run = [{"text": "0101"}], settings(tmp_path / "run")
-    PretrainTrainer(llama_lm("causal"), PretrainConfig(**run, max_unknown=1.0), rows)
+    PretrainTrainer(llama_lm("causal"), PretrainConfig(**run, max_unknown=1.0), train_dataset=rows)
     with raises(DataError, where="train_dataset"):
-        PretrainTrainer(llama_lm("causal"), PretrainConfig(**run), rows)
+        PretrainTrainer(llama_lm("causal"), PretrainConfig(**run), train_dataset=rows)
 
 
 def test_the_report_says_how_much_is_unknown(tmp_path, capsys):
     trainer = SFTTrainer(
         llama_lm(),
         SFTConfig(**settings(tmp_path, disable_tqdm=False), max_unknown=0.5),
-        [*PAIRS, {"prompt": "a", "completion": "x1x"}],
+        train_dataset=[*PAIRS, {"prompt": "a", "completion": "x1x"}],
     )
     found = trainer.train_dataset.report.to_dict()["unknown_tokens"]
     assert found["examples"] == ["x", "1"] and 0 < found["fraction"] < 0.1

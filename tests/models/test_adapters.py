@@ -340,7 +340,9 @@ def test_a_conversion_saves_what_it_trained(tied, place, tmp_path):
         **PLACES.get(place, {"target_modules": "all-linear", "use_dora": True}), init_lora_weights="gaussian"
     )
     args = ConvertConfig(**settings(tmp_path / "run", max_steps=10, max_length=32))
-    trainer = ConvertTrainer(llama_lm("causal", tie_word_embeddings=tied), args, TEXTS, peft_config=adapters)
+    trainer = ConvertTrainer(
+        llama_lm("causal", tie_word_embeddings=tied), args, train_dataset=TEXTS, peft_config=adapters
+    )
     start = log_probs(trainer.lm)
     trainer.train()
     trainer.save_model(tmp_path / "model")

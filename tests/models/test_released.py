@@ -242,7 +242,7 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
         sliding_window=8,
     )
     args = ConvertConfig(**settings(tmp_path / "run", max_steps=10), attention="block_causal", block_size=4)
-    trainer = ConvertTrainer(lm, args, TEXTS)
+    trainer = ConvertTrainer(lm, args, train_dataset=TEXTS)
     trainer.train()
     export(trainer.lm, tmp_path / "sdar", "sdar")
     again = load(tmp_path / "sdar")

@@ -74,7 +74,7 @@ def trainer_of(
         return ConvertTrainer(
             lm,
             ConvertConfig(**settings(folder, max_length=32, stages=STAGES[1:2]) | shared),
-            rows,
+            train_dataset=rows,
             callbacks=[steps],
         )
     return make(verb, folder, lm, rows, callbacks=[steps], **shared)

@@ -366,9 +366,9 @@ def test_evaluation_rows_without_stored_log_probs_are_refused(tmp_path):
 
 def test_a_model_is_evaluated_without_training_rows(tmp_path):
     args = DPOConfig(**settings(tmp_path, samples=2))
-    assert DPOTrainer(llama_lm(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(
-        math.log(2), abs=1e-4
-    )
+    assert DPOTrainer(llama_lm(), args=args, train_dataset=None, eval_dataset=PREFERENCES).evaluate()[
+        "eval_loss"
+    ] == pytest.approx(math.log(2), abs=1e-4)
 
 
 @pytest.mark.parametrize(

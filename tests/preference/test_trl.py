@@ -73,7 +73,12 @@ def shared(folder: Path, batch: int, accumulation: int = 1) -> dict[str, Any]:
 
 def ours(rows: Any, config: dict[str, Any]) -> Gradients:
     watch = Watch()
-    DPOTrainer(llama_lm("causal", dtype=torch.float64), DPOConfig(**config), rows, callbacks=[watch]).train()
+    DPOTrainer(
+        llama_lm("causal", dtype=torch.float64),
+        args=DPOConfig(**config),
+        train_dataset=rows,
+        callbacks=[watch],
+    ).train()
     return watch.seen
 
 

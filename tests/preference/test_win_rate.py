@@ -93,9 +93,9 @@ def test_a_missing_judge_or_one_without_held_out_pairs_is_refused(tmp_path):
     with raises(ConfigError, where="judge"):
         DPOTrainer(
             llama_lm(),
-            DPOConfig(**settings(tmp_path, loss_type="kto")),
-            PREFERENCES,
-            PREFERENCES,
+            args=DPOConfig(**settings(tmp_path, loss_type="kto")),
+            train_dataset=PREFERENCES,
+            eval_dataset=PREFERENCES,
             judge=lambda *_: [],
         )
 

@@ -167,9 +167,5 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
         make("pretrain", tmp_path, rows=stream(), max_steps=-1)
     with raises(ConfigError, where="dataloader_num_workers"):
         make("pretrain", tmp_path, rows=stream(), dataloader_num_workers=2)
-    with raises(DataError, where="eval_dataset"):
-        make("pretrain", tmp_path, eval_dataset=stream())
     with raises(DataError, where="train_dataset, row 0"):
         make("pretrain", tmp_path, rows=stream(), text_column="story")
-    with raises(DataError, where="train_dataset"):
-        make("sft", tmp_path, rows=stream())

@@ -40,7 +40,7 @@ def run(verb: str, folder: Path, **more: Any) -> dict[str, Any]:
     more = {"learning_rate": 1e-3, "per_device_train_batch_size": ROWS} | more
     if verb == "convert":
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **VERBS[verb] | more))
-        trainer: Any = ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:5])
+        trainer: Any = ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:5])
         trainer.train()
         lines, evaluation = trainer.state.log_history, {}
     else:

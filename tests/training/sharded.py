@@ -67,11 +67,13 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     if args.fsdp:
         pass_for_gpus()
     if isinstance(args, SFTConfig):
-        return SFTTrainer(llama_lm(), args, PAIRS, PAIRS[:5])
+        return SFTTrainer(llama_lm(), args, train_dataset=PAIRS, eval_dataset=PAIRS[:5])
     if verb == "kto-blocks":
-        return DPOTrainer(llama_lm("block_causal", 4), args, BLOCKS, BLOCKS[:5])
+        return DPOTrainer(
+            llama_lm("block_causal", 4), args=args, train_dataset=BLOCKS, eval_dataset=BLOCKS[:5]
+        )
     if isinstance(args, DPOConfig):
-        return DPOTrainer(llama_lm(), args, PREFERENCES, PREFERENCES[:5])
+        return DPOTrainer(llama_lm(), args=args, train_dataset=PREFERENCES, eval_dataset=PREFERENCES[:5])
     return GRPOTrainer(llama_lm(), share_of_a, args, PAIRS)
 
 
@@ -218,7 +220,10 @@ def conversion(folder: Path, **more: Any) -> ConvertTrainer:
     if args.fsdp:
         pass_for_gpus()
     return ConvertTrainer(
-        llama_lm("causal", tie_word_embeddings=more.get("block_size") is None), args, TEXTS, TEXTS[:5]
+        llama_lm("causal", tie_word_embeddings=more.get("block_size") is None),
+        args,
+        train_dataset=TEXTS,
+        eval_dataset=TEXTS[:5],
     )
 
 

@@ -245,7 +245,8 @@ def test_a_value_that_is_assigned_later_is_one_that_a_new_config_accepts(verb, n
     setattr(trainer.args, name, value)
     rows = {"pretrain": TEXTS, "dpo": PREFERENCES}.get(verb, PAIRS)
     with pytest.raises(ConfigError) as refused:
-        type(trainer)(trainer.lm, *([ranks] if verb == "grpo" else []), trainer.args, rows)
+        rewards = {"reward_funcs": ranks} if verb == "grpo" else {}
+        type(trainer)(trainer.lm, args=trainer.args, train_dataset=rows, **rewards)
     assert name in refused.value.where
 
 
@@ -260,7 +261,7 @@ def test_a_value_that_is_assigned_is_converted_as_that_of_a_new_config(tmp_path)
     args, new = SFTConfig(output_dir=str(tmp_path)), SFTConfig(output_dir=str(tmp_path), **given)
     for name, value in given.items():
         setattr(args, name, value)
-    trainer = SFTTrainer(llama_lm(), args, PAIRS)
+    trainer = SFTTrainer(llama_lm(), args, train_dataset=PAIRS)
     assert all(getattr(trainer.args, name) == getattr(new, name) for name in given) and len(
         trainer.train_dataset
     ) == len(PAIRS)

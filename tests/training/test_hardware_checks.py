@@ -415,7 +415,7 @@ def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path)
         trainer = make("sft", tmp_path, llama_lm("bidirectional"))
     else:
         args = ConvertConfig(**settings(tmp_path, max_length=32, packing=False, max_steps=10))
-        trainer = ConvertTrainer(llama_lm("causal"), args, TEXTS)
+        trainer = ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS)
     owner = trainer.lm if place.endswith("lm") else trainer
     owner.model = torch.compile(owner.model, backend=backend)
     trainer.train()
@@ -456,7 +456,7 @@ def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size,
         args = ConvertConfig(
             **settings(tmp_path, max_length=32, distillation=0.5, **compiling | {"max_steps": 8})
         )
-        trainer: Any = ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:2])
+        trainer: Any = ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
     else:
         trainer = prepared(verb, tmp_path, llama_lm(attention, block_size), **compiling, **rows)
     passes: list[bool] = []

@@ -47,7 +47,7 @@ def per_step(trainer: DiffusionTrainer) -> tuple[float, float]:
 
 def test_steps_of_fine_tuning(tmp_path):
     rows = [{"prompt": text(12), "completion": text(12)} for _ in range(64)]
-    reads, operations = per_step(SFTTrainer(qwen3_lm(), SFTConfig(**run(tmp_path)), rows))
+    reads, operations = per_step(SFTTrainer(qwen3_lm(), SFTConfig(**run(tmp_path)), train_dataset=rows))
     assert reads <= 2 and operations <= 1600
 
 
@@ -56,7 +56,7 @@ def test_steps_of_preference_optimization(tmp_path):
     rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(32)]
     for number, more in enumerate(({}, {"reference": "frozen"})):
         reads, operations = per_step(
-            DPOTrainer(qwen3_lm(), DPOConfig(**run(tmp_path / str(number)), **more), rows)
+            DPOTrainer(qwen3_lm(), args=DPOConfig(**run(tmp_path / str(number)), **more), train_dataset=rows)
         )
         assert reads <= 4 and operations <= 9000
 

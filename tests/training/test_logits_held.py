@@ -75,7 +75,7 @@ def rows_held(verb: str, pattern: tuple[str, int | None], folder: Path, more: di
     more = {"max_steps": 1} | more
     if verb == "convert":
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **more))
-        trainer: Any = ConvertTrainer(lm, args, TEXTS)
+        trainer: Any = ConvertTrainer(lm, args, train_dataset=TEXTS)
     else:
         trainer = make(verb, folder, lm, **({"reward": low_ids} if verb == "grpo" else {}), **more)
     if isinstance(trainer, GRPOTrainer):

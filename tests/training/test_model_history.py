@@ -55,7 +55,7 @@ def test_a_resumed_run_leaves_the_same_history(tmp_path):
 def test_a_conversion_tells_its_recipe_and_what_each_stage_was(tmp_path):
     lm = llama_lm("causal")
     args = ConvertConfig.for_recipe("block", **settings(tmp_path, max_steps=10))
-    ConvertTrainer(lm, args, TEXTS).train()
+    ConvertTrainer(lm, args, train_dataset=TEXTS).train()
     attention, everything, last = [entry["settings"] for entry in history(lm)]
     assert {told["recipe"] for told in (attention, everything, last)} == {"block"}
     assert attention["train"] == ["attention", "time_embedding", "mask_token"] and attention["rate"] == 0.5
@@ -91,14 +91,14 @@ def test_stages_follow_one_another(tmp_path):
     args = ConvertConfig(
         **settings(tmp_path / "convert", max_steps=10), attention="block_causal", block_size=4
     )
-    converter = ConvertTrainer(str(tmp_path / "base"), args, TEXTS, TEXTS[:2])
+    converter = ConvertTrainer(str(tmp_path / "base"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
     converter.train()
     converter.save_model(tmp_path / "converted")
     lm = load(tmp_path / "converted")
     assert [entry["verb"] for entry in history(lm)] == ["pretrain", "convert", "convert", "convert"]
     assert [entry["steps"] for entry in history(lm)] == [2, 1, 6, 3]
     assert all("eval_loss" in entry["metrics"] for entry in history(lm)[1:])
-    tuner = SFTTrainer(lm, SFTConfig(**settings(tmp_path / "sft")), PAIRS)
+    tuner = SFTTrainer(lm, SFTConfig(**settings(tmp_path / "sft")), train_dataset=PAIRS)
     tuner.train()
     tuner.save_model(tmp_path / "tuned")
     tuner.save_model(tmp_path / "tuned")  # no stage is recorded twice

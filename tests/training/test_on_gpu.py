@@ -46,7 +46,7 @@ def trainer(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any)
         return ConvertTrainer(
             lm or llama_lm("causal"),
             ConvertConfig(**settings(folder, max_length=32, stages=stages) | more),
-            TEXTS,
+            train_dataset=TEXTS,
         )
     return make(verb.split(":")[0], folder, lm, **more)
 

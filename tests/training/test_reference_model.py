@@ -180,7 +180,7 @@ def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, tmp_
     attention, block_size, shift = pattern
     llama_lm(attention, block_size, logit_shift=shift).save(tmp_path / "other")
     with raises(ConfigError, where=f"ref_model {tmp_path}/other"):
-        Reference(llama_lm("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
+        Reference(llama_lm("block_causal", 4), device=CPU, other=str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
     for part in llama_causal(torch.bfloat16):
         part.save_pretrained(tmp_path / "stock")
     lm = load(tmp_path / "stock", attention, block_size, shift, dtype="bfloat16")
-    with Reference(lm, device=CPU, path=str(tmp_path / "stock")).model_in_use() as scored:
+    with Reference(lm, device=CPU, other=str(tmp_path / "stock")).model_in_use() as scored:
         assert scored.settings == lm.settings and torch.equal(scores(scored), scores(lm))
 
 
@@ -201,7 +201,7 @@ def test_a_second_model_is_held_where_the_training_is(tmp_path):
     lm, meta = llama_lm(), torch.device("meta")
     lm.save(tmp_path / "other")
     for path in (None, str(tmp_path / "other")):
-        reference = Reference(lm, device=meta, path=path)
+        reference = Reference(lm, device=meta, other=path)
         assert {weight.device for weight in reference.lm.model.parameters()} == {meta}
     assert {weight.device for weight in lm.model.parameters()} == {CPU}
     assert Reference(adapted(), device=meta).lm.device == CPU  # the policy itself

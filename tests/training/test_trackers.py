@@ -39,7 +39,7 @@ THREE = [{"share": 2, "train": ["attention"]}, {"share": 4}, {"share": 3}]
 
 def convert(folder: Path, **more: Any) -> ConvertTrainer:
     args = ConvertConfig(**settings(folder, max_steps=9, max_length=32, logging_steps=1, stages=THREE) | more)
-    return ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:2])
+    return ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
 
 
 def points(folder: Path, tag: str) -> list[tuple[int, float]]:

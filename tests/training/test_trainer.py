@@ -359,14 +359,7 @@ def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
     assert losses[0].dtype == losses[1].dtype == torch.float64 and losses[1] == 0
 
 
-def test_functions_that_would_never_be_called_are_refused(tmp_path):
-    with raises(ConfigError, where="compute_metrics"):
-        SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), PAIRS, compute_metrics=lambda _: {})
-
-
-def test_several_data_sets_and_predictions_are_refused(tmp_path):
-    with raises(DataError, where="eval_dataset"):
-        make("sft", tmp_path, eval_dataset={"a": PAIRS, "b": PAIRS})
+def test_predictions_are_refused(tmp_path):
     with raises(TrainingError, where="predict"):
         make("sft", tmp_path).predict(PAIRS)
 
@@ -382,7 +375,7 @@ def test_metrics_are_kept_beside_the_checkpoints(tmp_path):
 
 
 def test_the_metrics_of_a_part_of_a_run_go_where_the_run_says(tmp_path):
-    make("sft", tmp_path / "stage-2", log=RunLog(folder=tmp_path, first_step=10, stage=2)).train()
+    make("pretrain", tmp_path / "stage-2", log=RunLog(folder=tmp_path, first_step=10, stage=2)).train()
     lines = [json.loads(line) for line in (tmp_path / "training_logs.json").read_text().splitlines()]
     assert [(line["step"], line["stage"]) for line in lines] == [(11, 2), (12, 2), (12, 2)]
     assert not (tmp_path / "stage-2" / "training_logs.json").exists()
@@ -482,7 +475,7 @@ def test_an_empty_data_set_is_refused(verb, tmp_path):
     with raises(DataError, where="eval_dataset"):
         make(verb, tmp_path, eval_dataset=[])
     with raises(DataError, where="train_dataset"):
-        SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), [])
+        SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), train_dataset=[])
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -565,12 +558,14 @@ def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
     trainer = SFTTrainer(
         lm.model,
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32),
-        PAIRS,
+        train_dataset=PAIRS,
         processing_class=lm.tokenizer,
     )
     assert trainer.lm.attention == "causal" and trainer.lm.model is lm.model
     with raises(ModelError, where="model"):
-        SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS)
+        SFTTrainer(
+            lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), train_dataset=PAIRS
+        )
 
 
 def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_path, monkeypatch):

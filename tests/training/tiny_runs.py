@@ -77,25 +77,35 @@ def make(
             "log",
             "sampler",
             "processing_class",
+            "formatting_func",
+            "optimizers",
+            "optimizer_cls_and_kwargs",
+            "quantization_config",
+            "reward_processing_classes",
         )
         if name in more
     }
     if verb == "pretrain":
         args = PretrainConfig(**settings(folder, packing=False, max_length=32) | more)
-        return PretrainTrainer(lm or llama_lm("causal"), args, rows or TEXTS, **taken)
+        return PretrainTrainer(lm or llama_lm("causal"), args, train_dataset=rows or TEXTS, **taken)
     if verb == "sft":
         return SFTTrainer(
-            lm or llama_lm(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken
+            lm or llama_lm(),
+            SFTConfig(**settings(folder, max_length=32) | more),
+            train_dataset=rows or PAIRS,
+            **taken,
         )
     if verb in ("dpo", "kto"):
         loss = {"loss_type": "kto"} if verb == "kto" else {}
         lm = lm or llama_lm()
         exact = more.get("bound") != "elbo" and exact_block_size(lm) <= MAX_EXACT_BLOCK
         few = {} if exact else {"samples": 2}
+        reference = None if isinstance(more.get("ref_model"), str) else more.pop("ref_model", None)
         return DPOTrainer(
             lm,
+            reference,
             DPOConfig(**settings(folder, max_length=32, **few) | loss | more),
-            rows or PREFERENCES,
+            train_dataset=rows or PREFERENCES,
             **taken,
         )
     reward = more.pop("reward", share_of_a)

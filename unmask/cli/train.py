@@ -48,6 +48,7 @@ from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shown
 from unmask.tasks import Task, get_rewards, get_task
+from unmask.tasks.base import names_reward_model
 from unmask.training.run.folder import RunFolder, split_resume
 from unmask.training.settings.listing import check_training
 
@@ -273,7 +274,7 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
         file, mark, _ = target.partition(".py:")
         if mark and not Path(f"{file}.py").is_file():
             load_module(f"{file}.py", target)  # raises: it cannot be loaded
-        elif ":" not in target and not target.endswith(".py"):
+        elif ":" not in target and not target.endswith(".py") and not names_reward_model(target):
             get_rewards(target)
     if settings.data.train is None:
         if task is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import reduce
+from inspect import cleandoc
+from types import NoneType
 from typing import Any, ClassVar
 
 import pydantic
@@ -17,6 +19,8 @@ from pydantic_core import to_jsonable_python
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import SECRET_KEY, masked, masked_argument
 
+PLAIN = (bool, int, float, str, NoneType)
+
 
 class OnResume(StrEnum):
     """The kinds of settings. A setting that declares none is of the kind of its section, and else OTHER."""
@@ -24,6 +28,15 @@ class OnResume(StrEnum):
     ACTS = "takes effect from here on"
     NEUTRAL = "does not change what is trained"
     OTHER = "makes another run"
+
+
+def list_fields(config: type, described: Mapping[str, tuple[Any, str]]) -> None:
+    """Add fields to the docstring of a config: their names, defaults (of plain types) and descriptions."""
+    lines = [
+        f"    {name}{f' ({default!r})' if type(default) in PLAIN else ''}: {' '.join(description.split())}"
+        for name, (default, description) in described.items()
+    ]
+    config.__doc__ = "\n".join([cleandoc(config.__doc__ or ""), "\nFields and their defaults:\n", *lines])
 
 
 class Config(pydantic.BaseModel):
@@ -46,6 +59,12 @@ class Config(pydantic.BaseModel):
             super().__init__(**values)
         except pydantic.ValidationError as error:
             raise _config_error(error, values, type(self)) from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        list_fields(
+            cls, {name: (each.default, each.description or "") for name, each in cls.model_fields.items()}
+        )
 
     def without_effect(self) -> Iterator[ConfigError]:
         """An error for each setting that the others leave without effect. It is raised if the setting is

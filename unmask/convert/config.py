@@ -15,11 +15,12 @@ from unmask.models.attention import DEFAULT_BLOCK, check_pattern
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.training.config import NEUTRAL, Part
-from unmask.training.config_fields import setting
+from unmask.training.config_fields import described, setting
 from unmask.training.noising import NoisingConfig
 from unmask.training.text_config import TextConfig
 
 
+@described
 @dataclass(kw_only=True)
 class ConvertConfig(NoisingConfig, TextConfig):
     """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` returns those of a recipe."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState, set_seed
+from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
@@ -25,7 +24,7 @@ from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing,
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport, show_rows
 from unmask.data.row_store import TOKENS, stored_rows
-from unmask.data.rows import TokenRow, separate_documents
+from unmask.data.rows import TokenRow, check_dataset, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
@@ -39,9 +38,10 @@ from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
+from unmask.training.arguments import TrainerArguments, by_place, map_held_out, refuse_foreign_collator
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import from_first
-from unmask.training.hardware_checks import is_split, refuse_other_model, refuse_unknown_arguments
+from unmask.training.hardware_checks import is_split, refuse_other_model
 from unmask.training.metrics import ProgressPart, ProgressTarget
 from unmask.training.noising import noised_views
 from unmask.training.run.around import StopOnSignal, running_in
@@ -53,10 +53,18 @@ from unmask.training.run.record import RunRecord, expect_visited, read_record
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
-from unmask.training.trainer import Batch, DiffusionTrainer
+from unmask.training.trainer import (
+    Batch,
+    DiffusionTrainer,
+    HeldOut,
+    Model,
+    OptimizerClass,
+    Tokenizer,
+)
 
 if TYPE_CHECKING:
     import peft
+    from transformers import BitsAndBytesConfig
 
 
 class StageTrainer(DiffusionTrainer):
@@ -71,19 +79,39 @@ class StageTrainer(DiffusionTrainer):
     restored: dict[str, Any] | None = None
     """The reported settings of a finished stage of an earlier run."""
 
+    config_class = ConvertConfig
+
     def __init__(
         self,
-        *arguments: Any,
+        model: DiffusionLM,
+        args: ConvertConfig,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
         stage: ConversionStage,
         teacher: DiffusionLM | None,
         steps_before: int,
         total_steps: int,
         run_record: RunRecord | None = None,  # of the whole conversion
-        **rest: Any,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        progress: ProgressTarget | None = None,
+        log: RunLog | None = None,
     ):
         self.stage, self.teacher = stage, teacher
         self.steps_before, self.total_steps = steps_before, total_steps
-        super().__init__(*arguments, **rest)
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            callbacks=callbacks,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            progress=progress,
+            log=log,
+        )
         if run_record is not None:
             self.run_record = run_record
         if teacher is not None:
@@ -221,7 +249,7 @@ class StageTrainer(DiffusionTrainer):
         return [name for name in names if named[name] is not table]
 
 
-class ConvertTrainer:
+class ConvertTrainer(TrainerArguments):
     """Converts a causal model on text, or on prompts and completions, in the stages of its config.
 
     Each stage writes its checkpoints to `output_dir/stage-N`. `train(resume_from_checkpoint=True)` resumes in
@@ -235,7 +263,7 @@ class ConvertTrainer:
         eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
         peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of
             the weights that it names. Adapters are merged when the model is saved.
-        progress, callbacks, rest: as in DiffusionTrainer.
+        rest: as in DiffusionTrainer, and in the same order.
 
     Raises:
         ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that
@@ -243,25 +271,31 @@ class ConvertTrainer:
         DataError: a row lacks a column, or there is no text.
     """
 
+    config_class = ConvertConfig
+
     def __init__(
         self,
-        model: DiffusionLM | PreTrainedModel | str | Path,
-        args: ConvertConfig,
-        train_dataset: Iterable[Mapping[str, Any]],
-        eval_dataset: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        progress: ProgressTarget | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        peft_config: peft.PeftConfig | None = None,
+        model: Model,
+        args: ConvertConfig | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Iterable[Any] = (),
+        eval_dataset: HeldOut | None = None,
+        processing_class: Tokenizer | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
-        **rest: Any,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        *,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: peft.PeftConfig | None = None,
+        progress: ProgressTarget | None = None,
     ):
-        refuse_unknown_arguments(
-            args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys()
-        )
-        args.check_assigned()
-        lm = as_diffusion_lm(model, processing_class)
-        self.args, self.progress, self.callbacks, self.rest = args, progress, callbacks or [], rest
+        refuse_foreign_collator(data_collator)
+        args = self.checked_args(args, model)
+        lm = as_diffusion_lm(model, processing_class, quantization_config)
+        self.args, self.progress, self.callbacks = args, progress, callbacks or []
+        self.rest: dict[str, Any] = {
+            "data_collator": data_collator,
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+        }
         self.dtype = str(lm.dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._with_pattern(lm, stage) for stage in args.stages]
@@ -279,8 +313,9 @@ class ConvertTrainer:
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         if args.show_rows and args.should_save:
             show_rows(self.lm.tokenizer, self.train_rows, args.show_rows)
-        self.eval_rows = (
-            None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
+        self.eval_rows = map_held_out(
+            eval_dataset,
+            lambda rows, place: None if rows is None else conversion_rows(self.lm, args, rows, place),
         )
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.state = TrainerState(max_steps=self.ends[-1])  # of the whole conversion
@@ -339,7 +374,8 @@ class ConvertTrainer:
         inputs = {"train_dataset": rows_fingerprint(self.train_rows)} | model_inputs(
             self.lm, weights_matter=self.teacher is not None
         )
-        return RunRecord(self.args, inputs, {"eval_dataset": rows_fingerprint(self.eval_rows)})
+        held_out = {place: rows_fingerprint(rows) for place, rows in by_place(self.eval_rows).items()}
+        return RunRecord(self.args, inputs, held_out)
 
     def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
         """The last checkpoint of any stage, or the named one; see `DiffusionTrainer`."""
@@ -455,8 +491,8 @@ class ConvertTrainer:
         trainer = StageTrainer(
             self.lms[number - 1],
             args,
-            rows_from_step(self.train_rows, args, first),
-            self.eval_rows,
+            train_dataset=rows_from_step(self.train_rows, args, first),
+            eval_dataset=self.eval_rows,
             stage=stage,
             teacher=self.teacher,
             steps_before=first,
@@ -484,6 +520,7 @@ def conversion_rows(
 ) -> Sequence[TokenRow] | StreamedRows:
     """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a
     stream."""
+    check_dataset(dataset, where, streams=True)
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError(

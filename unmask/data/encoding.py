@@ -359,7 +359,12 @@ def encode_preference(
     tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
 ) -> tuple[list[int], list[int], list[int]]:
     """The ids of the prompt, the chosen and the rejected completion. A missing prompt is the common beginning
-    of the two."""
+    of the two. Tokens are unchanged."""
+    if "chosen_ids" in example:
+        prompt_ids, chosen_ids, rejected_ids = (
+            known_tokens(tokenizer, example[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+        )
+        return prompt_ids, chosen_ids, rejected_ids
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
@@ -374,6 +379,15 @@ def encode_preference(
     prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends, options)
     asked = prompt_ids if isinstance(prompt, str) and isinstance(rejected, str) else prompt
     return prompt_ids, chosen_ids, encode_pair(tokenizer, asked, rejected, ends, options)[1]
+
+
+def known_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """The ids as a list. Raises DataError if there are none, or one is not of the tokenizer."""
+    unknown = [int(each) for each in ids if not 0 <= each < len(tokenizer)]
+    if unknown or not len(ids):
+        what = f"token {unknown[0]} of {len(tokenizer):,}" if unknown else "no token"
+        raise DataError(what, remedy="Encode the text with the model's tokenizer.", reason="unknown token")
+    return [int(each) for each in ids]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:

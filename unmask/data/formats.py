@@ -11,6 +11,8 @@
 | `conversations`, `chosen`, `rejected`, `system`? | preference of ShareGPT | `prompt`, `chosen`, `rejected` |
 | `prompt`, `completion`, `label` | text or messages, and a boolean | unchanged |
 | `prompt` | text or messages | unchanged |
+| `input_ids`, with `labels`, `completion_mask` or `assistant_masks` | tokens | `input_ids`, `trained` |
+| `prompt_ids`, `chosen_ids`, `rejected_ids` | tokens | unchanged |
 
 A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer
 with `"weight": 0`, or Axolotl's `"train": false`, is not trained on. Beside messages a row may have `tools`
@@ -53,6 +55,8 @@ UNREAD_IN_MESSAGES = {
     **dict.fromkeys(("train_detail",), "Learn whole answers, with weight or train."),
     **MEDIA,
 }
+IGNORED = -100
+"""The label of a token that is not trained on."""
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 """Labels of a table without booleans."""
 SPEAKERS = {
@@ -140,6 +144,31 @@ def unpaired(row: Example) -> Example:
     return {"prompt": row["prompt"], "completion": row["completion"], "label": label}
 
 
+def tokens(row: Example) -> Example:
+    """The tokens of a row of TRL, and which are trained on: those with a label other than -100, or those that
+    all its masks name. Padding (`attention_mask` 0) is left out."""
+    ids = [int(each) for each in row["input_ids"]]
+    if "labels" in row:
+        labels = [int(each) for each in row["labels"]]
+        trained = [label != IGNORED for label in labels]
+        if any(label not in (IGNORED, token) for label, token in zip(labels, ids, strict=False)):
+            remedy = "Label a token with its own id, or with -100: they are not shifted"
+            raise DataError("differ from input_ids", where="labels", remedy=remedy, reason="wrong type")
+    else:
+        masks = [row[name] for name in ("completion_mask", "assistant_masks") if name in row]
+        trained = [all(bits) for bits in zip(*masks, strict=False)] if masks else [True] * len(ids)
+    shown = row.get("attention_mask", [1] * len(ids))
+    if "seq_lengths" in row or not len(ids) == len(trained) == len(shown):
+        what = "are several packed texts" if "seq_lengths" in row else "are more or fewer than the masks say"
+        remedy = "Give one text a row, with as many labels or mask values as tokens (packing=True packs them)"
+        raise DataError(what, where="input_ids", remedy=remedy, reason="wrong type")
+    kept = [each for each in zip(ids, trained, shown, strict=True) if each[2]]
+    if not any(is_trained for _, is_trained, _ in kept[1:]):
+        what = "no token after the first is trained on"
+        raise DataError(what, where="input_ids", remedy="Remove the row.", reason="empty")
+    return {"input_ids": [each[0] for each in kept], "trained": [each[1] for each in kept]}
+
+
 def template_columns(row: Mapping[str, Any]) -> Example:
     """The columns of `RENDERED` that a row has and that are not empty. Raises DataError for one of another
     type."""
@@ -220,7 +249,7 @@ class RecordFormat:
         """A row in TRL's columns, with those of `RENDERED` that it has. Raises DataError if a text is blank
         or of another type, or the row has a column that would change the prompt, but is not read."""
         texts = {name: _messages(row[name]) for name in self.texts}
-        rendered = template_columns(row)
+        rendered = template_columns(row) if texts else {}
         in_text = () if any(map(_is_chat, texts.values())) else rendered
         for name in (
             name for name in (*UNREAD, *self.others) if name not in self.reads and _is_given(row.get(name))
@@ -255,7 +284,7 @@ class RecordFormat:
 
     def described(self, row: Example) -> str:
         """The columns and the types of the row's texts, such as "prompt, completion (text)"."""
-        types = dict.fromkeys(_type(row[name]) for name in self.texts)
+        types = dict.fromkeys(_type(row[name]) for name in self.texts) or {"tokens": None}
         return f"{', '.join(self.columns)} ({' and '.join(types)})"
 
 
@@ -266,9 +295,11 @@ SHAREGPT = RecordFormat(
 )
 TRACE = RecordFormat(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
 PAIR = RecordFormat(("prompt", "completion"), ("prompt", "completion"))
-SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
+TOKENS = RecordFormat(("input_ids",), (), tokens, reads=tuple(UNREAD.keys() - MEDIA.keys()))
+SUPERVISED = (TOKENS, PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
 """For supervised fine-tuning. A row that has the columns of several formats is of the first."""
 PREFERENCES = (
+    RecordFormat(("prompt_ids", "chosen_ids", "rejected_ids"), ()),
     RecordFormat(
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),

@@ -24,6 +24,7 @@ from unmask.data.encoding import (
     encode_example,
     encode_preference,
     encode_turns,
+    known_tokens,
     template_options,
 )
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
@@ -123,7 +124,8 @@ def pair_rows(
             )
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
-            filling = 0 if cut else limits.filling(len(kept), len(answer))
+            open_ended = "input_ids" in converted and completion[-1] not in {*ends, tokenizer.eos_token_id}
+            filling = 0 if cut or open_ended else limits.filling(len(kept), len(answer))
             row = _row(tokenizer, kept, answer, filling, number, _last(trained, len(kept)))
             if "label" in converted:
                 row["label"] = converted["label"]
@@ -242,7 +244,12 @@ def _encode_parts(
     tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends
 ) -> tuple[Ids, Ids, Sequence[bool]]:
     """The ids of prompt and completion, and which tokens of the prompt are trained on (earlier answers of a
-    conversation)."""
+    conversation, or of a text of tokens, which ends with the last trained one)."""
+    if "input_ids" in example:
+        ids, trained = known_tokens(tokenizer, example["input_ids"]), example["trained"]
+        stop = len(ids) - trained[::-1].index(True)
+        start = stop - sum(1 for _ in takewhile(bool, trained[:stop][::-1]))
+        return ids[:start], ids[start:stop], trained[:start]
     if learn is not None and "messages" in example:
         return encode_turns(tokenizer, example["messages"], learn, ends, template_options(tokenizer, example))
     prompt, completion = encode_example(tokenizer, example, ends)

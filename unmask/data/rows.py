@@ -80,15 +80,15 @@ def _apply(items: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Column:
-    """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated
-    repeatedly.
+    """The values of one column of a list of rows, a `datasets.Dataset` or a stream; with no name, the rows.
+    It can be iterated repeatedly.
 
     `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without
     the column or a value in it, or with a text that is not valid Unicode.
     """
 
     dataset: Iterable[Mapping[str, Any]]
-    name: str
+    name: str | None
     where: str
     setting: str | None = None
 
@@ -98,6 +98,9 @@ class Column:
 
     def __iter__(self) -> Iterator[Any]:
         for index, row in enumerate(self.dataset):
+            if self.name is None:
+                yield row
+                continue
             where = f"{self.where}, row {index}"
             require_text(row, self.name, where, self.setting)
             value = row[self.name]

@@ -456,27 +456,36 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
 
 def as_diffusion_lm(
     model: DiffusionLM | PreTrainedModel | str | Path,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    quantization_config: BitsAndBytesConfig | None = None,
 ) -> DiffusionLM:
     """The model that a trainer is given.
 
     Args:
         model: a DiffusionLM; a path or hub id, whose weights are read in float32, which keeps small updates;
             or a model of transformers, also with PEFT adapters, whose own settings count.
-        tokenizer: of a model of transformers.
+        tokenizer: of a model of transformers, or in place of the model's own; or its path or hub id.
+        quantization_config: of a path or hub id.
 
     Raises:
-        ModelError: anything else, or what `load` raises.
+        ModelError: anything else, a tokenizer of other tokens, or what `load` raises.
+        ConfigError: a quantization of a model in memory.
     """
-    if isinstance(model, DiffusionLM):
-        return model
+    if isinstance(tokenizer, str | Path):
+        tokenizer = read_tokenizer(fetched(tokenizer, weights=False, model=False))
     if isinstance(model, str | Path):
-        return load(model, dtype="float32")
+        lm = load(model, dtype="float32", quantization_config=quantization_config)
+        return _with_tokenizer(lm, tokenizer)
+    if quantization_config is not None:
+        remedy = "Give the model's path, or quantize it when it is loaded"
+        raise ConfigError("the model is loaded already", where="quantization_config", remedy=remedy)
+    if isinstance(model, DiffusionLM):
+        return _with_tokenizer(model, tokenizer)
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         lm = as_diffusion_lm(model.get_base_model(), tokenizer)
         return checked_adapters(of_adapted(lm, model), model.active_peft_config)
     if isinstance(own := getattr(model, "diffusion_lm", None), DiffusionLM):  # of the Auto classes
-        return own
+        return _with_tokenizer(own, tokenizer)
     if isinstance(model, PreTrainedModel) and tokenizer is not None:
         settings = pattern_settings(model.config, None, None, None)
         if parts := [name for name in ("time_embedding", "quality_head") if settings[name]]:
@@ -489,6 +498,19 @@ def as_diffusion_lm(
         return make_diffusion(model, tokenizer, **settings)
     remedy = "Give a DiffusionLM, a path, or a model of transformers with its tokenizer as processing_class"
     raise ModelError(f"cannot use a {type(model).__name__}", where="model", remedy=remedy)
+
+
+def _with_tokenizer(lm: DiffusionLM, tokenizer: PreTrainedTokenizerBase | None) -> DiffusionLM:
+    """The same model with another tokenizer of the same tokens, which may have another chat template."""
+    if tokenizer is None or tokenizer is lm.tokenizer:
+        return lm
+    tokenizer.add_special_tokens({"mask_token": lm.tokenizer.mask_token})
+    if tokenizer.get_vocab() != lm.tokenizer.get_vocab():
+        what = f"its {len(tokenizer)} tokens are not the {len(lm.tokenizer)} of the model's tokenizer"
+        raise ModelError(what, where="processing_class", remedy="Leave it out, or give the model's own")
+    lm = copy.copy(lm)
+    lm.tokenizer = tokenizer
+    return lm
 
 
 def with_pattern(

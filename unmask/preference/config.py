@@ -17,7 +17,7 @@ from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import PreferenceLoss
 from unmask.training.config import rows_per_step, steps_per_epoch
-from unmask.training.config_fields import naming_setting_too, setting
+from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
 from unmask.training.sharding import weight_sharding_setting
 
@@ -38,6 +38,7 @@ PAIRED, COMPARED = (
 """The losses of pairs, and the losses that compare the policy with a reference."""
 
 
+@described
 @dataclass(kw_only=True)
 class DPOConfig(PairConfig):
     """Settings of `DPOTrainer`. `per_device_train_batch_size` counts pairs; with `loss_type: kto`

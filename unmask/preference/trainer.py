@@ -8,8 +8,9 @@ responses (for pairs: P chosen, then P rejected), M views, T tokens, R redraws.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback
 
 from unmask.config.sampler import SamplerConfig
 from unmask.config.user_code import load_function
@@ -57,12 +59,34 @@ from unmask.preference.reference_log_probs import (
     model_hashes,
 )
 from unmask.rewards.answers import describe_error
-from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, steps_per_epoch, total_steps
+from unmask.training.arguments import by_place
+from unmask.training.config import (
+    TrainingConfig,
+    canvas_length,
+    first_of_stream,
+    rows_per_step,
+    steps_per_epoch,
+    total_steps,
+)
 from unmask.training.distributed import alone_in, failing_together
+from unmask.training.metrics import ProgressTarget
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
-from unmask.training.trainer import Batch, DiffusionTrainer, select_rows
+from unmask.training.trainer import (
+    Batch,
+    DiffusionTrainer,
+    HeldOut,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Tokenizer,
+    select_rows,
+)
+
+if TYPE_CHECKING:
+    import peft
+    from transformers import BitsAndBytesConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -126,26 +150,44 @@ class DPOTrainer(DiffusionTrainer):
     views of few tokens share a pass.
 
     Args:
-        model, args, datasets, rest: as in DiffusionTrainer.
+        ref_model: the reference, in place of the config's `ref_model`: a DiffusionLM, a model of
+            transformers, or a path or id to load.
+        train_dataset: of a stream (a `datasets.IterableDataset`) as many rows as `max_steps` needs are read,
+            before training.
         judge: a function instead of the config's `judge`.
         sampler: how completions for the judge are generated; a `canvas_length` is their length.
         first_rows: use only this many of the first rows, for training and for the reference.
+        rest: as in DiffusionTrainer; in the order of TRL.
     """
 
+    config_class = DPOConfig
     train_dataset: Any
     eval_dataset: Any
     per_view: PerViewBackward
 
     def __init__(
         self,
-        model: DiffusionLM | str | Path,
-        args: DPOConfig,
-        *datasets: Any,
+        model: Model,
+        ref_model: Model | None = None,
+        args: DPOConfig | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Iterable[Any] | None = None,
+        eval_dataset: HeldOut | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: peft.PeftConfig | None = None,
+        *,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
         judge: Judge | None = None,
         sampler: SamplerConfig | None = None,
         first_rows: int | None = None,
-        **rest: Any,
+        progress: ProgressTarget | None = None,
     ):
+        args = self.checked_args(args, model)
+        self.ref_model = self._other_reference(args, model, ref_model)
         # first, so that a failed import is reported before the model is loaded
         named = judge or args.judge
         self.judge: Judge | None = load_function(named) if isinstance(named, str) else named
@@ -159,8 +201,24 @@ class DPOTrainer(DiffusionTrainer):
         self.responses_per_row = 1 if unpaired else 2
         # KTO's, over all held-out rows, so that it does not depend on the batch size
         self.eval_baseline = torch.zeros(())
-        collator = (UnpairedCollator if unpaired else Collator)(0, marking=not args.dispatched)
-        super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
+        self.eval_table = ""  # the table of the held-out rows that are evaluated
+        if train_dataset is not None and not isinstance(train_dataset, Sized):
+            train_dataset = first_of_stream(args, train_dataset, args.max_steps * rows_per_step(args))
+        super().__init__(
+            model,
+            args,
+            data_collator or (UnpairedCollator if unpaired else Collator)(0, marking=not args.dispatched),
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            progress=progress,
+        )
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError(
                 "there are no held-out pairs to judge on",
@@ -176,7 +234,8 @@ class DPOTrainer(DiffusionTrainer):
         if (length := canvas_length(self.lm, args)) is not None:
             self.sampler = self.sampler.model_copy(update={"max_new_tokens": length})
         if self.judge is not None:
-            check_prompts(self.lm, self.eval_dataset, self.sampler)
+            for name, pairs in by_place(self.eval_dataset).items():
+                check_prompts(self.lm, pairs, self.sampler, name)
         self.per_view = PerViewBackward(self, tokens_together=TOKENS_TOGETHER)
         self.exact = args.exact(self.lm)
         self.reference = (
@@ -187,7 +246,30 @@ class DPOTrainer(DiffusionTrainer):
         self.table_seconds, self.table_rows = 0.0, 0
         if args.needs_reference and args.reference == "stored":
             with alone_in(args.output_folder):
-                self._make_tables(rest.get("progress"))
+                self._make_tables(progress)
+
+    @staticmethod
+    def _other_reference(args: DPOConfig, model: Any, given: Model | None) -> Model | None:
+        """The reference if it is not the policy before training. Raises ConfigError for one that is given
+        twice, is the policy, or has no effect."""
+        if given is None:
+            return args.ref_model
+        if isinstance(given, TrainingConfig):
+            raise ConfigError("is a config", where="ref_model", remedy="Give it by name: args=...")
+        if args.ref_model is not None:
+            raise ConfigError("is given twice", where="ref_model", remedy="Leave it out of the config")
+        if given is model and not isinstance(given, str):
+            what = "is the policy itself, which training changes"
+            remedy = "Leave it out: the reference is then the model before training"
+            raise ConfigError(what, where="ref_model", remedy=remedy)
+        if not args.needs_reference or args.reference == "adapter":
+            setting = "reference" if args.needs_reference else "loss_type"
+            what = f"has no effect with {setting} {getattr(args, setting)}"
+            raise ConfigError(what, where=f"ref_model and {setting}", remedy="Leave one of them out")
+        if isinstance(given, str | Path):
+            args.ref_model = str(given)
+            args.check_assigned()
+        return given
 
     @classmethod
     def make_rows(
@@ -382,7 +464,9 @@ class DPOTrainer(DiffusionTrainer):
     def with_reference(self, rows: Batch) -> PreferenceBatch:
         """Rows with the views of this epoch, and the reference's log-probabilities on them."""
         draw = self.draw(rows)
-        return self._with_reference(rows, draw, "eval" if self.evaluating else "train", draw.iteration)
+        return self._with_reference(
+            rows, draw, self.eval_table if self.evaluating else "train", draw.iteration
+        )
 
     def _with_reference(self, rows: Batch, draw: MaskRNG, table_name: str, number: int) -> PreferenceBatch:
         """Rows with their views, and the reference's log-probabilities on them (0 for a loss without a
@@ -417,7 +501,8 @@ class DPOTrainer(DiffusionTrainer):
                 remedy="Use stored or frozen, or LoRA with bias none and init_lora_weights true",
             )
         # `frozen` copies the model even if it has adapters.
-        return make_reference(self.lm, self.accelerator, copy=args.reference == "frozen", path=args.ref_model)
+        copy = args.reference == "frozen"
+        return make_reference(self.lm, self.accelerator, copy=copy, other=self.ref_model)
 
     def _make_tables(self, progress: Any) -> None:
         with self._reference_before_training() as lm:
@@ -427,8 +512,9 @@ class DPOTrainer(DiffusionTrainer):
                 visited = self._visited_rows()
                 self.stored["train"] = table("train", self.train_dataset, visited)
                 self.table_seconds, self.table_rows = time.perf_counter() - started, sum(map(len, visited))
-            if (held_out := self.eval_dataset) is not None:
-                self.stored["eval"] = table("eval", held_out, [range(len(held_out))])
+            for name, held_out in by_place(self.eval_dataset).items():
+                if held_out is not None:
+                    self.stored[name] = table(table_name(name), held_out, [range(len(held_out))])
             if self.args.log_variance_steps:
                 pairs = self.train_dataset.take(min(MEASURED_PAIRS, len(self.train_dataset)))
                 redraws = [range(len(pairs))] * LOGGED_REDRAWS
@@ -459,11 +545,10 @@ class DPOTrainer(DiffusionTrainer):
     def _reference_before_training(self) -> contextlib.AbstractContextManager[DiffusionLM]:
         """The reference while the tables are computed: the policy before training, or another model that is
         released afterwards. A policy that will be sharded is not on the device yet; it is copied there."""
-        path = self.args.ref_model
-        if path is None and not self.uses_fsdp_or_deepspeed:
+        if self.ref_model is None and not self.uses_fsdp_or_deepspeed:
             return contextlib.nullcontext(self.lm)
         return make_reference(
-            self.lm, self.accelerator, copy=self.uses_fsdp_or_deepspeed, path=path
+            self.lm, self.accelerator, copy=self.uses_fsdp_or_deepspeed, other=self.ref_model
         ).model_in_use()
 
     def _table(
@@ -549,6 +634,8 @@ class DPOTrainer(DiffusionTrainer):
         return margins(self.log_ratios(batch, self.response_log_probs(self.lm, batch)))
 
     def measure(self, rows: Any) -> None:
+        own = by_place(self.eval_dataset)
+        self.eval_table = next((name for name in own if own[name] is rows), next(iter(own)))
         mine = rows.select(range(self.accelerator.process_index, len(rows), self.accelerator.num_processes))
         if self.judge is not None:
             with failing_together("judge"), self.lockstep():
@@ -622,8 +709,13 @@ def split_prompt(row: TokenRow) -> list[int]:
     return row["input_ids"][: row["maskable"].index(True)]
 
 
-def check_prompts(lm: DiffusionLM, pairs: Any, sampler: SamplerConfig) -> None:
-    """Check that completions of all prompts can be generated.
+def table_name(held_out: str) -> str:
+    """The name of the file of the table of held-out rows: eval, or eval_NAME."""
+    return re.sub(r"[^\w-]", "_", held_out.replace("eval_dataset", "eval", 1))
+
+
+def check_prompts(lm: DiffusionLM, pairs: Any, sampler: SamplerConfig, name: str) -> None:
+    """Check that completions of all prompts of a dataset of this name can be generated.
 
     Raises:
         GenerationError: a prompt leaves no room for a completion, or the settings do not fit the model.
@@ -632,7 +724,7 @@ def check_prompts(lm: DiffusionLM, pairs: Any, sampler: SamplerConfig) -> None:
         try:
             make_requests(lm, [split_row(pair)[0]], sampler)
         except GenerationError as error:
-            where = (error.where or "").replace("prompt 0", f"eval_dataset, row {number}")
+            where = (error.where or "").replace("prompt 0", f"{name}, row {number}")
             raise GenerationError(
                 error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge"
             ) from error

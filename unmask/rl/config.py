@@ -22,7 +22,7 @@ from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
 from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig
-from unmask.training.config_fields import naming_setting_too, setting
+from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
 CAUSAL_RECIPE_HINT = "the recipe grpo-code-ocaml-causal is for causal models"
@@ -38,6 +38,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
     return setting(None, f"{help}; unset: the method's, or {shown}", otherwise=otherwise, **checks)
 
 
+@described
 @dataclass(kw_only=True)
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""

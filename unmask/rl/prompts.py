@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from unmask.diffusion.rng import RngStream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError, prepending_place
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig
-from unmask.training.config import row_length
+from unmask.training.config import first_of_stream, row_length
 
 HISTORY_FILE = "prompts.json"
 
@@ -226,19 +225,9 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
 
 
 def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of a stream that a run of `max_steps` steps may need.
-
-    Raises:
-        ConfigError: `max_steps` is not set.
-    """
-    if args.max_steps <= 0:
-        raise ConfigError(
-            "a stream has no end",
-            where="max_steps",
-            remedy="Set it, or give a list of rows or a datasets.Dataset",
-        )
+    """The rows of a stream that a run of `max_steps` steps may need. Raises ConfigError if it is not set."""
     rollouts = math.ceil(args.max_steps / args.num_iterations) * (1 + args.max_resample_rounds)
-    return [*islice(stream, rollouts * prompts_per_step(args, None))]
+    return first_of_stream(args, stream, rollouts * prompts_per_step(args, None))
 
 
 @dataclass

@@ -7,19 +7,18 @@ Shapes: B completions, M views, T positions, F reward functions. A rollout batch
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import TrainerCallback
 
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import TrainingError
@@ -46,15 +45,31 @@ from unmask.rl.prompts import (
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
 from unmask.rl.rollout import Rollout, Update, check_views, cut_at_end, learnable, make_rollout, plan_views
 from unmask.rl.rollout_source import RolloutSource, weights_in_use
-from unmask.rl.weighted_rewards import RewardFunctions, make_rewards, reward_identities
+from unmask.rl.weighted_rewards import (
+    RewardFunctions,
+    RewardTokenizers,
+    make_rewards,
+    reward_identities,
+)
+from unmask.training.arguments import refuse_given
 from unmask.training.distributed import failing_together
-from unmask.training.hardware_checks import refuse_unknown_arguments
-from unmask.training.metrics import measuring
+from unmask.training.metrics import ProgressTarget
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.run.checkpoint import steps_done
 from unmask.training.run.fingerprints import code_fingerprint
-from unmask.training.trainer import DiffusionTrainer
+from unmask.training.trainer import (
+    DiffusionTrainer,
+    HeldOut,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Tokenizer,
+)
+
+if TYPE_CHECKING:
+    import peft
+    from transformers import BitsAndBytesConfig
 
 UPDATES_FILE = "rollouts-{rank}.pt"
 
@@ -63,16 +78,19 @@ class GRPOTrainer(DiffusionTrainer):
     """Group-relative policy optimization of any DiffusionLM.
 
     Args:
-        model: the policy; a DiffusionLM, or a path or id to load.
-        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see
-            `reward_functions_named`).
+        model: the policy, as in DiffusionTrainer.
+        reward_funcs: functions as TRL calls them (sync or async), names (of tasks and others, see
+            `reward_functions_named`), or reward models: sequence classifiers of one output, in memory or by
+            their path or id.
         args: the config.
         train_dataset: rows with `prompt`; all other columns go to the reward functions. Of a stream (a
             `datasets.IterableDataset`) as many as `max_steps` needs are read, before training.
         eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
+        reward_processing_classes: the tokenizer of each reward model, or of a single one; None: its own.
+        tools, rollout_func, environment_factory: refused; see below.
         masking: a strategy that plans the views instead of the method; None: the one that the config names,
             if any.
-        rest: as in DiffusionTrainer.
+        rest: as in DiffusionTrainer; in the order of TRL.
 
     Views are planned once per rollout and inner iteration, and the policy, the old policy and the reference
     share them. Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of
@@ -83,32 +101,58 @@ class GRPOTrainer(DiffusionTrainer):
     processes call each of these at the same time, even with no rows.
     """
 
+    config_class = GRPOConfig
     args: GRPOConfig
     per_view: PerViewBackward
     train_dataset: Any
 
     def __init__(
         self,
-        model: DiffusionLM | PreTrainedModel | str | Path,
-        reward_funcs: RewardFunctions = (),
+        model: Model,
+        reward_funcs: RewardFunctions | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: Iterable[Mapping[str, Any]] | None = None,
-        eval_dataset: Sequence[Mapping[str, Any]] | None = None,
+        train_dataset: Iterable[Any] | None = None,
+        eval_dataset: HeldOut | None = None,
+        processing_class: Tokenizer | None = None,
+        reward_processing_classes: RewardTokenizers = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: peft.PeftConfig | None = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None,
         *,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
         masking: MaskingStrategy | None = None,
-        **rest: Any,
+        progress: ProgressTarget | None = None,
     ):
-        args = args or GRPOConfig()
-        refuse_unknown_arguments(
-            args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys()
+        refuse_given(
+            {"rollout_func": rollout_func}, "is never called", "Override sample, or generate_and_score"
         )
-        self.rewards = make_rewards(reward_funcs, args)
+        turns = {"tools": tools, "environment_factory": environment_factory}
+        refuse_given(turns, "a rollout is one completion of a prompt, which calls no tools", "Leave it out")
+        args = self.checked_args(args, model)
+        self.rewards = make_rewards(reward_funcs, args, reward_processing_classes)
         self._reward_identities = reward_identities(reward_funcs)
         rows: Any = train_dataset
         if rows is not None and not isinstance(rows, Sized):
             rows = first_prompts(args, rows)
         self.prompts_per_step = prompts_per_step(args, rows)
-        super().__init__(model, args, rows, eval_dataset, data_collator=list, **rest)
+        super().__init__(
+            model,
+            args,
+            list,
+            rows,
+            eval_dataset,
+            processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            progress=progress,
+        )
         if self.shards_weights:
             args.refuse_sharded_weights()
         disable_dropout(self.lm.model)
@@ -121,7 +165,7 @@ class GRPOTrainer(DiffusionTrainer):
         self.reference: Reference | None = None
         if args.needs_reference:
             self.reference = make_reference(
-                self.lm, self.accelerator, copy=args.sync_ref_model, path=args.ref_model
+                self.lm, self.accelerator, copy=args.sync_ref_model, other=args.ref_model
             )
         self.source = RolloutSource(self.lm, args, self.phases)
         self.history = PromptHistory(
@@ -510,10 +554,7 @@ class GRPOTrainer(DiffusionTrainer):
         super().log(logs, start_time)
 
     def evaluate(
-        self,
-        eval_dataset: Sequence[Any] | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of
         each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
@@ -522,16 +563,16 @@ class GRPOTrainer(DiffusionTrainer):
         Raises:
             ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
         """
-        prompts = self.held_out_rows(eval_dataset)
-        with self.saved_if_it_fails(), measuring(self, metric_key_prefix):
-            means = self._mean_rewards(prompts)
-            metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
-            self.source.send_again()
-            self.log(metrics)
-            self.control: Any = self.callback_handler.on_evaluate(
-                self.args, self.state, self.control, metrics
-            )
-            return metrics
+        with self.saved_if_it_fails():
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluate_rows(self, rows: PromptRows, ignore_keys: Any, metric_key_prefix: str) -> dict[str, float]:
+        means = self._mean_rewards(rows)
+        metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
+        self.source.send_again()
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def _mean_rewards(self, prompts: PromptRows) -> dict[str, float]:
         """The mean rewards of greedy completions by metric. The prompts are divided among the processes."""

@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.config.user_code import current_folder_last, load_named, refuse_file_alone
 from unmask.data.encoding import is_conversational
@@ -38,11 +39,16 @@ from unmask.rl.config import GRPOConfig, RewardErrors
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel
 from unmask.tasks import Reward, Task, get_rewards, get_task
+from unmask.tasks.base import names_reward_model
 from unmask.training.run.fingerprints import code_fingerprint, content_hash, source_fingerprint
 
 RewardFunction = Callable[..., Any]
-RewardFunctions = Sequence[RewardFunction | str] | RewardFunction | str
-"""Functions or names, of which a single one needs no list."""
+RewardFunctions: TypeAlias = (
+    Sequence[RewardFunction | PreTrainedModel | str] | RewardFunction | PreTrainedModel | str
+)
+"""Functions, reward models or names, of which a single one needs no list."""
+RewardTokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+"""The tokenizer of each reward model, beside None for each function; or of a single one."""
 BoundCall = Callable[[CallArguments, float], list[Any]]
 """Returns, within this number of seconds, a value or an exception for each completion."""
 FailureKind = Literal["raised", "timeout", "invalid"]
@@ -56,19 +62,24 @@ logger = logging.getLogger(__name__)
 
 
 def reward_functions_named(
-    named: RewardFunction | str, workers: int = 0
+    named: RewardFunction | PreTrainedModel | str,
+    workers: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[RewardFunction | WorkerReward]:
     """The reward functions of a name.
 
     Args:
         named: a function, which is returned as it is; `task` or `task/shaping` (see `Task.rewards`);
-            `package.module:function` or `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence
-            classifier; or the http(s) address of a reward server.
+            `package.module:function` or `path/to/file.py:function`; a sequence classifier, or its path or id,
+            which `model:` may precede; or the http(s) address of a reward server.
         workers: processes for a function given by its path; 0: this process runs it.
+        tokenizer: of a sequence classifier; None: its own.
 
     Raises:
         ConfigError: it is not a function, or no function has this name.
     """
+    if isinstance(named, nn.Module):
+        return [RewardModel(named, tokenizer)]
     if callable(named):
         return [named]
     if not isinstance(named, str):
@@ -80,9 +91,11 @@ def reward_functions_named(
     if named.startswith(("http://", "https://")):
         return [HttpReward(named)]
     if named.startswith("model:"):
-        return [RewardModel(named.removeprefix("model:"))]
+        return [RewardModel(named.removeprefix("model:"), tokenizer)]
     if ":" in named:
         return [WorkerReward(named, workers) if workers else _load_function(named)]
+    if names_reward_model(named):
+        return [RewardModel(named, tokenizer)]
     refuse_file_alone(named, lambda value: callable(value) and not isinstance(value, type), "function")
     return list(get_rewards(named))
 
@@ -102,8 +115,10 @@ def _load_function(target: str) -> RewardFunction:
     return found
 
 
-def as_list(functions: RewardFunctions) -> list[RewardFunction | str]:
-    """The functions or names as a list."""
+def as_list(functions: RewardFunctions | None) -> list[RewardFunction | PreTrainedModel | str]:
+    """The functions, models or names as a list."""
+    if functions is None:
+        return []
     if isinstance(functions, Sequence) and not isinstance(functions, str):
         return list(functions)
     return [functions]
@@ -183,6 +198,7 @@ class Rewards:
         workers: processes for each function named by its path.
         seconds: time limit of a function for all completions of a call.
         errors: "unscored", or "raise": a TrainingError at the first failure.
+        tokenizers: of reward models; None: their own.
 
     Attributes:
         largest: a value beyond this is not accepted as a finite number.
@@ -191,12 +207,13 @@ class Rewards:
 
     def __init__(
         self,
-        functions: RewardFunctions,
+        functions: RewardFunctions | None,
         weights: Sequence[float] | None = None,
         workers: int = 0,
         *,
         seconds: float = 600.0,
         errors: RewardErrors = "unscored",
+        tokenizers: RewardTokenizers = None,
     ):
         named = as_list(functions)
         if not named:
@@ -215,10 +232,23 @@ class Rewards:
                     where="reward_weights",
                     remedy=f"Give numbers of at most {MAX_REWARD:g}",
                 )
+        each = list(tokenizers) if isinstance(tokenizers, Sequence) else [tokenizers] * len(named)
+        if len(each) != len(named) or (isinstance(tokenizers, PreTrainedTokenizerBase) and len(named) > 1):
+            raise ConfigError(
+                f"{len(each) if isinstance(tokenizers, Sequence) else 1} for {len(named)} reward functions",
+                where="reward_processing_classes",
+                remedy="Give one tokenizer per reward model, and None for each function",
+            )
         self.functions: list[RewardFunction | WorkerReward] = []
         self.weights: list[float] = []
-        for name, weight in zip(named, weights, strict=True):
-            found = reward_functions_named(name, workers)
+        for name, weight, tokenizer in zip(named, weights, each, strict=True):
+            found = reward_functions_named(name, workers, tokenizer)
+            if tokenizer is not None and not isinstance(found[0], RewardModel):
+                raise ConfigError(
+                    f"{shown(name)} is no reward model",
+                    where="reward_processing_classes",
+                    remedy="Give None in its place",
+                )
             self.functions += found
             self.weights += [weight] * len(found)
         self.names = distinct(f.name if isinstance(f, Reward) else _name_of(f) for f in self.functions)
@@ -357,7 +387,9 @@ class Rewards:
                 )
 
 
-def make_rewards(reward_funcs: RewardFunctions, args: GRPOConfig) -> Rewards:
+def make_rewards(
+    reward_funcs: RewardFunctions | None, args: GRPOConfig, tokenizers: RewardTokenizers = None
+) -> Rewards:
     """The reward functions of a run.
 
     Raises:
@@ -369,6 +401,7 @@ def make_rewards(reward_funcs: RewardFunctions, args: GRPOConfig) -> Rewards:
         args.reward_workers,
         seconds=args.reward_timeout,
         errors=args.reward_errors,
+        tokenizers=tokenizers,
     )
     if (name := args.difficulty_reward) is not None and name not in rewards.names:
         raise ConfigError(
@@ -379,7 +412,7 @@ def make_rewards(reward_funcs: RewardFunctions, args: GRPOConfig) -> Rewards:
     return rewards
 
 
-def reward_identities(reward_funcs: RewardFunctions) -> list[dict[str, Any]]:
+def reward_identities(reward_funcs: RewardFunctions | None) -> list[dict[str, Any]]:
     """A name for each reward function, with a hash of its source; of a function or task in a file or module,
     of all of that file."""
     return [
@@ -392,7 +425,7 @@ def _identity_of_name(name: str) -> dict[str, Any]:
     if name.startswith(("http://", "https://")):  # without a password
         address = urlsplit(name)
         return {"name": f"{address.hostname}:{address.port}{address.path}"}
-    if name.startswith("model:"):
+    if name.startswith("model:") or (":" not in name and names_reward_model(name)):
         return {"name": name}
     target, colon, function = name.rpartition(":")
     if not colon:
@@ -404,6 +437,8 @@ def _identity_of_name(name: str) -> dict[str, Any]:
 
 
 def _identity_of_function(function: RewardFunction) -> dict[str, Any]:
+    if isinstance(function, nn.Module):
+        return {"name": getattr(function, "name_or_path", "")}
     function = _without_partial(function)
     called_object = not (inspect.isfunction(function) or inspect.ismethod(function))
     source = source_fingerprint(type(function) if called_object else function)

@@ -12,10 +12,12 @@ from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.config_fields import described
 from unmask.training.text_config import TextConfig, corpus_rows
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 
+@described
 @dataclass(kw_only=True)
 class PretrainConfig(TextConfig):
     """Settings of `PretrainTrainer`."""
@@ -39,6 +41,7 @@ class PretrainTrainer(DiffusionTrainer):
         DataError: no text column, or no text.
     """
 
+    config_class = PretrainConfig
     streams = True
 
     @classmethod

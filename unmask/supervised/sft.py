@@ -3,35 +3,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pack, pair_rows
 from unmask.data.row_store import TOKENS, stored_rows
+from unmask.data.rows import Column, TokenRow
+from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
-from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import as_diffusion_lm
 from unmask.supervised.extra_objective import Objective
 from unmask.supervised.quality import QualityObjective
 from unmask.supervised.variable_length import GapObjective
-from unmask.training.config_fields import setting
+from unmask.training.config_fields import described, setting
+from unmask.training.metrics import ProgressTarget
 from unmask.training.noising import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
-from unmask.training.trainer import Batch, DiffusionTrainer
+from unmask.training.text_config import streamed_rows
+from unmask.training.trainer import (
+    Batch,
+    DiffusionTrainer,
+    HeldOut,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Tokenizer,
+)
+
+if TYPE_CHECKING:
+    import peft
+    from transformers import BitsAndBytesConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,8 +64,11 @@ VIEW_FIELDS = (
     "logprob_batch_size",
 )
 """The settings of noised copies of a row."""
+PACKED_TOGETHER = 1000
+"""Rows of a stream that are read, and packed, together, as in TRL."""
 
 
+@described
 @dataclass(kw_only=True)
 class SFTConfig(NoisingConfig, PairConfig):
     """Settings of `SFTTrainer`."""
@@ -147,35 +164,86 @@ class SFTTrainer(DiffusionTrainer):
     that of gaps of unknown length alone (`unmask.supervised.variable_length`), in which no end token is. The
     end token is learned, padding never. A completion is filled up with learned EOS to the end of its
     attention block or `canvas_length`.
+
+    Args:
+        train_dataset: also a stream (`datasets.IterableDataset`), which is read in its order while training.
+        formatting_func: makes the text of a row, all of which is trained on.
+        rest: as in DiffusionTrainer; in the order of TRL.
     """
 
+    config_class = SFTConfig
+    streams = True
+
     def __init__(
-        self, model: DiffusionLM | PreTrainedModel | str | Path, args: SFTConfig, *rows: Any, **named: Any
+        self,
+        model: Model | None = None,
+        args: SFTConfig | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Iterable[Any] | None = None,
+        eval_dataset: HeldOut | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: peft.PeftConfig | None = None,
+        formatting_func: Callable[[Any], str] | None = None,
+        *,
+        model_init: Callable[..., Any] | None = None,
+        progress: ProgressTarget | None = None,
     ):
+        self.formatting_func = formatting_func
         self.objective: Objective | None = None  # beside the masked loss, or in its place
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            progress=progress,
+        )
+
+    def prepared_model(self, lm: DiffusionLM, args: SFTConfig) -> DiffusionLM:
         if args.max_gap is not None:
             self.objective = GapObjective(args)
         elif args.quality_head != "off":
             self.objective = QualityObjective(args)
-        if self.objective is not None:
-            lm = as_diffusion_lm(model, named.get("processing_class"))
-            model = self.objective.prepared(lm)
-            if named.get("peft_config") is not None or has_adapters(lm):
-                what = "is not trained with lora, which leaves its weights as they are"
-                raise ConfigError(what, where=args.excludes_adapters, remedy="Train without adapters")
-        super().__init__(model, args, *rows, **named)
+        return lm if self.objective is None else self.objective.prepared(lm)
+
+    def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:
+        if self.formatting_func is not None and not isinstance(dataset, Mapping | None):
+            dataset = with_text(dataset, self.formatting_func)
+        return super()._checked_rows(lm, args, dataset, where)
 
     @classmethod
     def make_rows(
-        cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str
-    ) -> Dataset:
+        cls, lm: DiffusionLM, args: SFTConfig, dataset: Iterable[Mapping[str, Any]], where: str
+    ) -> Dataset | StreamedRows:
         fits = limits(lm, args, truncate_completion=args.truncate_completion)
-        report = args.data_report(where)
-        how: dict[str, Any] = {
-            "ends": lm.eos_token_ids,
-            "learn": args.learn,
-            "processes": args.dataset_num_proc,
-        }
+        how: dict[str, Any] = {"ends": lm.eos_token_ids, "learn": args.learn}
+
+        def rows_of_stream(examples: Iterable[Any]) -> Iterator[TokenRow]:
+            stream = iter(examples)
+            while some := list(islice(stream, PACKED_TOGETHER)):
+                rows = pair_rows(lm.tokenizer, some, fits, args.data_report(where), **how)
+                yield from pack([*rows], fits.max_length) if args.packing else rows
+
+        if not isinstance(dataset, Sized):
+            return streamed_rows(Column(dataset, None, where), rows_of_stream, args)
+        report, how = args.data_report(where), how | {"processes": args.dataset_num_proc}
         rows = stored_rows(partial(pair_rows, lm.tokenizer, dataset, fits, report, **how), TOKENS, report)
         if args.packing:
             rows = stored_rows(partial(pack, rows, fits.max_length), TOKENS, report)
@@ -204,9 +272,9 @@ class SFTTrainer(DiffusionTrainer):
             self.record(name, mean, count)
         return found.loss if found.views is None else found.loss + self.cross_entropy(lm, batch, found.views)
 
-    def train(self, *arguments: Any, **named: Any) -> TrainOutput:
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> TrainOutput:
         with self.objective.training(self.lm) if self.objective else nullcontext():
-            return super().train(*arguments, **named)
+            return super()._inner_training_loop(*arguments, **named)
 
     def count_items(self, batch: Batch) -> Tensor:
         """The number of learned tokens, or with `loss_type: sequence_nll` of answers."""
@@ -218,3 +286,20 @@ class SFTTrainer(DiffusionTrainer):
 def _answer_sizes(batch: Batch) -> Tensor:
     """At each learned token, the number of learned tokens of its example [B, T]; 1 elsewhere."""
     return group_sizes(torch.where(batch["maskable"], batch["documents"].long() - 1, -1))
+
+
+def with_text(dataset: Any, formatting_func: Callable[[Any], str]) -> Any:
+    """Rows of the text that a function makes of each, as in TRL; rows of tokens are unchanged."""
+
+    def with_its_text(row: Any) -> dict[str, str]:
+        return {"text": formatting_func(row)}
+
+    if "input_ids" in next(iter(dataset), ()):
+        return dataset
+    if hasattr(dataset, "map"):
+        return dataset.map(with_its_text, remove_columns=dataset.column_names)
+    if hasattr(dataset, "__len__"):
+        return [*map(with_its_text, dataset)]
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(lambda: map(with_its_text, dataset))

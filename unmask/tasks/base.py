@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import difflib
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from unmask.config.user_code import failing_as, load_class, refuse_file_alone
@@ -358,3 +360,13 @@ def get_rewards(name: str) -> list[Reward]:
     """The reward functions of `task` or `task/shaping`: `gsm8k`, `sudoku/partial`, `gsm8k/published`."""
     task, _, shaping = name.partition("/")
     return get_task(task).rewards(shaping or "strict")
+
+
+def names_reward_model(name: str) -> bool:
+    """Whether a name without a colon is that of a reward model: a folder, or a path or name on the hub that
+    begins with no task, nor with a misspelled one."""
+    task = name.partition("/")[0]
+    if task in Task.registered or name.endswith(".py"):
+        return False
+    misspelled = difflib.get_close_matches(task, Task.registered, n=1)
+    return Path(name).is_dir() or ("/" in name and not misspelled)

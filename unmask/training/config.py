@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import TrainingArguments, get_scheduler
 
 from unmask.config.base import OnResume
@@ -28,6 +30,7 @@ from unmask.training.config_fields import (
     check_settings,
     check_stock,
     check_types,
+    described,
     limits_of,
     setting,
     unmet,
@@ -68,6 +71,7 @@ SCHEDULE_NEEDS = {
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
+@described
 @dataclass(kw_only=True)
 class TrainingConfig(TrainingArguments):
     """The settings of all verbs, in addition to those of `transformers.TrainingArguments`, which are all
@@ -186,7 +190,9 @@ class TrainingConfig(TrainingArguments):
             )
         if assigned := (self.assigned & settings) - CHECKED_LATER:
             names = (self._passed | assigned) - CHECKED_LATER
+            accelerator = dict(AcceleratorState._shared_state)  # which a new config resets
             checked = type(self)(**{name: getattr(self, name) for name in names})
+            AcceleratorState._shared_state.update(accelerator)
             for name in assigned:
                 setattr(self, name, getattr(checked, name))
         self.assigned.clear()
@@ -468,3 +474,14 @@ def total_steps(args: TrainingArguments, rows: Any) -> int:
 def rows_per_step(args: TrainingArguments) -> int:
     """Rows in an optimizer step, over all ranks."""
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def first_of_stream(args: TrainingArguments, stream: Iterable[Any], rows: int) -> list[Any]:
+    """The first rows of a stream, those that a run visits. Raises ConfigError if `max_steps` is not set."""
+    if args.max_steps <= 0:
+        raise ConfigError(
+            "a stream has no end",
+            where="max_steps",
+            remedy="Set it, or give a list of rows or a datasets.Dataset",
+        )
+    return [*islice(stream, rows)]

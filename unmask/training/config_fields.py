@@ -7,11 +7,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from unmask.config.base import OnResume
+from transformers import TrainingArguments
+
+from unmask.config.base import OnResume, list_fields
 from unmask.config.run import checked
 from unmask.errors import ConfigError
+
+Config = TypeVar("Config", bound=type[Any])
 
 
 def setting(
@@ -40,6 +44,15 @@ def setting(
     described = f"{help}; needs {' and '.join(map(_described, needs))}." if needs else f"{help}."
     checks = {"low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
     return field(default=default, metadata={"help": described, "on_resume": on_resume, **checks})
+
+
+def described(config: Config) -> Config:
+    """A decorator of config classes that lists in the docstring each field that is not of TrainingArguments,
+    or has another default there."""
+    stock = {each.name: each.default for each in fields(TrainingArguments)}
+    own = [each for each in fields(config) if each.name not in stock or stock[each.name] != each.default]
+    list_fields(config, {each.name: (each.default, each.metadata["help"]) for each in own})
+    return config
 
 
 RANGES: dict[str, dict[str, Any]] = {

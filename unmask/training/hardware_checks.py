@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from accelerate.utils import DynamoBackend, extract_model_from_parallel
 from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
-from unmask.errors import NAMES_ELSEWHERE, ConfigError, TrainingError, did_you_mean, first_line
+from unmask.errors import ConfigError, TrainingError, first_line
 from unmask.models.adapters import quantized
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.sharding import check_sharding, weight_sharding_setting
@@ -88,25 +86,9 @@ class TrainedModel:
     split: bool  # whether its layers are on several devices
 
 
-def refuse_unsupported(
-    lm: DiffusionLM, args: Any, *, adapters: bool, trainer_arguments: Mapping[str, Any]
-) -> None:
-    """Refuse all that cannot work with this model, before the first step.
-
-    Args:
-        adapters: whether adapters are trained, including those that are still to be added.
-        trainer_arguments: arguments of transformers.Trainer.
-
-    Raises:
-        ConfigError: a setting that the model does not support, or a function that would read the logits of
-            whole rows.
-    """
-    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
-        if trainer_arguments.get(name) is not None:
-            what = "is never called, because the logits of a row depend on which tokens are hidden"
-            raise ConfigError(
-                what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss"
-            )
+def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool) -> None:
+    """Raise ConfigError for settings that this model does not support, before the first step. `adapters`:
+    whether adapters are trained, including those that are still to be added."""
     check_hardware_settings(args, TrainedModel(lm.attention, lm.dtype, adapters, quantized(lm), is_split(lm)))
 
 
@@ -116,19 +98,6 @@ def refuse_other_model(model: Any, lm: DiffusionLM) -> None:
     if extract_model_from_parallel(model) is not extract_model_from_parallel(lm.model):
         what = "is not the model that the trainer was made with, and would not be trained"
         raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
-
-
-def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:
-    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the
-    setting that is meant."""
-    known = inspect.signature(transformers.Trainer.__init__).parameters
-    settings = {each.name for each in dataclasses.fields(args)}
-    for name in given:
-        if name not in known:
-            near = name if name in settings else NAMES_ELSEWHERE.get(name)
-            of_args = f"It is a setting: {type(args).__name__}({near}=...), the trainer's args"
-            remedy = of_args if near in settings else did_you_mean(name, known, "Leave it out")
-            raise ConfigError("is no argument of the trainer", where=name, remedy=remedy)
 
 
 def check_hardware_settings(args: Any, model: TrainedModel, *, planned: bool = False) -> None:

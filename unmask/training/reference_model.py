@@ -19,7 +19,7 @@ from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import load
+from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_files import read_config
 from unmask.models.model_paths import fetched
 
@@ -36,23 +36,24 @@ class Reference:
         device: the device that holds the whole second model, if there is one: the training device.
         copy: whether to copy the policy even where its base without adapters would do: for a reference that
             moves or is placed elsewhere.
-        path: another reference model with the same vocabulary and settings; None: the policy before training.
+        other: another reference with the same vocabulary and settings: a model, or a path to load; None: the
+            policy before training.
 
     Raises:
         ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already sharded
             the weights.
     """
 
-    def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):
+    def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, other: Any = None):
         self.policy = lm
         self.is_base = (
-            hasattr(lm.model, "disable_adapter") and not copy and path is None and starts_at_base(lm)
+            hasattr(lm.model, "disable_adapter") and not copy and other is None and starts_at_base(lm)
         )
-        source = lm if path is None else load_beside(lm, path)
+        source = lm if other is None else beside(lm, other)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             what = "no reference can be made from weights that ZeRO 3 has sharded"
             raise ConfigError(what, where="reference", remedy=f"Use zero1, zero2 or FSDP, or {WITHOUT}")
-        self.lm = lm if self.is_base else lm.frozen_copy() if path is None else source
+        self.lm = lm if self.is_base else lm.frozen_copy() if other is None else source
         if not self.is_base:
             self.lm.model.eval().requires_grad_(False).to(device)
 
@@ -86,7 +87,7 @@ class Reference:
 
 
 def make_reference(
-    lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = False, path: str | None = None
+    lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = False, other: Any = None
 ) -> Reference:
     """The reference of a run. Arguments and errors as in `Reference`; also raises ConfigError if only the
     first process has weights."""
@@ -96,21 +97,23 @@ def make_reference(
         raise ConfigError(
             what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}"
         )
-    return Reference(lm, device=accelerator.device, copy=copy, path=path)
+    return Reference(lm, device=accelerator.device, copy=copy, other=other)
 
 
-def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
-    """Load another model in the policy's dtype. A model without saved settings gets the policy's attention
-    pattern. Raises ConfigError if its tokens or saved settings differ from the policy's, ModelError if it
-    cannot be loaded."""
-    config, _ = read_config(fetched(path, weights=False))
-    has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"ref_model {path}"
-    pattern: dict[str, Any] = (
-        {}
-        if has_settings
-        else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
-    )
-    other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
+def beside(lm: DiffusionLM, given: Any) -> DiffusionLM:
+    """Another model: in memory, or a path, which is loaded in the policy's dtype. A model without saved
+    settings gets the policy's attention pattern. Raises ConfigError if its tokens or saved settings differ
+    from the policy's, ModelError if it cannot be loaded."""
+    pattern: dict[str, Any] = {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
+    if isinstance(given, str | Path):
+        where, (config, _) = f"ref_model {given}", read_config(fetched(given, weights=False))
+        has_settings = getattr(config, SETTINGS_KEY, None) is not None
+        dtype = str(lm.model.dtype).removeprefix("torch.")
+        other = load(given, dtype=dtype, **({} if has_settings else pattern))
+    else:
+        where, other = "ref_model", as_diffusion_lm(given, lm.tokenizer)
+        has_settings = isinstance(given, DiffusionLM) or getattr(given.config, SETTINGS_KEY, None) is not None
+        other = other if has_settings else with_pattern(other, **pattern)
     tokens, own_tokens = (
         (each.config.vocab_size, each.mask_token_id, each.tokenizer.get_vocab()) for each in (other, lm)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from unmask.data.row_store import TOKENS, stored_rows
 from unmask.data.rows import Column, TokenRow, iter_text_rows
 from unmask.data.streamed_rows import StreamedRows
 from unmask.data.unknown_tokens import UnknownTokens
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig, row_length, rows_per_step
 
@@ -42,7 +42,7 @@ def corpus_rows(
         where: the name of the dataset in errors.
 
     Raises:
-        DataError: no text, a row without it, too many unknown tokens, or held-out rows that are a stream.
+        DataError: no text, a row without it, or too many unknown tokens.
         ConfigError: settings that do not work with a stream.
     """
     texts = Column(dataset, args.text_column, where, "data.text_column")
@@ -62,23 +62,30 @@ def corpus_rows(
         rows = stored_rows(make, TOKENS, unknown)
         unknown.check(where)
         return rows
-    if where == "eval_dataset":
-        raise DataError(
-            "is a stream", where=where, remedy="Give a finite list, such as list(stream.take(200))"
-        )
+    return streamed_rows(texts, make_rows, args)
+
+
+def streamed_rows(
+    source: Column, make_rows: Callable[[Iterable[Any]], Iterator[TokenRow]], args: TrainingConfig
+) -> StreamedRows:
+    """The rows of a stream, which are made while training. Errors in the first ones are raised before.
+
+    Raises:
+        ConfigError: settings that do not work with a stream.
+    """
     if args.max_steps <= 0:
         raise ConfigError(
             "a stream has no end",
             where="max_steps",
-            remedy="Set it, or read the text before training (data.streaming=false)",
+            remedy="Set it, or give rows that are read before training",
         )
     if args.dataloader_num_workers > 1:
         what = f"{args.dataloader_num_workers} workers for one stream"
         raise ConfigError(
             what, where="dataloader_num_workers", remedy="Use 0, or 1 to make rows in the background"
         )
-    rows = StreamedRows(texts, make_rows)
-    next(iter(rows))  # errors in the first rows are raised before training
+    rows = StreamedRows(source, make_rows)
+    next(iter(rows))
     return rows
 
 

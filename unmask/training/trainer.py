@@ -11,12 +11,13 @@ import gc
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import transformers.trainer
@@ -49,14 +50,18 @@ from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
+from unmask.training.arguments import (
+    OWN_LOSS,
+    WITHOUT_PREDICTIONS,
+    TrainerArguments,
+    by_place,
+    map_held_out,
+    refuse_foreign_collator,
+    refuse_given,
+)
 from unmask.training.config import TrainingConfig, check_rows, rows_per_step
 from unmask.training.distributed import from_first, lockstep, rows_before, without_repeats
-from unmask.training.hardware_checks import (
-    compile_in_place,
-    refuse_other_model,
-    refuse_unknown_arguments,
-    refuse_unsupported,
-)
+from unmask.training.hardware_checks import compile_in_place, refuse_other_model, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import (
     STEP_LOSSES,
@@ -98,11 +103,18 @@ from unmask.training.trackers import TrackedRuns, set_tensorboard_dir
 
 if TYPE_CHECKING:
     import peft
+    from transformers import BitsAndBytesConfig
 
 Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
+Model: TypeAlias = DiffusionLM | PreTrainedModel | str | Path
+HeldOut: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
+"""Rows, or several datasets of rows by name."""
+Tokenizer: TypeAlias = PreTrainedTokenizerBase | str | Path
+Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None]
+OptimizerClass: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
-class DiffusionTrainer(Trainer):
+class DiffusionTrainer(Trainer, TrainerArguments):
     """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
     Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss.
@@ -110,52 +122,73 @@ class DiffusionTrainer(Trainer):
     that gradient accumulation changes nothing.
 
     Args:
-        model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as
-            `processing_class`.
-        train_dataset, eval_dataset: rows in the format that the trainer documents.
+        model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer.
+        args: the trainer's config; None: its defaults.
+        data_collator: makes batches as `unmask.data.rows.Collator` does.
+        train_dataset: rows in the format that the trainer documents.
+        eval_dataset: held-out rows, or several such datasets by name, whose metrics are `eval_NAME_loss`.
+        processing_class: the tokenizer of a model of transformers, or in place of the model's own; or its
+            path.
+        model_init: makes the model of each `train`, in place of `model`: see `hyperparameter_search`.
+        callbacks, optimizers, optimizer_cls_and_kwargs: as in transformers.Trainer.
+        compute_loss_func, compute_metrics, preprocess_logits_for_metrics: refused.
+        quantization_config: how to quantize a model that is loaded here.
         peft_config: trains adapters instead of the weights.
         progress: a progress display to update.
         log: of the metrics; None: `training_logs.json` in the output directory.
-        phases: measures time and memory by phase of a step; None: a new one.
-        data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
-    streams = False  # whether the dataset may be a stream, an iterable without a length
+    streams = False  # whether the training rows may be a stream, an iterable without a length
     per_view: PerViewBackward | None = None  # makes the steps of a loss that takes several forward passes
+    args: Any
+    lm: DiffusionLM  # that is trained
 
     def __init__(
         self,
-        model: DiffusionLM | PreTrainedModel | str | Path,
-        args: TrainingConfig,
+        model: Model | None = None,
+        args: TrainingConfig | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
         train_dataset: Iterable[Any] | None = None,
-        eval_dataset: Sequence[Any] | None = None,
+        eval_dataset: HeldOut | None = None,
+        processing_class: Tokenizer | None = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         *,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
         peft_config: peft.PeftConfig | None = None,
         progress: ProgressTarget | None = None,
         log: RunLog | None = None,
-        phases: Phases | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        **trainer_arguments: Any,
     ):
-        refuse_unknown_arguments(args, trainer_arguments)
-        args.check_assigned()
-        lm = as_diffusion_lm(model, processing_class)
+        functions = {
+            "compute_metrics": compute_metrics,
+            "compute_loss_func": compute_loss_func,
+            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+        }
+        refuse_given(functions, WITHOUT_PREDICTIONS, OWN_LOSS)
+        refuse_foreign_collator(data_collator)
+        args = self.checked_args(args, model)
+        if model_init is not None:
+            model = self._first_model(model, model_init, optimizers, args)
+        if model is None:
+            raise ConfigError("is not given", where="model", remedy="Give it, or model_init")
+        lm = self.prepared_model(as_diffusion_lm(model, processing_class, quantization_config), args)
+        adapters = peft_config is not None or has_adapters(lm)
+        if adapters and (setting := args.excludes_adapters):
+            what = "is not trained with lora, which leaves its weights as they are"
+            raise ConfigError(what, where=setting, remedy="Train without adapters")
         args.choose_precision(in_float32=lm.dtype == torch.float32)
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")
-        eval_rows = self._checked_rows(lm, args, eval_dataset, "eval_dataset")
+        eval_rows = map_held_out(eval_dataset, partial(self._checked_rows, lm, args))
         check_rows(args, train_rows, eval_rows)
-        refuse_unsupported(
-            lm,
-            args,
-            adapters=peft_config is not None or has_adapters(lm),
-            trainer_arguments=trainer_arguments,
-        )
+        refuse_unsupported(lm, args, adapters=adapters)
         set_seed(args.seed)  # new adapters are initialized from it
-        self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
-        self.lm.flash_attention = args.flash_attention
-        setattr(lm.config, SETTINGS_KEY, lm.settings)
+        self.peft_config = peft_config
+        self.lm = self._trained(lm, args)
         self.means, self.numbers, self.evaluating = Means(), Unread(), False
         self._step_tokens: list[Tensor] = []  # of the micro-batches of this step
         self._step_batches: list[Any] = []  # the micro-batches of this step so far
@@ -166,7 +199,7 @@ class DiffusionTrainer(Trainer):
         self._found: dict[Any, Path | None] = {}  # the checkpoint to resume, which is hashed once
         self._unfinished: Path | None = None  # where a checkpoint is being written
         self.metrics = log or RunLog(folder=args.output_folder)
-        self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
+        self.phases = Phases(args.device, memory=args.log_memory_usage)
         self.earlier_history = history(lm)
         self.num_rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
@@ -178,8 +211,10 @@ class DiffusionTrainer(Trainer):
             processing_class=lm.tokenizer,
             data_collator=data_collator or Collator(lm.pad_token_id, marking=not args.dispatched),
             callbacks=[*(callbacks or []), self._run_callback],
-            **trainer_arguments,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self.model_init = model_init
         if args.torch_compile:
             compile_in_place(self.lm, args, self.accelerator)
         set_tensorboard_dir(self.callback_handler.callbacks, args.logging_dir)
@@ -188,6 +223,77 @@ class DiffusionTrainer(Trainer):
         for printed in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
+
+    # The model, which `model_init` makes anew for each run.
+
+    def _first_model(self, model: Any, model_init: Callable[..., Any], optimizers: Any, args: Any) -> Any:
+        if model is not None or any(optimizers):
+            where = "model_init and " + ("optimizers" if model is None else "model")
+            raise ConfigError("both are given", where=where, remedy="Leave one of them out")
+        set_seed(args.seed)
+        self.model_init = model_init
+        return super().call_model_init()
+
+    def prepared_model(self, lm: DiffusionLM, args: Any) -> DiffusionLM:
+        """Hook to add to a model what is trained beside its weights."""
+        return lm
+
+    def _trained(self, lm: DiffusionLM, args: Any) -> DiffusionLM:
+        """A prepared model with its adapters, which is trained."""
+        trained = lm if self.peft_config is None else with_adapters(lm, self.peft_config)
+        trained.flash_attention = args.flash_attention
+        setattr(lm.config, SETTINGS_KEY, lm.settings)
+        return trained
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """The model of a new run. Raises ConfigError if the rows were not made for it."""
+        made = as_diffusion_lm(super().call_model_init(trial), self.processing_class)
+        made = self.prepared_model(made, self.args)
+        if made.settings != self.lm.settings or made.tokenizer.get_vocab() != self.lm.tokenizer.get_vocab():
+            what = f"made {made}, but the rows were made for {self.lm}"
+            raise ConfigError(what, where="model_init", remedy="Make a trainer for each such model")
+        self.lm = self._trained(made, self.args)
+        if self.args.torch_compile:
+            compile_in_place(self.lm, self.args, self.accelerator)
+        return self.lm.model
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **of_backend: Any,
+    ) -> Any:
+        """Like transformers.Trainer, with a `model_init`, for settings of transformers; the objective is
+        `eval_loss` unless another is given. Each trial is a run in a folder of its own, `run-N`."""
+        if self.model_init is None:
+            what, remedy = "each trial trains a model of its own", "Give it (PretrainTrainer, SFTTrainer)"
+            raise ConfigError(what, where="model_init", remedy=remedy)
+        objective = compute_objective or itemgetter("eval_loss")
+        return super().hyperparameter_search(
+            hp_space, objective, n_trials, direction, backend, hp_name, **of_backend
+        )
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.args.check_assigned(read=True)
+
+    @contextlib.contextmanager
+    def _run_of(self, trial: Any) -> Iterator[None]:
+        """A context in which a trial of `hyperparameter_search` is a run in a folder of its own."""
+        settings, output_dir, log = vars(self.args), self.args.output_dir, self.metrics
+        settings["output_dir"] = super()._get_output_dir(trial)
+        self.metrics = self._run_callback.log = RunLog(folder=self.args.output_folder)
+        self.state.global_step = 0
+        self.__dict__.pop("run_record", None)
+        try:
+            yield
+        finally:
+            settings["output_dir"], self.metrics = output_dir, log
+            self._run_callback.log = log
 
     @property
     def model(self) -> Any:
@@ -198,7 +304,8 @@ class DiffusionTrainer(Trainer):
     @model.setter
     def model(self, model: Any) -> None:
         inner, options = taken_apart(model)
-        refuse_other_model(inner, self.lm)
+        if model is not None:  # the end of a trial releases it
+            refuse_other_model(inner, self.lm)
         self._model = inner
         if options is not None:
             self.lm.compile(**options)
@@ -208,13 +315,12 @@ class DiffusionTrainer(Trainer):
         """Convert the user's rows to the format of the collator. `where` names the dataset in errors."""
         return dataset
 
-    @classmethod
-    def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
+    def _checked_rows(self, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
         if dataset is None:
             return None
-        check_dataset(dataset, where, streams=cls.streams)
+        check_dataset(dataset, where, streams=self.streams)
         rows = print_report(
-            cls.make_rows(lm, args, dataset, where), args.should_save, tables=not args.disable_tqdm
+            self.make_rows(lm, args, dataset, where), args.should_save, tables=not args.disable_tqdm
         )
         if args.show_rows and args.should_save and where == "train_dataset" and rows is not dataset:
             show_rows(lm.tokenizer, rows, args.show_rows)
@@ -262,10 +368,19 @@ class DiffusionTrainer(Trainer):
         """Whether all steps are done; transformers would make one more when a run is resumed at its end."""
         return self.state.global_step >= self.state.max_steps
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Like transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if
         the run ended before it. A path may also be a run's folder. A resumed run is compared
         (`checkpoint_to_resume`), a new one refuses to overwrite another."""
+        with contextlib.nullcontext() if trial is None else self._run_of(trial):
+            return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, trial: Any, ignored: Any) -> TrainOutput:
         self.args.check_assigned(read=True)
         self._throughput = Throughput()
         self._tracked_runs.resumed = bool(resume_from_checkpoint)
@@ -275,7 +390,7 @@ class DiffusionTrainer(Trainer):
                 refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
             elif self.is_world_process_zero():
                 self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
-            output = super().train(checkpoint and str(checkpoint), **rest)
+            output = super().train(checkpoint and str(checkpoint), trial, ignored)
             # ends workers that load rows: persistent ones live as long as their loader
             self.callback_handler.train_dataloader = None
             self.accelerator._dataloaders.clear()
@@ -316,7 +431,8 @@ class DiffusionTrainer(Trainer):
     @cached_property
     def run_record(self) -> RunRecord:
         """The settings and inputs of the run. It must be made before training changes the weights."""
-        return RunRecord(self.args, self.inputs(), {"eval_dataset": rows_fingerprint(self.eval_dataset)})
+        held_out = {place: rows_fingerprint(rows) for place, rows in by_place(self.eval_dataset).items()}
+        return RunRecord(self.args, self.inputs(), held_out)
 
     def inputs(self) -> dict[str, Any]:
         """What the run reads, besides settings and held-out rows: fingerprints of JSON types, by name."""
@@ -400,18 +516,28 @@ class DiffusionTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Like transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if
-        there are none."""
+        """Like transformers.Trainer, on user rows or the trainer's held-out rows: of one dataset, or of
+        several by name. Raises ConfigError if there are none."""
         rows = self.held_out_rows(eval_dataset)
-        with measuring(self, metric_key_prefix):
-            self.measure(rows)
-            return super().evaluate(rows, ignore_keys, metric_key_prefix)
+        sets = {f"_{name}": each for name, each in rows.items()} if isinstance(rows, Mapping) else {"": rows}
+        metrics: dict[str, float] = {}
+        for suffix, each in sets.items():
+            prefix = metric_key_prefix + suffix
+            with measuring(self, prefix):
+                metrics |= self.evaluate_rows(each, ignore_keys, prefix)
+        return metrics
+
+    def evaluate_rows(self, rows: Any, ignore_keys: Any, metric_key_prefix: str) -> dict[str, float]:
+        """The metrics of one dataset of held-out rows."""
+        self.measure(rows)
+        return super().evaluate(rows, ignore_keys, metric_key_prefix)
 
     def measure(self, rows: Any) -> None:
         """Hook for metrics of held-out rows other than the loss. Called before the loss is evaluated."""
 
     def held_out_rows(self, dataset: Any = None) -> Any:
-        """The rows of a dataset in the format of the collator; None: the trainer's `eval_dataset`."""
+        """The rows of a dataset, of several, or of one of the trainer's by its name, in the format of the
+        collator; None: the trainer's `eval_dataset`."""
         rows = self.eval_dataset if dataset is None else dataset
         if rows is None:
             raise ConfigError(
@@ -419,8 +545,11 @@ class DiffusionTrainer(Trainer):
                 where="eval_dataset",
                 remedy="Give it to evaluate, or to the trainer",
             )
-        made = rows is self.eval_dataset or hasattr(rows, "content")  # stored rows
-        return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
+        if isinstance(rows, str) and isinstance(self.eval_dataset, Mapping):
+            return self.eval_dataset[rows]
+        own = [self.eval_dataset, *by_place(self.eval_dataset).values()]
+        made = hasattr(rows, "content") or any(rows is each for each in own)  # stored rows, or prompts
+        return rows if made else map_held_out(rows, partial(self._checked_rows, self.lm, self.args))
 
     def predict(self, *_: Any, **__: Any) -> Any:
         """Refused, because the logits of a row depend on which tokens are hidden."""
@@ -726,7 +855,8 @@ class DiffusionTrainer(Trainer):
     # Checkpoints.
 
     def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._unfinished is None else str(self._unfinished.parent)
+        """That of the run, which is a trial's own (`_run_of`)."""
+        return str(self.args.output_dir if self._unfinished is None else self._unfinished.parent)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         args, name = self.args, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -265,7 +265,7 @@ def started(verb: str, folder: Path, **more: Any) -> Any:
         reward = {"reward": ranks} if verb == "grpo" else {}
         return make(verb, folder, **{**BASE, **reward, "eval_dataset": held_out, **more})
     args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
-    return ConvertTrainer(llama_lm("causal"), args, TEXTS, TEXTS[:2])
+    return ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
 
 
 def inner(trainer: Any) -> Any:
