@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ import unmask
 from tests.helpers import REPOSITORY
 
 
-def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
+def test_the_public_names_are_those_that_type_checkers_see() -> None:
     tree = ast.parse((REPOSITORY / "unmask" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     declared = {
@@ -21,9 +23,31 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert declared == {**unmask.PUBLIC_NAMES, "generation": "unmask", "losses": "unmask"}
-    assert set(unmask.__all__) == declared.keys() | {"__version__"}
-    assert set(dir(unmask)) == set(unmask.__all__)
+    assert declared == unmask.PUBLIC_NAMES and len(declared) > 20
+    assert set(unmask.__all__) == set(dir(unmask)) == declared.keys() | {"__version__"}
+
+
+def test_a_type_checker_knows_the_names_and_their_arguments(tmp_path: Path) -> None:
+    lines = {
+        "unmask.nonexistent": "attr-defined",
+        "unmask.SFTTrainer('m', unmask.SFTConfig(output_dir='o'), train_dataset=[{'text': 'a'}])": None,
+        "unmask.SFTTrainer('m', epochs=3)": "call-arg",
+        "unmask.SFTTrainer('m', 'settings')": "arg-type",
+        "unmask.GRPOTrainer('m', len, eval_dataset={'a': [], 'b': []}).train()": None,
+    }
+    script = tmp_path / "script.py"
+    script.write_text("import unmask\n" + "\n".join(lines))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--follow-imports=silent", str(script)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {
+        int(line): code for line, code in re.findall(r":(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.M)
+    }
+    assert found == {number: code for number, code in enumerate(lines.values(), 2) if code}, done.stdout
 
 
 @pytest.mark.parametrize("name", unmask.__all__)

@@ -1,18 +1,20 @@
 """Unmask: turn an autoregressive language model into a diffusion language model, train it, sample from it,
 evaluate it.
 
-Public names are imported on first use, so that `import unmask` and `unmask --help` are instant.
-`PUBLIC_NAMES` and `PUBLIC_MODULES` list them; the imports above are for type checkers only.
+Public names are imported on first use, so that `import unmask` and `unmask --help` are instant. The imports
+for type checkers list them, and say where each is.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -43,31 +45,14 @@ if TYPE_CHECKING:
     from unmask.supervised.sft import SFTConfig as SFTConfig
     from unmask.supervised.sft import SFTTrainer as SFTTrainer
 
-PUBLIC_NAMES = {  # each with its module, in the order of the pipeline
-    "load": "unmask.models.load",
-    "DiffusionLM": "unmask.models.diffusion_lm",
-    "log_likelihood": "unmask.evaluation.likelihood",
-    "generate": "unmask.generation.sampler",
-    "infill": "unmask.generation.sampler",
-    "fim_prompt": "unmask.generation.fill_in_the_middle",
-    "Generation": "unmask.generation.output",
-    "SamplerConfig": "unmask.config.sampler",
-    "PretrainTrainer": "unmask.supervised.pretrain",
-    "PretrainConfig": "unmask.supervised.pretrain",
-    "ConvertTrainer": "unmask.convert.trainer",
-    "ConvertConfig": "unmask.convert.config",
-    "SFTTrainer": "unmask.supervised.sft",
-    "SFTConfig": "unmask.supervised.sft",
-    "DPOTrainer": "unmask.preference.trainer",
-    "DPOConfig": "unmask.preference.config",
-    "GRPOTrainer": "unmask.rl.trainer",
-    "GRPOConfig": "unmask.rl.config",
-    "UnmaskError": "unmask.errors",
-    "clear_mask_cache": "unmask.models.attention",
-    "mask_cache_stats": "unmask.models.attention",
+PUBLIC_NAMES = {
+    name: module
+    for module, name in re.findall(
+        r"^    from (unmask[\w.]*) import (\w+) as \2$", Path(__file__).read_text(encoding="utf-8"), re.M
+    )
 }
-PUBLIC_MODULES = ("generation", "losses")
-__all__ = [*PUBLIC_NAMES, *PUBLIC_MODULES, "__version__"]
+"""Each with its module, read from the imports above."""
+__all__ = [*PUBLIC_NAMES, "__version__"]
 
 
 NOISY = ("bitsandbytes.backends.cpu.ops", "torch.utils._pytree", "torchao", "torchao.kernel.intmm")
@@ -113,13 +98,13 @@ for _module in AUTO_CLASSES.keys() & sys.modules.keys():
 sys.meta_path.insert(0, _AutoClasses())
 
 
-def __getattr__(name: str) -> Any:
-    if name in PUBLIC_MODULES:
-        return import_module(f"unmask.{name}")
-    if name not in PUBLIC_NAMES:
-        raise AttributeError(f"module 'unmask' has no attribute {name!r}")
-    return getattr(import_module(PUBLIC_NAMES[name]), name)
+if not TYPE_CHECKING:
 
+    def __getattr__(name: str) -> Any:
+        if name not in PUBLIC_NAMES:
+            raise AttributeError(f"module 'unmask' has no attribute {name!r}")
+        module = PUBLIC_NAMES[name]
+        return import_module(f"unmask.{name}") if module == "unmask" else getattr(import_module(module), name)
 
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__
