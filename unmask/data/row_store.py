@@ -88,6 +88,11 @@ def stored_rows(make: partial[Any], types: Mapping[str, Any], report: RowCounts 
     return rows
 
 
+def first(rows: Any, count: int) -> Any:
+    """The first rows of a dataset, or all that it has."""
+    return rows.select(range(min(count, len(rows))))
+
+
 def _home() -> Path:
     import datasets
     from datasets.fingerprint import get_temporary_cache_files_directory

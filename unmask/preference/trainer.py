@@ -29,7 +29,7 @@ from unmask.config.user_code import load_function
 from unmask.data.decoding import text_after
 from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined_preferences, pair_rows, preference_rows
-from unmask.data.row_store import TOKENS, stored_rows
+from unmask.data.row_store import TOKENS, first, stored_rows
 from unmask.data.rows import Collator, TokenRow, separate_documents
 from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups, sum_over_views
@@ -59,7 +59,7 @@ from unmask.preference.reference_log_probs import (
     model_hashes,
 )
 from unmask.rewards.answers import describe_error
-from unmask.training.arguments import by_place
+from unmask.training.arguments import by_place, map_held_out
 from unmask.training.config import (
     TrainingConfig,
     canvas_length,
@@ -227,8 +227,9 @@ class DPOTrainer(DiffusionTrainer):
             )
         self.num_given_rows = len(self.train_dataset or ())
         if first_rows is not None:
-            self.train_dataset = self.train_dataset.take(first_rows)
-            self.eval_dataset = self.eval_dataset and self.eval_dataset.take(first_rows)
+            self.train_dataset = first(self.train_dataset, first_rows)
+            shorter = map_held_out(self.eval_dataset, lambda rows, _: rows and first(rows, first_rows))
+            self.eval_dataset = shorter
         disable_dropout(self.lm.model)
         self.sampler = sampler or SamplerConfig()
         if (length := canvas_length(self.lm, args)) is not None:
@@ -516,7 +517,7 @@ class DPOTrainer(DiffusionTrainer):
                 if held_out is not None:
                     self.stored[name] = table(table_name(name), held_out, [range(len(held_out))])
             if self.args.log_variance_steps:
-                pairs = self.train_dataset.take(min(MEASURED_PAIRS, len(self.train_dataset)))
+                pairs = first(self.train_dataset, MEASURED_PAIRS)
                 redraws = [range(len(pairs))] * LOGGED_REDRAWS
                 self.stored["redrawn"] = table("redrawn", pairs, redraws, FIRST_REDRAW)
 
@@ -611,7 +612,7 @@ class DPOTrainer(DiffusionTrainer):
     def margin_variance(self) -> Tensor:
         """The variance of the margin over redraws of the masks, in nats squared, averaged over the first
         pairs of the training data. The pairs are the same at every step, so that steps can be compared."""
-        rows = self.train_dataset.take(min(MEASURED_PAIRS, len(self.train_dataset)))
+        rows = first(self.train_dataset, MEASURED_PAIRS)
         batches = list(self.in_batches(rows, self.args.train_batch_size))
         margin_RP = torch.stack(
             [
