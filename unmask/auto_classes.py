@@ -38,11 +38,18 @@ class UnmaskForMaskedDiffusion:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *_: Any, config: Any = None, **options: Any) -> Any:
-        """The model of a folder or hub id. `options` as for `unmask.load`; raises its errors."""
+        """The model of a folder or hub id, with adapters merged. `options` as for `unmask.load`; raises its
+        errors."""
+        from unmask.models.adapters import has_adapters, merged
         from unmask.models.load import load
 
         informed = options.pop("output_loading_info", False)
-        model = as_transformers(load(path, **options))
+        # the Auto classes replace a folder of adapters by its base
+        given = options.pop("adapter_kwargs", None) or {}
+        if adapters := given.get("_adapter_model_path"):
+            path, options["revision"] = adapters, given.get("revision")
+        lm = load(path, **options)
+        model = as_transformers(merged(lm) if has_adapters(lm) else lm)
         return (model, {"missing_keys": set(), "unexpected_keys": set()}) if informed else model
 
     def forward(

@@ -134,7 +134,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: change(
             path, "adapter_config.json", peft_type="LORA", base_model_name_or_path="evil/model"
         ),
-        "checkpoint of adapters",
+        "evil/model: no such folder",
     ),
     "a class of another library": (
         lambda path: change(path, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -161,7 +161,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: change(
             path, "adapter_config.json", auto_mapping={"parent_library": "mine", "base_model_class": "Mine"}
         ),
-        "checkpoint of adapters",
+        "the adapters name no base model",
     ),
     "a FIFO for a further chat template": (
         lambda path: os.mkfifo(inner(path, "additional_chat_templates/x.jinja")),

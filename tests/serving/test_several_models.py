@@ -318,7 +318,7 @@ def test_weights_that_others_share_or_that_do_not_fit_are_refused(
         ),
         ("red", "whole"): (400, "path", "holds no adapters"),
         ("red", "elsewhere"): (400, "path", "the adapters are of another model: base_model"),
-        ("other", "red"): (400, "path", "is a checkpoint of adapters, not a model"),
+        ("other", "red"): (400, "path", "holds adapters, not a whole model"),
         ("green", "red"): (404, "model", "the model 'green' does not exist"),
     }
     for (model, path), (status, param, words) in refused.items():

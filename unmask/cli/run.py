@@ -143,6 +143,8 @@ def run_verb(verb: str, config: RunConfig, folder: RunFolder, measurements: Meas
                 if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:
                     trainer.evaluate()
                     save_whole(trainer, model, writes=args.should_save)  # for its card
+                if args.push_to_hub:
+                    trainer.push_to_hub()
             measurements.evaluate(trainer.lm, folder.path, args, progress)
         del trainer  # whose memory two models may need now
         retention = measurements.retention(model)
@@ -197,7 +199,7 @@ def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
     with written_whole(folder, writes=writes, listed=False) as unfinished:
         if writes and (card := folder / "README.md").is_file():  # it may have been edited
             shutil.copy(card, unfinished)
-        trainer.save_model(str(unfinished))
+        trainer.save_whole(unfinished)
 
 
 def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any) -> Any:

@@ -425,19 +425,30 @@ class ConvertTrainer(TrainerArguments):
         return self.args.output_folder / f"stage-{number}"
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the converted model. Every process has to call it, because sharded weights are gathered from
-        all."""
-        folder = str(output_dir or self.args.output_dir)
+        """Write the converted model, and push it to the hub with `push_to_hub`. Every process has to call it,
+        because sharded weights are gathered from all."""
+        self.save_whole(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save")
+
+    def save_whole(self, folder: Path) -> None:
+        """Write the converted model with adapters merged."""
         if self.trainer is not None:
-            self.trainer.save_model(folder)
+            self.trainer.save_whole(folder)
         elif self.args.should_save:
             self.lm.save(folder)
+
+    def push_to_hub(self, *arguments: Any, **named: Any) -> Any:
+        """Upload the converted model, as `DiffusionTrainer.push_to_hub`. Raises TrainingError before training."""
+        if self.trainer is None:
+            raise TrainingError("no stage was trained", where="push_to_hub", remedy="Call train before")
+        return self.trainer.push_to_hub(*arguments, **named)
 
     def gather_weights(self, trainer: StageTrainer) -> None:
         """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a
         model changed."""
         folder = trainer.args.output_folder / "whole"
-        trainer.save_model(str(folder))
+        trainer.save_whole(folder)
         trainer.accelerator.wait_for_everyone()
         remote_code = any(
             base.__module__.startswith("transformers_modules") for base in type(self.lm.model).__mro__
@@ -477,6 +488,7 @@ class ConvertTrainer(TrainerArguments):
         stage = self.args.stages[number - 1]
         args = with_fresh_accelerator_state(self.args)
         args.output_dir = str(self._stage_folder(number))
+        args.hub_model_id = self.args.hub_model_id or self.args.output_folder.absolute().name
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
             args.lr_scheduler_type = "cosine_with_min_lr"

@@ -145,7 +145,14 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """The model with PEFT adapters for inference; quantized weights stay as they are."""
+    """The model with PEFT adapters; quantized weights stay as they are. Raises ConfigError if PEFT cannot add
+    them, or if the model has some."""
+    if has_adapters(lm):
+        raise ConfigError(
+            "the model has adapters, which are trained further",
+            where="lora (peft_config)",
+            remedy="Leave it out, or merge them first (save_model of the trainer that trained them does)",
+        )
     try:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             return of_adapted(lm, _wrapped(lm.model, peft_config))
@@ -159,6 +166,7 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
     """The DiffusionLM of a model that PEFT has wrapped around that of `lm`."""
     from peft.utils.other import ModulesToSaveWrapper
 
+    model.create_or_update_model_card = _no_card
     adapted = lm.bind(model)
     head = adapted.model.get_output_embeddings()
     if not isinstance(head, ModulesToSaveWrapper):
@@ -171,6 +179,11 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
     return adapted
 
 
+def _no_card(folder: str) -> None:
+    """In the place of PEFT's method, which writes a card without contents and changes other cards: adapters have
+    ours."""
+
+
 def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
     from peft import get_peft_model
 
@@ -181,7 +194,7 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
         warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`")
         # which it writes for stacked experts
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-        return get_peft_model(model, peft_config)
+        return get_peft_model(model, peft_config, revision=getattr(model, "revision", None))
 
 
 def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:

@@ -11,12 +11,15 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
+from transformers.utils.hub import hf_api
 
 from unmask.artifacts import share
 from unmask.config.run import AttentionName
@@ -47,7 +50,11 @@ from unmask.models.hooks.last_layer import LastLayer
 from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
 from unmask.models.kernels import flash
-from unmask.models.model_card import write_card
+from unmask.models.hub import upload_model
+from unmask.models.model_card import CardFields, card_fields, write_card
+from unmask.models.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+SHARD = "50GB"  # as in transformers
 
 
 @dataclass(frozen=True)
@@ -483,9 +490,58 @@ class DiffusionLM:
 
         return load(path_or_id, **arguments)
 
-    def save_pretrained(self, save_directory: str | pathlib.Path) -> None:
-        """`save`, by its name in transformers."""
-        self.save(save_directory)
+    def save_pretrained(
+        self,
+        save_directory: str | pathlib.Path,
+        *,
+        max_shard_size: int | str = SHARD,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **named: Any,
+    ) -> None:
+        """`save`, by its name in transformers. With `push_to_hub` the model is also uploaded, as `repo_id` or by
+        the name of the folder; `named`: arguments of `push_to_hub`."""
+        self.save(save_directory, max_shard_size=max_shard_size)
+        if push_to_hub:
+            self.push_to_hub(repo_id or pathlib.Path(save_directory).absolute().name, **named)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload model",
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = SHARD,
+        **card: Any,
+    ) -> CommitInfo:
+        """Upload the model, its tokenizer and its card to the hub, as models of transformers do. A model with
+        adapters uploads these; merge them first to upload the whole model
+        (`unmask.models.adapters.merged`).
+
+        Args:
+            repo_id: owner/name, or a name of the owner of the token. The repository is created if need be.
+            commit_message, commit_description, private, token, revision, create_pr, max_shard_size: as in
+                transformers.
+            card: license, tags, language, dataset and further fields of the card
+                (`transformers.Trainer.create_model_card`).
+        """
+        name = hf_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        with TemporaryDirectory() as folder:
+            self.save(folder, max_shard_size=max_shard_size, card=card_fields(name, card))
+            found: Any = upload_model(
+                folder,
+                name,
+                revision=revision,
+                token=token,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                create_pr=create_pr,
+            )
+        return found
 
     def generate(self, inputs: Tensor, **arguments: Any) -> Tensor:
         """Prompts and their completions as token ids, as models of transformers write them
@@ -506,16 +562,26 @@ class DiffusionLM:
         if not self.stock:
             publish_config(folder)
 
-    def save(self, path: str | pathlib.Path) -> None:
+    def save(
+        self, path: str | pathlib.Path, *, max_shard_size: int | str = SHARD, card: CardFields = CardFields()
+    ) -> None:
         """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model
-        bit for bit. Merge adapters first, as the trainers do: otherwise only these are written."""
+        bit for bit. Of a model with adapters only these are written, and their base is read again from where
+        it was. `max_shard_size`: of a file of weights, in bytes or as "5GB"; `card`: further fields of the
+        card."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
-        accept_generation_config(self.model.generation_config)
-        self.model.save_pretrained(path)
+        if hasattr(self.model, "merge_and_unload"):
+            self.model.save_pretrained(str(path), save_embedding_layers=False)
+            self.model.config.save_pretrained(path)
+        else:
+            accept_generation_config(self.model.generation_config)
+            self.model.save_pretrained(path, max_shard_size=max_shard_size)
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):  # of an earlier save, which would be read
+                pathlib.Path(path, name).unlink(missing_ok=True)
         self.publish_config(path)
         share(path)
         self.tokenizer.save_pretrained(path)
-        write_card(self, path)
+        write_card(self, path, card)
 
     def clear_mask_cache(self) -> None:
         """Empty the cache of attention masks, which all models share (`unmask.clear_mask_cache`)."""

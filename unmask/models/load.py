@@ -39,6 +39,7 @@ from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
+from unmask.models.model_card import CACHED, HISTORY_KEY, hub_id
 from unmask.models.model_files import (
     read_config,
     read_tokenizer,
@@ -47,7 +48,8 @@ from unmask.models.model_files import (
     refuse_pickled,
     weight_files,
 )
-from unmask.models.model_paths import fetched
+from unmask.models.model_paths import base_of_adapters, fetched
+from unmask.models.stored_adapters import stored_adapters
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -139,12 +141,13 @@ def load(
     force_download: bool = False,
     **others: Any,
 ) -> DiffusionLM:
-    """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
+    """Load a causal language model, stock or saved by Unmask, a released diffusion model (docs/models.md), or
+    adapters (PEFT) on their base, which trainers train further.
 
     Arguments that `from_pretrained` of transformers has, too, mean the same.
 
     Args:
-        path_or_id: a local folder, of a model or of a training run, or a hub id.
+        path_or_id: a local folder, of a model, of a training run or of adapters, or a hub id.
         attention: the pattern; None: as saved or released, and causal for a stock model.
         block_size: the attention block of a block-causal model; None: as saved.
         logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False
@@ -202,6 +205,30 @@ def load(
         trust_remote_code=trust_remote_code,
         parse_special_tokens=parse_special_tokens,
     )
+    if (base := base_of_adapters(folder)) is not None:
+        lm = load(
+            base[0],
+            revision=base[1],
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+            device_map=device_map,
+            quantization_config=quantization_config,
+            max_memory=max_memory,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        settings = pattern_settings(config, attention, block_size, logit_shift) | {
+            "time_embedding": lm.has_time_embedding,
+            "quality_head": lm.quality_head is not None,
+        }
+        if eos_token_ids is not None:
+            settings["eos_token_ids"] = eos_token_ids
+        setattr(lm.config, HISTORY_KEY, getattr(config, HISTORY_KEY, []))
+        return stored_adapters(make_diffusion(lm.model, tokenizer, **settings), folder)
     refuse_pickled(folder, variant)
     quantized = quantization or quantization_config
     weight_dtype = _saved_dtype(config, folder, variant) if dtype == "auto" else _dtype(dtype)
@@ -211,7 +238,12 @@ def load(
     options = {"trust_remote_code": trust_remote_code, "variant": variant}
     model = _load_model(folder, config, weight_dtype, options | placement, family)
     model = model if placement else model.to(device)
-    config.name_or_path = tokenizer.name_or_path = str(path_or_id)
+    # as adapters on it name it: by its name on the hub, or its absolute path
+    source = str(Path(path_or_id).resolve()) if Path(path_or_id).exists() else str(path_or_id)
+    if cached := CACHED.search(source):
+        source, revision = hub_id(source) or source, revision or cached[2]
+    config.name_or_path = tokenizer.name_or_path = model.name_or_path = source
+    model.revision = revision
     with reading(
         "cannot use the model", folder, "Check config.json, generation_config.json and the tokenizer's files"
     ):

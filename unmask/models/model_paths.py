@@ -22,7 +22,7 @@ RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model
 """The resolved config, the manifest and the trained model in the output folder of a run."""
 TEXTS = (".json", ".jinja", ".txt", ".model")
 """Kinds of a model's files besides its weights."""
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 STAGE_NAME = re.compile(r"(stage|checkpoint)-\d+")
 LFS_POINTER = b"version https://git-lfs"
 """What a file begins with that `git clone` wrote without Git LFS in the place of a large one."""
@@ -58,7 +58,7 @@ def fetched(
     trust_remote_code: bool = False,
     **how: Any,
 ) -> str:
-    """The folder of a model: a folder itself, or the downloaded files of a name on the hub.
+    """The folder of a model or of adapters: a folder itself, or the downloaded files of a name on the hub.
 
     Args:
         path_or_id: a folder, of a model or of a run, or a name on the hub.
@@ -87,7 +87,9 @@ def fetched(
     try:
         folder = download([*(f"*{kind}" for kind in TEXTS), "*.md", *(["*.py"] if trust_remote_code else [])])
         index = folder / of_variant("model.safetensors.index.json", variant)
-        if weights:
+        if weights and (folder / ADAPTER_CONFIG).is_file():
+            download([ADAPTER_WEIGHTS])
+        elif weights:
             shards = json.loads(read_file(index))["weight_map"].values() if index.is_file() else ()
             names = {glob.escape(name) for name in shards if name.endswith(".safetensors")}
             download([*names] or [of_variant("model.safetensors", variant)])
@@ -129,18 +131,29 @@ def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> 
         raise ModelError(
             "is a file, not the folder of a model", where=where, remedy=f"Name the folder: {folder.parent}"
         )
-    if (folder / ADAPTER_CONFIG).is_file() or [path.name for path in folder.glob("*.safetensors")] == [
-        "adapter_model.safetensors"
-    ]:
-        remedy = (
-            "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
-        )
-        raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
-    if not (folder / CONFIG).exists():
+    if (base := base_of_adapters(folder)) is not None:
+        check_model(base[0], weights=weights)
+    elif (folder / ADAPTER_WEIGHTS).is_file() and len([*folder.glob("*.safetensors")]) == 1:
+        raise ModelError(f"holds adapters, and has no {ADAPTER_CONFIG}", where=where, remedy=AGAIN)
+    elif not (folder / CONFIG).exists():
         _refuse_without_config(folder)
     for path in sorted(folder.glob("*.safetensors")) if weights else ():
         if path.is_file() and (fault := _fault_of(path)):
             raise ModelError(f"{path.name} {fault}", where=str(folder), remedy=AGAIN)
+
+
+def base_of_adapters(folder: str | os.PathLike[str]) -> tuple[str, str | None] | None:
+    """The base model that the adapters in a folder name, a folder or a name on the hub, and its revision; None:
+    it holds no adapters. Raises ModelError if they name none."""
+    path = Path(folder, ADAPTER_CONFIG)
+    if not path.is_file():
+        return None
+    with suppress(OSError, ValueError, AttributeError):  # no JSON, or no object
+        config = json.loads(read_file(path))
+        if isinstance(base := config.get("base_model_name_or_path"), str) and base:
+            return base, config.get("revision")
+    what = f"the adapters name no base model (base_model_name_or_path in {ADAPTER_CONFIG})"
+    raise ModelError(what, where=str(folder), remedy="Name its folder there, or its name on the hub")
 
 
 def refuse_other_model(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""LoRA adapters that were stored in a folder, on a model in memory whose weights they share with it and with
-one another."""
+"""Adapters that were stored in a folder: on a base that they have to themselves, to train them further, or LoRA
+on a model in memory whose weights they share with it and with one another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from unmask.artifacts import read_file
 from unmask.errors import ConfigError, ModelError
-from unmask.models.adapters import add_adapters
+from unmask.models.adapters import add_adapters, checked_adapters
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_files import reading, refuse_irregular, refuse_pickled
@@ -56,10 +56,45 @@ READ |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
 more than the adapters."""
 COMPARED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 """Settings with which the same weights compute something else."""
+DETERMINED = (True, False, "gaussian", "orthogonal", "pissa", "olora")
+"""Starts of LoRA that leave the weights under the adapters as they are, or change them alike every time."""
 REMEDY = (
     "Give a folder with LoRA adapters for this model, which save_pretrained of PEFT or a run with lora "
     "wrote (a checkpoint)"
 )
+
+
+def stored_adapters(lm: DiffusionLM, folder: str) -> DiffusionLM:
+    """A base model with the adapters of a folder, which can be trained further.
+
+    Raises:
+        ModelError: the folder holds no adapters for this model in safetensors, or adapters of a kind that is
+            not trained here (docs/models.md).
+    """
+    from peft import LoraConfig, PeftConfig
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    remedy = "Give a folder with adapters for this model, which save_pretrained of PEFT wrote"
+    refuse_pickled(folder)
+    with reading("cannot read the adapters", folder, remedy):
+        refuse_irregular(Path(folder))
+        config = PeftConfig.from_pretrained(folder)
+        if isinstance(config, LoraConfig) and (config.megatron_config is not None):
+            raise ValueError("they name code of Megatron")
+        if getattr(config, "init_lora_weights", True) not in DETERMINED:
+            raise ValueError(f"the weights under them depend on init_lora_weights {config.init_lora_weights}")
+        weights = load_file(Path(folder) / SAFETENSORS_WEIGHTS_NAME)
+    config.base_model_name_or_path, config.inference_mode = None, False  # PEFT names that of the model
+    try:
+        with reading("the adapters do not fit the model", folder, remedy):
+            adapted = checked_adapters(add_adapters(lm, config), config)
+    except ConfigError as error:
+        raise ModelError(error.what, where=folder, remedy=remedy) from error
+    _check_shapes(adapted, weights, folder, tables=True)
+    with reading("cannot load the adapters", folder, remedy):
+        put_adapters(adapted, weights)
+    adapted.model.eval()
+    return adapted
 
 
 def load_adapters(lm: DiffusionLM, path: str | Path) -> DiffusionLM:
@@ -176,9 +211,12 @@ def _sharing(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
-def _check_shapes(lm: DiffusionLM, weights: dict[str, torch.Tensor], where: str) -> None:
+def _check_shapes(
+    lm: DiffusionLM, weights: dict[str, torch.Tensor], where: str, *, tables: bool = False
+) -> None:
     """Raise ModelError for weights of adapters that are not exactly those that the model has: PEFT would
-    leave out what it does not find, and write to the weights below the adapters what is not of adapters."""
+    leave out what it does not find, and write to the weights below the adapters what is not of adapters.
+    `tables`: whether there may be whole embedding tables, which PEFT saves with adapters on one."""
     from peft import get_peft_model_state_dict
 
     there = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -186,6 +224,9 @@ def _check_shapes(lm: DiffusionLM, weights: dict[str, torch.Tensor], where: str)
         name: tuple(weight.shape)
         for name, weight in get_peft_model_state_dict(lm.model, save_embedding_layers=False).items()
     }
+    if tables:
+        own = {name: tuple(weight.shape) for name, weight in lm.model.state_dict().items()}
+        here |= {name: own[name] for name in there.keys() & own.keys()}
     if unlike := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
         shapes = f"is {there.get(unlike[0], 'absent')}, and has to be {here.get(unlike[0], 'absent')}"
         raise ModelError(

@@ -21,6 +21,7 @@ from unmask.errors import ConfigError, DataError, ModelError, UnmaskError
 from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.models.model_paths import ADAPTER_CONFIG
 from unmask.models.stored_adapters import put_adapters, read_adapters
 from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.middleware import given_key, keys_match
@@ -229,6 +230,8 @@ def put_weights(model: ModelEngine, weights: Mapping[str, Tensor]) -> None:
 
 
 def _whole_model(lm: DiffusionLM, where: str) -> Mapping[str, Tensor]:
+    if (Path(where) / ADAPTER_CONFIG).is_file():  # whose base may lie anywhere
+        raise ModelError("holds adapters, not a whole model", where=where, remedy=REMEDY)
     new = load(where, dtype=str(next(lm.model.parameters()).dtype).removeprefix("torch."))
     if differ := differences(model_facts(new), model_facts(lm)):
         raise ModelError(f"another model: {differ}", where=where, remedy=REMEDY)

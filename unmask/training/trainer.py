@@ -10,13 +10,15 @@ import copy
 import gc
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -33,7 +35,8 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
+from transformers.utils.hub import PushInProgress, hf_api
 
 from unmask.artifacts import share, write_atomic
 from unmask.config.base import OnResume
@@ -49,7 +52,9 @@ from unmask.models.chat_template import accept_generation_config
 from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
-from unmask.models.model_card import HISTORY_KEY, history, write_card
+from unmask.models.hub import upload_model
+from unmask.models.model_card import FILE as CARD
+from unmask.models.model_card import HISTORY_KEY, CardFields, card_fields, history, write_card
 from unmask.training.arguments import (
     OWN_LOSS,
     WITHOUT_PREDICTIONS,
@@ -86,6 +91,7 @@ from unmask.training.optimizers import (
 from unmask.training.per_view_backward import PerViewBackward, accumulating
 from unmask.training.run.around import running_in
 from unmask.training.run.checkpoint import (
+    LAST_ON_HUB,
     SUMS_NAME,
     checked_checkpoint,
     fault,
@@ -105,6 +111,8 @@ if TYPE_CHECKING:
     import peft
     from transformers import BitsAndBytesConfig
 
+OF_A_MODEL = ("*config.json", "adapter_model.safetensors", "model*.safetensors", "model.safetensors.index.json")
+"""The files of a model or adapters in a checkpoint, besides the tokenizer's."""
 Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
 Model: TypeAlias = DiffusionLM | PreTrainedModel | str | Path
 HeldOut: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
@@ -870,8 +878,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         finally:
             self._unfinished, args.push_to_hub = None, uploads
         if uploads:
-            with without_pickled_settings():
-                self._push_from_checkpoint(str(checkpoint))
+            self._push_from_checkpoint(str(checkpoint))
         if args.should_save:
             remove_old(checkpoint, args.save_total_limit, self.state.best_model_checkpoint)
 
@@ -901,23 +908,37 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights,
-        config, metric sums, and the record of the run."""
-        folder, writes = Path(output_dir or str(self.args.output_dir)), self.args.should_save
-        accept_generation_config(self.lm.model.generation_config)
-        if not _internal_call and has_adapters(self.lm):
-            if writes:
-                merged(self.lm).save(folder)
-            return
+        """Save the whole model with adapters merged, and push to the hub with `push_to_hub`; a checkpoint
+        (`_internal_call`): trained weights, config, metric sums, and the record of the run."""
+        folder = Path(output_dir or str(self.args.output_dir))
         if _internal_call:
             self._save_run(folder)
+            self._save_trained(folder)
+            return
+        self.save_whole(folder)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save")
+
+    def save_whole(self, folder: Path, card: CardFields = CardFields()) -> None:
+        """Save the whole model with adapters merged."""
+        if not has_adapters(self.lm):
+            self._save_trained(folder)
+            if self.args.should_save:
+                share(folder)
+                write_card(self.lm, folder, card)
+        elif self.args.should_save:
+            merged(self.lm).save(folder, card=card)
+
+    def _save_trained(self, folder: Path) -> None:
+        """Save what is trained, the weights or the adapters, with config and tokenizer."""
+        accept_generation_config(self.lm.model.generation_config)
+        without_tables(self.lm)
         with without_pickled_settings():
-            super().save_model(str(folder), _internal_call)
-        if writes and not has_adapters(self.lm):
+            super().save_model(str(folder), _internal_call=True)
+        if self.args.should_save:
+            if has_adapters(self.lm):
+                self.lm.config.save_pretrained(str(folder))  # it holds the history, which adapters do not save
             self.lm.publish_config(folder)
-        if writes and not _internal_call:
-            share(folder)
-            write_card(self.lm, folder)
 
     def _save_run(self, folder: Path) -> None:
         """Add to a checkpoint what the weights do not hold."""
@@ -928,14 +949,113 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             read = rows.visited(steps * rows_per_step(self.args)) if isinstance(rows, StreamedRows) else None
             write_atomic(folder / SUMS_NAME, json.dumps(sums))
             self.run_record.write(folder, self.reported_settings(), read)
-            self.lm.config.save_pretrained(str(folder))  # it holds the history, which adapters do not save
-            self.lm.publish_config(folder)
-        without_tables(self.lm)
 
-    def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Called by transformers when it pushes to the hub."""
+    # The hub.
+
+    def create_model_card(self, **fields: Any) -> None:
+        """Write the card of the model into the output directory. `fields`: language, license, tags, model_name,
+        finetuned_from, tasks, dataset_tags, dataset and dataset_args, as in transformers.Trainer, and
+        dataset_name, as in TRL."""
         if self.args.should_save:
-            write_card(self.lm, str(self.args.output_dir))
+            write_card(self.lm, str(self.args.output_dir), card_fields(self._repository, fields))
+
+    @property
+    def _repository(self) -> str:
+        """The name of the repository of this run."""
+        return self.hub_model_id or self.args.hub_model_id or self.args.output_folder.absolute().name
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        *,
+        merge_adapters: bool = False,
+        **card: Any,
+    ) -> Any:
+        """Upload the model with its tokenizer and card; of a model with adapters these, or with
+        `merge_adapters` the whole model. The other arguments as in transformers.Trainer; `card`: as for
+        `create_model_card`."""
+        fields, token = card_fields(self._repository, card), token or self.args.hub_token
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            if (card_here := self.args.output_folder / CARD).is_file():  # it may have been edited
+                shutil.copy(card_here, folder)
+            if merge_adapters:
+                self.save_whole(folder, fields)
+            else:
+                self._save_trained(folder)
+            if not self.is_world_process_zero():
+                return None
+            write_card(self.lm, folder, fields)
+            self._finish_current_push()
+            return self._upload(folder, stack, commit_message, blocking, token=token, revision=revision)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload the model of a checkpoint and, with such a `hub_strategy`, the checkpoint, in the background."""
+        args, checkpoint = self.args, Path(checkpoint_folder)
+        pending = self.push_in_progress
+        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+            return
+        if pending is not None and not pending.is_done() and not args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        steps = args.save_strategy == SaveStrategy.STEPS
+        at = f"step {self.state.global_step}" if steps else f"epoch {int(self.state.epoch or 0)}"
+        message = f"Training in progress, {at}"
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            for path in chain.from_iterable(map(checkpoint.glob, OF_A_MODEL)):
+                shutil.copy(path, folder)
+            self.lm.tokenizer.save_pretrained(folder)
+            before = history(self.lm)
+            self.remember()
+            write_card(self.lm, folder, card_fields(self._repository, {}))
+            setattr(self.lm.config, HISTORY_KEY, before)
+            jobs = [self._upload(folder, stack, message, blocking=False)]
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            last = args.hub_strategy == HubStrategy.CHECKPOINT
+            jobs.append(
+                hf_api().upload_folder(
+                    repo_id=str(self.hub_model_id),
+                    folder_path=checkpoint,
+                    path_in_repo=LAST_ON_HUB if last else checkpoint.name,
+                    commit_message=f"{message}, checkpoint",
+                    token=args.hub_token,
+                    run_as_future=True,
+                    revision=args.hub_revision,
+                )
+            )
+        self.push_in_progress = PushInProgress([*(pending.jobs if pending is not None else []), *jobs])
+
+    def _upload(
+        self,
+        folder: Path,
+        stack: contextlib.ExitStack,
+        message: str | None,
+        blocking: bool,
+        *,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Any:
+        """Upload a folder as the model of the run's repository, and then leave the context of the folder."""
+        done: Any = upload_model(
+            folder,
+            str(self.hub_model_id),
+            revision=revision or self.args.hub_revision,
+            token=token or self.args.hub_token,
+            commit_message=message,
+            run_as_future=not blocking,
+        )
+        if not blocking:
+            kept = stack.pop_all()
+            done.add_done_callback(lambda _: kept.close())
+        return done
 
 
 def select_rows(batch: Any, rows: slice) -> Any:

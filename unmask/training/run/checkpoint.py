@@ -37,6 +37,7 @@ from unmask.training.run.shards import INDEX, check_shards
 
 FILE_LIST = "checkpoint_files.json"
 SUMS_NAME = "metric_sums.json"
+LAST_ON_HUB = "last-checkpoint"  # with `hub_strategy: checkpoint`
 EARLIER = ".earlier"  # ends the name of a folder that a new one replaces
 THREADS = 4  # hashing releases the lock of the interpreter
 
@@ -312,4 +313,4 @@ def check_last(checkpoint: Path, output: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any(CHECKPOINT.fullmatch(each.name) for each in (path, path.resolve()))
+    return path.name == LAST_ON_HUB or any(CHECKPOINT.fullmatch(each.name) for each in (path, path.resolve()))
