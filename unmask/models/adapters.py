@@ -61,7 +61,7 @@ def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> Diff
     cannot."""
     if reason := _unmergeable(adapted, peft_config):
         raise ConfigError(
-            f"they cannot be merged into the weights ({reason})",
+            f"{_kind(peft_config)} adapters cannot be merged into the weights ({reason})",
             where="lora (peft_config)",
             remedy="Use adapters that can be, such as plain LoRA",
         )
@@ -124,7 +124,7 @@ def _first_error(lm: DiffusionLM) -> str | None:
 def _unmergeable(lm: DiffusionLM, peft_config: peft.PeftConfig) -> str | None:
     """Why PEFT cannot merge these adapters, tried on a copy without memory; None: it can."""
     if not has_adapters(lm):
-        return "they change what the model reads"
+        return "their virtual tokens change what the model reads"
     if getattr(peft_config, "layer_replication", None):
         return "replicated layers share their weights"
     tensors = chain(lm.model.parameters(), lm.model.buffers())
@@ -157,9 +157,12 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             return of_adapted(lm, _wrapped(lm.model, peft_config))
     except Exception as error:  # PEFT's kinds raise anything
-        raise ConfigError(
-            first_line(error).rstrip("."), where=WHERE, remedy="Name modules of this model"
-        ) from error
+        what = f"PEFT cannot add {_kind(peft_config)} adapters ({first_line(error).rstrip('.')})"
+        raise ConfigError(what, where=WHERE, remedy="Name modules of this model, or use LoRA") from error
+
+
+def _kind(peft_config: peft.PeftConfig) -> str:
+    return str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
 
 
 def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:

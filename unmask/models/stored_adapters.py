@@ -89,7 +89,7 @@ def stored_adapters(lm: DiffusionLM, folder: str) -> DiffusionLM:
         with reading("the adapters do not fit the model", folder, remedy):
             adapted = checked_adapters(add_adapters(lm, config), config)
     except ConfigError as error:
-        raise ModelError(error.what, where=folder, remedy=remedy) from error
+        raise ModelError(error.what, where=folder, remedy=error.remedy) from error
     _check_shapes(adapted, weights, folder, tables=True)
     with reading("cannot load the adapters", folder, remedy):
         put_adapters(adapted, weights)
