@@ -1,5 +1,5 @@
-"""A hub in this process: a small HTTP server that speaks the protocol of huggingface_hub (repositories, branches,
-uploads by commit and by LFS, downloads), and a client that is pointed to it."""
+"""A hub in this process: a small HTTP server that speaks the protocol of huggingface_hub (repositories,
+branches, uploads by commit and by LFS, downloads), and a client that is pointed to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 from unittest import mock
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import transformers.utils.hub
@@ -61,7 +61,9 @@ class Hub:
 
     def put(self, name: str, folder: Path, branch: str = "main") -> None:
         """A repository with the files of a folder."""
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        }
         self.repositories.setdefault(name, Repository()).branches[branch] = files
 
 
@@ -90,14 +92,15 @@ class Handler(BaseHTTPRequestHandler):
         path, body = unquote(url.path), self.rfile.read(int(self.headers.get("Content-Length") or 0))
         hub.requests.append((self.command, path))
         with hub.lock:
-            if self.command in ("POST", "PUT") and not path.startswith("/object/"):
-                if self.headers.get("authorization") != f"Bearer {TOKEN}":
-                    return self.refuse(401, "Unauthorized")
-            self.dispatch(path, body, parse_qs(url.query))
+            signed = self.headers.get("authorization") == f"Bearer {TOKEN}" or path.startswith("/object/")
+            if self.command in ("POST", "PUT") and not signed:
+                self.refuse(401, "Unauthorized")
+            else:
+                self.dispatch(path, body)
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_one
 
-    def dispatch(self, path: str, body: bytes, query: dict[str, list[str]]) -> None:
+    def dispatch(self, path: str, body: bytes) -> None:
         if path == "/api/whoami-v2":
             return self.answer(200, {"name": OWNER, "type": "user"})
         if path == "/api/validate-yaml":
@@ -110,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", path):
             return self.batch(json.loads(body))
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/(.*))?", path):
-            return self.model(match[1], match[2] or "revision/main", body, query)
+            return self.model(match[1], match[2] or "revision/main", body)
         if match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([\w.-]+)/(.+)", path):
             return self.resolve(*match.groups())
         self.refuse(404, "RepoNotFound")
@@ -127,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
         objects = [each | {"actions": upload(each["oid"])} for each in asked["objects"]]
         self.answer(200, {"transfer": "basic", "objects": objects})
 
-    def model(self, name: str, rest: str, body: bytes, query: dict[str, list[str]]) -> None:
+    def model(self, name: str, rest: str, body: bytes) -> None:
         if (repository := self.hub.repositories.get(name)) is None:
             return self.refuse(404, "RepoNotFound")
         verb, _, revision = rest.partition("/")

@@ -93,7 +93,11 @@ IMPORTS = {
 
 METHODS = {
     "unmask.auto_classes": {"unmask.models.adapters", "unmask.models.load", "unmask.generation.token_ids"},
-    "unmask.models.diffusion_lm": {"unmask.models.load", "unmask.generation.token_ids"},
+    "unmask.models.diffusion_lm": {
+        "unmask.models.adapters",
+        "unmask.models.load",
+        "unmask.generation.token_ids",
+    },
 }
 """Modules that import what is built on them, or takes long, in methods that users of transformers expect of
 a model."""

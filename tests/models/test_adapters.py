@@ -106,6 +106,7 @@ SETTINGS = {  # of kinds whose defaults do not fit tiny layers
     "IA3": {"feedforward_modules": []},
 }
 
+KINDS = sorted(each.value for each in peft.PeftType)
 REASONS = {
     "virtual tokens change": "virtual tokens change what the model reads",
     "cannot be merged": "PEFT cannot merge them into the weights",
@@ -276,7 +277,9 @@ def row_of(kind: str, folder: Path) -> str:
 def documented() -> dict[str, str]:
     """The row of each kind in docs/models.md."""
     text = (REPOSITORY / "docs/models.md").read_text(encoding="utf-8")
-    version, rest = re.search(r"\| with PEFT (\S+) \|.*?\n\|[-|]+\n(.*?)\n\n", text + "\n\n", re.DOTALL).groups()
+    version, rest = re.search(
+        r"\| with PEFT (\S+) \|.*?\n\|[-|]+\n(.*?)\n\n", text + "\n\n", re.DOTALL
+    ).groups()
     if version != peft.__version__:
         pytest.skip("the table is of another version of PEFT")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rest.splitlines()]
@@ -285,7 +288,7 @@ def documented() -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own, of some kinds
-@pytest.mark.parametrize("kind", sorted(each.value for each in peft.PeftType))
+@partly_slow("kind", KINDS, *map(KINDS.index, ("BEFT", "IA3", "LORA", "PROMPT_TUNING", "SHIRA", "XLORA")))
 def test_every_kind_is_saved_as_trained_or_refused_as_the_docs_say(kind, tmp_path):
     assert documented().keys() == {each.value for each in PEFT_TYPE_TO_CONFIG_MAPPING}
     assert row_of(kind, tmp_path) == documented()[kind]

@@ -18,11 +18,14 @@ from tests.errors import raises
 from tests.hub import TOKEN, Hub, running
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, prepared, settings, unmask, weights
+from unmask.config.run import ModelConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, ModelError
+from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.planning.blueprint import ModelSpec
 
 NAME = "user/name"
 IDS_BT = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -57,7 +60,7 @@ def lora(**more: Any) -> LoraConfig:
 
 def logits(lm: DiffusionLM) -> torch.Tensor:
     with torch.no_grad():
-        return lm.logits(IDS_BT, hidden_BT=IDS_BT == lm.mask_token_id)
+        return lm.logits(IDS_BT, hidden_BT=lm.mask_token_id == IDS_BT)
 
 
 def trainer_of(verb: str, folder: Path, model: Any, *, adapters: bool, **more: Any) -> Any:
@@ -81,12 +84,17 @@ def test_the_pushed_model_is_the_trained_one(verb, kind, hub, base, causal, tmp_
     assert not files.keys() & {"run.json", "training_args.bin", "optimizer.pt"}
     loaded = load(NAME)
     assert loaded.settings == trainer.lm.settings
-    torch.testing.assert_close(logits(loaded), logits(trainer.lm), rtol=0, atol=0 if kind != "merged" else 1e-5)
+    torch.testing.assert_close(
+        logits(loaded), logits(trainer.lm), rtol=0, atol=0 if kind != "merged" else 1e-5
+    )
     data = ModelCard(files["README.md"].decode()).data
     assert (data.license, data.datasets, data.library_name) == ("mit", ["owner/rows"], "unmask")
     assert data.pipeline_tag == "text-generation" and {verb, "mine"} <= set(data.tags)
     assert ("lora" in data.tags) == (kind == "adapters") and data.base_model is None
-    assert str(tmp_path) not in files["README.md"].decode() and "More Information" not in files["README.md"].decode()
+    assert (
+        str(tmp_path) not in files["README.md"].decode()
+        and "More Information" not in files["README.md"].decode()
+    )
     assert f'unmask.load("{NAME}")' in files["README.md"].decode()
 
 
@@ -117,7 +125,9 @@ def test_a_strategy_uploads_what_it_says(strategy, adapters, hub, base, tmp_path
     assert "sft" in card.data.tags and "| sft | 8 | 2 |" in card.text
     messages = [message for _, message, _ in hub.repositories[NAME].commits]
     first = "Model save" if strategy == "end" else "Training in progress, step 1"
-    assert messages[0] == first and any("checkpoint" in each for each in messages) == ("checkpoint" in strategy)
+    assert messages[0] == first and any("checkpoint" in each for each in messages) == (
+        "checkpoint" in strategy
+    )
 
 
 def test_a_run_goes_on_from_its_last_checkpoint_on_the_hub(hub, base, tmp_path):
@@ -137,11 +147,12 @@ def test_private_repositories_branches_and_background_uploads(hub, base, tmp_pat
     trainer.push_to_hub(blocking=False, commit_message="First").result()
     repository = hub.repositories[NAME]
     assert repository.private is True and not hub.files(NAME)
-    assert ADAPTERS <= set(hub.files(NAME, "next"))
+    assert set(hub.files(NAME, "next")) >= ADAPTERS
     assert repository.commits == [("next", "First", repository.commits[0][2])]
     assert torch.equal(logits(load(NAME, revision="next")), logits(trainer.lm))
-    trainer.push_to_hub(merge_adapters=True)  # replaces the adapters
-    assert not ADAPTERS & set(hub.files(NAME, "next")) and MODEL <= set(hub.files(NAME, "next"))
+    trainer.args.hub_merge_adapters = True
+    trainer.push_to_hub()  # replaces the adapters
+    assert not ADAPTERS & set(hub.files(NAME, "next")) and set(hub.files(NAME, "next")) >= MODEL
 
 
 def test_the_card_has_base_data_licence_and_results(hub, base, tmp_path):
@@ -244,7 +255,13 @@ def test_adapters_of_other_trainers_are_read(hub, tmp_path):
 def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
     lm = load(base)
     lm.push_to_hub(
-        NAME, private=True, revision="next", commit_message="Mine", tags=["one"], license="mit", max_shard_size="40KB"
+        NAME,
+        private=True,
+        revision="next",
+        commit_message="Mine",
+        tags=["one"],
+        license="mit",
+        max_shard_size="40KB",
     )
     files = hub.files(NAME, "next")
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
@@ -254,6 +271,12 @@ def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
     assert torch.equal(logits(load(NAME, revision="next")), logits(lm))
     lm.save_pretrained(tmp_path / "second", push_to_hub=True)
     assert torch.equal(logits(load("user/second")), logits(lm))
+    adapted = with_adapters(load(base), lora())
+    for merge, expected in ((False, ADAPTERS), (True, MODEL)):
+        adapted.push_to_hub("user/third", merge_adapters=merge)
+        assert set(hub.files("user/third")) & (ADAPTERS | MODEL) == expected
+        found = logits(load("user/third"))
+        torch.testing.assert_close(found, logits(adapted), rtol=0, atol=1e-5 * merge)
 
 
 def test_a_base_that_is_gone_is_named(base, tmp_path):
@@ -274,7 +297,7 @@ def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
     pushed = ["training.push_to_hub=true", f"training.hub_model_id={NAME}", "lora.target_modules=[q_proj]"]
     done = unmask("sft", "--model", base, "--output", tmp_path / "run", *quick, *pushed, "lora.r=2")
     assert done.exit_code == 0, done.output
-    assert ADAPTERS <= set(hub.files(NAME))
+    assert set(hub.files(NAME)) >= ADAPTERS
     merged = load(tmp_path / "run")
     torch.testing.assert_close(logits(load(NAME)), logits(merged), rtol=0, atol=1e-5)
     folder = snapshot_download(NAME)
@@ -289,8 +312,10 @@ def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
         )
         resumed = unmask("sft", "--config", output / "config.yaml", "--resume", "training.max_steps=3")
         assert resumed.exit_code == 0, resumed.output
-    for command in (["generate", folder, "--prompt", "ab", "--max-new-tokens", "2"], ["inspect", folder]):
-        shown = unmask(*command)
-        assert shown.exit_code == 0, shown.output
+    shown = unmask("generate", folder, "--prompt", "ab", "--max-new-tokens", "2")
+    assert shown.exit_code == 0, shown.output
+    assert ModelSpec.read(ModelConfig(path=folder)).settings["block_size"] == 2
+    small = unmask("sft", "--model", folder, "--output", tmp_path / "4bit", *quick, "model.quantization=4bit")
+    assert small.exit_code == 0, small.output
     refused = unmask("sft", "--model", folder, "--output", tmp_path / "third", *quick, "lora.r=2")
     assert refused.exit_code == 2 and "the model has adapters" in refused.output

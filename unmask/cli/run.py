@@ -37,7 +37,7 @@ from unmask.evaluation.provenance import EVALUATION
 from unmask.models.load import DTYPES
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
-from unmask.training.config import TrainingConfig
+from unmask.training.config import TrainingConfig, trains_adapters
 from unmask.training.hardware_checks import TrainedModel, bounded_memory, check_hardware_settings
 from unmask.training.run.around import StopOnSignal, naming_lost_process, running_in
 from unmask.training.run.checkpoint import check_last, written_whole
@@ -228,9 +228,8 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
         model, patterns = config.model, args.patterns()
         if not patterns and args.flash_attention and not model.from_scratch:
             patterns = [read_pattern(model)["attention"]]
-        adapters, quantized, split = (
-            part is not None for part in (config.lora, model.quantization, model.device_map)
-        )
+        adapters = trains_adapters(config)
+        quantized, split = (part is not None for part in (model.quantization, model.device_map))
         for attention in patterns or ["causal"]:
             subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)
             check_hardware_settings(args, subject, planned=planned)

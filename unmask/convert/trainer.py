@@ -427,7 +427,7 @@ class ConvertTrainer(TrainerArguments):
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the converted model, and push it to the hub with `push_to_hub`. Every process has to call it,
         because sharded weights are gathered from all."""
-        self.save_whole(Path(output_dir or self.args.output_dir))
+        self.save_whole(Path(output_dir or str(self.args.output_dir)))
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save")
 
@@ -439,7 +439,8 @@ class ConvertTrainer(TrainerArguments):
             self.lm.save(folder)
 
     def push_to_hub(self, *arguments: Any, **named: Any) -> Any:
-        """Upload the converted model, as `DiffusionTrainer.push_to_hub`. Raises TrainingError before training."""
+        """Upload the converted model, as `DiffusionTrainer.push_to_hub`. Raises TrainingError before
+        training."""
         if self.trainer is None:
             raise TrainingError("no stage was trained", where="push_to_hub", remedy="Call train before")
         return self.trainer.push_to_hub(*arguments, **named)

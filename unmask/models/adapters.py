@@ -183,8 +183,7 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
 
 
 def _no_card(folder: str) -> None:
-    """In the place of PEFT's method, which writes a card without contents and changes other cards: adapters have
-    ours."""
+    """Replaces PEFT's method, which writes a card without contents, or into the card that is there."""
 
 
 def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:

@@ -49,8 +49,8 @@ from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_p
 from unmask.models.hooks.last_layer import LastLayer
 from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
-from unmask.models.kernels import flash
 from unmask.models.hub import upload_model
+from unmask.models.kernels import flash
 from unmask.models.model_card import CardFields, card_fields, write_card
 from unmask.models.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -499,8 +499,8 @@ class DiffusionLM:
         repo_id: str | None = None,
         **named: Any,
     ) -> None:
-        """`save`, by its name in transformers. With `push_to_hub` the model is also uploaded, as `repo_id` or by
-        the name of the folder; `named`: arguments of `push_to_hub`."""
+        """`save`, by its name in transformers. `push_to_hub` also uploads the model, as `repo_id` or by the
+        name of the folder; `named`: arguments of the method `push_to_hub`."""
         self.save(save_directory, max_shard_size=max_shard_size)
         if push_to_hub:
             self.push_to_hub(repo_id or pathlib.Path(save_directory).absolute().name, **named)
@@ -516,22 +516,25 @@ class DiffusionLM:
         revision: str | None = None,
         create_pr: bool = False,
         max_shard_size: int | str = SHARD,
+        merge_adapters: bool = False,
         **card: Any,
     ) -> CommitInfo:
-        """Upload the model, its tokenizer and its card to the hub, as models of transformers do. A model with
-        adapters uploads these; merge them first to upload the whole model
-        (`unmask.models.adapters.merged`).
+        """Upload the model, its tokenizer and its card to the hub, as models of transformers do.
 
         Args:
             repo_id: owner/name, or a name of the owner of the token. The repository is created if need be.
             commit_message, commit_description, private, token, revision, create_pr, max_shard_size: as in
                 transformers.
+            merge_adapters: upload the whole model; False: of a model with adapters, these.
             card: license, tags, language, dataset and further fields of the card
                 (`transformers.Trainer.create_model_card`).
         """
+        from unmask.models.adapters import merged
+
         name = hf_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         with TemporaryDirectory() as folder:
-            self.save(folder, max_shard_size=max_shard_size, card=card_fields(name, card))
+            whole = merged(self) if merge_adapters and hasattr(self.model, "merge_and_unload") else self
+            whole.save(folder, max_shard_size=max_shard_size, card=card_fields(name, card))
             found: Any = upload_model(
                 folder,
                 name,
@@ -563,7 +566,7 @@ class DiffusionLM:
             publish_config(folder)
 
     def save(
-        self, path: str | pathlib.Path, *, max_shard_size: int | str = SHARD, card: CardFields = CardFields()
+        self, path: str | pathlib.Path, *, max_shard_size: int | str = SHARD, card: CardFields | None = None
     ) -> None:
         """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model
         bit for bit. Of a model with adapters only these are written, and their base is read again from where

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.artifacts import read_file, share
 from unmask.errors import ConfigError, ModelError, UnmaskWarning
+from unmask.models.adapters import has_adapters, merged
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import accept_generation_config
 from unmask.models.diffusion_lm import DiffusionLM
@@ -30,7 +31,7 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     config.json, weights, tokenizer, card.
 
     Args:
-        lm: the model, with adapters merged.
+        lm: the model; adapters are merged.
         path: the folder; it is created.
         layout: the format: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift),
             "sdar" (block-causal Qwen3), "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe"
@@ -54,7 +55,7 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
             where="layout",
             remedy="Export the model that it was before that training, or serve it with `unmask serve`",
         )
-    with _without_quality_head(lm) as bare:
+    with _without_quality_head(merged(lm) if has_adapters(lm) else lm) as bare:
         _export_stock(bare, folder) if layout == STOCK_FORMAT else _export_released(bare, folder, layout)
         save_tokenizer(bare.tokenizer, folder)
         write_card(bare, folder)
@@ -137,7 +138,7 @@ def _check_stock(lm: DiffusionLM) -> None:
         raise ModelError(
             f"{kind.__name__} is not a class of transformers",
             where="layout",
-            remedy="Merge its adapters before, or use an architecture that comes with transformers",
+            remedy="Use an architecture that comes with transformers",
         )
     if getattr(lm.model, "is_quantized", False):
         raise ModelError(

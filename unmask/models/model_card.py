@@ -65,7 +65,7 @@ def card_fields(repo_id: str, given: Mapping[str, Any]) -> CardFields:
     return CardFields(**{"model_name": repo_id.rpartition("/")[2], "repo_id": repo_id} | dict(given))
 
 
-def write_card(lm: Any, folder: str | pathlib.Path, fields: CardFields = CardFields()) -> None:
+def write_card(lm: Any, folder: str | pathlib.Path, fields: CardFields | None = None) -> None:
     """Write the card of a model saved in `folder`, unless a README.md there was written by somebody else."""
     path = pathlib.Path(folder) / FILE
     if not path.exists() or MARKER in read_file(path):
@@ -77,8 +77,9 @@ def history(lm: Any) -> list[Entry]:
     return list(getattr(lm.config, HISTORY_KEY, []))
 
 
-def render_card(lm: Any, fields: CardFields = CardFields()) -> str:
+def render_card(lm: Any, fields: CardFields | None = None) -> str:
     """The card's text."""
+    fields = fields or CardFields()
     base = lm.model.get_base_model() if hasattr(lm.model, "merge_and_unload") else lm.model
     runs, dtype = history(lm), str(next(lm.model.parameters()).dtype).removeprefix("torch.")
     verbs = [run["verb"] for run in runs]
@@ -118,8 +119,7 @@ def render_card(lm: Any, fields: CardFields = CardFields()) -> str:
 
 
 def _metadata(lm: Any, runs: Sequence[Entry], fields: CardFields) -> ModelCardData:
-    """Front matter. Licence and languages are those of the model that this one was loaded from, unless they are
-    given."""
+    """Front matter. Licence and languages are given, or those of the model that this one was loaded from."""
     source, adapters = str(lm.config._name_or_path), _adapters(lm)
     known = _source_metadata(source)
     named = [name for run in runs for name in str(run.get("data", "")).split(", ") if _on_hub(name)]
@@ -145,9 +145,11 @@ def _results(runs: Sequence[Entry], task: str, fields: CardFields) -> list[EvalR
     """The results of the last run: on held-out rows, and on the tasks of `retention`."""
     last = runs[-1] if runs else {}
     name = next(iter([*_listed(fields.dataset), *fields.datasets]), last.get("data") or "held-out rows")
-    of = {"dataset_args": {"args": fields.dataset_args}} if fields.dataset_args else {}
+    of = {"args": fields.dataset_args} if fields.dataset_args else None
     found = [
-        EvalResult(task, name, name, metric.removeprefix("eval_"), value, dataset_split="eval", **of)
+        EvalResult(
+            task, name, name, metric.removeprefix("eval_"), value, dataset_split="eval", dataset_args=of
+        )
         for metric, value in last.get("metrics", {}).items()
         if metric.startswith("eval_")
     ]
@@ -161,7 +163,10 @@ def _adapters(lm: Any) -> list[str]:
     """The kinds of a model's adapters, as tags."""
     if not hasattr(lm.model, "merge_and_unload"):
         return []
-    return ["peft", *sorted({str(config.peft_type.value).lower() for config in lm.model.peft_config.values()})]
+    return [
+        "peft",
+        *sorted({str(config.peft_type.value).lower() for config in lm.model.peft_config.values()}),
+    ]
 
 
 def _source_metadata(source: str) -> dict[str, Any]:
@@ -178,7 +183,9 @@ def hub_id(source: str) -> str | None:
     none."""
     if cached := CACHED.search(source):
         return cached[1].replace("--", "/")
-    known = _on_hub(source) or (_is_id(source) and isinstance(try_to_load_from_cache(source, "config.json"), str))
+    known = _on_hub(source) or (
+        _is_id(source) and isinstance(try_to_load_from_cache(source, "config.json"), str)
+    )
     return source if known else None
 
 

@@ -143,8 +143,8 @@ def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> 
 
 
 def base_of_adapters(folder: str | os.PathLike[str]) -> tuple[str, str | None] | None:
-    """The base model that the adapters in a folder name, a folder or a name on the hub, and its revision; None:
-    it holds no adapters. Raises ModelError if they name none."""
+    """The base that the adapters in a folder name, a folder or a name on the hub, and its revision; None: it
+    holds no adapters. Raises ModelError if they name none."""
     path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
         return None

@@ -1,5 +1,5 @@
-"""Adapters that were stored in a folder: on a base that they have to themselves, to train them further, or LoRA
-on a model in memory whose weights they share with it and with one another."""
+"""Adapters that were stored in a folder: on a base of their own, to train them further, or LoRA on a model in
+memory whose weights they share with it and with one another."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
-from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig
+from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig, trains_adapters
 from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
@@ -516,7 +516,8 @@ class GRPOConfig(TrainingConfig):
                 where="rollout.backend and model.path",
                 remedy="Use rollout.backend server or local",
             )
-        if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None:
+        sends = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora"
+        if sends and not trains_adapters(run):
             raise ConfigError(
                 "there are no adapters to send",
                 where="rollout.sync and lora",

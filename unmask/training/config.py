@@ -22,6 +22,7 @@ from unmask.config.run import AttentionName, DataConfig, RunConfig
 from unmask.config.trackers import check_trackers
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_paths import base_of_adapters
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
@@ -133,6 +134,11 @@ class TrainingConfig(TrainingArguments):
     )
     data_source: str | None = setting(
         None, "The name of the training data in the model card", on_resume=NEUTRAL
+    )
+    hub_merge_adapters: bool = setting(
+        False,
+        "Upload the whole model with adapters merged, and not the adapters (push_to_hub)",
+        on_resume=NEUTRAL,
     )
     show_rows: int = setting(
         0,
@@ -427,6 +433,11 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
         raise ConfigError("there is nothing to evaluate on", where="eval_strategy", remedy=remedy)
     if isinstance(train_rows, Sized):
         steps_per_epoch(args, train_rows)
+
+
+def trains_adapters(run: RunConfig) -> bool:
+    """Whether a run trains adapters: new ones, or those in the folder that it starts from."""
+    return run.lora is not None or base_of_adapters(run.model.path) is not None
 
 
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:

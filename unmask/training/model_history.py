@@ -36,6 +36,7 @@ WITHOUT_EFFECT = {
     "data_source",
     "dataset_num_proc",
     "flash_attention",
+    "hub_merge_adapters",
     "judge",
     "log_memory_usage",
     "log_variance_steps",

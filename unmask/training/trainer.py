@@ -51,8 +51,8 @@ from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import accept_generation_config
 from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import as_diffusion_lm
 from unmask.models.hub import upload_model
+from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import FILE as CARD
 from unmask.models.model_card import HISTORY_KEY, CardFields, card_fields, history, write_card
 from unmask.training.arguments import (
@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     import peft
     from transformers import BitsAndBytesConfig
 
-OF_A_MODEL = ("*config.json", "adapter_model.safetensors", "model*.safetensors", "model.safetensors.index.json")
+OF_A_MODEL = ("*config.json", "adapter_model.safetensors", "model*.safetensors", "*.index.json")
 """The files of a model or adapters in a checkpoint, besides the tokenizer's."""
 Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
 Model: TypeAlias = DiffusionLM | PreTrainedModel | str | Path
@@ -147,6 +147,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
     """
 
     streams = False  # whether the training rows may be a stream, an iterable without a length
+    push_in_progress: Any = None
     per_view: PerViewBackward | None = None  # makes the steps of a loss that takes several forward passes
     args: Any
     lm: DiffusionLM  # that is trained
@@ -919,7 +920,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         if self.args.push_to_hub:
             self.push_to_hub(commit_message="Model save")
 
-    def save_whole(self, folder: Path, card: CardFields = CardFields()) -> None:
+    def save_whole(self, folder: Path, card: CardFields | None = None) -> None:
         """Save the whole model with adapters merged."""
         if not has_adapters(self.lm):
             self._save_trained(folder)
@@ -937,7 +938,9 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             if has_adapters(self.lm):
-                self.lm.config.save_pretrained(str(folder))  # it holds the history, which adapters do not save
+                self.lm.config.save_pretrained(
+                    str(folder)
+                )  # it holds the history, which adapters do not save
             self.lm.publish_config(folder)
 
     def _save_run(self, folder: Path) -> None:
@@ -953,9 +956,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
     # The hub.
 
     def create_model_card(self, **fields: Any) -> None:
-        """Write the card of the model into the output directory. `fields`: language, license, tags, model_name,
-        finetuned_from, tasks, dataset_tags, dataset and dataset_args, as in transformers.Trainer, and
-        dataset_name, as in TRL."""
+        """Write the card of the model into the output directory. `fields`: those of `CardFields`, as in
+        transformers.Trainer and TRL."""
         if self.args.should_save:
             write_card(self.lm, str(self.args.output_dir), card_fields(self._repository, fields))
 
@@ -972,12 +974,12 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         revision: str | None = None,
         private: bool | None = None,
         *,
-        merge_adapters: bool = False,
+        merge_adapters: bool | None = None,
         **card: Any,
     ) -> Any:
         """Upload the model with its tokenizer and card; of a model with adapters these, or with
-        `merge_adapters` the whole model. The other arguments as in transformers.Trainer; `card`: as for
-        `create_model_card`."""
+        `merge_adapters` the whole model (None: `hub_merge_adapters`). The other arguments as in
+        transformers.Trainer; `card`: as for `create_model_card`."""
         fields, token = card_fields(self._repository, card), token or self.args.hub_token
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -986,18 +988,19 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             folder = Path(stack.enter_context(TemporaryDirectory()))
             if (card_here := self.args.output_folder / CARD).is_file():  # it may have been edited
                 shutil.copy(card_here, folder)
-            if merge_adapters:
+            if self.args.hub_merge_adapters if merge_adapters is None else merge_adapters:
                 self.save_whole(folder, fields)
             else:
                 self._save_trained(folder)
+                if self.args.should_save:
+                    write_card(self.lm, folder, fields)
             if not self.is_world_process_zero():
                 return None
-            write_card(self.lm, folder, fields)
             self._finish_current_push()
             return self._upload(folder, stack, commit_message, blocking, token=token, revision=revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload the model of a checkpoint and, with such a `hub_strategy`, the checkpoint, in the background."""
+        """Upload the model of a checkpoint in the background and, by `hub_strategy`, the checkpoint."""
         args, checkpoint = self.args, Path(checkpoint_folder)
         pending = self.push_in_progress
         if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
@@ -1010,12 +1013,15 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         message = f"Training in progress, {at}"
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            for path in chain.from_iterable(map(checkpoint.glob, OF_A_MODEL)):
-                shutil.copy(path, folder)
-            self.lm.tokenizer.save_pretrained(folder)
-            before = history(self.lm)
+            before, fields = history(self.lm), card_fields(self._repository, {})
             self.remember()
-            write_card(self.lm, folder, card_fields(self._repository, {}))
+            if args.hub_merge_adapters and has_adapters(self.lm):
+                merged(self.lm).save(folder, card=fields)
+            else:
+                for path in chain.from_iterable(map(checkpoint.glob, OF_A_MODEL)):
+                    shutil.copy(path, folder)
+                self.lm.tokenizer.save_pretrained(folder)
+                write_card(self.lm, folder, fields)
             setattr(self.lm.config, HISTORY_KEY, before)
             jobs = [self._upload(folder, stack, message, blocking=False)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):

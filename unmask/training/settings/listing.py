@@ -38,7 +38,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     REWARDS: (),
     "noise": ("schedule", "weighting", "min_time", "max_time", "num_timesteps", "exact_count", "cart_p"),
     MEMORY: ("logprob_batch_size", "flash_attention", "optimizer_offload", "fsdp", "cudnn_benchmark"),
-    LOGS: ("logging_steps", "report_to", "logging_dir", "log_memory_usage", "log_variance_steps"),
+    LOGS: (
+        *("logging_steps", "report_to", "logging_dir", "log_memory_usage", "log_variance_steps"),
+        "hub_merge_adapters",
+    ),
     "data": (
         "max_length",
         "text_column",
