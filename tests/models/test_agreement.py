@@ -103,7 +103,7 @@ def table() -> str:
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows[row_of(name)].append(name)
     lines = [
-        f"| {row} | {len(names)} | {', '.join(names)} |"
+        f"| {row} | {len(names)} | {'' if row == ROWS['not tried'] else ', '.join(names)} |"
         for row, names in sorted(rows.items(), key=lambda each: -len(each[1]))
     ]
     return "\n".join([f"| with transformers {transformers.__version__} | types | |", "|---|---|---|", *lines])

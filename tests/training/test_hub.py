@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.hub import TOKEN, Hub, running
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, prepared, settings, unmask, weights
@@ -72,8 +73,14 @@ def trainer_of(verb: str, folder: Path, model: Any, *, adapters: bool, **more: A
     return ConvertTrainer(load(model), args, TEXTS, **config)
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapters", "merged"])
-@pytest.mark.parametrize("verb", ["pretrain", "convert", "sft", "dpo", "grpo"])
+PUSHED = [
+    *(("sft", kind) for kind in ("whole", "adapters", "merged")),
+    *((verb, "adapters") for verb in ("pretrain", "convert", "dpo", "grpo")),
+    *((verb, kind) for verb in ("pretrain", "convert", "dpo", "grpo") for kind in ("whole", "merged")),
+]
+
+
+@partly_slow("verb, kind", PUSHED, *range(7))
 def test_the_pushed_model_is_the_trained_one(verb, kind, hub, base, causal, tmp_path):
     start = str(causal if verb in ("pretrain", "convert") else base)
     trainer = trainer_of(verb, tmp_path / "run", start, adapters=kind != "whole")
