@@ -59,6 +59,7 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
 def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """A model whose adapters can be trained and saved. Raises ConfigError, as `with_adapters`, if they
     cannot."""
+    _refuse_kind(peft_config)
     if reason := _unmergeable(adapted, peft_config):
         raise ConfigError(
             f"{_kind(peft_config)} adapters cannot be merged into the weights ({reason})",
@@ -123,8 +124,6 @@ def _first_error(lm: DiffusionLM) -> str | None:
 
 def _unmergeable(lm: DiffusionLM, peft_config: peft.PeftConfig) -> str | None:
     """Why PEFT cannot merge these adapters, tried on a copy without memory; None: it can."""
-    if not has_adapters(lm):
-        return "their virtual tokens change what the model reads"
     if getattr(peft_config, "layer_replication", None):
         return "replicated layers share their weights"
     tensors = chain(lm.model.parameters(), lm.model.buffers())
@@ -146,19 +145,31 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with PEFT adapters; quantized weights stay as they are. Raises ConfigError if PEFT cannot add
-    them, or if the model has some."""
+    them, or the model has some."""
     if has_adapters(lm):
         raise ConfigError(
             "the model has adapters, which are trained further",
             where="lora (peft_config)",
             remedy="Leave it out, or merge them first (save_model of the trainer that trained them does)",
         )
+    _refuse_kind(peft_config)
     try:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             return of_adapted(lm, _wrapped(lm.model, peft_config))
     except Exception as error:  # PEFT's kinds raise anything
         what = f"PEFT cannot add {_kind(peft_config)} adapters ({first_line(error).rstrip('.')})"
         raise ConfigError(what, where=WHERE, remedy="Name modules of this model, or use LoRA") from error
+
+
+def _refuse_kind(peft_config: peft.PeftConfig) -> None:
+    """Raise ConfigError for virtual tokens, which have no place in the layouts of a diffusion model, and for
+    mixtures of adapters."""
+    if peft_config.is_prompt_learning or _kind(peft_config) in ("ADAPTION_PROMPT", "XLORA"):
+        raise ConfigError(
+            f"{_kind(peft_config)} adapters change what the model reads, not its weights",
+            where="lora (peft_config)",
+            remedy="Use adapters of weights, such as LoRA",
+        )
 
 
 def _kind(peft_config: peft.PeftConfig) -> str:

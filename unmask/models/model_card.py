@@ -55,7 +55,7 @@ class CardFields:
 
     @property
     def datasets(self) -> list[str]:
-        return [*_listed(self.dataset_name), *_listed(self.dataset_tags), *_listed(self.dataset)]
+        return [*_listed(self.dataset), *_listed(self.dataset_name), *_listed(self.dataset_tags)]
 
 
 def card_fields(repo_id: str, given: Mapping[str, Any]) -> CardFields:
@@ -144,7 +144,7 @@ def _metadata(lm: Any, runs: Sequence[Entry], fields: CardFields) -> ModelCardDa
 def _results(runs: Sequence[Entry], task: str, fields: CardFields) -> list[EvalResult]:
     """The results of the last run: on held-out rows, and on the tasks of `retention`."""
     last = runs[-1] if runs else {}
-    name = next(iter([*_listed(fields.dataset), *fields.datasets]), last.get("data") or "held-out rows")
+    name = next(iter(fields.datasets), last.get("data") or "held-out rows")
     of = {"args": fields.dataset_args} if fields.dataset_args else None
     found = [
         EvalResult(

@@ -933,14 +933,12 @@ class DiffusionTrainer(Trainer, TrainerArguments):
     def _save_trained(self, folder: Path) -> None:
         """Save what is trained, the weights or the adapters, with config and tokenizer."""
         accept_generation_config(self.lm.model.generation_config)
+        if self.args.should_save:  # adapters and shards are saved without it
+            self.lm.config.save_pretrained(str(folder))
         without_tables(self.lm)
         with without_pickled_settings():
             super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
-            if has_adapters(self.lm):
-                self.lm.config.save_pretrained(
-                    str(folder)
-                )  # it holds the history, which adapters do not save
             self.lm.publish_config(folder)
 
     def _save_run(self, folder: Path) -> None:
@@ -980,10 +978,11 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         """Upload the model with its tokenizer and card; of a model with adapters these, or with
         `merge_adapters` the whole model (None: `hub_merge_adapters`). The other arguments as in
         transformers.Trainer; `card`: as for `create_model_card`."""
-        fields, token = card_fields(self._repository, card), token or self.args.hub_token
+        token = token or self.args.hub_token
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
+        fields = card_fields(self._repository, card)
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             if (card_here := self.args.output_folder / CARD).is_file():  # it may have been edited
