@@ -194,6 +194,6 @@ def test_a_conversion_changes_its_rate_and_its_finished_stages_keep_theirs(model
     assert "takes effect from here on" in resumed.output
     assert "now 0.002: no step follows" in unmask(*run, "--resume", "training.learning_rate=2e-3").output
     card = (tmp_path / "out/model/README.md").read_text()
-    first, second = (line for line in card.splitlines() if line.startswith("- convert"))
+    first, second = (line for line in card.splitlines() if line.startswith("- convert "))
     assert "`learning_rate=0.0005`" in first and "until" not in first
     assert "`learning_rate=0.001`" in second and "`learning_rate=0.0005` until step 6" in second
