@@ -70,7 +70,7 @@ def trainer_of(verb: str, folder: Path, model: Any, *, adapters: bool, **more: A
     if verb != "convert":
         return prepared(verb, folder, model, **config, **{"bound": "elbo"} if verb == "dpo" else {}, **more)
     args = ConvertConfig(**settings(folder, attention="block_causal", block_size=2, max_steps=10) | more)
-    return ConvertTrainer(load(model), args, TEXTS, **config)
+    return ConvertTrainer(load(model), args, train_dataset=TEXTS, **config)
 
 
 PUSHED = [
