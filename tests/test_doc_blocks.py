@@ -245,6 +245,8 @@ def give_words(words: list[str], *, run: bool) -> None:
         extras = re.findall(r"(?:unmask|\.)\[([\w,]+)\]", " ".join(words))[0].split(",")
         declared = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.M)
         assert set(extras) <= set(declared)
+    elif name == "lm_eval":
+        parse_harness(words[1:])
     else:
         give_module(words)
 
@@ -278,8 +280,6 @@ def give_module(words: list[str]) -> None:
         give(arguments, run=False)
     elif module.startswith("benchmarks"):
         parse_benchmark(module, arguments)
-    elif module == "unmask.evaluation.harness":
-        parse_harness(arguments)
     elif module == "sglang.launch_server":
         assert flags_of(arguments) <= SGLANG
     else:

@@ -91,7 +91,7 @@ def test_the_wheel_holds_the_package_and_the_built_page(built):
         for path in REPOSITORY.glob("unmask/serving/static/**/*")
         if path.is_file()
     }
-    assert names == tracked("unmask") | page
+    assert names == tracked("unmask", "unmask_lm_eval.py") | page
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_what_is_installed_for_use_is_little_and_enough(tmp_path):
     shutil.copytree(
         REPOSITORY / "unmask", tmp_path / "checkout" / "unmask", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "unmask_lm_eval.py"):
         shutil.copy(REPOSITORY / name, tmp_path / "checkout")
     command = python.with_name("unmask")
     for what in (".", ".[train]"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
+import hatchling.build
 import pytest
 from lm_eval.tasks import manager
 from typer.testing import CliRunner
@@ -113,6 +118,39 @@ def test_a_result_of_lm_evals_tasks_runs_itself_again(folder):
     assert not list(folder.glob("*.db"))
     again = CliRunner().invoke(app, ["evaluate", "--rerun", str(path)])
     assert again.exit_code == 0 and "the same scores and items" in again.output
+
+
+@pytest.mark.slow
+def test_lm_evals_own_command_gives_the_same_scores(folder, monkeypatch):
+    tasks = "choices,texts,rolling"
+    shutil.rmtree(folder / "model")
+    lm = toy_lm()
+    lm.tokenizer.chat_template = "{% for message in messages %}a{{ message.content }}{% endfor %}"
+    lm.save(folder / "model")
+    settings = {"samples": "9", "steps": "3", "dtype": "float32"}
+    options = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    expected = finished(
+        folder, "--lm-eval", tasks, "--rows", "3", "--shots", "1", "--style", "chat", *options
+    )
+    monkeypatch.chdir(REPOSITORY)
+    zipfile.ZipFile(folder / hatchling.build.build_editable(str(folder))).extractall(folder)  # entry points
+    arguments = ",".join(f"{name}={value}" for name, value in {"pretrained": "model", **settings}.items())
+    words = ["--model", "unmask", "--model_args", arguments, "--tasks", tasks, "--include_path", "."]
+    words += ["--batch_size", "auto:4", "--limit", "3", "--num_fewshot", "1", "--apply_chat_template"]
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lm_eval"), *words, "--device", "cpu", "--output_path", "results"],
+        env=outside() | {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next(folder.glob("results/**/results_*.json")).read_text())["results"]
+    assert [scores.task for scores in expected] == list(found)
+    for scores in expected:
+        assert scores.metrics and len(scores.items) == 3
+        for name, metric in scores.metrics.items():
+            assert found[scores.task][f"{name},none"] == metric.mean
 
 
 def test_the_bits_depend_on_neither_batch_size_nor_order(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -21,7 +22,6 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from unmask.config.run import ModelConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
@@ -38,7 +38,7 @@ from unmask.evaluation.protocols import Protocol, cut, protocol_tasks, read_prot
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import load
+from unmask.models.load import REFUSED, WITHOUT_EFFECT, load
 from unmask.models.model_state import fingerprint
 from unmask.training.distributed import connected_processes
 
@@ -60,13 +60,22 @@ DEFAULT_CONTEXT = 2048
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the length of a completion, as in lm-eval."""
 OWN = ("until", "do_sample", *LENGTH_NAMES)
-MODEL_FIELDS = set(ModelConfig.model_fields) - {
-    "path",
+MODEL_FIELDS = set(inspect.signature(load).parameters) - {
+    "path_or_id",
     "attention",
     "block_size",
     "logit_shift",
     "device",
+    "others",
 }
+OF_HF = {
+    "peft": "Give the adapter's folder as pretrained",
+    "parallelize": "Use device_map=auto",
+    **{f"load_in_{bits}bit": f"Use quantization={bits}bit" for bits in (4, 8)},
+    "tokenizer": "Leave it out: it is that of the model's folder",
+    "add_bos_token": "Leave it out: the tokenizer decides",
+}
+"""Arguments of lm-eval's own model `hf`, and what to do instead."""
 SAMPLER_FIELDS = set(SamplerConfig.model_fields) - {"seed", "batch_size"}
 DEFAULT_LENGTH = 256
 """Tokens of a completion, as in lm-eval."""
@@ -117,7 +126,7 @@ class HarnessLM(TemplateLM):
     ) -> None:
         super().__init__()
         model, sampler = split_settings(settings)
-        if batch_size not in (None, "auto"):
+        if batch_size is not None and not str(batch_size).startswith("auto"):  # auto:4 is lm-eval's, too
             sampler["batch_size"] = _whole(batch_size, "batch_size")
         elif max_batch_size is not None:
             sampler["batch_size"] = _whole(max_batch_size, "max_batch_size")
@@ -524,12 +533,13 @@ def _mask_keys(requests: Sequence[Instance]) -> list[int]:
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `unmask.load`, and the sampler's settings. Raises ConfigError for any other name."""
+    of_load = MODEL_FIELDS | set(REFUSED) | WITHOUT_EFFECT  # `load` gives the reasons
     for name in settings:
-        if name not in MODEL_FIELDS | SAMPLER_FIELDS:
+        if name not in of_load | SAMPLER_FIELDS:
             own = {"samples", "estimator", "seed", "batch_size", "max_length", "device"}
-            remedy = did_you_mean(name, MODEL_FIELDS | SAMPLER_FIELDS | own)
+            remedy = OF_HF.get(name) or did_you_mean(name, MODEL_FIELDS | SAMPLER_FIELDS | own)
             raise ConfigError(f"unknown option {name!r}", where="model_args", remedy=remedy)
-    model = {name: value for name, value in settings.items() if name in MODEL_FIELDS}
+    model = {name: value for name, value in settings.items() if name in of_load}
     return model, {name: value for name, value in settings.items() if name in SAMPLER_FIELDS}
 
 
