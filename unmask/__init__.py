@@ -104,7 +104,12 @@ if not TYPE_CHECKING:
         if name not in PUBLIC_NAMES:
             raise AttributeError(f"module 'unmask' has no attribute {name!r}")
         module = PUBLIC_NAMES[name]
-        return import_module(f"unmask.{name}") if module == "unmask" else getattr(import_module(module), name)
+        try:
+            whole = module == "unmask"
+            return import_module(f"unmask.{name}") if whole else getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            errors = import_module("unmask.errors")
+            raise errors.missing_library(error, where=f"unmask.{name}") or error from error
 
     def __dir__() -> list[str]:
         return __all__

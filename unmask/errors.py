@@ -7,7 +7,9 @@ exits with status 2.
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -235,11 +237,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def require(module: str, extra: str, *, where: str) -> None:
-    """Raise ConfigError unless an optional library is installed."""
+def require(module: str, *, where: str) -> None:
+    """Raise ConfigError unless the library of an extra is installed."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(
-            f"needs {module}, which is not installed",
-            where=where,
-            remedy=f"Install it with pip install 'unmask[{extra}]'",
-        )
+        error = ModuleNotFoundError(name=module)
+        raise missing_library(error, where=where) or error
+
+
+def missing_library(error: ModuleNotFoundError, *, where: str) -> ConfigError | None:
+    """The error of a user without the extra that a module belongs to; None: it belongs to none."""
+    module = (error.name or "").partition(".")[0]
+    for need in importlib.metadata.requires("unmask") or []:
+        found = re.match(r"([\w.-]+).*extra == .(\w+)", need)
+        if found and found[1].replace("-", "_") == module:
+            remedy = f"Install it with pip install 'unmask[{found[2]}]'"
+            return ConfigError(f"needs {module}, which is not installed", where=where, remedy=remedy)
+    return None

@@ -36,7 +36,15 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError, first_line
+from unmask.errors import (
+    ConfigError,
+    DataError,
+    LostProcessError,
+    RunStopped,
+    UnmaskError,
+    first_line,
+    missing_library,
+)
 from unmask.models.model_paths import check_model, near_path, refuse_other_model
 from unmask.redaction import shown
 from unmask.sandbox.cli import app as sandbox
@@ -99,17 +107,19 @@ class CommandGroup(TyperGroup):
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
         except Exception as error:  # user code, too
-            if ctx.obj or (found := _error_of_user(error)) is None:
+            if ctx.obj or (found := _error_of_user(error, ctx.invoked_subcommand)) is None:
                 raise
             _report(found)
             raise typer.Exit(2) from error
 
 
-def _error_of_user(error: Exception) -> UnmaskError | None:
+def _error_of_user(error: Exception, verb: str) -> UnmaskError | None:
     """What the user can fix, in their code too; None: a fault of Unmask or a library, whose traceback is
     shown."""
     if isinstance(error, UnmaskError):
         return error
+    if isinstance(error, ModuleNotFoundError) and (missing := missing_library(error, where=f"unmask {verb}")):
+        return missing
     if type(error).__module__.startswith("huggingface_hub."):
         remedy = "Check the network, the name and `hf auth login`, or leave the hub out"
         return ConfigError(first_line(error), where="the hub", remedy=remedy)

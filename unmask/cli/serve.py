@@ -101,7 +101,7 @@ def serve(
     """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of
     reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
-        require(library, "serve", where="unmask serve")
+        require(library, where="unmask serve")
     name = name or name_of(model.path)
     adapted, others = names_and_paths(name, adapters or (), more_models or ())
     for path in (model.path, *others.values()):

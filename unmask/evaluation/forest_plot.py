@@ -24,7 +24,7 @@ ROW, MARGIN = 0.32, 0.8  # inches: a difference, and the title and axis of a pan
 
 def check_picture(path: Path) -> None:
     """Raise a ConfigError if matplotlib is missing or the file is neither PNG nor SVG."""
-    require("matplotlib", "train", where="--picture")
+    require("matplotlib", where="--picture")
     if path.suffix.lower() not in (".png", ".svg"):
         what, remedy = f"{path.name} is neither a PNG nor an SVG", "End its name with .png or .svg"
         raise ConfigError(what, where="--picture", remedy=remedy)

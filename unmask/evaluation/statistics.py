@@ -51,7 +51,7 @@ class Interval:
 def student_quantile(degrees: float) -> float:
     """The quantile of Student's t at the upper end of an interval, in standard errors; infinite for no degree
     of freedom. Raises ConfigError without SciPy."""
-    require("scipy", "train", where="confidence intervals")
+    require("scipy", where="confidence intervals")
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 0.5 + CONFIDENCE / 2)) if degrees > 0 else math.inf
@@ -64,7 +64,7 @@ def wilson_interval(successes: int, total: int) -> Interval:
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22
     (1927).
     """
-    require("scipy", "train", where="confidence intervals")
+    require("scipy", where="confidence intervals")
     from scipy.stats import binomtest
 
     rate, found = successes / total, binomtest(successes, total).proportion_ci(CONFIDENCE, method="wilson")
@@ -129,7 +129,7 @@ def score_interval(sums_G2: np.ndarray, least: float, most: float) -> Interval:
 def _bound(sums_G2: np.ndarray, least: float, most: float, worst: float, quantile: float) -> float:
     """The quantile of the mean of groups, and of one more with the score `worst`, under exponential
     weights."""
-    require("scipy", "train", where="confidence intervals")
+    require("scipy", where="confidence intervals")
     from scipy.optimize import brentq
 
     size = sums_G2[:, 1].mean()

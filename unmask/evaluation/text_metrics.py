@@ -151,7 +151,7 @@ def check_metrics(metrics: Sequence[str], task: Task, *, has_judge: bool) -> Non
             what = "needs a causal model that judges the texts"
             raise ConfigError(what, where=where, remedy="Give --judge MODEL")
         if metric.library:
-            require(metric.library, "eval", where=where)
+            require(metric.library, where=where)
     if has_judge and not any(METRICS[name].needs_judge for name in metrics):
         remedy = "Leave it out, or give --metric perplexity"
         raise ConfigError("no metric needs a judge", where="judge", remedy=remedy)

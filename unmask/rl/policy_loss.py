@@ -17,7 +17,6 @@ from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, a
 from unmask.rl.methods.masking import weighted_views
 from unmask.rl.rollout import Rollout, Update, learnable
 from unmask.tensor_checks import check_tensors
-from unmask.training.per_view_backward import Chunk
 
 
 def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: MaskRNG) -> Views:
@@ -122,7 +121,7 @@ def loss_inputs(
     update: Update,
     log_prob_BMT: Tensor,
     max_completion_length: int,
-    chunk: Chunk | None = None,
+    chunk: tuple[slice, slice] | None = None,
 ) -> LossInputs:
     """What the method's loss reads, of all views or of a chunk, of which log_prob_BMT is. The rest is as for
     `policy_loss`."""

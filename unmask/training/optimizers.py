@@ -42,10 +42,10 @@ def check_optimizer(args: TrainingArguments) -> None:
     on the device or with FSDP."""
     name = OptimizerNames(args.optim).value
     if name in TORCHAO_OPTIMIZERS:
-        require("torchao", "torchao", where="optim")
+        require("torchao", where="optim")
     if "torch" in name or not re.search("8bit|bnb|paged|lion|ademamix", name):
         return
-    require("bitsandbytes", "cuda", where="optim")
+    require("bitsandbytes", where="optim")
     if args.fsdp:
         remedy = "Use adamw_torch_8bit (torchao's), or adamw_torch"
         raise ConfigError(

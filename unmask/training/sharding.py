@@ -73,7 +73,7 @@ def zero_preset(stage: int) -> dict[str, Any]:
 
 def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
     """`read_deepspeed`; also raises ConfigError if DeepSpeed is not installed or not launched."""
-    require("deepspeed", "deepspeed", where="deepspeed")
+    require("deepspeed", where="deepspeed")
     if not launched():
         remedy = "Start it with torchrun, accelerate launch or deepspeed, even for one process"
         raise ConfigError("no launcher started this process", where="deepspeed", remedy=remedy)

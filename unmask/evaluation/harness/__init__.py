@@ -11,7 +11,8 @@ The command `lm_eval` knows it where Unmask is installed. Python programs import
 from unmask.errors import require
 from unmask_lm_eval import register
 
-require("lm_eval", "eval", where="lm-eval")
+for library in ("lm_eval", "accelerate"):
+    require(library, where="lm-eval")
 
 from unmask.evaluation.harness.model import HarnessLM  # noqa: E402
 from unmask.evaluation.harness.run import check_tasks, evaluate_with_harness  # noqa: E402

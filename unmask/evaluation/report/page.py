@@ -32,7 +32,7 @@ def write_page(report: Report, path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require("matplotlib", "train", where="report")
+    require("matplotlib", where="report")
     folder = resources.files("unmask.evaluation.report")
     environment = jinja2.Environment(
         autoescape=True,

@@ -98,7 +98,7 @@ def write_pictures(report: Report, folder: str | Path) -> list[Path]:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require("matplotlib", "train", where="pictures")
+    require("matplotlib", where="pictures")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     blocks = [block for section in report.sections for block in section.blocks]

@@ -86,7 +86,7 @@ def byte_automata(
     """
     if not patterns:
         return []
-    require("outlines_core", "constraints", where=where)
+    require("outlines_core", where=where)
     places = [f"{where}.{name}" for name in names] or [where] * len(patterns)
     for pattern, place in zip(patterns, places, strict=True):
         _refuse_unopened(pattern, place)

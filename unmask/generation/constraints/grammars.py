@@ -123,7 +123,7 @@ def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
 def _read(text: str, where: str) -> tuple[Productions, dict[str, str], list[str]]:
     """The productions of each rule, the pattern of each terminal, and the terminals that may stand between
     others."""
-    require("lark", "constraints", where=where)
+    require("lark", where=where)
     read = run_bounded(READ, text, where, remedy=TOO_LARGE)
     if "error" in read:
         remedy = "Correct the grammar; its syntax is Lark's, and it begins with the rule start"
