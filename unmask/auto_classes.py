@@ -21,7 +21,7 @@ from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 
-UNREAD = ("inputs_embeds", "past_key_values", "position_ids")
+UNREAD = ("inputs_embeds", "past_key_values", "cache", "position_ids")
 IGNORED = -100  # a label
 
 

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    GPTJConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
@@ -364,7 +363,6 @@ def llama4(chunk):
     "config",
     [
         BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED),
-        GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED),
         MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED),
         Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
         Lfm2MoeConfig(**GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
@@ -372,7 +370,7 @@ def llama4(chunk):
         Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]),
         llama4(chunk=63),
     ],
-    ids=["bloom", "gptj", "mamba", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "llama4"],
+    ids=["bloom", "mamba", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "llama4"],
 )
 def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config):
     model = AutoModelForCausalLM.from_config(config)

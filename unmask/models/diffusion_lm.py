@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -136,6 +137,8 @@ class DiffusionLM:
         self.first_position = first_position
         self.config = model.config
         self.padding_idx: int | None = model.get_input_embeddings().padding_idx
+        # transformers before 5.24, and code of models for it, name it otherwise
+        self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         self._head = RowSelector.of(model)
         self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
@@ -478,9 +481,9 @@ class DiffusionLM:
         return self.model(
             input_ids=inputs.ids_BT,
             position_ids=self.first_position + inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
-            past_key_values=cache,
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
+            **{self._cache_name: cache},
         ).logits
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import inspect
 import multiprocessing
 import os
@@ -12,7 +13,6 @@ import subprocess
 import sys
 import time
 
-import filelock._unix
 import pytest
 
 from tests.errors import raises
@@ -22,7 +22,7 @@ from unmask.errors import TrainingError
 from unmask.training.run.lock import is_running, sole_run
 
 
-def without_flock(_: int) -> bool:
+def without_flock(*_: int) -> None:
     """As filelock locks a file on a file system without flock."""
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -30,11 +30,11 @@ def without_flock(_: int) -> bool:
 HOLD = f"""
 import errno, os, sys, time
 from pathlib import Path
-import filelock._unix
+import fcntl
 {inspect.getsource(without_flock)}
 from unmask.training.run.lock import sole_run
 if "soft" in sys.argv:
-    filelock._unix.lock_fd_nonblocking = without_flock
+    fcntl.flock = without_flock
 with sole_run(Path(sys.argv[1])):
     if "forked" in sys.argv and os.fork() == 0:
         time.sleep(60)
@@ -92,7 +92,7 @@ def test_a_killed_run_keeps_no_lock_even_if_a_forked_process_survives_it(tmp_pat
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
 def test_without_flock_the_process_that_is_named_decides(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
+    monkeypatch.setattr(fcntl, "flock", without_flock)
     process = holder("soft")
     assert is_running(tmp_path / "out")
     with raises(TrainingError, where=str(tmp_path / "out")), sole_run(tmp_path / "out"):
@@ -155,7 +155,7 @@ def _enter(folder, barrier, entered):
 @partly_slow("flock", [True, False], 0)
 def test_of_many_that_start_together_one_enters(tmp_path, flock, monkeypatch):
     if not flock:
-        monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
+        monkeypatch.setattr(fcntl, "flock", without_flock)
     context = multiprocessing.get_context("fork")
     barrier, entered = context.Barrier(8), context.Value("i", 0)
     processes = [context.Process(target=_enter, args=(tmp_path / "out", barrier, entered)) for _ in range(8)]

@@ -51,7 +51,8 @@ def sole_writer(place: Path, path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         lock.acquire(timeout=SECONDS)
-        if isinstance(lock, FileLock) and lock.lock_counter == 1:
+        # filelock itself names the process where it compares it with those that run
+        if lock.lock_counter == 1 and not read_file(path).startswith(f"{os.getpid()}\n"):
             command = shlex.join(masked_words(sys.orig_argv))
             path.write_text(
                 f"{os.getpid()}\n{socket.gethostname()}\n{' '.join(command.split())[:200]}\n",
