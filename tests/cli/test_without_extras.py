@@ -19,7 +19,9 @@ import json, sys
 for name in ("accelerate", "datasets", "matplotlib", "peft", "psutil", "scipy", "fastapi", "lm_eval"):
     sys.modules[name] = None  # for importlib: it is not installed
 """
-VERBS = WITHOUT + """
+VERBS = (
+    WITHOUT
+    + """
 import contextlib, io
 from unmask.cli.entry import main
 for words in json.loads(sys.argv[1]):
@@ -31,7 +33,10 @@ for words in json.loads(sys.argv[1]):
             code = end.code
     print(json.dumps([code, printed.getvalue().strip().splitlines()[-1]]))
 """
-NAMES = WITHOUT + """
+)
+NAMES = (
+    WITHOUT
+    + """
 import unmask
 for name in unmask.__all__:
     try:
@@ -39,6 +44,7 @@ for name in unmask.__all__:
     except unmask.UnmaskError as error:
         print(json.dumps([name, str(error)]))
 """
+)
 
 
 def printed(code: str, *arguments: str) -> list[list[str]]:

@@ -155,11 +155,8 @@ def check_processes(training_together: int, environ: Mapping[str, str] = os.envi
     )
     if not alone and started in (1, training_together):
         return
-    number = "N" if alone else str(started)
-    remedy = (
-        f"Start it with: torchrun --nproc-per-node {number} -m unmask "
-        f"{shlex.join(masked_words(sys.argv[1:]))}"
-    )
+    number, program = "N" if alone else str(started), shlex.join(masked_words(sys.orig_argv[1:]))
+    remedy = f"Start it with: torchrun --nproc-per-node {number} {program}"
     what = (
         "accelerate launch starts only one process on CPUs"
         if alone

@@ -34,7 +34,7 @@ ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "MASTE
     ],
 )
 def test_processes_that_would_train_alone_are_refused(environ, together, alone, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["unmask", "sft", "m"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "unmask", "sft", "m"])
     if not alone:
         check_processes(together, environ)
     else:
@@ -121,6 +121,55 @@ def test_every_launcher_that_the_docs_name_trains_with_its_processes_or_refuses(
     else:
         assert called.returncode == 0, called.stderr
         assert states == ({"rng_state.pth"} if launch in ALONE else {"rng_state_0.pth", "rng_state_1.pth"})
+
+
+SCRIPT = """
+import sys
+from unmask import SFTConfig, SFTTrainer
+
+rows = [{"prompt": "1", "completion": "2"}] * 4
+args = SFTConfig(output_dir=sys.argv[2], max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none")
+SFTTrainer(sys.argv[1], args=args, train_dataset=rows).train()
+"""
+
+
+NOTEBOOK = """
+import runpy, socket
+from accelerate import notebook_launcher
+
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+
+
+def train():
+    runpy.run_path("train.py")
+
+
+notebook_launcher(train, num_processes=2, use_port=str(port))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_refused_with_the_line_that_starts_it(model, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}
+
+    def start(line: str) -> subprocess.CompletedProcess[str]:
+        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+        program, *words = shlex.split(line)
+        return subprocess.run([Path(sys.executable).with_name(program), *words], timeout=300, **options)
+
+    refused = start(f"accelerate launch --cpu --num_processes 2 train.py {model} 'a run'")
+    [line] = re.findall(r"Start it with: (torchrun .*) \(N: how many processes\)", refused.stderr)
+    assert line == f"torchrun --nproc-per-node N train.py {model} 'a run'"
+    for started, run in (
+        (line.replace(" N ", " 2 "), "a run"),
+        (f"python notebook.py {model} other", "other"),
+    ):
+        done = start(started)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / run / "checkpoint-1/rng_state_1.pth").exists()
 
 
 def test_the_launchers_of_the_docs_are_found():
