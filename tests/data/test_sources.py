@@ -472,6 +472,57 @@ def test_the_files_that_a_readme_names_are_read(tmp_path):
     assert list(load_rows(tmp_path)) == [{"text": "b"}]
 
 
+def every_way(source, **how):
+    """The rows of a source, by every function that reads them."""
+    loaded = list(load_rows(source, **how))
+    assert list(load_rows(source, streaming=True, **how)) == loaded
+    assert list(load_examples(source, **how)) == loaded
+    assert [row for _, row in load_records(source, **how)] == loaded
+    return loaded
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_patterns_name_the_files_that_datasets_finds(tmp_path, suffix, monkeypatch):
+    for name in ("b", "a", "deep/er/c", "[x]", ".hidden"):
+        file = tmp_path / f"{name}.{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save = Dataset.from_list([{"text": name}, {"text": "again"}])
+        save.to_json(file) if suffix == "jsonl" else save.to_parquet(file)
+    (tmp_path / "notes.md").write_text("not read")
+    for pattern, count in (("*", 3), ("**/*", 4), ("[ab]", 2), ("deep/**/c", 1), ("?", 2)):
+        source = f"{tmp_path}/{pattern}.{suffix}"
+        kind = "json" if suffix == "jsonl" else suffix
+        expected = datasets.load_dataset(kind, data_files=source, split="train")
+        assert every_way(source) == list(expected) and len(expected) == 2 * count
+    assert every_way(f"{tmp_path}/[x].{suffix}") == [{"text": "[x]"}, {"text": "again"}]  # a path
+    monkeypatch.chdir(tmp_path)
+    assert len(every_way(f"deep/**/*.{suffix}")) == 2
+    for wrong in (f"none*.{suffix}", "deep/er/**c", "deep/*"):
+        with raises(DataError, where=wrong):
+            load_rows(wrong)
+
+
+def test_configs_and_splits_of_a_folder_are_those_of_datasets(tmp_path, monkeypatch):
+    home = tmp_path / "some" / "rows"
+    home.mkdir(parents=True)
+    for name in ("a", "b", "c", "d"):
+        (home / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (home / "d.csv").write_text("text\nd\n")
+    (home / "README.md").write_text(
+        "---\nconfigs:\n- config_name: easy\n  data_files: [{split: train, path: a.jsonl}, "
+        "{split: test, path: [b.jsonl, c.jsonl]}]\n- config_name: hard\n  data_files: d.jsonl\n---\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for folder in (str(home), "some/rows", "./some/rows"):
+        for config, split in (("easy", "train"), ("easy", "test"), ("hard", "train")):
+            expected = datasets.load_dataset(folder, config, split=split)
+            assert every_way(f"{folder}:{config}", split=split) == list(expected)
+        for wrong, split in ((f"{folder}:none", "train"), (f"{folder}:hard", "test"), (folder, "train")):
+            with raises(DataError, where=wrong) as caught:
+                load_rows(wrong, split=split)
+        assert "['easy', 'hard']" in str(caught.value)
+
+
 def test_files_of_a_folder_are_read_in_turn_and_those_of_another_kind_are_named(tmp_path):
     home = tmp_path / "rows"
     home.mkdir()

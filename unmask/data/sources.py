@@ -49,7 +49,7 @@ INFORMATION = ("dataset_infos.json", "dataset_info.json")
 CARDS = ("README.md", ".huggingface.yaml")
 CONFIGS = re.compile(rb"^configs:", re.MULTILINE)
 """Where a dataset names its files."""
-HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 
 
 def load_rows(
@@ -65,9 +65,10 @@ def load_rows(
     Args:
         path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that
             leading zeros survive; .json: an array of objects; .jsonl; .parquet; all but the last may be
-            gzipped, as .jsonl.gz), a directory written by `save_to_disk`, another directory with files (each
-            is read as it is alone; splits are found as by `datasets.load_dataset`), or a hub id
-            ("owner/name", or "owner/name:config").
+            gzipped, as .jsonl.gz), a pattern of files ("data/**/*.jsonl", as of `datasets.load_dataset`), a
+            directory written by `save_to_disk`, another directory with files (each is read as it is alone;
+            splits are found as by `datasets.load_dataset`), or a hub id ("owner/name"). A directory or id
+            whose README has several configs is followed by the name of one ("owner/name:config").
         split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no splits.
         text_column: the name of the column of a .txt file.
         max_rows: keep only the first rows.
@@ -79,6 +80,7 @@ def load_rows(
     """
     source = str(path_or_id)
     check_source(source)
+    name, config = _name_and_config(source)
     files = _files(source, split)
     if files and kind_of(files[0]) == ".parquet":
         dataset = _from_parquet(source, files, streaming)
@@ -87,9 +89,7 @@ def load_rows(
     elif Path(source).is_dir():
         dataset = _from_directory(source, split, streaming)
     else:
-        match = HUB_ID.fullmatch(source)
-        assert match is not None, source
-        dataset = _load_dataset(match["name"], match["config"], split, streaming)
+        dataset = _load_dataset(name, config, split, streaming)
     if not streaming and not len(dataset):
         raise _empty(source)
     return dataset if max_rows is None else dataset.take(max_rows)
@@ -99,13 +99,35 @@ def check_source(path_or_id: str | os.PathLike[str]) -> None:
     """Raise DataError for a path that leads nowhere, or to a kind of file that is not read. A name on the hub
     is not looked up."""
     source = str(path_or_id)
-    path, kind = Path(source), kind_of(source)
-    if not path.exists() and (kind in SUFFIXES or not HUB_ID.fullmatch(source)):
+    path, kind = Path(_name_and_config(source)[0]), kind_of(source)
+    if not path.exists() and glob.has_magic(source):
+        if not _matches(source):
+            raise DataError("no file matches this pattern", where=source, remedy="Correct it")
+    elif not path.exists() and (kind in SUFFIXES or not HUB_ID.fullmatch(source)):
         raise DataError("no such file", where=source, remedy=near_path(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError("is neither a file nor a folder", where=source, remedy="Check the path")
     if path.is_file() and kind not in SUFFIXES:
         raise _unknown_kind(source)
+
+
+def _name_and_config(source: str) -> tuple[str, str | None]:
+    """The path or hub id of a source, and the config that it names after a colon."""
+    name, colon, config = source.rpartition(":")
+    named = colon and not Path(source).exists() and (Path(name).is_dir() or HUB_ID.fullmatch(source))
+    return (name, config) if named else (source, None)
+
+
+def _matches(pattern: str) -> list[str]:
+    """The files that `datasets` finds for a pattern; none for a path that exists."""
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return []
+    from datasets.data_files import resolve_pattern
+
+    try:
+        return list(map(str, resolve_pattern(pattern, base_path=os.getcwd())))
+    except (FileNotFoundError, ValueError):  # `**` beside other characters
+        return []
 
 
 def _unknown_kind(file: str) -> DataError:
@@ -231,16 +253,20 @@ def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
 
 
 def _files(source: str, split: str) -> list[str]:
-    """The files of a source: itself, or those of a split that `datasets` finds in a folder, of the kind that
-    most have; none for a saved dataset, a folder without files, and a name on the hub.
+    """The files of a source: itself, those of a pattern, or those of a split that `datasets` finds in a
+    folder, of the kind that most have; none for a saved dataset, a folder without files, and a name on the
+    hub.
 
     Raises:
         DataError: the folder has no such split, or in it a file of a kind that is not read.
     """
-    folder = Path(source)
-    if not folder.is_dir():
+    name, config = _name_and_config(source)
+    folder, matches = Path(name), _matches(source)
+    if not folder.is_dir() and not matches:
         return [source] if kind_of(source) in SUFFIXES else []
-    if any((folder / name).exists() for name in SAVED) or not (found := _files_by_split(source)):
+    if any((folder / file).exists() for file in SAVED):
+        return []
+    if not (found := {split: matches} if matches else _files_by_split(name, config)):
         return []
     if split not in found:
         raise DataError(
@@ -255,7 +281,7 @@ def _files(source: str, split: str) -> list[str]:
     kinds = {*SUFFIXES, *UNREAD}.difference(family)
     others = [
         file.name
-        for file in sorted(folder.rglob("*"))
+        for file in (map(Path, found[split]) if matches or config else sorted(folder.rglob("*")))
         if kind_of(file) in kinds and file.name not in INFORMATION
     ]
     if others:
@@ -267,17 +293,17 @@ def _files(source: str, split: str) -> list[str]:
     return files
 
 
-def _files_by_split(folder: str) -> dict[str, list[str]]:
-    """The files of each split of a folder, whatever their kinds: those that its README names, or those that
-    `datasets` finds by their names; none if it finds none."""
+def _files_by_split(folder: str, config: str | None) -> dict[str, list[str]]:
+    """The files of each split of a folder, whatever their kinds: those that its README names for a config, or
+    those that `datasets` finds by their names; none if it finds none."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     cards = [path for name in CARDS if (path := Path(folder) / name).is_file()]
     base = glob.escape(folder)
     try:
-        if any(CONFIGS.search(path.read_bytes()) for path in cards):
-            found = datasets.load_dataset_builder(folder).config.data_files
+        if config or any(CONFIGS.search(path.read_bytes()) for path in cards):
+            found = datasets.load_dataset_builder(folder, config).config.data_files
         else:
             found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     except (datasets.exceptions.DatasetsError, OSError, ValueError):
@@ -541,8 +567,8 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
         )
         raise DataError(
             f"{tried} `datasets` could read: {error.__cause__ or error}",
-            where=name,
-            remedy="Check the path, or the id, its config, the split and the network.",
+            where=f"{name}:{config}" if config else name,
+            remedy="Check the path or id, its config (NAME:CONFIG), the split and the network.",
         ) from error
 
 
