@@ -184,6 +184,23 @@ def test_a_folder_with_a_config_of_its_own_is_the_model(model, tmp_path):
     assert load(tmp_path / "outer").attention == "causal"
 
 
+def test_a_run_reads_a_pattern_and_a_split_of_a_folders_config(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows/a", "rows/deep/b", "hub/c", "hub/d"):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"prompt": "1", "completion": "2"}) + "\n")
+    (tmp_path / "hub/README.md").write_text(
+        "---\nconfigs:\n- config_name: easy\n  data_files: [{split: test, path: c.jsonl}]\n---\n"
+    )
+    held_out = 'data.eval=[{path: "hub:easy", split: test}]'
+    words = ["--model", model, "--data", "rows/**/*.jsonl", "--output", "out", *QUICK, held_out]
+    done = unmask("sft", *words)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out/data_report.json").read_text())
+    assert (report["train"]["read"], report["eval"]["read"]) == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("verb", "options"),
     [

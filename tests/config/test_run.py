@@ -191,6 +191,13 @@ def test_an_override_without_key_or_value_is_refused(override: str) -> None:
         read_layers(overrides=[override])
 
 
+def test_files_that_a_shell_writes_in_place_of_a_pattern_are_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.jsonl").touch()
+    with raises(ConfigError, where="command line"):
+        read_layers(overrides=["b.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("sources", "key", "source"),
     [

@@ -117,9 +117,10 @@ def read_layers(
         key = keys.get(typed, typed)
         if not equals or not all(key.split(".")):
             what = f"{masked_argument(override)!r} is not KEY=VALUE"
-            raise ConfigError(
-                what, where="command line", remedy="Write NAME=VALUE, for example learning_rate=1e-4"
-            )
+            remedy = "Write NAME=VALUE, for example learning_rate=1e-4"
+            if Path(override).is_file():  # the shell has written its names in place of a pattern
+                remedy = "Quote a pattern of files: --data 'data/*.jsonl'"
+            raise ConfigError(what, where="command line", remedy=remedy)
         source = f"command line, {typed}"
         layers.append(
             Layer(
