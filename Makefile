@@ -48,7 +48,7 @@ test-machines: $(INSTALLED)  ## tests of equal bits with older instructions and 
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(EQUAL_BITS)
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(EQUAL_BITS)
 
-# Over the locks' versions: pip installs only what is newer. Warnings are errors (pyproject.toml). torch stays: its newest build may need a GPU.
+# Over the locks' versions, so only what is newer is installed. Warnings are errors (pyproject.toml). torch stays: its newest build may need a GPU.
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/models tests/generation/engine tests/training/test_trainer.py tests/training/run/test_lock.py tests/supervised/test_sft.py tests/preference/test_trainer.py tests/rl/test_trainer.py
 test-newest: $(INSTALLED)  ## with the newest versions that pyproject.toml admits (tests/test_release.py has the lowest)

@@ -57,7 +57,8 @@ def test_the_build_back_end_is_pinned():
 
 
 def test_whatever_make_installs_is_hashed_or_torch_or_ours():
-    """Without hashes: torch, and what vLLM depends on, whose own wheel has one."""
+    """Without hashes: torch, what is newer than the locks, and what vLLM depends on, whose own wheel has
+    one."""
     installs = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if "pip install" in line]
     hashed = [line for line in installs if "--require-hashes --no-deps" in line]
     assert {name for line in hashed for name in LOCKS if line.endswith(f"-r {name}")} == set(LOCKS)
