@@ -9,8 +9,6 @@ from dataclasses import Field, field, fields
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
-from transformers import TrainingArguments
-
 from unmask.config.base import OnResume, list_fields
 from unmask.config.run import checked
 from unmask.errors import ConfigError
@@ -49,6 +47,8 @@ def setting(
 def described(config: Config) -> Config:
     """A decorator of config classes that lists in the docstring each field that is not of TrainingArguments,
     or has another default there."""
+    from transformers import TrainingArguments
+
     stock = {each.name: each.default for each in fields(TrainingArguments)}
     own = [each for each in fields(config) if each.name not in stock or stock[each.name] != each.default]
     list_fields(config, {each.name: (each.default, each.metadata["help"]) for each in own})
