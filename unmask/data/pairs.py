@@ -107,7 +107,7 @@ def pair_rows(
         ends: the model's end tokens; empty: only the tokenizer's EOS.
         formats: `SUPERVISED` or `UNPAIRED`.
         learn: which turns of `messages` are trained on; None: the whole conversation.
-        processes: how many tokenize; None: this one.
+        processes: how many tokenize; None: as `in_order` has it.
 
     Raises:
         DataError: a bad row, if the report does not skip it; or no row is left.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from unmask.artifacts import num_cores
 from unmask.data.encoding import encode_documents
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import DataError, prepending_place, require_text
@@ -39,6 +40,8 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 ITEMS_AT_ONCE = 256
 """Items that are sent to another process together."""
+FEW_ITEMS = 2000
+"""Items that one process makes in about a second."""
 
 
 def in_order(
@@ -47,19 +50,22 @@ def in_order(
     processes: int | None,
     at_once: int = ITEMS_AT_ONCE,
 ) -> Iterator[Made]:
-    """`map(function, items)` by several processes; None: by this one. Few items are read in advance."""
-    if processes is None or processes == 1:
-        yield from map(function, items)
-        return
+    """`map(function, items)` by several processes; None: as many as there are cores, if there are many items.
+    Few of them are read in advance."""
     iterator, pending = iter(items), deque[Any]()
+    yield from map(function, iterator if processes == 1 else islice(iterator, 0 if processes else FEW_ITEMS))
+    if not (chunk := list(islice(iterator, at_once))):
+        return
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else None)  # no script is run again
+    processes = processes or num_cores()
     with ProcessPoolExecutor(processes, context, _begin, (function,)) as pool:
         try:
-            while chunk := list(islice(iterator, at_once)):
+            while chunk:
                 pending.append(pool.submit(_apply, chunk))
                 if len(pending) > 2 * processes:
                     yield from pending.popleft().result()
+                chunk = list(islice(iterator, at_once))
             while pending:
                 yield from pending.popleft().result()
         finally:
@@ -199,7 +205,7 @@ def _encoded(
     numbered, closing = enumerate(texts), {*ends, tokenizer.eos_token_id}
     chunks = iter(lambda: list(islice(numbered, TEXTS_AT_ONCE)), [])
     encode = partial(_encoded_chunk, tokenizer, where=where, ends=ends)
-    for chunk, encoded in in_order(encode, chunks, processes, at_once=1):
+    for chunk, encoded in in_order(encode, chunks, processes or 1, at_once=1):  # threads tokenize a chunk
         if isinstance(encoded, DataError):
             raise encoded
         bodies = [ids[:-1] if ids and ids[-1] in closing else ids for ids in encoded]

@@ -114,7 +114,10 @@ class TrainingConfig(TrainingArguments):
     )
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
     dataset_num_proc: int | None = setting(
-        None, "Processes that tokenize the rows; unset: one", low=1, on_resume=NEUTRAL
+        None,
+        "Processes that tokenize the rows; unset: as many as there are cores, if the rows are many",
+        low=1,
+        on_resume=NEUTRAL,
     )
     max_unknown: float = setting(
         0.01,
