@@ -91,13 +91,13 @@ def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
     policy = unmask.load(folder / "converted")
     trainer = unmask.DPOTrainer(
         policy,
-        args=unmask.DPOConfig(**arguments(fresh(folder / "dpo"), steps, 8, 2e-5)),
+        args=unmask.DPOConfig(beta=0.2, **arguments(fresh(folder / "dpo"), steps, 8, 2e-5)),
         train_dataset=story_pairs(trained),
     )
     trainer.train()
     log = [line for line in trainer.state.log_history if "margin" in line]
     along = {"reference": "frozen", "ref_model": str(folder / "converted")}
-    args = unmask.DPOConfig(**arguments(folder / "measured", 1, 16, 0.0, **along))
+    args = unmask.DPOConfig(beta=0.2, **arguments(folder / "measured", 1, 16, 0.0, **along))
     measured = unmask.DPOTrainer(policy, args=args, train_dataset=story_pairs(held_out)[:32])
     found, margin = variances(measured, budgets=(1, 8), redraws=16)
     rows = [
@@ -162,7 +162,7 @@ def measure_memory(folder: Path, pairs: int, length: int) -> None:
 
     sft_peak, held = peak_of_step(sft())
     accumulating, _ = peak_of_step(sft(), micro_batches=2)
-    args = unmask.DPOConfig(**arguments(fresh(folder / "memory"), 2, pairs, 1e-6))
+    args = unmask.DPOConfig(beta=0.2, **arguments(fresh(folder / "memory"), 2, pairs, 1e-6))
     dpo, _ = peak_of_step(
         unmask.DPOTrainer(random_model(*SHAPE, "bidirectional"), args=args, train_dataset=rows)
     )
@@ -202,7 +202,7 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
     shape = arguments(
         fresh(folder / "sudoku-dpo"), steps, batch, rate, canvas_length=demo.task.max_completion
     )
-    args = unmask.DPOConfig(**shape | {"per_device_eval_batch_size": 100})
+    args = unmask.DPOConfig(beta=0.2, **shape | {"per_device_eval_batch_size": 100})
     trainer = unmask.DPOTrainer(
         lm,
         args=args,
@@ -286,7 +286,7 @@ def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
     small_random_model(tokenizer).save(folder / "small")
 
     def made(name: str) -> Any:
-        args = unmask.DPOConfig(**arguments(folder / name, steps, 4, 1e-3) | common)
+        args = unmask.DPOConfig(beta=0.2, **arguments(folder / name, steps, 4, 1e-3) | common)
         return unmask.DPOTrainer(folder / "small", args=args, train_dataset=train, eval_dataset=held_out)
 
     fresh(folder / "file")

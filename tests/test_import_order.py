@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import REPOSITORY
 
 LEVELS = [
-    ["redaction", "variables"],
+    ["redaction", "variables", "names"],
     ["errors", "console"],
     ["artifacts", "sandbox", "records", "tensor_checks"],
     ["config"],

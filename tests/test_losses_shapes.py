@@ -109,6 +109,8 @@ CALLS: dict[str, Callable[[Tensors], object]] = {
     "dpo": lambda t: losses.dpo(t.margin_P, beta=0.1),
     "ipo": lambda t: losses.ipo(t.margin_P, beta=0.1),
     "hinge": lambda t: losses.hinge(t.margin_P, beta=0.1),
+    "bco_pair": lambda t: losses.bco_pair(t.log_ratio_N, beta=0.1),
+    "divergence_scores": lambda t: losses.divergence_scores(t.log_ratio_N, "js_divergence"),
     "simpo": lambda t: losses.simpo(t.margin_P, beta=2.0, gamma=0.5),
     "kto": lambda t: losses.kto(t.log_ratio_N, t.desirable_N, torch.zeros(()), beta=0.1),
     "advantages": lambda t: losses.advantages(t.reward_B, t.group_B),

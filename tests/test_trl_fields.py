@@ -1,46 +1,151 @@
-"""Every field of TRL's configs has the same name here, or a reason in docs/migration.md."""
+"""Every field of TRL's configs has the same name and default here, or docs and errors say what to do."""
 
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import pytest
-from transformers import TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 import unmask
+from tests.errors import raises
 from tests.helpers import REPOSITORY
+from unmask.config.yaml import parse_yaml
+from unmask.errors import ConfigError
+from unmask.names import INSTEAD, NOT_NEEDED
 
 trl = pytest.importorskip("trl")
-ROWS = re.findall(
-    r"^\| (.*?) \| .+ \|$",
-    (REPOSITORY / "docs" / "migration.md")
-    .read_text()
-    .split("Fields of TRL")[1]
-    .split("**What differs.**")[0],
-    re.M,
-)
+CONFIGS = {
+    "SFTConfig": {"SFTConfig": {}},
+    "DPOConfig": {"DPOConfig": {}},
+    "KTOConfig": {"DPOConfig": {"loss_type": "kto"}},
+    "GRPOConfig": {"GRPOConfig": {}},
+}
+"""Ours by TRL's."""
+REMEDIES = INSTEAD | NOT_NEEDED
+EARLIER = [
+    "_n_gpu",
+    "adafactor",
+    "dispatch_batches",
+    "evaluation_strategy",
+    "fp16_backend",
+    "fp16_opt_level",
+    "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "group_by_length",
+    "half_precision_backend",
+    "include_inputs_for_metrics",
+    "include_tokens_per_second",
+    "jit_mode_eval",
+    "mp_parameters",
+    "no_cuda",
+    "overwrite_output_dir",
+    "past_index",
+    "per_gpu_eval_batch_size",
+    "per_gpu_train_batch_size",
+    "push_to_hub_model_id",
+    "push_to_hub_organization",
+    "push_to_hub_token",
+    "ray_scope",
+    "save_safetensors",
+    "sharded_ddp",
+    "split_batches",
+    "torchdynamo",
+    "tpu_metrics_debug",
+    "tpu_num_cores",
+    "use_ipex",
+    "use_legacy_prediction_loop",
+    "use_mps_device",
+    "warmup_ratio",
+    "xpu_backend",
+    "max_prompt_length",
+    "max_seq_length",
+    "rpo_alpha",
+    "reference_free",
+]
+"""Fields that transformers and TRL had."""
 
 
-@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig", "GRPOConfig"])
-def test_a_field_of_trl_has_the_same_name_or_a_reason(name):
-    own = {field.name for field in fields(getattr(unmask, name))}
-    theirs = {field.name for field in fields(getattr(trl, name))}
-    explained = {
-        field
-        for row in ROWS
-        if f"of `{name}`" in row or "of `" not in row
-        for field in re.findall(r"`(\w+)`", row)
+def rows_of(page, after):
+    """The cells of the first table after a text."""
+    text = (REPOSITORY / "docs" / page).read_text().split(after)[1]
+    table = re.split(r"\|\n\n|\|\n$", re.split(r"\n[|-]+\n", text)[1])[0]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def ours(name):
+    [(own, more)] = CONFIGS[name].items()
+    return getattr(unmask, own), more
+
+
+def missing(name):
+    own, _ = ours(name)
+    return {field.name for field in fields(getattr(trl, name))} - {field.name for field in fields(own)}
+
+
+def test_the_table_of_the_docs_is_that_of_the_errors():
+    described = {
+        field: text
+        for names, text in rows_of("migration.md", "Fields of TRL")
+        for field in re.findall(r"`(\w+)`", names)
     }
-    assert {field.name for field in fields(TrainingArguments)} <= own
-    assert theirs - own <= explained
+    assert described == {field: REMEDIES[field] for name in CONFIGS for field in missing(name)}
+    assert {field.name for field in fields(TrainingArguments)} <= {
+        field.name for field in fields(unmask.SFTConfig)
+    }
 
 
-def test_no_reason_is_given_for_a_field_that_is_here_or_nowhere():
-    names = ("SFTConfig", "DPOConfig", "GRPOConfig")
-    missing = {name: set() for name in names}
-    for name in names:
-        own = {field.name for field in fields(getattr(unmask, name))}
-        missing[name] = {field.name for field in fields(getattr(trl, name))} - own
-    for row in ROWS:
-        of = [name for name in names if f"of `{name}`" in row] or names
-        for field in set(re.findall(r"`(\w+)`", row)) - {*names}:
-            assert any(field in missing[name] for name in of), field
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_default_is_that_of_trl_or_has_a_reason(name):
+    own, more = ours(name)
+    args, reasons = own(output_dir="out", **more), {}
+    for names, values, _ in rows_of("coming-from-trl.md", "Defaults that differ"):
+        field, *of = re.findall(r"`(\w+)`", names)
+        if of in ([], [name]):
+            reasons[field] = tuple(parse_yaml(value, "docs") for value in re.findall("`(.*?)`", values))
+    declared = {field.name: field.default for field in fields(own)}
+    for field in fields(getattr(trl, name)):
+        theirs = field.default_factory() if field.default is MISSING else field.default
+        if field.name not in declared or theirs in (declared[field.name], getattr(args, field.name)):
+            assert field.name not in reasons or field.name not in declared
+        elif theirs != [getattr(args, field.name)]:  # a list of one loss
+            assert reasons[field.name] == (theirs, getattr(args, field.name)), field.name
+
+
+@pytest.mark.parametrize("own", ["PretrainConfig", "SFTConfig", "DPOConfig", "GRPOConfig"])
+def test_the_error_for_a_field_of_another_library_says_what_to_do(own):
+    """It is the table's text, the verbs that have the setting, or another name of ours for the same."""
+    config = getattr(unmask, own)
+    known = {field.name for field in fields(config)}
+    theirs = [
+        *(getattr(trl, name) for name in [*CONFIGS, "RewardConfig", "RLOOConfig"]),
+        Seq2SeqTrainingArguments,
+    ]
+    for name in {*EARLIER, *REMEDIES, *(field.name for kind in theirs for field in fields(kind))} - known:
+        with pytest.raises(ConfigError) as caught:
+            config(**{name: None})
+        remedy = str(caught.value.remedy)
+        if name in INSTEAD:
+            assert INSTEAD[name][1:] in remedy, name
+        elif name in NOT_NEEDED:
+            assert f"Leave it out: {NOT_NEEDED[name]}" in remedy, name
+        elif name in ("no_cuda", "max_seq_length"):
+            assert (
+                f"{name}: Did you mean '{dict(no_cuda='use_cpu', max_seq_length='max_length')[name]}'?"
+                in remedy
+            )
+        else:
+            assert f"{name}: It is a setting of " in remedy, name
+
+
+def test_a_typing_error_is_answered_with_the_nearest_name():
+    with raises(ConfigError, where="SFTConfig: lerning_rate"):
+        unmask.SFTConfig(lerning_rate=1e-4)
+
+
+def test_no_remedy_is_for_a_setting():
+    names = {
+        field.name
+        for name in ("SFTConfig", "DPOConfig", "GRPOConfig", "PretrainConfig", "ConvertConfig")
+        for field in fields(getattr(unmask, name))
+    }
+    assert not names & REMEDIES.keys() and not INSTEAD.keys() & NOT_NEEDED.keys()

@@ -271,8 +271,8 @@ class Demo:
     def dpo(self, phase: Phase) -> None:
         pairs = self.preferences(self.settings.dpo * self.settings.batch // 4)
         arguments = self.arguments("dpo", self.settings.dpo, 1e-5, canvas_length=self.task.max_completion)
-        args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
-        DPOTrainer(self.lm, args=args, train_dataset=pairs, progress=phase).train()
+        arguments |= {"per_device_train_batch_size": self.settings.batch // 4, "beta": 0.2}
+        DPOTrainer(self.lm, args=DPOConfig(**arguments), train_dataset=pairs, progress=phase).train()
 
     def grpo(self, phase: Phase) -> None:
         args = GRPOConfig(

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
+from unmask.names import NAMES_ELSEWHERE, remedy_of_trainers
 from unmask.redaction import masked_text
 
 
@@ -104,71 +105,11 @@ class RunStopped(BaseException):
         super().__init__(what)
 
 
-EARLIER_NAMES = {
-    "aggregation": "loss_type",
-    "ratio": "importance_sampling_level",
-    "advantage": "scale_rewards",
-    "reference_sync_steps": "ref_model_sync_steps",
-    "reference_sync_share": "ref_model_mixup_alpha",
-    "dual_clip": "delta",
-    "mask_truncated": "mask_truncated_completions",
-    "kl_unbiased": "use_bias_correction_kl",
-    "importance_cap": "vllm_importance_sampling_cap",
-    "drop_equal_groups": "filter_zero_std_groups",
-    "dynamic_sampling": "max_resample_rounds",
-    "log_completions_rows": "num_completions_to_print",
-    "beyond_eos": "after_eos",
-    "reference_model": "ref_model",
-    "score_chunk": "logprob_batch_size",
-    "score_temperature": "logprob_temperature",
-    "policy": "remasking",
-    "remask": "remask_fraction",
-    "guidance": "cfg_scale",
-    "drafts": "num_speculative_tokens",
-    "candidates": "num_branches",
-}
-"""The names of settings before they were those of TRL, vLLM and LLaDA."""
-NAMES_ELSEWHERE = EARLIER_NAMES | {
-    "use_amp": "bf16",
-    "log_gpu_memory": "log_memory_usage",
-    "batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "seq_len": "max_length",
-    "max_seq_length": "max_length",
-    "lr": "learning_rate",
-    "rank": "r",
-    "source": "train",
-    "sources": "train",
-    "no_cuda": "use_cpu",
-    "generation_batch_size": "rollout_batch_size",
-    "steps_per_generation": "rollout_batch_size",
-    "use_vllm": "rollout",
-    "vllm_server_base_url": "rollout",
-    "block_length": "block_size",
-    "diffusion_steps": "steps",
-    "p_mask_prompt": "prompt_mask_rate",
-    "alg": "remasking",
-    "grpo": "diffu-grpo",
-    "masking_strategy": "masking",
-    "enable_performance_logging": "performance_log_interval",
-}
-"""Unmask's names of settings and a method by those of other training loops (docs/switches.md), of TRL and of
-d1 (docs/migration.md)."""
-
-
-WITHOUT_EQUAL = {
-    "max_prompt_length": "Leave it out: prompts are not cut (sft and dpo have truncate_prompt). 'max_length' "
-    "bounds a prompt with its completion",
-}
-"""What to do about settings of other training loops that Unmask has in no form."""
-
-
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """The remedy for an unknown name: the equivalent or most similar known name, or `otherwise` (None: the
     list of all known names)."""
-    if name in WITHOUT_EQUAL:
-        return WITHOUT_EQUAL[name]
+    if remedy := remedy_of_trainers(name):
+        return remedy
     known = sorted(known)
     ours = NAMES_ELSEWHERE.get(name)  # another name is not meant where there is none of this meaning
     nearest = difflib.get_close_matches(name, known, n=1) if ours is None else [ours] if ours in known else []

@@ -26,7 +26,17 @@ from unmask.diffusion.views import (
     exact_views,
     random_views,
 )
-from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
+from unmask.preference.losses import (
+    bco_pair,
+    divergence_scores,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    log_ratios,
+    margins,
+    simpo,
+)
 from unmask.rl.advantages import advantages, kept_groups, overlong_penalty
 from unmask.rl.losses import clipped_surrogate, count_items, kl_divergence, token_weights
 from unmask.rl.methods import Loss, LossInputs, Method, get_method
@@ -48,6 +58,7 @@ __all__ = [
     "advantages",
     "all_masked_views",
     "any_order",
+    "bco_pair",
     "canvas_log_probs",
     "canvas_loss",
     "cart_weights",
@@ -56,6 +67,7 @@ __all__ = [
     "complementary_pair",
     "count_items",
     "distillation_loss",
+    "divergence_scores",
     "dpo",
     "elbo",
     "elbo_views",

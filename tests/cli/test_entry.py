@@ -207,7 +207,7 @@ def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(tmp_path:
     )
     assert printed.model_copy(update={"training": {}}) == expected
     # the verb's own defaults
-    assert printed.training["beta"] == 0.2 and printed.training["learning_rate"] == 5e-6
+    assert printed.training["beta"] == 0.1 and printed.training["learning_rate"] == 1e-6
     assert "trust_remote_code: false" in result.stdout  # defaults included
     assert [path.name for path in tmp_path.iterdir()] == ["in_use"]
     refused = run("dpo", *REQUIRED, str(tmp_path), "training.bta=1", "--print-config")
@@ -361,6 +361,7 @@ COMMON = {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": 4,
+        "min_p": 0.01,
         "stop_at_eos": False,
         "seed": 1,
         "batch_size": 2,

@@ -410,7 +410,7 @@ def lines(*rows: Any) -> str:
                 "204 tokens",
                 "a row holds 128",
                 (
-                    "or cut the prompt with training.truncate_prompt=true. Or leave such rows out with "
+                    "or cut the prompt with training.truncation_mode=keep_end. Or leave such rows out with "
                     "training.bad_rows=skip"
                 ),
             ],
@@ -555,7 +555,7 @@ def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tm
     )
     with pytest.warns(UnmaskWarning, match=r"train_dataset: only \d of 16 rows are kept \(\d+ too long\)"):
         result = unmask(
-            *run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncate_prompt=true"
+            *run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncation_mode=keep_end"
         )
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]

@@ -78,7 +78,7 @@ def test_config_finds_settings_and_prints_json() -> None:
     assert (found["key"], found["type"], found["default"]) == (
         "training.learning_rate",
         "float",
-        5e-6,
+        1e-6,
     ) and "AdamW" in found["help"]
     assert len(json.loads(run("config", "grpo", "--json").stdout)) > 250
 

@@ -478,7 +478,7 @@ def test_what_is_advised_for_a_row_that_is_too_long_works(max_length, context):
             advised.append(RowLimits(int(found[1]), context=context))
         else:
             assert f"and the model's context is {context}" in caught.value.what and "remove the row" in remedy
-        if "truncate_prompt" in remedy:
+        if "truncation_mode=keep_end" in remedy:
             advised.append(RowLimits(max_length, truncate_prompt=True, context=context))
         for limits in advised:
             assert made([{"prompt": prompt, "completion": completion}], limits)

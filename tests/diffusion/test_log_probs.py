@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import enumeration
 from tests.tiny import KINDS, toy_lm
-from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
+from unmask.diffusion.log_probs import entropies, noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, exact_count_views
 
 PROMPT, LENGTH = 2, 5
@@ -170,6 +170,22 @@ def test_a_temperature_divides_the_logits():
     expected = (logits / 0.7).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
     scores = view_log_probs(lm, ids, None, all_masked_views(maskable), temperature=0.7)
     torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
+
+
+@kinds
+def test_entropies_are_of_the_distributions_that_scores_are_of(kind):
+    lm = toy_lm(kind)
+    ids, maskable = batch()
+    views = planned(lm, ids, maskable)
+    found = view_log_probs(lm, ids, None, views, temperature=0.7, measure=entropies, chunk=2)
+    expected = torch.zeros_like(found)
+    for position in range(PROMPT, TOTAL):
+        here = torch.arange(TOTAL) == position
+        for token in range(lm.config.vocab_size):
+            other = torch.where(here, token, ids)  # a token's prediction does not depend on itself
+            log_prob = view_log_probs(lm, other, None, views, temperature=0.7)
+            expected -= torch.where(views.target_BMT & here, (log_prob.exp() * log_prob).nan_to_num(), 0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 def test_scores_have_the_precision_of_the_model():

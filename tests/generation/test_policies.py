@@ -11,7 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.errors import raises
 from unmask.config.sampler import SamplerConfig
@@ -118,11 +123,17 @@ def test_filters_keep_the_most_likely(seed, width, top_k, top_p):
         assert kept_V.argmax() == logits_V.argmax() and kept_V.max() > 0
 
 
-@given(seeds, st.integers(1, 12), st.sampled_from([0.15, 0.5, 0.85, 0.95]))
-def test_filters_are_those_of_transformers(seed, top_k, top_p):
+@given(
+    seeds,
+    st.integers(1, 12),
+    st.sampled_from([0.15, 0.5, 0.85, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.2, 1.0]),
+)
+def test_filters_are_those_of_transformers(seed, top_k, top_p, min_p):
     logits_NV = random_logits(seed, 3, 9)
     theirs_NV = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits_NV))
-    assert torch.equal(keep_likely(logits_NV.softmax(-1), top_k, top_p) > 0, theirs_NV > -torch.inf)
+    theirs_NV = MinPLogitsWarper(min_p)(None, theirs_NV)
+    assert torch.equal(keep_likely(logits_NV.softmax(-1), top_k, top_p, min_p) > 0, theirs_NV > -torch.inf)
 
 
 def test_filters_keep_the_first_of_equally_likely_tokens():

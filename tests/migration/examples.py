@@ -259,7 +259,7 @@ EXAMPLES = {
         {"sft.sh": "CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes 2 sft_train.py --grad_accum_steps 2 --num_epochs 3 "
                    "--train_data simplescaling/s1K-1.1 --output_dir out"},
         {"data.train": "simplescaling/s1K-1.1", "training.gradient_accumulation_steps": 2, "training.num_train_epochs": 3,
-         "lora.r": 128, "training.max_length": 4096, "training.truncate_completion": True, "model.path": "GSAI-ML/LLaDA-8B-Instruct"},
+         "lora.r": 128, "training.max_length": 4096, "training.truncation_mode": "keep_start", "model.path": "GSAI-ML/LLaDA-8B-Instruct"},
     ),
     "TRL's GRPO by a script": Example(
         "grpo",
@@ -270,19 +270,28 @@ EXAMPLES = {
                     "  --lora_target_modules q_proj v_proj --no_remove_unused_columns --top_p 0.9 --output_dir out\n"},
         {"model.path": "Qwen/Qwen2.5-0.5B", "data.train": "my/data:en", "rewards": ["trl.rewards:accuracy_reward", "my_lib.rewards:short"],
          "lora.target_modules": ["q_proj", "v_proj"], "training.num_generations": 4, "training.loss_type": "dr_grpo",
-         "training.scale_rewards": "none", "training.delta": 3.0, "training.rollout.url": "http://gpu7:8000",
+         "training.scale_rewards": "none", "training.delta": 3.0, "training.top_p": 0.9, "training.rollout.url": "http://gpu7:8000",
          "training.rollout.timeout": 60.0, "training.vllm_importance_sampling_cap": None, "training.use_bias_correction_kl": True, "training.epsilon": 0.2,
          "training.max_completion_length": 512, "training.eval_strategy": "steps"},
-        ("top_p", "remove_unused_columns"),
+        ("remove_unused_columns",),
     ),
     "TRL's DPO": Example(
         "dpo",
         {"dpo.json": '{"model_name_or_path": "m", "dataset_name": "trl-lib/ultrafeedback_binarized", "loss_type": ["ipo"],'
-                     ' "rpo_alpha": null,'
+                     ' "rpo_alpha": null, "sync_ref_model": false,'
                      ' "precompute_ref_log_probs": true, "max_length": 512, "f_divergence_type": "reverse_kl", "evaluation_strategy": "no",'
                      ' "model_init_kwargs": {"torch_dtype": "bfloat16", "attn_implementation": "sdpa"}, "output_dir": "out"}'},
         {"model.path": "m", "model.dtype": "bfloat16", "data.train": "trl-lib/ultrafeedback_binarized", "training.loss_type": "ipo",
-         "training.length_normalization": True, "training.reference": "stored", "training.beta": 0.1, "training.learning_rate": 1e-6},
-        ("f_divergence_type",),
+         "training.length_normalization": None, "training.reference": "stored", "training.beta": 0.1, "training.learning_rate": 1e-6,
+         "training.f_divergence_type": "reverse_kl", "training.truncation_mode": "keep_start"},
+        ("sync_ref_model",),
+    ),
+    "TRL's DPO with several losses": Example(
+        "dpo",
+        {"dpo.yaml": "model_name_or_path: m\ndataset_name: d\nloss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n"
+                     "sync_ref_model: true\nref_model_sync_steps: 64\nld_alpha: 0.5\noutput_dir: out\n"},
+        {"training.loss_type": ["sigmoid", "bco_pair", "sft"], "training.loss_weights": [0.8, 0.2, 1.0],
+         "training.reference": "frozen", "training.sync_ref_model": True, "training.ref_model_sync_steps": 64},
+        ("ld_alpha",),
     ),
 }  # fmt: skip

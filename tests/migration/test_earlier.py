@@ -8,8 +8,9 @@ import pytest
 
 from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import dump_yaml
-from unmask.errors import EARLIER_NAMES, did_you_mean
+from unmask.errors import did_you_mean
 from unmask.migration.migrate import migrate
+from unmask.names import EARLIER_NAMES
 from unmask.rl.config import GRPOConfig
 from unmask.supervised.sft import SFTConfig
 

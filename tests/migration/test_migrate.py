@@ -27,7 +27,7 @@ from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.migration.formats import FORMATS, candidates
 from unmask.migration.migrate import migrate
-from unmask.migration.rules import DroppedError
+from unmask.migration.rules import TRANSFORMERS, DroppedError
 from unmask.tasks import get_task
 from unmask.training.settings.listing import stock_settings
 
@@ -312,9 +312,8 @@ def sections(name: str) -> set[str]:
 
 def test_marks_are_keys_of_their_table():
     for name, form in FORMATS.items():
-        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | {
-            each.name for each in stock_settings().values()
-        }, name
+        known = form.table.keys() | TRANSFORMERS.keys() | {each.name for each in stock_settings().values()}
+        assert {mark.partition("=")[0] for mark in form.marks} <= known, name
 
 
 def test_recognition_is_by_what_only_one_format_knows():

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
+from unmask.preference.losses import divergence_scores, dpo, hinge, ipo, kto, margins, simpo
 
 nats = st.floats(-200, 200)
 betas = st.floats(0.01, 5)
@@ -91,6 +91,31 @@ def test_kto_moves_log_ratios_away_from_the_baseline(log_ratio, desirable, basel
     assert gradient == pytest.approx(-sign * beta * probability * (1 - probability), abs=1e-12)
     weighted = slope(lambda at: loss(at, (3.0, 0.5)), log_ratio)
     assert weighted == pytest.approx([(3.0 if desirable else 0.5) * part for part in (value, gradient)])
+
+
+@pytest.mark.parametrize(
+    ("divergence", "alpha"),
+    [
+        ("forward_kl", 0.5),
+        ("js_divergence", 0.5),
+        *(("alpha_divergence", alpha) for alpha in (-1, 0.3, 1, 2)),
+    ],
+)
+def test_scores_of_divergences_are_derivatives_by_the_ratio(divergence, alpha):
+    """f'(t) of each divergence's f(t), whose expectation under the reference it is."""
+    ratio = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    f = {
+        "forward_kl": lambda t: t - 1 - t.log(),
+        "js_divergence": lambda t: t * t.log() - (t + 1) * ((t + 1) / 2).log(),
+        "alpha_divergence": lambda t: (
+            t * t.log() - t + 1 if alpha == 1 else (t**alpha - alpha * t + alpha - 1) / (alpha * (alpha - 1))
+        ),
+    }[divergence]
+    [expected] = torch.autograd.grad(f(ratio).sum(), ratio)
+    found = divergence_scores(ratio.detach().log(), divergence, alpha=alpha)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for extreme in (-1e6, 1e6):
+        assert divergence_scores(torch.tensor([extreme]), divergence, alpha=alpha).isfinite().all()
 
 
 @pytest.mark.parametrize("margin", [-1e6, 1e6])

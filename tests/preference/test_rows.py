@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,38 @@ def test_a_batch_has_the_responses_and_the_mismatched_ones():
 def test_errors_name_the_bad_row(row, where):
     with raises(DataError, where=where):
         rows([LABELLED[0], row])
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_rows_that_are_too_long_lose_their_end_or_the_beginning_of_their_prompt(loss_type):
+    """As TRL cuts them; each response by itself."""
+    row = {"prompt": "abcdefgh", "chosen": "abcdefgh", "rejected": "ba"}
+    for mode, prompt, sides in (
+        ("keep_start", "abcdefgh", ("abc", "ba")),
+        ("keep_end", "gh", ("abcdefgh", "ba")),
+    ):
+        lm = llama_lm()
+        more = {"loss_type": loss_type, "max_length": 12, "truncation_mode": mode}
+        other = {"prompt": "a", "chosen": "b", "rejected": "c"}
+        args = DPOConfig(**settings(Path("unused"), **more))
+        made = DPOTrainer.make_rows(lm, args, [row, other], "train_dataset")
+        decode = partial(lm.tokenizer.decode, skip_special_tokens=True)
+        if loss_type == "sigmoid":
+            documents = [
+                [
+                    token
+                    for token, number in zip(made[0]["input_ids"], made[0]["documents"], strict=True)
+                    if number == n
+                ]
+                for n in (1, 2)
+            ]
+        else:
+            documents = [
+                item["response"]["input_ids"] for item in made if len(item["response"]["input_ids"]) > 5
+            ]
+        assert [decode(ids) for ids in documents] == [prompt + side for side in sides]
+        assert lm.eos_token_id in documents[1] and (lm.eos_token_id in documents[0]) == (mode == "keep_end")
+    with raises(DataError, where="train_dataset, row 0, chosen, rejected"):
+        same = row | {"rejected": "abcd"}
+        args = DPOConfig(**settings(Path("unused"), max_length=12, truncation_mode="keep_start"))
+        DPOTrainer.make_rows(llama_lm(), args, [same], "train_dataset")

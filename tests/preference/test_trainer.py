@@ -18,7 +18,7 @@ from tests.helpers import partly_slow
 from tests.tiny import llama_lm, toy_lm
 from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, weights
 from unmask.diffusion.views import MaskRNG
-from unmask.errors import DataError, TrainingError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.models.load import load
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer, PreferenceBatch
@@ -275,7 +275,7 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),
     [
-        ("bidirectional", None, {"samples": 5, "complementary": True, "rpo_alpha": 0.5}),
+        ("bidirectional", None, {"samples": 5, "complementary": True, "loss_weights": [1.0, 0.5, 0.2]}),
         ("block_causal", 4, {}),
         ("block_causal", 4, {"samples": 3, "bound": "elbo"}),
     ],
@@ -283,8 +283,10 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
 def test_view_by_view_the_gradient_is_that_of_all_at_once(
     attention, block_size, more, loss_type, chunk, tmp_path
 ):
-    if loss_type == "kto":
-        more = {name: value for name, value in more.items() if name != "rpo_alpha"}
+    if "loss_weights" in more and loss_type == "kto":
+        more = {name: value for name, value in more.items() if name != "loss_weights"}
+    elif "loss_weights" in more:
+        loss_type = ["sigmoid", "sft", "bco_pair"]
     made = []
     for size in (chunk, 10**6):
         lm = toy_lm(attention=(attention, block_size, False))  # computes in float64 throughout
@@ -333,13 +335,39 @@ def test_the_variance_of_the_margin_is_logged_at_its_interval(tmp_path):
     assert trainer.margin_variance() < 1e-8  # the policy is the reference
 
 
+def test_a_reference_that_moves_is_resumed(tmp_path):
+    shape = {
+        "reference": "frozen",
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "beta": 1.0,
+    }
+    whole = make("dpo", tmp_path, **shape)
+    whole.train()
+    resumed = make("dpo", tmp_path, **shape)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for one, other in ((resumed.lm, whole.lm), (resumed.reference.lm, whole.reference.lm)):
+        assert equal(weights(one), weights(other))
+    assert not equal(weights(whole.reference.lm), weights(make("dpo", tmp_path / "start").lm))
+
+
+def test_a_reference_cannot_follow_sharded_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(DPOTrainer, "shards_weights", True)
+    with raises(ConfigError, where="sync_ref_model"):
+        make("dpo", tmp_path, reference="frozen", sync_ref_model=True)
+
+
 # Losses of the trainer.
 
 
 def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     losses = []
     for alpha in (0.0, 0.7):
-        trainer = make("dpo", tmp_path, llama_lm(dtype=torch.float64), rpo_alpha=alpha)
+        losses_of = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, alpha]}
+        trainer = make("dpo", tmp_path, llama_lm(dtype=torch.float64), **losses_of)
         rows = batch(trainer, 0, 2, 5)
         [prepared] = trainer.prepared([rows])
         losses.append(
@@ -459,7 +487,7 @@ def test_chosen_and_rejected_have_different_masks(tmp_path):
 
 
 def test_training_raises_the_margin_and_the_accuracy(tmp_path):
-    trainer = make("dpo", tmp_path, max_steps=30, learning_rate=3e-3, eval_dataset=PREFERENCES)
+    trainer = make("dpo", tmp_path, max_steps=30, learning_rate=3e-3, beta=0.2, eval_dataset=PREFERENCES)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
     trainer.train()
     trainer.evaluate()

@@ -45,10 +45,26 @@ LABELLED = [
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sigmoid": ({}, {}),
     "hinge": ({"loss_type": "hinge", "beta": 0.05}, {"loss_type": "hinge", "beta": 0.05}),
-    "ipo": ({"loss_type": "ipo", "length_normalization": True}, {"loss_type": "ipo"}),
+    "ipo": ({"loss_type": "ipo"}, {"loss_type": "ipo"}),
     "per token": ({"length_normalization": True}, {"loss_type": "sigmoid_norm"}),
-    "rpo": ({"rpo_alpha": 0.5}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    **{
+        name: (same, same)
+        for name, same in {
+            "rpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+            "mpo": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+            "two": {"loss_type": ["ipo", "sigmoid"]},
+            "forward": {"f_divergence_type": "forward_kl"},
+            "jensen": {"f_divergence_type": "js_divergence", "loss_type": "ipo"},
+            "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+            "synced": {
+                "sync_ref_model": True,
+                "ref_model_sync_steps": 1,
+                "ref_model_mixup_alpha": 0.3,
+            },
+        }.items()
+    },
 }
+CASES["synced"] = ({**CASES["synced"][0], "reference": "frozen"}, CASES["synced"][1])
 """Our settings and those of TRL."""
 PLAIN = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
 

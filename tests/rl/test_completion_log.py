@@ -44,7 +44,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
 
 def test_rows_from_all_over_the_rollout_are_written_in_full(tmp_path, capsys):
     long = "x" * 5000
-    CompletionLog(tmp_path, every=1, rows=4).write(3, columns(8, long))
+    CompletionLog(tmp_path, rows=4).write(3, columns(8, long))
     assert [line["completion"] for line in kept(tmp_path)] == [f"{i}: {long}" for i in (0, 2, 4, 6)]
     first = {
         "step": 3,
@@ -59,14 +59,17 @@ def test_rows_from_all_over_the_rollout_are_written_in_full(tmp_path, capsys):
 
 
 def test_a_small_rollout_is_written_whole(tmp_path):
-    CompletionLog(tmp_path, every=1, rows=4).write(1, columns(3))
-    assert [line["prompt"] for line in kept(tmp_path)] == ["prompt 0", "prompt 1", "prompt 2"]
+    CompletionLog(tmp_path, rows=None).write(1, columns(9))
+    assert len(kept(tmp_path)) == 9
+    (tmp_path / "few").mkdir()
+    CompletionLog(tmp_path / "few", rows=4).write(1, columns(3))
+    assert [line["prompt"] for line in kept(tmp_path / "few")] == ["prompt 0", "prompt 1", "prompt 2"]
 
 
 def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("unmask.console.MAX_WIDTH", 200)  # so that no text is folded
-    CompletionLog(tmp_path, every=1).write(
+    CompletionLog(tmp_path).write(
         7, columns(2, NASTY) | {"prompt": [[{"role": "user", "content": "é?"}]] * 2}
     )
     shown = capsys.readouterr().out
@@ -81,7 +84,7 @@ def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
 
 def test_what_no_terminal_can_show_is_told_by_its_number(tmp_path, capsys):
     half = {"extra": ["\ud800", ["\udfff"]], "step": [7, 8]}
-    samples = CompletionLog(tmp_path, every=1)
+    samples = CompletionLog(tmp_path)
     samples.write(1, columns(2) | half)
     shown = capsys.readouterr().out.encode().decode()
     assert "\\ud800" in shown and "\\udfff" in shown
@@ -91,37 +94,35 @@ def test_what_no_terminal_can_show_is_told_by_its_number(tmp_path, capsys):
 
 
 def test_columns_of_odd_keys_are_kept_by_their_names(tmp_path):
-    CompletionLog(tmp_path, every=1).write(1, columns(1) | {"pairs": [{("a", "b"): 2}]})
+    CompletionLog(tmp_path).write(1, columns(1) | {"pairs": [{("a", "b"): 2}]})
     assert kept(tmp_path)[0]["pairs"] == {"('a', 'b')": 2}
 
 
-def run(samples: CompletionLog, rollouts: range, folder: Path) -> None:
+def run(samples: CompletionLog, rollouts: range, every: int) -> None:
     for step in rollouts:
-        if samples.due(step):
+        if samples.due(step, every):
             samples.write(step, columns(1))
 
 
 @examples(20)
-@given(every=st.integers(0, 7), updates=st.integers(1, 4), before=st.integers(0, 5), lost=st.integers(0, 3))
+@given(every=st.integers(1, 7), updates=st.integers(1, 4), before=st.integers(0, 5), lost=st.integers(0, 3))
 def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(
     tmp_path_factory, every, updates, before, lost
 ):
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
-    run(CompletionLog(whole, every=every), range(1, 20, updates), whole)
-    run(CompletionLog(broken, every=every), range(1, (before + lost) * updates + 1, updates), broken)
-    resumed = CompletionLog(broken, every=every)
+    run(CompletionLog(whole), range(1, 20, updates), every)
+    run(CompletionLog(broken), range(1, (before + lost) * updates + 1, updates), every)
+    resumed = CompletionLog(broken)
     resumed.rewind(before * updates)
-    run(resumed, range(before * updates + 1, 20, updates), broken)
-    lines = kept(whole) if every else []
-    assert (kept(broken) if every else []) == lines and (every or not list(whole.iterdir()))
+    run(resumed, range(before * updates + 1, 20, updates), every)
+    lines = kept(whole)
+    assert kept(broken) == lines
     steps = [line["step"] for line in lines]
-    assert not every or (
-        steps[0] == 1 and len({step // every for step in steps}) == len(steps) >= 19 // max(every, updates)
-    )
+    assert steps[0] == 1 and len({step // every for step in steps}) == len(steps) >= 19 // max(every, updates)
 
 
 def test_a_torn_line_and_a_missing_file_are_no_obstacle(tmp_path):
-    samples = CompletionLog(tmp_path, every=1, rows=1)
+    samples = CompletionLog(tmp_path, rows=1)
     samples.rewind(2)
     assert not list(tmp_path.iterdir())
     samples.write(1, columns())
@@ -143,7 +144,7 @@ def test_a_live_display_makes_room_for_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     with Progress([("grpo", 1.0)], stream=terminal) as progress, progress.phase("grpo") as phase:
         phase.update(0.5)
-        CompletionLog(tmp_path, every=1).write(1, columns())
+        CompletionLog(tmp_path).write(1, columns())
     before, _, after = terminal.getvalue().partition("completions of step 1")
     assert re.search(r"whole run.*\r(\x1b\[1A)?\x1b\[2K\x1b\[3m *$", before, re.DOTALL)  # the line is cleared
     assert after.index("prompt 7") < after.index("whole run")  # and written again below
@@ -154,7 +155,7 @@ def test_a_bar_of_tqdm_makes_room_too(tmp_path, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
     with tqdm(total=2, desc="steps"):
-        CompletionLog(tmp_path, every=1).write(1, columns())
+        CompletionLog(tmp_path).write(1, columns())
     before, _, after = terminal.getvalue().partition("completions of step 1")
     assert re.search(r"steps.*\r *\r\x1b\[3m *$", before) and "steps" in after
 
@@ -162,7 +163,7 @@ def test_a_bar_of_tqdm_makes_room_too(tmp_path, monkeypatch):
 def train(folder: Path, tracker: str) -> None:
     """A run with a tracker, which is given samples in its second step."""
     trainer = make("sft", folder, report_to=[tracker], run_name="run")
-    samples = CompletionLog(folder, every=1, rows=2)
+    samples = CompletionLog(folder, rows=2)
     trainer.add_callback(
         Before(1, lambda: samples.write(2, columns(2, NASTY), trainer.callback_handler.callbacks))
     )

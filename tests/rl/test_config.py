@@ -225,12 +225,46 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
         ({"sync_ref_model": True, "method": "trace-rl"}, {"kl_to": "reference"}, "sync_ref_model"),
         ({"ref_model_mixup_alpha": 0.5, "beta": 0.1}, {"sync_ref_model": True}, "ref_model_mixup_alpha"),
         ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward"),
+        ({"log_completions_steps": 5}, {"log_completions": True}, "log_completions_steps"),
+        ({"top_entropy_quantile": 0.2, "method": "spg"}, {"method": "diffu-grpo"}, "top_entropy_quantile"),
     ],
 )
 def test_a_setting_is_refused_without_what_it_needs(given, needed, where, tmp_path):
     with raises(ConfigError, where=where):
         GRPOConfig(output_dir=str(tmp_path), **given)
     GRPOConfig(output_dir=str(tmp_path), **given | needed)
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"top_p": 0.0}, "top_p"),
+        ({"method": "exact-gradient", "top_p": 0.9}, "top_p"),
+        ({"method": "exact-gradient", "top_entropy_quantile": 0.2}, "top_entropy_quantile"),
+        ({"generation_kwargs": {"cfg_scal": 1.0}}, "generation_kwargs.cfg_scal"),
+        ({"generation_kwargs": {"cfg_scale": -1.0}}, "generation_kwargs.cfg_scale"),
+        ({"generation_kwargs": {"max_new_tokens": 8}}, "generation_kwargs.max_new_tokens"),
+        ({"generation_kwargs": {"top_k": 8}}, "generation_kwargs.top_k"),
+        ({"generation_kwargs": {"remask_fraction": 0.5}}, "generation_kwargs.remask_fraction"),
+        (
+            {"top_k": 5, "rollout": {"backend": "vllm", "url": "http://localhost:8000"}},
+            "rollout.backend and top_p, top_k, min_p, repetition_penalty",
+        ),
+    ],
+)
+def test_rollouts_that_cannot_be_are_refused(given, where, tmp_path):
+    with raises(ConfigError, where=where):
+        GRPOConfig(output_dir=str(tmp_path), **given)
+
+
+def test_rollouts_of_a_server_of_vllm_are_filtered_without_a_correction(tmp_path):
+    GRPOConfig(
+        output_dir=str(tmp_path),
+        top_k=5,
+        min_p=0.1,
+        rollout={"backend": "vllm", "url": "http://localhost:8000"},
+        vllm_importance_sampling_cap=None,
+    )
 
 
 @pytest.mark.parametrize("masking", [None, "optimized", "diffusion"])

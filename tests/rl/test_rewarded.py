@@ -265,6 +265,7 @@ def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
 def test_samples_of_completions_are_kept_and_rewound(tmp_path):
     shape = {
         "max_steps": 4,
+        "log_completions": True,
         "log_completions_steps": 2,
         "num_completions_to_print": 3,
         "save_strategy": "steps",
@@ -284,7 +285,7 @@ def test_samples_tell_what_reward_functions_log_of_each_completion(tmp_path):
         log_extra("parts", [torch.arange(len(text)) for text in completions])
         return [float(len(text)) for text in completions]
 
-    make("grpo", tmp_path, reward=first, max_steps=1, log_completions_steps=1).train()
+    make("grpo", tmp_path, reward=first, max_steps=1, log_completions=True).train()
     lines = MetricsLog(tmp_path / "completions.jsonl").read()
     assert len(lines) > 2 and len({line["first"] for line in lines}) > 1
     for line in lines:

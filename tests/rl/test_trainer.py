@@ -499,6 +499,52 @@ def test_held_out_prompts_are_answered_greedily(tmp_path):
     assert [line["step"] for line in trainer.state.log_history if "eval_reward" in line] == [1, 2, 2]
 
 
+def test_an_evaluation_draws_several_completions_of_each_prompt(tmp_path):
+    seen = []
+
+    def kept(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        seen.append([*zip(prompts, completions, strict=True)])
+        return [float(len(text)) for text in completions]
+
+    trainer = make("grpo", tmp_path, reward=kept, eval_dataset=PAIRS[:2], num_generations_eval=3)
+    found = trainer.evaluate()["eval_reward"]
+    [pairs] = seen
+    assert [prompt for prompt, _ in pairs] == [row["prompt"] for row in PAIRS[:2] for _ in range(3)]
+    assert len({text for _, text in pairs[:3]}) > 1
+    assert found == pytest.approx(sum(len(text) for _, text in pairs) / 6)
+
+
+def test_rollouts_draw_among_likely_tokens(tmp_path):
+    """Among one, whatever the temperature, all of a group write what is most probable."""
+    for more in (
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"min_p": 1.0},
+        {"generation_kwargs": {"allowed_tokens": [7]}},
+    ):
+        trainer = make("grpo", tmp_path, rows=PAIRS[:2], temperature=5.0, max_completion_length=3, **more)
+        rows = [trainer.train_dataset[number] for number in range(4)]
+        first, second, *_ = tokens = trainer.sample(rows, temperature=5.0, step=0).tokens
+        assert first == second and ("generation_kwargs" not in more or tokens == [[7] * 3] * 4)
+    penalized = make("grpo", tmp_path, rows=PAIRS[:2], top_k=1, repetition_penalty=50.0)
+    [once] = penalized.sample([penalized.train_dataset[0]], temperature=1.0, step=0).tokens
+    assert len(set(once)) == len(once)
+
+
+def test_the_template_of_prompts_reads_the_configs_variables(tmp_path):
+    lm = character_model("ab ", hidden=8, layers=1, context=32, seed=0)
+    lm.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'b' if long else 'a' }}"
+    )
+    rows = [{"prompt": [{"role": "user", "content": "ab"}]}]
+    for row, expected in ((rows[0], "abb"), (rows[0] | {"chat_template_kwargs": {"long": False}}, "aba")):
+        args = GRPOConfig(**settings(tmp_path, max_completion_length=2), chat_template_kwargs={"long": True})
+        [prompt] = GRPOTrainer.make_rows(lm, args, [row], "train").ids
+        assert lm.tokenizer.decode(prompt["ids"]) == expected
+    with raises(DataError, where="train, row 0, chat_template_kwargs"):
+        GRPOTrainer.make_rows(lm, args, [{"prompt": "ab"}], "train")
+
+
 def test_the_name_of_a_task_is_a_reward(tmp_path):
     task = get_task("sudoku")
     lm = character_model(task.alphabet, hidden=32, layers=1, context=128, seed=0)

@@ -88,6 +88,22 @@ SETTINGS = {
     # Unmask masks what has no reward. TRL sets its advantage to 0, but counts its tokens and keeps its KL,
     # unless set to mask it.
     "unscored": Case({}, {"mask_truncated_completions": True}, reward=unscored_if_truncated),
+    # One micro-batch: TRL takes the quantile over each.
+    "entropy": Case(
+        both={
+            "top_entropy_quantile": 0.4,
+            "gradient_accumulation_steps": 1,
+            "per_device_train_batch_size": 8,
+        }
+    ),
+    "entropy of sequences": Case(
+        both={
+            "top_entropy_quantile": 0.4,
+            "importance_sampling_level": "sequence",
+            "gradient_accumulation_steps": 1,
+            "per_device_train_batch_size": 8,
+        }
+    ),
     # bnpo takes the mean over the tokens of a micro-batch, then over micro-batches: equal to Unmask's if
     # there is one.
     "bnpo": Case(

@@ -226,7 +226,7 @@ def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
         tmp_path,
         llama_lm("block_causal", 5),
         rows=[{"prompt": "ab", "completion": "cdefgh" * 6}],
-        truncate_completion=True,
+        truncation_mode="keep_start",
     )
     [row] = trainer.train_dataset
     assert len(row["input_ids"]) == 30 and trainer.lm.eos_token_id not in row["input_ids"]
@@ -238,7 +238,7 @@ def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
     [
         ({"learn": "first"}, "learn"),
         ({"bad_rows": "drop"}, "bad_rows"),
-        ({"truncate_completion": True, "canvas_length": 9}, "truncate_completion, canvas_length"),
+        ({"truncation_mode": "keep_start", "canvas_length": 9}, "truncation_mode, canvas_length"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong, where, tmp_path):

@@ -298,9 +298,9 @@ def test_a_config_is_copied(cls, tmp_path):
 
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        GRPOConfig(output_dir=str(tmp_path), rank=4, max_prompt_length=32, color="red")
+        GRPOConfig(output_dir=str(tmp_path), rank=4, max_seq_length=32, color="red")
     words = (
-        "GRPOConfig: rank, max_prompt_length, color: no known setting",
+        "GRPOConfig: rank, max_seq_length, color: no known setting",
         "'max_length'",
     )
     assert all(word in str(refused.value) for word in words)
@@ -393,7 +393,11 @@ def test_a_default_that_another_setting_rules_out_is_refused_if_it_is_given(kind
         ("convert", ["training.distillation=0.5", "training.on_policy=0.1"]),
         ("grpo", ["training.beta=0.1", "training.sync_ref_model=true"]),
         ("grpo", ["training.masking=adaptive"]),
-        ("grpo", ["training.log_completions_steps=5"]),
+        ("grpo", ["training.log_completions=true", "training.log_completions_steps=5"]),
+        ("grpo", ["training.top_p=0.9", "training.generation_kwargs={cfg_scale: 1.0}"]),
+        ("dpo", ["training.loss_type=[sigmoid, sft]", "training.loss_weights=[1.0, 0.5]"]),
+        ("dpo", ["training.reference=frozen", "training.sync_ref_model=true"]),
+        ("dpo", ["training.f_divergence_type=alpha_divergence", "training.f_alpha_divergence_coef=0.3"]),
     ],
 )
 def test_a_recorded_config_can_be_read_again(verb, more):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.errors import raises
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import equal, prepared, weights
 from unmask.errors import ConfigError
@@ -55,6 +57,16 @@ def test_its_own_settings_count(verb, way, adapters, tmp_path):
     saved = load(tmp_path / "saved")
     assert saved.settings == lm.settings and not equal(weights(saved), weights(lm))
     assert "block-causal, in blocks of 2 tokens" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_a_path_is_loaded_with_the_configs_arguments(tmp_path):
+    llama_lm().save(tmp_path / "model")
+    for verb in ("sft", "dpo", "grpo"):
+        more = {"model_init_kwargs": {"dtype": "bfloat16"}} | ({"bound": "elbo"} if verb == "dpo" else {})
+        trainer = prepared(verb, tmp_path / verb, str(tmp_path / "model"), **more)
+        assert trainer.lm.dtype == torch.bfloat16
+        with raises(ConfigError, where="model_init_kwargs"):
+            prepared(verb, tmp_path / verb, llama_lm(), **more)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from unmask.config.listing import Setting
 from unmask.config.run import RunConfig
 from unmask.console import is_first_process
-from unmask.errors import NAMES_ELSEWHERE, ConfigError
-from unmask.training.settings.listing import near_keys, settings_of_verb
+from unmask.errors import ConfigError
+from unmask.names import NAMES_ELSEWHERE
+from unmask.training.settings.listing import near_keys, remedy_elsewhere, settings_of_verb
 
 SECTIONS = (("training",), ("data",), ("model", "sampler", "lora"))
 """Where a setting without its section is looked up: a name of the first sections is not looked up in the
@@ -141,6 +142,8 @@ class BareNames:
             remedy = f"`unmask config {self.verb}` lists all settings"
             if near:
                 remedy = f"Did you mean {' or '.join(near)}?"
+            if name not in OPTIONS_ELSEWHERE:
+                remedy = remedy_elsewhere(name.removeprefix("training.")) or remedy
             raise ConfigError(f"is no setting or option of {self.verb}", where=typed, remedy=remedy)
         if len(found) > 1:
             what = f"may be {' or '.join(found)}"

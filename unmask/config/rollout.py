@@ -24,6 +24,7 @@ VLLM_READS = {
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "repetition_penalty",
     "stop_at_eos",
     "allowed_tokens",

@@ -501,16 +501,22 @@ def checked_fields(
 
 
 def refuse_unknown(
-    keys: Iterable[str], known: Collection[str], where: str, fixed: Collection[str] = ()
+    keys: Iterable[str],
+    known: Collection[str],
+    where: str,
+    fixed: Collection[str] = (),
+    remedy_elsewhere: Callable[[str], str | None] = lambda key: None,
 ) -> None:
-    """Raise ConfigError for a key that a section does not have, or that the run sets itself (`fixed`)."""
+    """Raise ConfigError for a key that a section does not have, or that the run sets itself (`fixed`).
+    `remedy_elsewhere`: what to do about a key of other sections; None: a similar key is meant."""
     for key in keys:
         if key in fixed:
             raise ConfigError(
                 "is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section"
             )
         if key not in known:
-            raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
+            remedy = remedy_elsewhere(key) or did_you_mean(key, known)
+            raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=remedy)
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:

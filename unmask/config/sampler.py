@@ -104,13 +104,15 @@ class SamplerConfig(Config):
     """Draw among the most probable tokens that together reach this probability."""
     top_k: int = Field(default=0, ge=0)
     """Draw among this many most probable tokens; 0: all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Draw among tokens of at least this fraction of the largest probability; 0: all."""
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Draw which positions to reveal, without replacement, with probability proportional to exp(value /
     order_temperature), where value is what `remasking` orders by. 0: no noise."""
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature,
-    top_k and top_p, as in Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens of
-    `reveal_last` are left out."""
+    top_k, top_p and min_p, as in Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens
+    of `reveal_last` are left out."""
     reveal_last: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """Token ids that are revealed last: in each block, a position that would show one of them waits until no
     other is hidden. Its confidence is -inf, thus its probability 0 for `threshold` and `factor`. Given the
@@ -283,6 +285,11 @@ class SamplerConfig(Config):
         """The settings given that say how many tokens a step reveals."""
         names = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound")
         return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def filters(self) -> bool:
+        """Whether only likely tokens are drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def self_speculative(self) -> bool:

@@ -290,7 +290,7 @@ class ConvertTrainer(TrainerArguments):
     ):
         refuse_foreign_collator(data_collator)
         args = self.checked_args(args, model)
-        lm = as_diffusion_lm(model, processing_class, quantization_config)
+        lm = as_diffusion_lm(model, processing_class, quantization_config, args.model_init_kwargs)
         self.args, self.progress, self.callbacks = args, progress, callbacks or []
         self.rest: dict[str, Any] = {
             "data_collator": data_collator,

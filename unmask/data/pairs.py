@@ -77,7 +77,8 @@ class RowLimits:
         )
         if self.context is not None and length > self.context:
             what, remedy = f"{what}, and the model's context is {self.context}", "Shorten or remove the row"
-        cut = ", or cut the prompt with training.truncate_prompt=true" if excess + bos < len(prompt) else ""
+        cuttable = excess + bos < len(prompt)
+        cut = ", or cut the prompt with training.truncation_mode=keep_end" if cuttable else ""
         raise DataError(what, remedy=f"{remedy}{cut}", reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:
@@ -148,7 +149,7 @@ def preference_rows(
 ) -> Iterator[dict[str, Any]]:
     """Pairs of token rows, `chosen` and `rejected`, of rows in a format of `PREFERENCES`.
 
-    Arguments and errors are as for `pair_rows`. Responses are never truncated; equal ones are a bad row.
+    Arguments and errors are as for `pair_rows`. Equal responses are a bad row.
     """
     encode, number = partial(encode_preference, tokenizer, ends=ends), 0
     for index, found in enumerate(_encoded(encode, examples, PREFERENCES, processes)):
@@ -168,12 +169,20 @@ def preference_rows(
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])
             report.record_lengths(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
             kept, answers = limits.fit(tokenizer, prompt, chosen, rejected)
+            if answers[0] == answers[1]:
+                raise DataError(
+                    "chosen and rejected are the same where they were cut",
+                    where="chosen, rejected",
+                    remedy="Raise max_length, or remove the row",
+                    reason=EQUAL_RESPONSES,
+                )
             fillings = [limits.filling(len(kept), len(answer)) for answer in answers]
             rows = [
                 _row(tokenizer, kept, *side, number, [False] * len(kept))
                 for side in zip(answers, fillings, strict=True)
             ]
-            report.record_cuts(prompt=len(kept) < len(prompt))
+            cut = sum(map(len, answers)) < len(chosen) + len(rejected)
+            report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
         if rows:
             number += 1
             yield {"chosen": rows[0], "rejected": rows[1]}

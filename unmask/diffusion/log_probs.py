@@ -6,7 +6,7 @@ Shapes: B batch, M views, T tokens, N target rows, R rows of a pass (B * M).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,9 +17,12 @@ from torch import Tensor
 from unmask.diffusion.views import Views
 from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
+from unmask.models.hooks.head import Reduction
+from unmask.models.kernels.log_softmax import at_least_float32
 from unmask.tensor_checks import check_tensors
 
 Pattern = tuple[Layout, AttentionMask]
+TargetValue = Callable[[DiffusionLM, ForwardInputs, Tensor, float], Tensor]
 COPIES_AT_ONCE = 3
 """Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows
 with their square."""
@@ -33,6 +36,7 @@ def view_log_probs(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
+    measure: TargetValue = DiffusionLM.log_probs,
 ) -> Tensor:
     """Log-probabilities [B, M, T] in nats, float32, of the targets; 0 elsewhere.
 
@@ -45,20 +49,26 @@ def view_log_probs(
             clean half is causal.
         temperature: the logits are divided by it.
         chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
+        measure: what is computed at each target in place of its log-probability, such as `entropies`.
     """
     check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, **views.tensors)
     if views.causal and not (lm.causal_context and views.count > 1):
         noised, causal = views.split_causal()
         parts = [(lm, noised)] if noised.count else []
         parts.append((lm.as_causal(), replace(causal, causal=False)))
-        return torch.cat(
-            [
-                view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk)
-                for m, v in parts
-            ],
-            1,
-        )
-    return ViewPasses(lm, ids_BT, attention_mask_BT, views, temperature=temperature).all_log_probs(chunk)
+        more: Any = {"temperature": temperature, "chunk": chunk, "measure": measure}
+        return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, **more) for m, v in parts], 1)
+    passes = ViewPasses(lm, ids_BT, attention_mask_BT, views, temperature=temperature, measure=measure)
+    return passes.all_log_probs(chunk)
+
+
+def entropies(lm: DiffusionLM, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+    """The entropy [N] of each prediction, in nats, whichever its target."""
+    return lm.reduced(inputs, Reduction(_entropies_at, (), temperature))[0]
+
+
+def _entropies_at(logits_NV: Tensor, temperature: float) -> tuple[Tensor]:
+    return (torch.special.entr((at_least_float32(logits_NV) / temperature).softmax(-1)).sum(-1),)
 
 
 class Targets(NamedTuple):
@@ -80,6 +90,7 @@ class ViewPasses:
     attention_mask_BT: Tensor | None
     views: Views
     temperature: float = 1.0
+    measure: TargetValue = DiffusionLM.log_probs
     _patterns: dict[tuple[int, int, int], Pattern] = field(default_factory=dict)
 
     def all_log_probs(self, chunk: int | None) -> Tensor:
@@ -115,7 +126,7 @@ class ViewPasses:
         inputs = forward_inputs(
             self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N, self._patterns[key]
         )
-        return self.lm.log_probs(inputs, ids_BT.take(targets.token_N), self.temperature)
+        return self.measure(self.lm, inputs, ids_BT.take(targets.token_N), self.temperature)
 
     def _part(self, each: Any, rows: slice) -> Any:
         return each if each is None or (rows.start == 0 and rows.stop >= len(each)) else each[rows]

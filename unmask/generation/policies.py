@@ -58,7 +58,7 @@ class GivenTokens(NamedTuple):
     log_prob_N: Tensor | None
     # logits given the condition, for entropies and margins; None: nothing needs them
     believed_NV: Tensor | None
-    # logits of the distribution that each is drawn from, before temperature, top_k and top_p
+    # logits of the distribution that each is drawn from, before temperature, top_k, top_p and min_p
     drawn_from_NV: Tensor | None
     # the tokens that the condition leaves no text for; None: nothing records them
     forbidden_NV: Tensor | None = None
@@ -150,7 +150,7 @@ def _decide(
             weight_NV = weights(
                 given.drawn_from_NV, given.drawn_from_NV.amax(-1, keepdim=True), config.temperature or 1.0
             )
-            weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
+            weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
     token_N, log_prob_N = token_N1.squeeze(1), (logits_NV.gather(1, token_N1) - normalizer_N1).squeeze(1)
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = (
@@ -276,7 +276,7 @@ def _draw_tokens(
         return best(logits_NV)[:, None], weight_NV
     if adjusted or config.temperature not in (0, 1):
         weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
-    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
+    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
     token_N = best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[RngStream.TOKEN])
     return token_N[:, None], weight_NV
 
@@ -334,9 +334,13 @@ def penalize_and_ban(logits_NV: Tensor, config: SamplerConfig, present_NV: Tenso
     return logits_NV
 
 
-def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Weights that are zero except for the `top_k` largest (0: all), and of these for the fewest whose sum
-    reaches the fraction `top_p`. transformers and vLLM filter in this order too."""
+def keep_likely(weight_NV: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Weights that are zero except for the `top_k` largest (0: all), of these for the fewest whose sum
+    reaches the fraction `top_p`, and of these for those of at least `min_p` times the largest. transformers
+    filters in this order too."""
+    if min_p > 0:
+        weight_NV = keep_likely(weight_NV, top_k, top_p)
+        return torch.where(weight_NV < min_p * weight_NV.amax(-1, keepdim=True), 0, weight_NV)
     if top_k == 0 and top_p == 1.0:
         return weight_NV
     sorted_NV, order_NV = weight_NV.sort(dim=-1, descending=True, stable=True)

@@ -123,7 +123,7 @@ def probabilities(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor |
     if config.temperature == 0:
         return F.one_hot(best(logits_NV), logits_NV.shape[1]).to(logits_NV.dtype)
     weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature)
-    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
+    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
     return (weight_NV / weight_NV.sum(-1, keepdim=True)).nan_to_num(0.0)
 
 

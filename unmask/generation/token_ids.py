@@ -15,8 +15,8 @@ from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 
 READ = {
-    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens", "max_length"),
-    *("num_return_sequences", "suppress_tokens"),
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+    *("max_length", "num_return_sequences", "suppress_tokens"),
 }
 """Arguments of transformers' `generate` that mean here what they mean there."""
 UNCHANGED = {
@@ -63,7 +63,7 @@ def generate_ids(
     asked = {name: settings.pop(name) if name in settings else getattr(stock, name) for name in READ}
     own = {name: value for name, value in settings.items() if name not in UNCHANGED}
     if asked["do_sample"]:
-        own |= {name: asked[name] for name in ("top_k", "top_p") if asked[name] is not None}
+        own |= {name: asked[name] for name in ("top_k", "top_p", "min_p") if asked[name] is not None}
         own["temperature"] = 1.0 if asked["temperature"] is None else asked["temperature"]
         own.setdefault("seed", int(torch.randint(2**31, ())))  # which `set_seed` of transformers decides
     if asked["max_new_tokens"] or asked["max_length"]:

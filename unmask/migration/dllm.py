@@ -53,7 +53,7 @@ def data(value: str, old: Old) -> Settings:
 
 def too_long(value: Any, old: Old) -> Settings:
     """Rows beyond max_length."""
-    return {"training.bad_rows": "skip"} if value == "filter" else {"training.truncate_completion": True}
+    return {"training.bad_rows": "skip"} if value == "filter" else {"training.truncation_mode": "keep_start"}
 
 
 def weighting(value: Any, old: Old) -> Settings:
@@ -125,7 +125,7 @@ def defaults(old: Old, program: str | None) -> Settings:
 
 
 def sft_defaults(old: Old, program: str | None) -> Settings:
-    return defaults(old, program) | {"training.truncate_completion": True}
+    return defaults(old, program) | {"training.truncation_mode": "keep_start"}
 
 
 def text_defaults(old: Old, program: str | None) -> Settings:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from unmask.errors import EARLIER_NAMES
 from unmask.migration.rules import Old, Rule, RuleTable, Settings, to
+from unmask.names import EARLIER_NAMES
 from unmask.training.settings.listing import VERBS, settings_of_verb
 
 SECTIONS = ("training", "sampler")

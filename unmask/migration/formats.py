@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unmask.config.run import RunConfig
-from unmask.errors import EARLIER_NAMES, ConfigError, require_known
+from unmask.errors import ConfigError, require_known
 from unmask.migration import dllm
 from unmask.migration.conversion import BATCHES, CONVERTER
 from unmask.migration.earlier import SECTIONS, earlier_names
@@ -25,6 +25,7 @@ from unmask.migration.trl import (
     trl_dpo_defaults,
     variables_defaults,
 )
+from unmask.names import EARLIER_NAMES
 
 Defaults = Callable[[Old, str | None], Settings]
 """The defaults of a format that differ from Unmask's, by dotted key, from the old values and the script."""

@@ -109,10 +109,10 @@ def performance(value: Any, old: Old) -> Settings:
     return {"training.performance_log_interval": old.get("performance_log_interval", 100) if logged else 0}
 
 
-def log_completions(value: Any, old: Old) -> Settings:
-    """Sample completions, as often as losses are logged."""
-    steps = int(old.get("logging_steps") or 10)
-    return {"training.log_completions_steps": steps if truth(value) else 0}
+def guided(value: Any, old: Old) -> Settings:
+    if not value:
+        raise DroppedError("rollouts are not guided")
+    return {"training.generation_kwargs.cfg_scale": float(value)}
 
 
 MASKING = Rule(strategy, "diffusion is the method's own")
@@ -129,13 +129,14 @@ GRPO: RuleTable = {
     "masking_strategy": MASKING,
     "adaptive_loss": ADAPTIVE_LOSS,
     "temperature": Rule(temperature),
-    "log_completions": Rule(log_completions, "how often, in steps"),
+    "log_completions": Rule(lambda value, old: {"training.log_completions": truth(value)}),
 }
 """Keys that all trainers share."""
 
 DIFFUSION: RuleTable = {
     **static("diffusion"),
     "p_mask_prompt": Rule(prompts_masked),
+    "cfg_scale": Rule(guided, "a setting of the sampler"),
     "remasking": to("training.remasking", words(low_confidence="low_confidence", random="random")),
     "dataset": Rule(task, "the task's problems, style and published rewards"),
 }

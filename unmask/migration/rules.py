@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unmask.config.yaml import parse_yaml
+from unmask.names import INSTEAD, NOT_NEEDED
 from unmask.training.settings.older_variables import SWITCH, Settings
 
 Old = Mapping[str, Any]
@@ -96,13 +97,6 @@ def precision(value: Any, old: Old) -> Settings:
     return {f"training.{name}": name == word for name in ("bf16", "fp16")}
 
 
-def first_of(value: Any) -> Any:
-    """The only element of a list, or the value itself."""
-    if isinstance(value, list):
-        (value,) = value
-    return value
-
-
 def lora_if(switch_key: str | None, names: Mapping[str, str]) -> RuleTable:
     """Adapters: `names` maps r, alpha, dropout and target_modules to their old keys, which apply if the
     switch is on (None: always)."""
@@ -140,6 +134,7 @@ def logs_at(value: Any, old: Old) -> Settings:
 
 
 TRANSFORMERS: RuleTable = {
+    **{name: drop(why) for name, why in (INSTEAD | NOT_NEEDED).items()},
     **static("transformers"),
     "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
     "group_by_length": to(
@@ -147,8 +142,8 @@ TRANSFORMERS: RuleTable = {
     ),
     "logging_dir": Rule(logs_at),
 }
-"""Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep
-their names."""
+"""Fields of `transformers.TrainingArguments` with another name here, and of other trainers without
+counterpart. All others keep their names."""
 
 
 def remote_code(value: Any, old: Old) -> Settings:

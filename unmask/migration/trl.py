@@ -15,12 +15,12 @@ from unmask.migration.reinforcement import (
 )
 from unmask.migration.rules import (
     SETTINGS_OF_MODEL,
+    TRANSFORMERS,
     DroppedError,
     Old,
     Rule,
     RuleTable,
     Settings,
-    first_of,
     lora_if,
     precision,
     static,
@@ -129,6 +129,8 @@ TRL_GRPO: RuleTable = {
     "loss_type": to("training.loss_type", words(**LOSS_TYPES), "losses differ in how tokens count"),
     "scale_rewards": Rule(scaled, "how advantages follow from rewards"),
     "use_bias_correction_kl": Rule(unbiased),
+    "top_k": to("training.top_k", lambda value: value or 0),
+    "chat_template_kwargs": to("training.chat_template_kwargs"),
     **dict.fromkeys(
         (
             "use_vllm",
@@ -180,8 +182,7 @@ ROLLOUT_VARIABLES: RuleTable = {
     "VLLM_SERVER_HOST": Rule(server_address),
     "GRPO_TEMPERATURE": Rule(lambda value, old: temperature(float(value), old)),
     "GRPO_MAX_PROMPT": GRPO["max_prompt_length"],
-    "GRPO_GENERATION_BATCH_SIZE": TRL_GRPO["generation_batch_size"],
-    "GRPO_TOP_ENTROPY_QUANTILE": TRL_GRPO["top_entropy_quantile"],
+    "GRPO_GENERATION_BATCH_SIZE": TRANSFORMERS["generation_batch_size"],
     "LORA_TARGET_MODULES": to(
         "lora.target_modules", lambda text: [name.strip() for name in text.split(",") if name.strip()]
     ),
@@ -213,15 +214,50 @@ DIFFUSION_DPO: RuleTable = {
 }
 
 
+def alpha(value: Any, old: Old) -> Settings:
+    if old.get("f_divergence_type") != "alpha_divergence":
+        raise DroppedError("only alpha_divergence has it")
+    return {"training.f_alpha_divergence_coef": value}
+
+
+LOSSES = {name: name for name in ("sigmoid", "ipo", "hinge", "bco_pair", "sft")}
+
+
+def losses(old: Old) -> list[str]:
+    value = old.get("loss_type") or "sigmoid"
+    return [value] if isinstance(value, str) else list(value)
+
+
 def loss(value: Any, old: Old) -> Settings:
-    kind = words(sigmoid="sigmoid", ipo="ipo", hinge="hinge")(first_of(value))
-    return {"training.loss_type": kind} | ({"training.length_normalization": True} if kind == "ipo" else {})
+    """The losses; sigmoid_norm is the sigmoid of log-ratios per token."""
+    if losses(old) == ["sigmoid_norm"]:
+        return {"training.loss_type": "sigmoid", "training.length_normalization": True}
+    kinds = [words(**LOSSES)(name) for name in losses(old)]
+    return {"training.loss_type": kinds if len(kinds) > 1 else kinds[0]}
 
 
 def smoothing(value: Any, old: Old) -> Settings:
-    if first_of(old.get("loss_type") or "sigmoid") != "sigmoid":
+    if "sigmoid" not in losses(old):
         raise DroppedError("only sigmoid smooths labels")
     return {"training.label_smoothing": value}
+
+
+def rpo(value: Any, old: Old) -> Settings:
+    """The SFT term of earlier versions."""
+    if not value:
+        raise DroppedError("there is no SFT term")
+    return {"training.loss_type": ["sigmoid", "sft"], "training.loss_weights": [1.0, value]}
+
+
+def moving(name: str) -> Rule:
+    """A setting of a reference that moves, which runs beside the policy."""
+
+    def read(value: Any, old: Old) -> Settings:
+        if not truth(old.get("sync_ref_model", False)):
+            raise DroppedError("sync_ref_model is off: the reference does not move")
+        return {"training.reference": "frozen", f"training.{name}": value}
+
+    return Rule(read)
 
 
 TRL_DPO: RuleTable = {
@@ -230,8 +266,11 @@ TRL_DPO: RuleTable = {
     **lora_if("use_peft", LORA_OF_TRL),
     **LORA_LEFT,
     **static("trl-dpo"),
-    "loss_type": Rule(loss, "ipo averages over tokens, as there"),
+    "loss_type": Rule(loss),
     "label_smoothing": Rule(smoothing),
+    "rpo_alpha": Rule(rpo, "the SFT term is a loss with a weight"),
+    "f_alpha_divergence_coef": Rule(alpha),
+    **{name: moving(name) for name in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")},
     "precompute_ref_log_probs": Rule(
         lambda value, old: {"training.reference": "stored" if value else "frozen"},
         "how the reference is kept",

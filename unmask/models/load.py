@@ -490,6 +490,7 @@ def as_diffusion_lm(
     model: DiffusionLM | PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     quantization_config: BitsAndBytesConfig | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> DiffusionLM:
     """The model that a trainer is given.
 
@@ -498,19 +499,23 @@ def as_diffusion_lm(
             or a model of transformers, also with PEFT adapters, whose own settings count.
         tokenizer: of a model of transformers, or in place of the model's own; or its path or hub id.
         quantization_config: of a path or hub id.
+        arguments: of `load`, likewise.
 
     Raises:
         ModelError: anything else, a tokenizer of other tokens, or what `load` raises.
-        ConfigError: a quantization of a model in memory.
+        ConfigError: a quantization or arguments of a model in memory.
     """
     if isinstance(tokenizer, str | Path):
         tokenizer = read_tokenizer(fetched(tokenizer, weights=False, model=False))
     if isinstance(model, str | Path):
-        lm = load(model, dtype="float32", quantization_config=quantization_config)
-        return _with_tokenizer(lm, tokenizer)
+        given = {"dtype": "float32", "quantization_config": quantization_config, **(arguments or {})}
+        return _with_tokenizer(load(model, **given), tokenizer)
     if quantization_config is not None:
         remedy = "Give the model's path, or quantize it when it is loaded"
         raise ConfigError("the model is loaded already", where="quantization_config", remedy=remedy)
+    if arguments:
+        remedy = "Give the model's path, or load it with them (on the command line the section model)"
+        raise ConfigError("the model is loaded already", where="model_init_kwargs", remedy=remedy)
     if isinstance(model, DiffusionLM):
         return _with_tokenizer(model, tokenizer)
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):

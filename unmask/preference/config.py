@@ -15,7 +15,7 @@ from unmask.diffusion.log_probs import passes
 from unmask.errors import ConfigError
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
-from unmask.preference.losses import PreferenceLoss
+from unmask.preference.losses import FDivergence, PreferenceLoss
 from unmask.training.config import rows_per_step, steps_per_epoch, trains_adapters
 from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
@@ -31,11 +31,12 @@ TOKENS_TOGETHER = 1024
 GPU."""
 MASK_FIELDS = ("samples", "complementary", "log_variance_steps", "plan_reused")
 """Settings without effect on an exact likelihood."""
-PAIRED, COMPARED = (
-    f"loss_type={'|'.join(name for name in get_args(PreferenceLoss) if name != other)}"
-    for other in ("kto", "simpo")
+ALONE, WITHOUT_REFERENCE = ("simpo", "kto"), ("simpo", "sft")
+"""Losses that are not combined with others, and losses that compare the policy with no reference."""
+PAIRED, COMPARED, COMBINED = (
+    f"loss_type={'|'.join(name for name in get_args(PreferenceLoss) if name not in others)}"
+    for others in (("kto",), WITHOUT_REFERENCE, ALONE)
 )
-"""The losses of pairs, and the losses that compare the policy with a reference."""
 
 
 @described
@@ -44,23 +45,34 @@ class DPOConfig(PairConfig):
     """Settings of `DPOTrainer`. `per_device_train_batch_size` counts pairs; with `loss_type: kto`
     responses."""
 
-    learning_rate: float = setting(5e-6, "The peak learning rate of AdamW")
-    loss_type: PreferenceLoss = setting(
+    learning_rate: float = setting(1e-6, "The peak learning rate of AdamW")
+    loss_type: PreferenceLoss | list[PreferenceLoss] = setting(
         "sigmoid",
-        "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)",
+        "sigmoid (DPO), ipo, hinge, bco_pair, sft, simpo or kto, or a list of them (docs/preferences.md)",
         choices=get_args(PreferenceLoss),
     )
+    loss_weights: list[float] | None = setting(
+        None, "The weight of each loss of the list; unset: all 1", needs=[COMBINED]
+    )
     beta: float = setting(
-        0.2, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6
+        0.1, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6
+    )
+    f_divergence_type: FDivergence = setting(
+        "reverse_kl",
+        "The divergence from the reference: reverse_kl, forward_kl, js_divergence or alpha_divergence",
+        choices=get_args(FDivergence),
+        needs=["loss_type=sigmoid|ipo|hinge"],
+    )
+    f_alpha_divergence_coef: float = setting(
+        0.5, "The alpha of the divergence", needs=["f_divergence_type=alpha_divergence"]
     )
     label_smoothing: float = setting(
         0.0, "Assumed fraction of wrong labels (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"]
     )
-    rpo_alpha: float = setting(
-        0.0, "Weight of an SFT term on the chosen response, per token (RPO)", low=0, needs=[PAIRED]
-    )
-    length_normalization: bool = setting(
-        False, "Whether log-ratios are per token (for simpo they always are)", needs=[COMPARED]
+    length_normalization: bool | None = setting(
+        None,
+        "Whether log-ratios are per token (for simpo they always are); unset: for ipo, as in TRL",
+        needs=[COMPARED],
     )
     simpo_gamma: float = setting(0.5, "The target margin, times beta", low=0, needs=["loss_type=simpo"])
     desirable_weight: float = setting(
@@ -100,6 +112,13 @@ class DPOConfig(PairConfig):
     ref_model: str | None = setting(
         None, "The reference (folder or hub name); unset: the policy before training", needs=[COMPARED]
     )
+    sync_ref_model: bool = setting(
+        False, "Whether the reference moves towards the policy", needs=["reference=frozen"]
+    )
+    ref_model_sync_steps: int = setting(512, "Steps between these moves", low=1, needs=["sync_ref_model"])
+    ref_model_mixup_alpha: float = setting(
+        0.6, "Fraction of the way that each move covers", low=0, high=1, needs=["sync_ref_model"]
+    )
     stale_reference: str = setting(
         "error",
         (
@@ -123,7 +142,34 @@ class DPOConfig(PairConfig):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.loss_type, list) and len(self.loss_type) == 1 and self.loss_weights is None:
+            [self.loss_type] = self.loss_type
         super().__post_init__()
+        losses = self.losses
+        if not losses:
+            raise ConfigError("names no loss", where="loss_type", remedy="Leave it out, or name one")
+        if self.f_divergence_type != "reverse_kl" and "bco_pair" in losses:
+            raise ConfigError(
+                "bco_pair has only the reverse KL divergence",
+                where="f_divergence_type and loss_type",
+                remedy="Leave one of them out",
+            )
+        if len(losses) > 1 and (alone := {*losses} & {*ALONE}):
+            raise ConfigError(
+                f"{min(alone)} is not combined with other losses", where="loss_type", remedy="Give it alone"
+            )
+        if len(self.loss_weights or losses) != len(losses):
+            raise ConfigError(
+                f"{len(self.loss_weights or ())} weights for {len(losses)} losses",
+                where="loss_weights",
+                remedy="Give one for each loss of loss_type",
+            )
+        if self.sync_ref_model and self.ref_model is not None:
+            raise ConfigError(
+                "a reference loaded from ref_model is never updated",
+                where="sync_ref_model",
+                remedy="Leave it out, or ref_model",
+            )
         if self.complementary and self.samples < 2:
             raise ConfigError(
                 "a complementary pair is two views",
@@ -163,13 +209,20 @@ class DPOConfig(PairConfig):
         super().check_run(run)
         self.check_reference(has_adapters=trains_adapters(run))
 
-    def check_reference(self, *, has_adapters: bool) -> None:
-        """Raise ConfigError for a reference under adapters, of a policy without them."""
+    def check_reference(self, *, has_adapters: bool, sharded: bool = False) -> None:
+        """Raise ConfigError for a reference under adapters, of a policy without them, and for one that moves
+        towards `sharded` weights."""
+        shards = weight_sharding_setting(self)
         if self.reference == "adapter" and not has_adapters:
             stored = "se reference stored or frozen"
-            sharded = weight_sharding_setting(self)
-            remedy = f"U{stored}" if sharded else f"Set lora (in Python: peft_config), or u{stored}"
+            remedy = f"U{stored}" if shards else f"Set lora (in Python: peft_config), or u{stored}"
             raise ConfigError("the policy has no adapters", where="reference and lora", remedy=remedy)
+        if self.sync_ref_model and (sharded or shards):
+            raise ConfigError(
+                "a reference cannot follow sharded weights",
+                where=" and ".join(filter(None, ("sync_ref_model", shards))),
+                remedy="Leave it out, or train without FSDP and ZeRO 3",
+            )
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         model = read_attention()
@@ -214,7 +267,18 @@ class DPOConfig(PairConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with another model."""
-        return self.loss_type != "simpo"
+        return not {*self.losses} <= {*WITHOUT_REFERENCE}
+
+    @property
+    def losses(self) -> list[PreferenceLoss]:
+        """The losses that are added up."""
+        return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
+
+    def per_token(self, loss: PreferenceLoss) -> bool:
+        """Whether a loss reads log-ratios per token."""
+        return loss == "simpo" or (
+            loss == "ipo" if self.length_normalization is None else self.length_normalization
+        )
 
     def num_plans(self, rows: Sized, *, exact: bool) -> int:
         """View plans of a run: one per epoch, or a single one if it is reused or the likelihood is exact."""

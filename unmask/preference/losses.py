@@ -9,7 +9,8 @@ Shapes: P pairs, N responses.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from torch.nn import functional as F
 from unmask.errors import ConfigError
 from unmask.tensor_checks import check_tensors
 
-PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "bco_pair", "sft", "simpo", "kto"]
 """The losses of `DPOTrainer`, which `_pair_loss` calls. After a change: `python scripts/list_settings.py`."""
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+LARGEST_EXPONENT = 80.0  # of float32 and bfloat16, as in TRL
 
 
 def log_ratios(log_prob_N: Tensor, reference_N: Tensor, length_N: Tensor | None = None) -> Tensor:
@@ -34,6 +37,26 @@ def log_ratios(log_prob_N: Tensor, reference_N: Tensor, length_N: Tensor | None 
     return log_ratio_N if length_N is None else log_ratio_N / length_N
 
 
+def divergence_scores(log_ratio_N: Tensor, divergence: FDivergence, *, alpha: float = 0.5) -> Tensor:
+    """What takes the place of the log-ratios [N] of whole responses in f-DPO (Wang et al. 2024): f'(t) of the
+    divergence, with t the ratio, without constants that a difference cancels. `alpha`: of alpha_divergence;
+    at 1 it is the reverse KL, whose score is the log-ratio itself."""
+    check_tensors(log_ratio_N=log_ratio_N)
+    match divergence:
+        case "reverse_kl":
+            return log_ratio_N
+        case "forward_kl":
+            return 1 - (-log_ratio_N).clamp_max(LARGEST_EXPONENT).exp()
+        case "js_divergence":
+            return math.log(2) + F.logsigmoid(log_ratio_N)
+        case "alpha_divergence":
+            if abs(alpha - 1) < 1e-6:
+                return log_ratio_N
+            return ((alpha - 1) * log_ratio_N).clamp_max(LARGEST_EXPONENT).expm1() / (alpha - 1)
+        case _:
+            assert_never(divergence)
+
+
 def margins(log_ratio_N: Tensor) -> Tensor:
     """The margins [P] of pairs, given the log-ratios of all chosen responses, then of all rejected ones.
 
@@ -41,6 +64,11 @@ def margins(log_ratio_N: Tensor) -> Tensor:
         ConfigError: an odd number of responses.
     """
     check_tensors(log_ratio_N=log_ratio_N)
+    chosen_P, rejected_P = _pairs(log_ratio_N)
+    return chosen_P - rejected_P
+
+
+def _pairs(log_ratio_N: Tensor) -> tuple[Tensor, Tensor]:
     if len(log_ratio_N) % 2:
         raise ConfigError(
             f"{len(log_ratio_N)} responses are no pairs",
@@ -48,7 +76,7 @@ def margins(log_ratio_N: Tensor) -> Tensor:
             remedy="Give those of all chosen responses, then those of all rejected ones",
         )
     chosen_P, rejected_P = log_ratio_N.chunk(2)
-    return chosen_P - rejected_P
+    return chosen_P, rejected_P
 
 
 def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -72,6 +100,19 @@ def hinge(margin_P: Tensor, *, beta: float) -> Tensor:
     """max(0, 1 - beta * margin) (SLiC-HF, Zhao et al. 2023; RSO, Liu et al. 2024)."""
     check_tensors(margin_P=margin_P)
     return torch.relu(1 - beta * margin_P)
+
+
+def bco_pair(log_ratio_N: Tensor, *, beta: float) -> Tensor:
+    """-log sigmoid(beta * log-ratio) of the chosen response - log sigmoid(-beta * log-ratio) of the rejected
+    one, of each pair [P]: BCO (Jung et al. 2024) without its shift, as in TRL: the quality loss of MPO (Wang
+    et al. 2024).
+
+    Raises:
+        ConfigError: an odd number of responses.
+    """
+    check_tensors(log_ratio_N=log_ratio_N)
+    chosen_P, rejected_P = _pairs(log_ratio_N)
+    return -F.logsigmoid(beta * chosen_P) - F.logsigmoid(-beta * rejected_P)
 
 
 def simpo(margin_P: Tensor, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:

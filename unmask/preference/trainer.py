@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -49,7 +49,18 @@ from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.preference.config import TOKENS_TOGETHER, DPOConfig
-from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
+from unmask.preference.losses import (
+    PreferenceLoss,
+    bco_pair,
+    divergence_scores,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    log_ratios,
+    margins,
+    simpo,
+)
 from unmask.preference.reference_log_probs import (
     EMPTY_TABLE,
     REFERENCE_FILE,
@@ -72,7 +83,7 @@ from unmask.training.distributed import alone_in, failing_together
 from unmask.training.metrics import ProgressTarget
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
-from unmask.training.reference_model import Reference, make_reference
+from unmask.training.reference_model import Reference, ReferenceSync, make_reference
 from unmask.training.trainer import (
     Batch,
     DiffusionTrainer,
@@ -242,6 +253,8 @@ class DPOTrainer(DiffusionTrainer):
         self.reference = (
             self._make_reference() if args.needs_reference and args.reference != "stored" else None
         )
+        if args.sync_ref_model and self.reference is not None:
+            self.add_callback(ReferenceSync(self.reference))
         self.stored: dict[str, ReferenceTable] = {}
         # time to compute the table of the training rows, and their number in all plans
         self.table_seconds, self.table_rows = 0.0, 0
@@ -382,26 +395,42 @@ class DPOTrainer(DiffusionTrainer):
         if self.args.loss_type == "kto":
             return self._unpaired_loss(batch, log_prob_N, log_ratio_N)
         margin_P = margins(log_ratio_N)
-        loss_P = self._pair_loss(margin_P)
-        if self.args.rpo_alpha:
-            length_N = self.sum_by_response(batch.rows, batch.rows["maskable"])
-            loss_P = loss_P - self.args.rpo_alpha * log_prob_N.chunk(2)[0] / length_N.chunk(2)[0]
+        losses = [self._pair_loss(batch, log_prob_N, loss) for loss in self.args.losses]
+        if self.args.loss_weights:
+            losses = [weight * loss_P for weight, loss_P in zip(self.args.loss_weights, losses, strict=True)]
         self._record_metrics(
             margin_P, log_prob_N, torch.arange(len(log_prob_N), device=log_prob_N.device) < len(margin_P)
         )
-        return loss_P.sum()
+        return reduce(torch.add, losses).sum()
 
     def log_ratios(self, batch: PreferenceBatch, log_prob_N: Tensor) -> Tensor:
         """The log-probability of each response [N] relative to the reference, in nats, or in nats per
-        token."""
+        token (as the first loss reads it)."""
         assert batch.reference_N is not None
-        per_token = self.args.length_normalization or self.args.loss_type == "simpo"
-        length_N = self.sum_by_response(batch.rows, batch.rows["maskable"]) if per_token else None
-        return log_ratios(log_prob_N, batch.reference_N, length_N)
+        per_token = self.args.per_token(self.args.losses[0])
+        return log_ratios(log_prob_N, batch.reference_N, self._lengths(batch) if per_token else None)
 
-    def _pair_loss(self, margin_P: Tensor) -> Tensor:
-        beta, smoothing = self.args.beta, self.args.label_smoothing
-        match self.args.loss_type:
+    def _lengths(self, batch: PreferenceBatch) -> Tensor:
+        """The tokens of each response [N]."""
+        return self.sum_by_response(batch.rows, batch.rows["maskable"])
+
+    def _pair_loss(self, batch: PreferenceBatch, log_prob_N: Tensor, loss: PreferenceLoss) -> Tensor:
+        """One of the losses, of each pair [P]."""
+        beta, smoothing, args = self.args.beta, self.args.label_smoothing, self.args
+        if loss == "sft":
+            return -(log_prob_N / self._lengths(batch)).chunk(2)[0]
+        assert batch.reference_N is not None
+        score_N = divergence_scores(
+            log_ratios(log_prob_N, batch.reference_N),
+            args.f_divergence_type,
+            alpha=args.f_alpha_divergence_coef,
+        )
+        if args.per_token(loss):
+            score_N = score_N / self._lengths(batch)
+        if loss == "bco_pair":
+            return bco_pair(score_N, beta=beta)
+        margin_P = margins(score_N)
+        match loss:
             case "sigmoid":
                 return dpo(margin_P, beta=beta, label_smoothing=smoothing)
             case "ipo":
@@ -413,7 +442,7 @@ class DPOTrainer(DiffusionTrainer):
             case "kto":
                 raise AssertionError("kto compares no pairs")
             case _:
-                assert_never(self.args.loss_type)
+                assert_never(loss)
 
     def _unpaired_loss(self, batch: PreferenceBatch, log_prob_N: Tensor, log_ratio_N: Tensor) -> Tensor:
         """KTO. The logged margin is the distance of a log-ratio from the baseline, positive on the side of
@@ -494,7 +523,8 @@ class DPOTrainer(DiffusionTrainer):
 
     def _make_reference(self) -> Reference:
         args = self.args
-        args.check_reference(has_adapters=hasattr(self.lm.model, "disable_adapter"))
+        adapted = hasattr(self.lm.model, "disable_adapter")
+        args.check_reference(has_adapters=adapted, sharded=self.shards_weights)
         if args.reference == "adapter" and not starts_at_base(self.lm):
             raise ConfigError(
                 "the adapters already change the policy, so that its base is another model",
@@ -504,6 +534,19 @@ class DPOTrainer(DiffusionTrainer):
         # `frozen` copies the model even if it has adapters.
         copy = args.reference == "frozen"
         return make_reference(self.lm, self.accelerator, copy=copy, other=self.ref_model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A checkpoint also holds a reference that moved."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and self.args.sync_ref_model and self.reference and self.args.should_save:
+            folder = Path(str(output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            self.reference.save(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.args.sync_ref_model and self.reference:
+            self.reference.load(Path(checkpoint))
 
     def _make_tables(self, progress: Any) -> None:
         with self._reference_before_training() as lm:

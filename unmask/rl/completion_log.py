@@ -27,19 +27,18 @@ class CompletionLog:
 
     Args:
         folder: where `completions.jsonl` is written, one completion per line.
-        every: optimizer steps between two samples; 0: no samples.
-        rows: completions in a sample.
+        rows: completions in a sample; None: all.
     """
 
-    def __init__(self, folder: Path, *, every: int, rows: int = 8):
-        self.every, self.rows = every, rows
+    def __init__(self, folder: Path, *, rows: int | None = 8):
+        self.rows = rows
         self._log = MetricsLog(folder / COMPLETIONS_FILE)
         self._last = 0
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, every: int) -> bool:
         """Whether the rollout for this optimizer step (from 1) is sampled: the first of a run, then the first
         in each `every` steps."""
-        return self.every > 0 and (self._last == 0 or step // self.every > self._last // self.every)
+        return self._last == 0 or step // every > self._last // every
 
     def write(
         self, step: int, columns: Mapping[str, Sequence[Any]], callbacks: Iterable[TrainerCallback] = ()
@@ -55,7 +54,7 @@ class CompletionLog:
         """
         self._last = step
         count = len(next(iter(columns.values())))
-        shown = min(count, self.rows)
+        shown = min(count, self.rows or count)
         picked = [
             {name: values[i * count // shown] for name, values in columns.items()} for i in range(shown)
         ]

@@ -30,6 +30,27 @@ LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential
 would overflow float32."""
 RewardErrors = Literal["unscored", "raise"]
+SAMPLED_BY = {
+    "max_new_tokens": "max_completion_length",
+    "batch_size": "rollout_batch_size",
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "steps", "block_size"),
+            *("remasking", "constraint", "stop_at_eos", "seed"),
+        )
+    },
+}
+"""The settings of rollouts by their names in `SamplerConfig`."""
+LIKELY_TOKENS = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "top_entropy_quantile"),
+)
+"""Settings by which tokens are not drawn, or not trained on, in proportion to their probabilities."""
+ONCE = "Leave it out: a rollout denoises, and reveals each token once"
+NOT_IN_ROLLOUTS = dict.fromkeys(("mode", "num_branches", "remask_fraction", "revise"), ONCE) | {
+    "trace": "Leave it out: rollouts always have one"
+}
+"""What to do about settings of the sampler that rollouts do not take."""
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
@@ -61,6 +82,12 @@ class GRPOConfig(TrainingConfig):
         None, "The settings that only a method of your own has, by name"
     )
     num_generations: int = setting(8, "Completions per prompt: the group", low=2)
+    num_generations_eval: int | None = setting(
+        None,
+        "Completions per prompt in an evaluation, drawn as in training; unset: one greedy one",
+        low=1,
+        on_resume=ACTS,
+    )
     num_iterations: int = setting(1, "Updates per rollout batch (mu), each with new masks", low=1)
 
     epsilon: float | None = of_method(TokenMethod.epsilon, "Clip range of the ratio below 1", low=0, high=1)
@@ -99,6 +126,12 @@ class GRPOConfig(TrainingConfig):
             "TRL, true is group and false none"
         ),
         choices=get_args(ScaleRewards),
+    )
+    top_entropy_quantile: float = setting(
+        1.0,
+        "Learn only from this fraction of tokens, those whose predictions had the highest entropy",
+        low=0,
+        high=1,
     )
     softmax_temperature: float = setting(
         1.0, "Divides the rewards", low=1e-6, needs=["scale_rewards=softmax"]
@@ -190,6 +223,23 @@ class GRPOConfig(TrainingConfig):
     )
 
     temperature: float = setting(1.0, "The sampling temperature", low=1e-6)
+    top_p: float = setting(1.0, "Draw among the most probable tokens that together reach this", low=0, high=1)
+    top_k: int = setting(0, "Draw among this many most probable tokens; 0: all", low=0)
+    min_p: float | None = setting(
+        None,
+        "Draw among tokens of at least this fraction of the largest probability; unset: all",
+        low=0,
+        high=1,
+    )
+    repetition_penalty: float = setting(
+        1.0, "Divides the logits of tokens that are already there (multiplies negative ones)", low=1e-3
+    )
+    generation_kwargs: dict[str, Any] | None = setting(
+        None, "Further settings of the sampler of rollouts, by name (docs/generation.md)"
+    )
+    chat_template_kwargs: dict[str, Any] | None = setting(
+        None, "Variables of the chat template for all prompts; those in a row's column come first"
+    )
     logprob_temperature: float | None = setting(
         None,
         "The temperature of the trained log-probabilities; unset: that of sampling (docs/rl.md)",
@@ -245,11 +295,18 @@ class GRPOConfig(TrainingConfig):
         ),
         low=1e-3,
     )
-    log_completions_steps: int = setting(
-        0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS
+    log_completions: bool = setting(
+        False, "Whether sample completions are shown, stored and sent to trackers", on_resume=ACTS
     )
-    num_completions_to_print: int = setting(
-        8, "Completions in such a sample", low=1, needs=["log_completions_steps"], on_resume=ACTS
+    log_completions_steps: int | None = setting(
+        None,
+        "Steps between such samples; unset: logging_steps",
+        low=1,
+        needs=["log_completions"],
+        on_resume=ACTS,
+    )
+    num_completions_to_print: int | None = setting(
+        8, "Completions in such a sample; null: all", low=1, needs=["log_completions"], on_resume=ACTS
     )
     performance_log_interval: int = setting(
         0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS
@@ -310,8 +367,7 @@ class GRPOConfig(TrainingConfig):
                 where="rollout.backend and method",
                 remedy="Set vllm_importance_sampling_cap to null, or use another method",
             )
-        # raises for settings that cannot be sampled with
-        sampler = self.sampler(self.temperature)
+        sampler = self._checked_sampler()
         check_rollouts(self, sampler.model_copy(update={"trace": False}))
         check_ahead(self, method)
         self.assigned.clear()
@@ -399,8 +455,8 @@ class GRPOConfig(TrainingConfig):
                     where=field.name,
                     remedy="Leave it out, or use another method",
                 )
-        for name in method.biased_by:
-            if getattr(self, name):
+        for name in method.biased_by + (LIKELY_TOKENS if method.biased_by else ()):
+            if getattr(self, name) and getattr(self, name) != getattr(GRPOConfig, name):
                 raise ConfigError(
                     f"the gradient of {self.method} is not exact with it", where=name, remedy="Leave it out"
                 )
@@ -423,6 +479,12 @@ class GRPOConfig(TrainingConfig):
                 what,
                 where="loss_type",
                 remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)",
+            )
+        if self.top_entropy_quantile < 1 and method.estimator != "token":
+            raise ConfigError(
+                f"{self.method} has no losses of tokens",
+                where="top_entropy_quantile",
+                remedy="Leave it out, or use another method",
             )
         if self.max_resample_rounds and self.difficulty is None and not self.filter_zero_std_groups:
             raise ConfigError(
@@ -556,18 +618,25 @@ class GRPOConfig(TrainingConfig):
 
     def sampler(self, temperature: float) -> SamplerConfig:
         """The sampler settings of rollouts."""
-        return SamplerConfig(
-            max_new_tokens=self.max_completion_length,
-            steps=self.steps,
-            block_size=self.block_size,
-            remasking=self.remasking,  # type: ignore[arg-type]
-            temperature=temperature,
-            constraint=self.constraint,  # type: ignore[arg-type]
-            stop_at_eos=bool(self.stop_at_eos),
-            seed=self.seed,
-            batch_size=self.rollout_batch_size,
-            trace=True,
-        )
+        own: dict[str, Any] = {field: getattr(self, name) for field, name in SAMPLED_BY.items()}
+        own |= {"temperature": temperature, "min_p": self.min_p or 0.0, "trace": True}
+        return SamplerConfig(**own | (self.generation_kwargs or {}))
+
+    def _checked_sampler(self) -> SamplerConfig:
+        """The sampler settings of rollouts. Raises ConfigError for settings that cannot be sampled with."""
+        given = self.generation_kwargs or {}
+        for name in given:
+            if name in SAMPLED_BY or name in NOT_IN_ROLLOUTS:
+                what, remedy = "is not a setting of rollouts", NOT_IN_ROLLOUTS.get(name, "")
+                if name in SAMPLED_BY:
+                    what, remedy = "is a setting of its own", f"Set {SAMPLED_BY[name]}"
+                raise ConfigError(what, where=f"generation_kwargs.{name}", remedy=remedy)
+        try:
+            return self.sampler(self.temperature)
+        except ConfigError as error:
+            if (error.where or "").partition(".")[0] in given:
+                raise error.moved(f"generation_kwargs.{error.where}") from error
+            raise
 
     @classmethod
     def for_task(cls, task: str, **settings: Any) -> Self:
@@ -634,6 +703,12 @@ def check_rollouts(args: GRPOConfig, sampler: SamplerConfig) -> None:
                 "NCCL needs a GPU on both sides",
                 where="rollout.sync and use_cpu",
                 remedy="Use disk or lora, or leave use_cpu out",
+            )
+        if args.corrects_for_server and (sampler.filters or sampler.repetition_penalty != 1):
+            raise ConfigError(
+                "the server's log-probabilities are of the filtered distribution",
+                where="rollout.backend and top_p, top_k, min_p, repetition_penalty",
+                remedy="Leave them out, or set vllm_importance_sampling_cap to null",
             )
         if args.corrects_for_server and args.log_prob_temperature != args.temperature:
             what = (

@@ -97,6 +97,7 @@ def prompt_rows(
         max_completion_length=args.max_completion_length,
         context=lm.context_length,
         where=where,
+        variables=args.chat_template_kwargs,
         processes=args.dataset_num_proc,
     )
     stored = stored_rows(ids, {"ids": ["int32"]}, unknown)
@@ -113,10 +114,11 @@ def prompt_ids(
     max_completion_length: int,
     context: int | None,
     where: str,
+    variables: Mapping[str, Any] | None,
     processes: int | None,
 ) -> Iterator[dict[str, Any]]:
     """The tokens of prompts, as rows with `ids`. Errors are those of `prompt_rows`."""
-    for index, found in enumerate(in_order(partial(_encoded, tokenizer), dataset, processes)):
+    for index, found in enumerate(in_order(partial(_encoded, tokenizer, variables), dataset, processes)):
         with prepending_place(f"{where}, row {index}"):
             if isinstance(found, DataError):
                 raise found
@@ -137,13 +139,23 @@ def prompt_ids(
     unknown.check(where)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> Any:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None, row: Mapping[str, Any]
+) -> Any:
     """A prompt in TRL's columns with its ids, or its error."""
     try:
-        example = read_prompt(row)
+        example = read_prompt(_with_variables(row, variables))
         return example, encode_row(tokenizer, example)
     except DataError as error:
         return error
+
+
+def _with_variables(row: Mapping[str, Any], variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A row with variables of the chat template beside those of its column, which come first."""
+    own = row.get("chat_template_kwargs") if variables and isinstance(row, Mapping) else ()
+    if own is None or isinstance(own, Mapping):
+        return {**row, "chat_template_kwargs": {**(variables or {}), **(own or {})}}
+    return row
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from unmask.diffusion.log_probs import entropies, view_log_probs
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import TrainingError
 from unmask.generation.output import Generation
@@ -171,9 +172,7 @@ class GRPOTrainer(DiffusionTrainer):
         self.history = PromptHistory(
             len(self.train_dataset.rows) if self.train_dataset is not None else 0, args.curriculum
         )
-        self.completion_log = CompletionLog(
-            args.output_folder, every=args.log_completions_steps, rows=args.num_completions_to_print
-        )
+        self.completion_log = CompletionLog(args.output_folder, rows=args.num_completions_to_print)
         self.buffer: list[list[Update]] = []
         self._reused, self._reusable = 0.0, 0  # prompts whose cache a group shared, and all prompts
         self._unscored = 0  # rollouts in a row without any score
@@ -209,7 +208,30 @@ class GRPOTrainer(DiffusionTrainer):
                     self.buffer = self.collect_updates(micro_batches)
                 self._ask_next()
         batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
+        if self.args.top_entropy_quantile < 1:
+            batches = self.uncertain(batches)
         return batches, self._get_num_items_in_batch(batches, device)
+
+    @torch.no_grad()
+    def uncertain(self, batches: list[Update]) -> list[Update]:
+        """The updates, without an advantage of tokens whose predictions had a low entropy: the fraction
+        `top_entropy_quantile` of the step's tokens keeps it (Wang et al. 2025, "Beyond the 80/20 rule")."""
+        how: Any = {"temperature": self.args.log_prob_temperature, "measure": entropies}
+        entropy_BTs = []
+        with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
+            for batch in batches:
+                rows = self.per_view.rows_per_pass(batch)
+                value_BMT = view_log_probs(self.lm, *self.tokens_of(batch), batch.views, chunk=rows, **how)
+                entropy_BTs.append(value_BMT.sum(1) / batch.views.target_BMT.sum(1).clamp_min(1))
+        pairs = [*zip(entropy_BTs, batches, strict=True)]
+        mine = [value for entropy_BT, batch in pairs for value in entropy_BT[batch.loss_mask_BT].tolist()]
+        if not (every := gather_object(mine)):
+            return batches
+        lowest = torch.tensor(every, dtype=torch.float64).quantile(1 - self.args.top_entropy_quantile).item()
+        return [
+            replace(batch, advantage_BT=torch.where(entropy_BT >= lowest, batch.advantage_BT, 0))
+            for entropy_BT, batch in pairs
+        ]
 
     @torch.no_grad()
     def collect_updates(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
@@ -556,7 +578,8 @@ class GRPOTrainer(DiffusionTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of
+        """The mean reward of one greedy completion per prompt, or of `num_generations_eval` drawn ones:
+        `eval_reward`, and `eval_rewards/NAME` of
         each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
         fraction without a score. The prompts are divided among the processes.
 
@@ -575,15 +598,22 @@ class GRPOTrainer(DiffusionTrainer):
         return metrics
 
     def _mean_rewards(self, prompts: PromptRows) -> dict[str, float]:
-        """The mean rewards of greedy completions by metric. The prompts are divided among the processes."""
-        group, accelerator = self.args.num_generations, self.accelerator
+        """The mean rewards of an evaluation's completions by metric. The prompts are divided among the
+        processes."""
+        group, drawn, accelerator = (
+            self.args.num_generations,
+            self.args.num_generations_eval,
+            self.accelerator,
+        )
         mine = range(accelerator.process_index, len(prompts) // group, accelerator.num_processes)
+        places = [(index, repeat) for index in mine for repeat in range(drawn or 1)]
         with evaluating(self.lm):
             self.source.sync_weights(None, self.state.global_step)
-            rows = [prompts[index * group] for index in mine]
-            rewarded = self.generate_and_score(rows, temperature=0.0, step=None)
+            rows = [prompts[index * group]._replace(repeat=repeat) for index, repeat in places]
+            temperature = self.args.temperature if drawn else 0.0
+            rewarded = self.generate_and_score(rows, temperature=temperature, step=None)
         everyone = gather_object(
-            list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True))
+            list(zip(places, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True))
         )
         # sorted: sums are the same for any number of processes
         _, totals, values = zip(*sorted(everyone), strict=True)
@@ -667,7 +697,9 @@ class GRPOTrainer(DiffusionTrainer):
         for metric in rollout_metrics(rewarded, reward_of, truncated_B):
             self.record(*metric)
         step = self.state.global_step + 1
-        if self.is_world_process_zero() and self.completion_log.due(step):
+        every = self.args.log_completions_steps or self.state.logging_steps
+        shown = self.args.log_completions and self.is_world_process_zero()
+        if shown and self.completion_log.due(step, every):
             figures = {"reward": rewarded.total_B, **reward_of}
             figures |= {"advantage": advantage_B, "truncated": truncated_B}
             columns = {

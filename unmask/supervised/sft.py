@@ -70,9 +70,10 @@ PACKED_TOGETHER = 1000
 
 @described
 @dataclass(kw_only=True)
-class SFTConfig(NoisingConfig, PairConfig):
+class SFTConfig(PairConfig, NoisingConfig):
     """Settings of `SFTTrainer`."""
 
+    learning_rate: float = setting(2e-5, "The peak learning rate of AdamW")
     views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
     loss_type: str = setting(
         "nll",
@@ -83,13 +84,6 @@ class SFTConfig(NoisingConfig, PairConfig):
         "all", "The assistant's turns to train on: all, or the last", choices=get_args(Learn)
     )
     packing: bool = setting(False, "Pack examples into rows of max_length; they do not attend to one another")
-    truncate_completion: bool = setting(
-        False,
-        (
-            "Cut a completion that is too long. Its end token is not trained on, because the cut is not the "
-            "end of the answer"
-        ),
-    )
     quality_head: str = setting(
         "off",
         "A head that learns, from the model's own samples, which visible tokens are right. off: none "
@@ -114,13 +108,6 @@ class SFTConfig(NoisingConfig, PairConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.truncate_completion and self.canvas_length is not None:
-            remedy = "Leave one of them out (of a task: canvas_length=null)"
-            raise ConfigError(
-                "a cut completion cannot fill a canvas",
-                where="truncate_completion, canvas_length",
-                remedy=remedy,
-            )
         if self.quality_head != "off" and self.loss_type != "nll":
             what = "the quality head's loss is divided by tokens"
             raise ConfigError(what, where="quality_head and loss_type", remedy="Leave loss_type out")
@@ -232,7 +219,7 @@ class SFTTrainer(DiffusionTrainer):
     def make_rows(
         cls, lm: DiffusionLM, args: SFTConfig, dataset: Iterable[Mapping[str, Any]], where: str
     ) -> Dataset | StreamedRows:
-        fits = limits(lm, args, truncate_completion=args.truncate_completion)
+        fits = limits(lm, args)
         how: dict[str, Any] = {"ends": lm.eos_token_ids, "learn": args.learn}
 
         def rows_of_stream(examples: Iterable[Any]) -> Iterator[TokenRow]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from unmask.errors import NAMES_ELSEWHERE, ConfigError, did_you_mean
+from unmask.errors import ConfigError, did_you_mean
+from unmask.names import NAMES_ELSEWHERE
 from unmask.training.config import TrainingConfig
 
 WITHOUT_PREDICTIONS = "is never called, because the logits of a row depend on which tokens are hidden"

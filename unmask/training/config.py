@@ -40,6 +40,7 @@ from unmask.training.distributed import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.run.resume import stock_kind
+from unmask.training.settings.listing import remedy_elsewhere
 from unmask.training.sharding import deepspeed_config
 
 
@@ -111,6 +112,13 @@ class TrainingConfig(TrainingArguments):
     )
     optimizer_offload: bool = setting(
         False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory"
+    )
+    model_init_kwargs: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "Arguments of `unmask.load` for a model that a trainer is given as a path.",
+            "on_resume": NEUTRAL,
+        },
     )
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
     dataset_num_proc: int | None = setting(
@@ -210,9 +218,8 @@ class TrainingConfig(TrainingArguments):
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
         known = {each.name for each in fields(cls) if each.init}
         if unknown := [name for name in names if name not in known]:
-            remedies = [
-                f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known, ""))
-            ]
+            hints = [(name, remedy_elsewhere(name) or did_you_mean(name, known, "")) for name in unknown]
+            remedies = [f"{name}: {hint}{'' if hint[-1] in '?.' else '.'}" for name, hint in hints if hint]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
             raise ConfigError(
                 "no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy

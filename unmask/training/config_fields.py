@@ -34,7 +34,7 @@ def setting(
         low, high: inclusive bounds of a number; NaN is refused.
         choices: the valid words.
         needs: settings without which it has no effect: "beta" must be on, "scale_rewards=softmax" one that
-            has this value, "loss_type=sigmoid|simpo" one that has either.
+            has this value (or a list with it), "loss_type=sigmoid|simpo" one that has either.
         otherwise: the default if neither a config nor a method sets it.
         on_resume: what changing it does to a run that is resumed; None: as for the field of
             TrainingArguments, and else another run.
@@ -127,11 +127,11 @@ def check_settings(
             limits.get("low", -math.inf),
             limits.get("high", math.inf),
         )
-        if known and value is not None and value not in known:
-            raise ConfigError(
-                f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}"
-            )
         for number in value if isinstance(value, list) else [value]:
+            if known and number is not None and number not in known:
+                raise ConfigError(
+                    f"unknown {name} {number!r}", where=name, remedy=f"Use one of {', '.join(known)}"
+                )
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [
                     f"at {end} {bound:,}"
@@ -193,7 +193,8 @@ def unmet(limits: Mapping[str, Any], value_of: Callable[[str], Any]) -> list[str
     for needed in limits.get("needs", ()):
         other, _, wanted = needed.partition("=")
         there = value_of(other)
-        if there not in wanted.split("|") if wanted else not there:
+        held = there if isinstance(there, list) else [there]
+        if not any(each in wanted.split("|") for each in held) if wanted else not there:
             lacking.append(needed)
     return lacking
 

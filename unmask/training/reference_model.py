@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
@@ -84,6 +85,17 @@ class Reference:
     def _moving(self) -> dict[str, torch.Tensor]:
         trained = {name for name, weight in self.policy.model.named_parameters() if weight.requires_grad}
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
+
+
+class ReferenceSync(TrainerCallback):
+    """Moves the reference after every `ref_model_sync_steps` steps, as TRL does."""
+
+    def __init__(self, reference: Reference):
+        self.reference = reference
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            self.reference.move(args.ref_model_mixup_alpha)
 
 
 def make_reference(

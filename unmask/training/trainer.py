@@ -185,7 +185,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             model = self._first_model(model, model_init, optimizers, args)
         if model is None:
             raise ConfigError("is not given", where="model", remedy="Give it, or model_init")
-        lm = self.prepared_model(as_diffusion_lm(model, processing_class, quantization_config), args)
+        lm = as_diffusion_lm(model, processing_class, quantization_config, args.model_init_kwargs)
+        lm = self.prepared_model(lm, args)
         adapters = peft_config is not None or has_adapters(lm)
         if adapters and (setting := args.excludes_adapters):
             what = "is not trained with lora, which leaves its weights as they are"

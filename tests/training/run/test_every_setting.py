@@ -90,7 +90,10 @@ FIRST: dict[str, dict[str, Any]] = {
     "segments": {"method": "step-merge"},
     "eubo_beta": {"method": "spg"},
     "eubo_share": {"method": "spg"},
-    "num_completions_to_print": {"log_completions_steps": 1},
+    "num_completions_to_print": {"log_completions": True, "log_completions_steps": 1},
+    "log_completions_steps": {"log_completions": True},
+    "loss_weights": {"loss_type": ["sigmoid", "sft"]},
+    "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
     "difficulty_reward": {"difficulty": [0.0, 5.0]},
     "max_resample_rounds": {"filter_zero_std_groups": True},
     "simpo_gamma": {"loss_type": "simpo"},
@@ -213,6 +216,8 @@ SECOND: dict[str, Any] = {
         "overlong_buffer": 2,
     },
     **{"logprob_temperature": 0.7, "constraint": {"regex": "[a-h]*"}},
+    **{"min_p": 0.5, "generation_kwargs": {"cfg_scale": 1.0}, "num_generations_eval": 2},
+    **{"loss_weights": [1.0, 2.0], "length_normalization": True},
     **{
         "reward_errors": "raise",
         "logprob_batch_size": 1,
@@ -221,7 +226,7 @@ SECOND: dict[str, Any] = {
         "num_completions_to_print": 2,
     },
     **{
-        "log_completions_steps": 1,
+        "log_completions_steps": 3,
         "delta": 3.0,
         "log_ratio_clamp": 5.0,
         "epsilon_high": 0.5,
@@ -276,6 +281,11 @@ def inner(trainer: Any) -> Any:
 FIRST_OF: dict[tuple[str, str], dict[str, Any]] = {
     ("grpo", "samples"): {"masking": "diffusion"},
     ("dpo", "samples"): {},
+    ("dpo", "sync_ref_model"): {"reference": "frozen"},
+    **{
+        ("dpo", name): {"reference": "frozen", "sync_ref_model": True}
+        for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")
+    },
 }
 BY_REWARD = {"metric_for_best_model": "reward"}
 FIRST_OF |= {
@@ -375,6 +385,7 @@ WITHOUT_A_TRACE = {
     "logging_first_step",
     "judge",
     "num_completions_to_print",
+    "num_generations_eval",
     "greater_is_better",
     "ignore_data_skip",
 }
@@ -479,6 +490,8 @@ UNTRAINED = {
         "stale_reference",
         "judge",
         "ref_model",
+        "model_init_kwargs",
+        "chat_template_kwargs",
     ),
     *NOT_READ,
     *("text_column", "rollout", "vllm_importance_sampling_cap", "max_staleness", "method_settings"),
@@ -536,6 +549,8 @@ def test_every_field_of_the_installed_transformers_has_a_kind():
 
 
 WITHOUT_A_DECLARATION = {
+    *("chat_template_kwargs", "f_divergence_type", "f_alpha_divergence_coef", "generation_kwargs"),
+    *("loss_weights", "min_p", "repetition_penalty", "top_entropy_quantile", "top_k", "top_p"),
     # Settings of Unmask's own: losses, methods, masks, lengths and data.
     *("adaptive_loss", "scale_rewards", "loss_type", "alignment", "attention", "attention_annealing", "beta"),
     *(
@@ -618,7 +633,6 @@ WITHOUT_A_DECLARATION = {
     ),
     *(
         "rollout_tokens",
-        "rpo_alpha",
         "samples",
         "schedule",
         "logprob_temperature",
@@ -629,8 +643,7 @@ WITHOUT_A_DECLARATION = {
     *("softmax_temperature", "stages", "steps", "stop_at_eos", "teacher_top_k", "temperature", "text_column"),
     *(
         "time_embedding",
-        "truncate_completion",
-        "truncate_prompt",
+        "truncation_mode",
         "undesirable_weight",
         "views",
     ),

@@ -38,6 +38,7 @@ OWN = {
         "training.beta=0.1",
         "training.sync_ref_model=true",
         "training.ref_model_sync_steps=2",
+        "training.log_completions=true",
         "training.log_completions_steps=4",
     ],
 }

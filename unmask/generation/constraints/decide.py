@@ -34,8 +34,8 @@ from unmask.generation.policies import (
 )
 
 OUTSIDE = 1e9
-"""Nats by which tokens that top_k or top_p leave out fall behind: they are used only where no text fits
-without them."""
+"""Nats by which tokens that top_k, top_p or min_p leave out fall behind: they are used only where no text
+fits without them."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def decide_given(
     adjusted_NV = penalize_and_ban(logits_NV, config, present_NV)
     temperature = config.temperature or 1.0
     scaled_NV = adjusted_NV if temperature == 1 else adjusted_NV / temperature
-    filtered = config.top_k > 0 or config.top_p < 1
+    filtered = config.filters
     ranks_by_rows = config.remasking in ("entropy", "margin") or config.early_commit is not None
     believed_NV = logits_NV.clone() if config.trace or ranks_by_rows else None
     forbidden_NV = torch.zeros_like(logits_NV, dtype=torch.bool) if config.top_forbidden else None
@@ -209,11 +209,11 @@ def _draw_tokens(
 def _draw_filtered(
     window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, uniform_N: Tensor, config: SamplerConfig
 ) -> Tensor:
-    """Draw like `_draw_tokens`, when top_k and top_p have cut each position's distribution given the
+    """Draw like `_draw_tokens`, when top_k, top_p and min_p have cut each position's distribution given the
     constraint. Tokens that they leave out are drawn only where no text fits without them."""
     row_N, class_V = window.row_N, window.class_V
     weight_NV = weights(drawn_from_NV[row_N], drawn_from_NV[row_N].amax(-1, keepdim=True), config.temperature)
-    keep_NV = keep_likely(weight_NV, config.top_k, config.top_p) > 0
+    keep_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p) > 0
     keep_NC = (
         torch.zeros(len(row_N), window.automaton.next_SC.shape[1], device=row_N.device).index_add(
             1, class_V, keep_NV.float()

@@ -390,8 +390,7 @@ class VLLMBackend(RemoteBackend):
     ) -> Generation:
         generation = self._complete(prompts, config.model_copy(update={"trace": False}), keys)
         filters = (
-            config.top_p < 1,
-            config.top_k,
+            config.filters,
             config.repetition_penalty != 1,
             config.allowed_tokens,
             config.forbidden_tokens,

@@ -233,6 +233,7 @@ class RemoteLM:
             "temperature": config.temperature,
             "top_p": config.top_p,
             "top_k": config.top_k or -1,
+            "min_p": config.min_p,
             "repetition_penalty": config.repetition_penalty,
             "ignore_eos": not config.stop_at_eos,
             "stop_token_ids": self.eos_token_ids if config.stop_at_eos else None,

@@ -23,7 +23,8 @@ from typing import Any
 from unmask.artifacts import package_version
 from unmask.config.listing import Setting, settings_of
 from unmask.config.run import RunConfig, checked, refuse_unknown
-from unmask.errors import NAMES_ELSEWHERE, ConfigError, did_you_mean
+from unmask.errors import ConfigError, did_you_mean
+from unmask.names import NAMES_ELSEWHERE, remedy_of_trainers
 from unmask.training.config_fields import check_not_read, check_settings, check_stock
 
 SETTINGS = Path(__file__).with_name("settings.json")
@@ -49,8 +50,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dataset_num_proc",
         "canvas_length",
         "bad_rows",
-        "truncate_prompt",
-        "truncate_completion",
+        "truncation_mode",
         "learn",
     ),
 }
@@ -59,6 +59,7 @@ GRPO_GROUPS: dict[str, tuple[str, ...]] = {
     SAMPLING: (
         "temperature",
         "logprob_temperature",
+        *("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
         "max_completion_length",
         "steps",
         "block_size",
@@ -84,7 +85,12 @@ GRPO_GROUPS: dict[str, tuple[str, ...]] = {
         "mask_truncated_completions",
     ),
     MEMORY: ("rollout_batch_size",),
-    LOGS: ("log_completions_steps", "num_completions_to_print", "performance_log_interval"),
+    LOGS: (
+        "log_completions",
+        "log_completions_steps",
+        "num_completions_to_print",
+        "performance_log_interval",
+    ),
 }
 """The same for the settings of `grpo`: `block_size` of a conversion is another setting."""
 VERBS = ("pretrain", "convert", "sft", "dpo", "grpo")
@@ -140,12 +146,31 @@ def settings_of_verb(verb: str) -> tuple[Setting, ...]:
     )
 
 
+def remedy_elsewhere(name: str) -> str | None:
+    """What to do about a name that a verb does not know: of a setting of other trainers, or of other verbs;
+    None: it is none of these."""
+    verbs = [] if name in NAMES_ELSEWHERE else _verbs_by_name().get(name)
+    if verbs:
+        return f"It is a setting of {', '.join(verbs)}"
+    return remedy_of_trainers(name)
+
+
+@functools.cache
+def _verbs_by_name() -> dict[str, list[str]]:
+    verbs: dict[str, list[str]] = {}
+    for verb in VERBS:
+        for row in listed_settings()[verb]:
+            key = row if isinstance(row, str) else row[0]
+            verbs.setdefault(key.removeprefix("training."), []).append(verb)
+    return verbs
+
+
 def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool = False) -> None:
     """Raise ConfigError for a key that the section `training` does not have, a value of another type or out
     of its range, or a setting without effect beside the others. What else cannot be combined is checked by
     the verb's config. `own_methods`: whether imported modules may have added methods."""
     settings = {each.name: each for each in settings_of_verb(verb) if each.key == f"training.{each.name}"}
-    refuse_unknown(training, settings, "training", SET_BY_RUN)
+    refuse_unknown(training, settings, "training", SET_BY_RUN, remedy_elsewhere)
     values = {name: setting.default for name, setting in settings.items()} | {**training}
     for name, value in training.items():
         kinds = settings[name].type.split(" | ")
