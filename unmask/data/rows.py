@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -157,9 +157,9 @@ def iter_text_rows(
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     documents = (bos + body for body in _encoded(tokenizer, texts, where, unknown, ends, processes))
     empty = True
-    for sample_id, (ids, numbers) in enumerate((_packed if packed else _cut)(documents, max_length)):
-        # the first token of each document and of the row is not trained on
-        maskable = [number == before for before, number in pairwise([0, *numbers])]
+    for sample_id, (ids, numbers, maskable) in enumerate(
+        (_packed if packed else _cut)(documents, max_length)
+    ):
         if any(maskable):
             empty = False
             yield make_row(ids, numbers, maskable, sample_id)
@@ -169,28 +169,34 @@ def iter_text_rows(
         )
 
 
-def _cut(documents: Iterable[list[int]], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of each document, up to `max_length`, with the number of its document for each."""
+Tokens = tuple[list[int], list[int], list[bool]]
+"""Of each token its id, the number of its document, and whether it is trained on: not the first one of a
+document or a row."""
+
+
+def _cut(documents: Iterable[list[int]], max_length: int) -> Iterator[Tokens]:
+    """Each document, up to `max_length` tokens."""
     for number, document in enumerate(documents, start=1):
         ids = document[:max_length]
-        yield ids, [number] * len(ids)
+        yield ids, [number] * len(ids), [False, *[True] * (len(ids) - 1)]
 
 
-def _packed(documents: Iterable[list[int]], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The ids of the documents one after another, `max_length` at a time, as in `_cut`."""
-    ids, numbers = list[int](), list[int]()
+def _packed(documents: Iterable[list[int]], max_length: int) -> Iterator[Tokens]:
+    """The documents one after another, `max_length` tokens at a time."""
+    ids, numbers, maskable = list[int](), list[int](), list[bool]()
     for number, document in enumerate(documents, start=1):
         start = 0
         while start < len(document):
             part = document[start : start + max_length - len(ids)]
+            maskable += [start > 0 and bool(ids), *[True] * (len(part) - 1)]
             ids += part
             numbers += [number] * len(part)
             start += len(part)
             if len(ids) == max_length:
-                yield ids, numbers
-                ids, numbers = [], []
+                yield ids, numbers, maskable
+                ids, numbers, maskable = [], [], []
     if ids:
-        yield ids, numbers
+        yield ids, numbers, maskable
 
 
 def _encoded(
@@ -257,7 +263,7 @@ def make_row(
     first = documents[0] - 1
     return {
         "input_ids": list(ids),
-        "documents": [d - first for d in documents],
+        "documents": [d - first for d in documents] if first else list(documents),
         "maskable": list(maskable),
         "sample_id": sample_id,
     }

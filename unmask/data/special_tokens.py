@@ -20,6 +20,7 @@ from unmask.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ONLY_IDS: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False}
 START, _, END = mark_control_tokens("x", re.compile("x"))
 
 
@@ -40,7 +41,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     surrogate."""
     try:
         if START not in text and END not in text:
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(tokenizer(text, **ONLY_IDS)["input_ids"])
         return list(encode_marked_chat(tokenizer, text))
     # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
     except TypeError as error:
@@ -69,7 +70,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     marked = as_text(tokenizer, list(texts))
     if not any(START in text or END in text for text in marked):
         with contextlib.suppress(TypeError):  # `encode` says why
-            return list(tokenizer(marked, add_special_tokens=False)["input_ids"]) if marked else []
+            return list(tokenizer(marked, **ONLY_IDS)["input_ids"]) if marked else []
     return [encode(tokenizer, text) for text in marked]
 
 
