@@ -35,17 +35,17 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
         for line in MetricsLog(tmp_path / "out/training_logs.json").read()
         if "learning_rate" in line
     ]
-    assert rates == pytest.approx([1e-4, 1e-4, 5e-4, 5e-4])
+    assert rates == pytest.approx([2e-5, 2e-5, 5e-4, 5e-4])
     text = (tmp_path / "out/config.yaml").read_text()
-    assert "# training.learning_rate was 0.0001 until step 2" in text
+    assert "# training.learning_rate was 2e-05 until step 2" in text
     assert parse_yaml(text, "config.yaml")["training"]["learning_rate"] == 5e-4
     changes = json.loads((tmp_path / "out/manifest.json").read_text())["changes"]
-    assert {"step": 2, "setting": "training.learning_rate", "old": 1e-4, "new": 5e-4} in changes
+    assert {"step": 2, "setting": "training.learning_rate", "old": 2e-5, "new": 5e-4} in changes
     card = (tmp_path / "out/model/README.md").read_text()
-    assert "`learning_rate=0.0001` until step 2" in card and "`weight_decay=0.0` until step 2" in card
+    assert "`learning_rate=2e-05` until step 2" in card and "`weight_decay=0.0` until step 2" in card
     shutil.rmtree(tmp_path / "out/checkpoint-4")
     finished = unmask(*run, "--resume", "training.max_steps=2", "training.learning_rate=1e-3").output
-    assert "was 0.0001, now 0.001: no step follows" in finished and "takes effect" not in finished
+    assert "was 2e-05, now 0.001: no step follows" in finished and "takes effect" not in finished
     # back to the first rate, and without the change of a lost step
     assert unmask(*run, "--resume").exit_code == 0
     assert "until step" not in (tmp_path / "out/config.yaml").read_text()
@@ -58,7 +58,7 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
         ("training.seed=1", "42", "1"),
         ("training.optim=sgd", "adamw_torch_fused", "sgd"),
         ("lora.r=2", "unset", "2"),
-        ("training.max_length=64", "512", "64"),
+        ("training.max_length=64", "1024", "64"),
     ],
 )
 def test_a_setting_that_makes_another_run_is_refused_and_nothing_is_written(option, old, new, run, tmp_path):

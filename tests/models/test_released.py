@@ -3,7 +3,6 @@ byte."""
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -290,20 +289,24 @@ def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm):
     assert error.value.remedy and not (tmp_path / "out").exists()
 
 
-# PEFT 0.21 asks for it
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_and_foreign_weights_are_refused(tmp_path):
+def test_foreign_weights_are_refused(tmp_path):
     lm = qwen3()
-    adapted = lm.bind(
-        peft.get_peft_model(
-            copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
-        )
-    )
-    with raises(ModelError, where="layout"):
-        export(adapted, tmp_path / "out", "sdar")
     lm.model.time_embedding = torch.nn.Linear(2, 2)
     with raises(ModelError, where="layout"):
         export(lm, tmp_path / "out", "sdar")
+
+
+# PEFT 0.21 asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_merged(tmp_path):
+    lm = qwen3()
+    wrapped = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    adapted = lm.bind(peft.get_peft_model(lm.model, wrapped))
+    export(adapted, tmp_path, "sdar")
+    ids_BT = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        expected = adapted.logits(ids_BT)
+        torch.testing.assert_close(load(tmp_path).logits(ids_BT), expected, rtol=0, atol=1e-5)
 
 
 def test_a_mask_token_that_engines_do_not_expect_is_told(tmp_path):

@@ -58,7 +58,7 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
         and manifest["steps"] == 2
         and manifest["changes"] == []
     )
-    assert manifest["config"]["training"]["max_length"] == 512  # resolved, with defaults
+    assert manifest["config"]["training"]["max_length"] == 1024  # resolved, with defaults
     assert (
         manifest["inputs"]["train_dataset"]["rows"] == 16
         and len(manifest["inputs"]["train_dataset"]["sha256"]) == 64

@@ -51,6 +51,7 @@ from unmask.training.run.folder import checkpoints, refuse_nothing
 from unmask.training.run.log import RunLog
 from unmask.training.run.record import RunRecord, expect_visited, read_record
 from unmask.training.sharding import with_fresh_accelerator_state
+from unmask.training.step_timer import Phases
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
 from unmask.training.trainer import (
@@ -97,6 +98,7 @@ class StageTrainer(DiffusionTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         progress: ProgressTarget | None = None,
+        phases: Phases | None = None,
         log: RunLog | None = None,
     ):
         self.stage, self.teacher = stage, teacher
@@ -110,6 +112,7 @@ class StageTrainer(DiffusionTrainer):
             callbacks=callbacks,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             progress=progress,
+            phases=phases,
             log=log,
         )
         if run_record is not None:
@@ -287,12 +290,14 @@ class ConvertTrainer(TrainerArguments):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: peft.PeftConfig | None = None,
         progress: ProgressTarget | None = None,
+        phases: Phases | None = None,
     ):
         refuse_foreign_collator(data_collator)
         args = self.checked_args(args, model)
         lm = as_diffusion_lm(model, processing_class, quantization_config, args.model_init_kwargs)
         self.args, self.progress, self.callbacks = args, progress, callbacks or []
         self.rest: dict[str, Any] = {
+            "phases": phases,
             "data_collator": data_collator,
             "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
         }

@@ -170,8 +170,8 @@ def iter_text_rows(
 
 
 Tokens = tuple[list[int], list[int], list[bool]]
-"""Of each token its id, the number of its document, and whether it is trained on: not the first one of a
-document or a row."""
+"""The id of each token, the number of its document, and whether it is trained on: all but the first tokens of
+documents and rows."""
 
 
 def _cut(documents: Iterable[list[int]], max_length: int) -> Iterator[Tokens]:

@@ -84,6 +84,7 @@ from unmask.training.metrics import ProgressTarget
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, ReferenceSync, make_reference
+from unmask.training.step_timer import Phases
 from unmask.training.trainer import (
     Batch,
     DiffusionTrainer,
@@ -196,6 +197,7 @@ class DPOTrainer(DiffusionTrainer):
         sampler: SamplerConfig | None = None,
         first_rows: int | None = None,
         progress: ProgressTarget | None = None,
+        phases: Phases | None = None,
     ):
         args = self.checked_args(args, model)
         self.ref_model = self._other_reference(args, model, ref_model)
@@ -229,6 +231,7 @@ class DPOTrainer(DiffusionTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             progress=progress,
+            phases=phases,
         )
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError(

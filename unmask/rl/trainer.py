@@ -59,6 +59,7 @@ from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.run.checkpoint import steps_done
 from unmask.training.run.fingerprints import code_fingerprint
+from unmask.training.step_timer import Phases
 from unmask.training.trainer import (
     DiffusionTrainer,
     HeldOut,
@@ -127,6 +128,7 @@ class GRPOTrainer(DiffusionTrainer):
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         masking: MaskingStrategy | None = None,
         progress: ProgressTarget | None = None,
+        phases: Phases | None = None,
     ):
         refuse_given(
             {"rollout_func": rollout_func}, "is never called", "Override sample, or generate_and_score"
@@ -153,6 +155,7 @@ class GRPOTrainer(DiffusionTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             progress=progress,
+            phases=phases,
         )
         if self.shards_weights:
             args.refuse_sharded_weights()

@@ -32,6 +32,7 @@ from unmask.training.config_fields import described, setting
 from unmask.training.metrics import ProgressTarget
 from unmask.training.noising import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
+from unmask.training.step_timer import Phases
 from unmask.training.text_config import streamed_rows
 from unmask.training.trainer import (
     Batch,
@@ -181,6 +182,7 @@ class SFTTrainer(DiffusionTrainer):
         *,
         model_init: Callable[..., Any] | None = None,
         progress: ProgressTarget | None = None,
+        phases: Phases | None = None,
     ):
         self.formatting_func = formatting_func
         self.objective: Objective | None = None  # beside the masked loss, or in its place
@@ -201,6 +203,7 @@ class SFTTrainer(DiffusionTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             progress=progress,
+            phases=phases,
         )
 
     def prepared_model(self, lm: DiffusionLM, args: SFTConfig) -> DiffusionLM:

@@ -143,6 +143,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         quantization_config: how to quantize a model that is loaded here.
         peft_config: trains adapters instead of the weights.
         progress: a progress display to update.
+        phases: measures time and memory by phase of a step; None: a new one.
         log: of the metrics; None: `training_logs.json` in the output directory.
     """
 
@@ -171,6 +172,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         quantization_config: BitsAndBytesConfig | None = None,
         peft_config: peft.PeftConfig | None = None,
         progress: ProgressTarget | None = None,
+        phases: Phases | None = None,
         log: RunLog | None = None,
     ):
         functions = {
@@ -209,7 +211,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         self._found: dict[Any, Path | None] = {}  # the checkpoint to resume, which is hashed once
         self._unfinished: Path | None = None  # where a checkpoint is being written
         self.metrics = log or RunLog(folder=args.output_folder)
-        self.phases = Phases(args.device, memory=args.log_memory_usage)
+        self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
         self.earlier_history = history(lm)
         self.num_rows = len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
