@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 
@@ -22,7 +24,9 @@ from transformers import (
 
 import unmask
 from tests.tiny import KINDS, llama_lm
+from tests.training.tiny_runs import make
 from unmask.auto_classes import UnmaskForMaskedDiffusion
+from unmask.models.adapters import with_adapters
 from unmask.models.load import as_diffusion_lm, load
 
 
@@ -145,3 +149,37 @@ def test_its_own_settings_count_however_it_comes(saved, how):
     ids = torch.tensor([[4, 5, lm.mask_token_id, 6, lm.mask_token_id]])
     assert torch.equal(read.logits(ids), lm.logits(ids))
     assert load(folder).settings == lm.settings
+
+
+@pytest.mark.parametrize("way", ["model", "merged", "trained"])
+def test_the_stock_model_inside_is_saved_as_what_it_is(way, saved, tmp_path):
+    lm, _ = saved
+    out = tmp_path / "out"
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6]])
+    if way == "merged":
+        config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        lm = with_adapters(lm, config)
+        expected = lm.logits(ids)
+        model = lm.model.merge_and_unload()
+    else:
+        if way == "trained":
+            trainer = make("sft", tmp_path / "run", lm, max_steps=1)
+            trainer.train()
+        model, expected = lm.model, lm.logits(ids)
+    model.save_pretrained(out)
+    lm.tokenizer.save_pretrained(out)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "unmask"
+    again = load(out)
+    assert again.settings == lm.settings
+    torch.testing.assert_close(again.logits(ids), expected, rtol=0, atol=1e-5)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.save_pretrained(tmp_path / "copied")
+        assert json.loads((tmp_path / "copied/config.json").read_text())["model_type"] == "unmask"
+
+
+def test_a_causal_reading_of_a_diffusion_model_is_saved_as_causal(tmp_path):
+    lm = llama_lm("bidirectional")
+    lm.as_causal().save(tmp_path / "causal")
+    assert json.loads((tmp_path / "causal/config.json").read_text())["model_type"] == "llama"
+    lm.save(tmp_path / "own")
+    assert load(tmp_path / "own").settings == lm.settings

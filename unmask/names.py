@@ -44,6 +44,7 @@ NAMES_ELSEWHERE = EARLIER_NAMES | {
     "source": "train",
     "sources": "train",
     "no_cuda": "use_cpu",
+    "tokenizer": "processing_class",
     "block_length": "block_size",
     "diffusion_steps": "steps",
     "p_mask_prompt": "prompt_mask_rate",
@@ -107,6 +108,14 @@ INSTEAD = _by_name(
         "set hub_model_id": "push_to_hub_model_id push_to_hub_organization",
         "set hub_token": "push_to_hub_token",
         "give --overwrite on the command line": "overwrite_output_dir",
+        "give it to the trainer": "peft_config formatting_func compute_metrics callbacks",
+        "give the trainer its processing_class": "tokenizer tokenizer_name processing_class",
+        "give the trainer a ref_model that is loaded": "ref_model_init_kwargs",
+        "set model_init_kwargs to {dtype: bfloat16}, as unmask.load takes it": "torch_dtype dtype",
+        "set model_init_kwargs to {quantization: 4bit}": "load_in_4bit load_in_8bit use_bnb_nested_quant",
+        "give the trainer a peft_config (on the command line the section lora)": (
+            "use_peft lora_r lora_alpha lora_dropout lora_target_modules"
+        ),
         "measure answers with unmask evaluate": (
             "predict_with_generate generation_config generation_max_length generation_num_beams"
         ),
@@ -143,6 +152,7 @@ NOT_NEEDED = _by_name(
         "weights are always saved as safetensors": "save_safetensors",
         "tokens_per_second is always logged": "include_tokens_per_second",
         "an evaluation computes losses, and no predictions": "include_inputs_for_metrics",
+        "Unmask's attention is the model's": "attn_implementation",
         "transformers has removed it": (
             "_n_gpu deepspeed_plugin jit_mode_eval mp_parameters past_index ray_scope tpu_metrics_debug "
             "tpu_num_cores use_ipex use_legacy_prediction_loop use_mps_device"

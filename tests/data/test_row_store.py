@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import string
@@ -16,16 +17,18 @@ import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Subset
 from transformers import AutoTokenizer
 
 from tests.errors import raises
 from tests.helpers import examples
+from tests.training.tiny_runs import make
 from unmask.data.characters import character_tokenizer
 from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
-from unmask.data.row_store import MANIFEST, ROWS, TOKENS, stored_rows
+from unmask.data.row_store import MANIFEST, ROWS, TOKENS, content_of, rows_hash, stored_rows
 from unmask.data.rows import iter_text_rows
-from unmask.data.sources import FileRows
+from unmask.data.sources import FileRows, load_rows
 from unmask.errors import ConfigError, DataError
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
@@ -67,7 +70,7 @@ def test_stored_rows_are_those_that_are_made(corpus, max_length, packed):
 
 def test_every_kind_of_row_is_stored_as_it_is(home):
     preferences = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
-    for make, types in (
+    for rows_of, types in (
         (
             lambda report: partial(preference_rows, TOKENIZER, preferences, RowLimits(9), report),
             {"chosen": TOKENS, "rejected": TOKENS},
@@ -76,7 +79,7 @@ def test_every_kind_of_row_is_stored_as_it_is(home):
         (lambda report: partial(pack, [*pairs()], 30), TOKENS),
     ):
         report = DataReport("train_dataset")
-        assert [*stored_rows(make(report), types)] == [*make(DataReport("train_dataset"))()]
+        assert [*stored_rows(rows_of(report), types)] == [*rows_of(DataReport("train_dataset"))()]
 
 
 def test_rows_are_made_again_only_if_something_has_changed(home):
@@ -95,7 +98,6 @@ def test_rows_are_made_again_only_if_something_has_changed(home):
     changes = [
         {"source": PAIRS[::-1]},
         {"source": [PAIRS[0]]},
-        {"source": Dataset.from_list(PAIRS)},
         {"source": [row | {"tools": None} for row in PAIRS]},
         {"limits": RowLimits(41)},
         {"limits": RowLimits(40, truncate_prompt=True)},
@@ -168,9 +170,9 @@ t.texts(); t.pairs(); t.pairs(datasets.Dataset.from_list(t.PAIRS))
 """
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script], check=True)
-        assert len(folders(home)) == 3
+        assert len(folders(home)) == 2
     texts(), pairs(), pairs(Dataset.from_list(PAIRS))
-    assert len(folders(home)) == 3
+    assert len(folders(home)) == 2
 
 
 @pytest.mark.parametrize(
@@ -285,3 +287,114 @@ def test_stored_rows_are_readable_by_others(home):
     texts()
     (folder,) = folders(home)
     assert folder.stat().st_mode & 0o755 == 0o755
+
+
+# What rows depend on besides the values that are passed.
+
+
+def written(tmp_path, name, text):
+    """A module that is imported anew."""
+    (tmp_path / f"{name}.py").write_text(text)
+    sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+TOOL = 'def weather(city: str) -> str:\n    """{}\n\n    Args:\n        city: A city.\n    """\n    return city\n'
+
+
+def test_rows_of_changed_code_are_made_again(home, tmp_path, monkeypatch):
+    """Of a tool, of a function of a dataset in memory, and of a lazy one."""
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "code").mkdir()
+    made = []
+    for word in ("old", "new"):
+        tools = written(tmp_path / "code", "own_tools", TOOL.format(word))
+        changes = written(
+            tmp_path / "code", "own_changes", f"def change(row):\n    return {{'prompt': '{word}'}}\n"
+        )
+        data = Dataset.from_list(PAIRS)
+        rewritten = {"prompt": [word] * 2, "completion": [row["completion"] for row in PAIRS]}
+        lazy = data.with_transform(lambda _, rewritten=rewritten: rewritten)
+        made.append([[*pairs(data.map(changes.change))], [*pairs(lazy)]])
+        before = len(folders(home))
+        pairs([row | {"tools_of_another": [tools.weather]} for row in PAIRS])
+        assert len(folders(home)) == before + 1
+    for old, new in zip(*made, strict=True):
+        assert [row["input_ids"] for row in old] != [row["input_ids"] for row in new]
+
+
+def test_the_values_of_a_mapping_count(home):
+    def rows(variables):
+        yield {"ids": [len(variables)]}
+
+    for thinking in (True, False):
+        stored_rows(partial(rows, variables={"thinking": thinking}), {"ids": ["int32"]})
+    assert len(folders(home)) == 2
+    assert rows_hash([2, 3]) != rows_hash([23])
+
+
+def test_rows_that_are_packed_have_the_report_of_their_own_source(tmp_path):
+    bad = [*PAIRS, {"prompt": "", "completion": ""}]
+    for rows, read in ((bad, 3), (PAIRS, 2)):  # the same rows are left
+        trainer = make("sft", tmp_path, rows=rows, packing=True, bad_rows="skip")
+        assert trainer.train_dataset.report.read == read
+
+
+def test_a_dataset_derived_from_stored_rows_is_another(home):
+    stored = pairs()
+    others = [stored.remove_columns("documents"), stored.remove_columns("maskable")]
+    assert content_of(stored) and not any(map(content_of, others))
+    for other in others:
+        stored_rows(partial(pack_nothing, other), {"ids": ["int32"]})
+    assert len(folders(home)) == 3
+
+
+def pack_nothing(rows):
+    yield {"ids": [len(rows)]}
+
+
+def test_errors_of_the_source_are_its_own(home):
+    def rows():
+        yield {"ids": [1]}
+        raise ConnectionError("service went away")
+
+    with pytest.raises(ConnectionError, match="service went away"):
+        stored_rows(partial(rows), {"ids": ["int32"]})
+    assert not folders(home)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(home, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(PAIRS[0]) + "\n")
+    rows = FileRows((str(path),))
+    assert len(rows) == 1
+    path.write_text(json.dumps(PAIRS[1]) + "\n")
+    with raises(DataError, where=str(path)):
+        rows[0]
+
+
+def test_a_parquet_file_that_changes_is_read_again(tmp_path):
+    path = tmp_path / "rows.parquet"
+    found = []
+    for prompt in ("cat", "dog"):
+        Dataset.from_dict({"prompt": [prompt], "completion": ["b"]}).to_parquet(path)
+        os.utime(path, ns=(10**18, 10**18))
+        found.append(load_rows(path)[0]["prompt"])
+    assert found == ["cat", "dog"]
+
+
+def test_what_a_killed_process_left_is_removed(home):
+    texts()
+    (folder,) = folders(home)
+    (folder / MANIFEST).unlink()
+    abandoned = home / f".{folder.name}.killed"
+    abandoned.mkdir()
+    texts()
+    assert not abandoned.exists()
+
+
+def test_datasets_by_index_and_values_of_any_kind_are_taken():
+    rows = [row | {"unread": (index for index in [1])} for row in PAIRS]
+    assert [*pairs(Subset(rows, [1]))] == [*pairs([PAIRS[1]])]

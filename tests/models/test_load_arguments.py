@@ -72,6 +72,8 @@ def test_a_config_without_a_type_has_that_of_the_weights(half):
 def test_the_earlier_name_of_dtype_is_deprecated(half):
     with pytest.warns(FutureWarning, match="torch_dtype"):
         assert load(half, torch_dtype=torch.float32).dtype == torch.float32
+    with pytest.warns(FutureWarning, match="torch_dtype"):
+        assert load(half, torch_dtype=torch.float32, dtype="float64").dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", ["float31", torch.int8])
@@ -83,6 +85,13 @@ def test_other_types_are_refused(folder, dtype):
 @pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {"": torch.device("cpu")}])
 def test_a_device_map_of_one_device(folder, device_map):
     assert load(folder, device_map=device_map, max_memory={"cpu": "1GB"}).device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a GPU")
+def test_a_device_by_its_number_is_a_gpu(folder):
+    for given in ({"device_map": {"": 0}}, {"device_map": 0}, {"device": 0}):
+        with raises(ModelError, where="device"):
+            load(folder, **given)
 
 
 def test_a_device_for_each_part_is_refused(folder):
@@ -120,4 +129,8 @@ def test_the_model_has_the_methods_of_transformers(folder, tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "again").generate(
         ids, max_new_tokens=5, do_sample=False
     )
-    assert unmask.load(tmp_path / "again").generate(ids, max_new_tokens=5).equal(expected)
+    again = unmask.load(tmp_path / "again")
+    assert again.generate(ids, max_new_tokens=5).equal(expected)
+    assert again.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5).equal(
+        expected
+    )

@@ -70,14 +70,14 @@ def test_a_path_is_loaded_with_the_configs_arguments(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("why", ["not trainable", "prompt tuning"])
+@pytest.mark.parametrize("why", ["not trainable", "prompt tuning", "another name"])
 def test_adapters_that_cannot_be_trained_are_refused(why, tmp_path):
     llama_lm("causal", logit_shift=True).save(tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     config = (
-        lora() if why == "not trainable" else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2) if why == "prompt tuning" else lora()
     )
-    model = get_peft_model(base, config)
+    model = get_peft_model(base, config, adapter_name="default" if why != "another name" else "mine")
     if why == "not trainable":
         model.requires_grad_(False)
     with pytest.raises(ConfigError) as refused:

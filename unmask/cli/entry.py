@@ -120,9 +120,9 @@ def _error_of_user(error: Exception, verb: str) -> UnmaskError | None:
         return error
     if isinstance(error, ModuleNotFoundError) and (missing := missing_library(error, where=f"unmask {verb}")):
         return missing
-    if type(error).__module__.startswith("huggingface_hub."):
+    if type(error).__module__.startswith(("huggingface_hub.", "httpx")):
         remedy = "Check the network, the name and `hf auth login`, or leave the hub out"
-        return ConfigError(first_line(error), where="the hub", remedy=remedy)
+        return ConfigError(first_line(error).rstrip("."), where="the hub", remedy=remedy)
     own = error_of_named_code(error)
     if own or not isinstance(error, OSError) or error.errno not in PATH_ERRORS:
         return own

@@ -133,6 +133,7 @@ def preference(row: Example) -> Example:
 def unpaired(row: Example) -> Example:
     """A completion with a boolean label, which may be written as 1 or 0."""
     written = row["label"]
+    written = written.item() if hasattr(written, "item") else written  # of a tensor or an array
     label = LABELS.get(f"{written:g}" if isinstance(written, int | float) else str(written).strip().lower())
     if label is None:
         raise DataError(

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,12 +51,12 @@ class RowCounts(Protocol):
 def stored_rows(make: partial[Any], types: Mapping[str, Any], report: RowCounts | None = None) -> Dataset:
     """The rows that `make()` yields. They are made only if they are not stored yet.
 
-    The dataset has `content`, a hash of the rows, and the `report`.
+    The dataset has the `report`; `content_of` is a hash of the rows.
 
     Args:
         make: a function with all its arguments, on which alone the rows depend.
         types: of the columns, such as `TOKENS`.
-        report: an argument of `make`, which fills it in; of stored rows it is read instead.
+        report: of the rows. If `make` fills it in, that of stored rows is read instead.
 
     Raises:
         DataError: a row cannot be made, or `report` refuses the rows.
@@ -72,9 +73,9 @@ def stored_rows(make: partial[Any], types: Mapping[str, Any], report: RowCounts 
                 if (manifest := _manifest(folder)) is None:
                     _write(folder, make, types, report)
                     manifest = _manifest(folder)
+    except _OfSource as error:
+        raise error.args[0] from None
     except OSError as error:
-        if not str(error.filename or folder).startswith(str(folder.parent)):
-            raise  # of the source
         raise ConfigError(
             f"cannot store rows in {folder.parent}: {error.strerror}",
             where="HF_DATASETS_CACHE",
@@ -82,10 +83,17 @@ def stored_rows(make: partial[Any], types: Mapping[str, Any], report: RowCounts 
         ) from error
     assert manifest is not None
     rows: Any = datasets.Dataset.from_file(str(folder / ROWS))
-    if report is not None:
+    if report is not None and _fills(make, report):
         report.restore(manifest["report"])
-    rows.content, rows.report = manifest["content"], report
+    rows.content, rows.report = (rows._fingerprint, manifest["content"]), report
     return rows
+
+
+def content_of(rows: Any) -> str | None:
+    """A hash of stored rows; None: they are not those that were stored. Datasets that `datasets` derives from
+    them keep their attributes, but not their fingerprint."""
+    fingerprint, content = getattr(rows, "content", (None, None))
+    return content if fingerprint == getattr(rows, "_fingerprint", "") else None
 
 
 def first(rows: Any, count: int) -> Any:
@@ -111,27 +119,44 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def _fills(make: partial[Any], report: RowCounts) -> bool:
+    return any(each is report for each in (*make.args, *make.keywords.values()))
+
+
+class _OfSource(Exception):
+    """An error of what makes the rows, not of storing them."""
+
+
+def _made(make: Callable[[], Iterator[Mapping[str, Any]]]) -> Iterator[Mapping[str, Any]]:
+    try:
+        yield from make()
+    except OSError as error:
+        raise _OfSource(error) from error
+
+
 def _write(
     folder: Path,
-    make: Callable[[], Iterator[Mapping[str, Any]]],
+    make: partial[Any],
     types: Mapping[str, Any],
     report: RowCounts | None,
 ) -> None:
     """Write atomically: the folder is renamed when it is complete."""
     from datasets.arrow_writer import ArrowWriter
 
+    for abandoned in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
+        shutil.rmtree(abandoned, ignore_errors=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     content, file = hashlib.sha256(), unfinished / ROWS
     try:
         with ArrowWriter(features=_features(types), path=str(file), writer_batch_size=ROWS_AT_ONCE) as writer:
-            for row in make():
+            for row in _made(make):
                 content.update(_bytes(row))
                 writer.write(dict(row))
             writer.finalize()
         manifest = {
             "file": file_hash(file),
             "content": content.hexdigest(),
-            "report": None if report is None else report.state(),
+            "report": report.state() if report is not None and _fills(make, report) else None,
         }
         write_atomic(unfinished / MANIFEST, json.dumps(manifest))
         unfinished.chmod(0o755)  # mkdtemp allows only the owner
@@ -198,27 +223,33 @@ def _identity(value: Any) -> Any:
         return _identity(value.identity())
     if isinstance(value, PreTrainedTokenizerBase):
         return _tokenizer_identity(value)
-    if isinstance(value, Dataset):  # not by its fingerprint alone: its file may have been replaced
-        stored = getattr(value, "content", None)
-        files = (file_hash(Path(file["filename"])) for file in value.cache_files)
-        return stored or [value._fingerprint, *files]
+    if isinstance(value, Dataset) and (content := content_of(value)):
+        return content
+    if isinstance(value, Dataset) and value.cache_files and value.format["type"] is None:
+        # not by its fingerprint alone: its file may have been replaced
+        return [value._fingerprint, *(file_hash(Path(file["filename"])) for file in value.cache_files)]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): _identity(inside) for name, inside in value.items()}
     if isinstance(value, tuple):
         return [*map(_identity, value)]
-    return rows_hash(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+    if isinstance(value, str | int | float | None):
+        return value
+    return rows_hash(value)
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """A hash of what a tokenizer saves, of its code if that is a user's, and what else text depends on."""
     tokenizer("")  # resets truncation and padding of earlier calls, which would be saved too
-    saved, home = hashlib.sha256(), type(tokenizer).__module__.partition(".")[0]
+    saved = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).iterdir()):
             saved.update(file.read_bytes())
-    if home not in ("transformers", "unmask"):
-        saved.update(Path(inspect.getfile(type(tokenizer))).read_bytes())
+    for own in type(tokenizer).__mro__:
+        if own.__module__.partition(".")[0] not in ("transformers", "unmask", "builtins"):
+            saved.update(_code_beside(own))
     dated = "strftime_now" in str(tokenizer.chat_template)  # a template that writes the date
     return [
         saved.hexdigest(),
@@ -229,17 +260,38 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     ]
 
 
+@functools.lru_cache(maxsize=256)
+def _code_beside(of: Any) -> bytes:
+    """The code of the folder that defines a class or function; of one without a file something that equals
+    nothing else, so that its rows are not taken for others."""
+    try:
+        folder = Path(inspect.getfile(of)).resolve(strict=True).parent
+    except (OSError, TypeError):
+        return os.urandom(16)
+    return b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+
+
 def rows_hash(rows: Iterable[Any]) -> str:
     """A hash of rows of any columns, or of texts."""
-    from datasets.fingerprint import Hasher
-
     content = hashlib.sha256()
     for row in rows:
         try:
-            content.update(json.dumps(row, default=Hasher.hash).encode())
+            content.update(json.dumps(row, default=_other).encode() + b"\n")
         except (TypeError, ValueError):  # keys that JSON does not have, a row that contains itself
-            content.update(Hasher.hash(row).encode())
+            content.update(_other(row).encode())
     return content.hexdigest()
+
+
+def _other(value: Any) -> str:
+    """What stands for a value that JSON does not have."""
+    from datasets.fingerprint import Hasher
+
+    if callable(value):  # a tool
+        return hashlib.sha256(_code_beside(value)).hexdigest() + str(getattr(value, "__qualname__", ""))
+    try:
+        return str(Hasher.hash(value))
+    except Exception:  # dill raises anything
+        return os.urandom(16).hex()
 
 
 def file_hash(path: Path) -> str:

@@ -9,11 +9,14 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from unmask.artifacts import num_cores
 from unmask.data.encoding import encode_documents
 from unmask.data.unknown_tokens import UnknownTokens
-from unmask.errors import DataError, prepending_place, require_text
+from unmask.errors import ConfigError, DataError, prepending_place, require_text
 
 TEXTS_AT_ONCE = 256
 """Texts that are tokenized together and held in memory."""
@@ -53,6 +56,8 @@ def in_order(
     """`map(function, items)` by several processes; None: as many as there are cores, if there are many items.
     Few of them are read in advance."""
     iterator, pending = iter(items), deque[Any]()
+    if multiprocessing.current_process().daemon:  # which may have no children
+        processes = 1
     yield from map(function, iterator if processes == 1 else islice(iterator, 0 if processes else FEW_ITEMS))
     if not (chunk := list(islice(iterator, at_once))):
         return
@@ -68,6 +73,9 @@ def in_order(
                 chunk = list(islice(iterator, at_once))
             while pending:
                 yield from pending.popleft().result()
+        except BrokenProcessPool as error:
+            what, remedy = "a process that tokenizes was killed, perhaps for its memory", "Use fewer, or 1"
+            raise ConfigError(what, where="dataset_num_proc", remedy=remedy) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -78,6 +86,15 @@ _function: Callable[[Any], Any]  # of a process of `in_order`
 def _begin(function: Callable[[Any], Any]) -> None:
     global _function
     _function, os.environ["TOKENIZERS_PARALLELISM"] = function, "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended: a killed one stops no others."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _apply(items: list[Any]) -> list[Any]:

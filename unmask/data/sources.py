@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unmask.config.run import DataConfig, DataSource
-from unmask.data.row_store import file_hash, stored_rows
+from unmask.data.row_store import file_hash, rows_hash, stored_rows
 from unmask.errors import ConfigError, DataError, UnmaskWarning, first_line, require_names
 from unmask.models.model_paths import near_path
 from unmask.records import PlacedRecord, kind_of, read_examples, read_lines, read_records
@@ -183,7 +183,10 @@ class FileRows(Sequence[Any]):
     bad_rows: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(chain.from_iterable(map(self._read, self.files)), self.max_rows)
+        yield from islice(chain.from_iterable(map(self._read, self.files)), self.max_rows)
+        if "_content" in vars(self) and self._content != self._hashes():
+            what = "changed while it was read"
+            raise DataError(what, where=" and ".join(self.files), remedy="Start again once it is complete")
 
     def _read(self, file: str) -> Iterator[dict[str, Any] | DataError]:
         if kind_of(file) == ".txt":
@@ -211,6 +214,9 @@ class FileRows(Sequence[Any]):
 
     @cached_property
     def _content(self) -> tuple[str, ...]:
+        return self._hashes()
+
+    def _hashes(self) -> tuple[str, ...]:
         return tuple(file_hash(Path(file)) + kind_of(file) for file in self.files)
 
 
@@ -494,7 +500,9 @@ def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | I
         names: Any = [*map(glob.escape, files)]
         if streaming:
             return _naming_files(datasets.IterableDataset.from_parquet(names), source)
-        return datasets.Dataset.from_parquet(names)
+        content = rows_hash(map(file_hash, map(Path, files)))  # `datasets` looks at times and sizes alone
+        home = Path(datasets.config.HF_DATASETS_CACHE) / "unmask" / f"parquet-{content}"
+        return datasets.Dataset.from_parquet(names, cache_dir=str(home))
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None):
             raise  # the system's, such as a missing permission, and not of what the file holds

@@ -60,6 +60,13 @@ def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> Diff
     """A model whose adapters can be trained and saved. Raises ConfigError, as `with_adapters`, if they
     cannot."""
     _refuse_kind(peft_config)
+    if [*adapted.model.peft_config] != ["default"]:
+        raise ConfigError(
+            f"adapters of other names than default ({', '.join(adapted.model.peft_config)}) are saved in "
+            "folders of their own",
+            where=WHERE,
+            remedy="Call get_peft_model without adapter_name, or merge them first",
+        )
     if reason := _unmergeable(adapted, peft_config):
         raise ConfigError(
             f"{_kind(peft_config)} adapters cannot be merged into the weights ({reason})",
@@ -181,6 +188,8 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
     from peft.utils.other import ModulesToSaveWrapper
 
     model.create_or_update_model_card = _no_card
+    for config in model.peft_config.values():
+        config.task_type = config.task_type or "CAUSAL_LM"  # else PEFT names the stock class of the base
     adapted = lm.bind(model)
     head = adapted.model.get_output_embeddings()
     if not isinstance(head, ModulesToSaveWrapper):

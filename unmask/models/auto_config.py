@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,19 @@ def publish_config(folder: str | Path) -> None:
     config |= {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
     config[SETTINGS_KEY] |= {"stock": kept}
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def publish_when_saved(model: Any, settings: Mapping[str, Any]) -> None:
+    """Let `save_pretrained` of a stock model write the type of a diffusion model with these settings, also
+    once adapters are merged into it."""
+    model.unmask_settings, model.save_pretrained = dict(settings), partial(_save_published, model)
+
+
+def _save_published(model: Any, save_directory: str | Path, **options: Any) -> None:
+    setattr(model.config, SETTINGS_KEY, model.unmask_settings)
+    type(model).save_pretrained(model, save_directory, **options)
+    if options.get("is_main_process", True):
+        publish_config(save_directory)
 
 
 def stock_config(published: Mapping[str, Any], where: str, *, trust_remote_code: bool) -> PreTrainedConfig:

@@ -54,11 +54,12 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield f"{prefix}{name}", part
 
 
-def resolve_device(device: str) -> str:
-    """A torch device; "auto" is the GPU if there is one. Raises ModelError if this machine lacks the
-    device."""
+def resolve_device(device: str | int) -> str:
+    """A torch device; a number is that of a GPU, and "auto" the GPU if there is one. Raises ModelError if
+    this machine lacks the device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = f"cuda:{device}" if isinstance(device, int) else device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError

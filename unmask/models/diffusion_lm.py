@@ -35,7 +35,7 @@ from unmask.models.attention import (
     stacked_rows,
     unpadded_mask,
 )
-from unmask.models.auto_config import SETTINGS_KEY, publish_config
+from unmask.models.auto_config import SETTINGS_KEY, publish_config, publish_when_saved
 from unmask.models.chat_template import (
     TEMPLATES,
     accept_generation_config,
@@ -148,6 +148,13 @@ class DiffusionLM:
         self.compile_options: dict[str, Any] | None = None
         if compile_options is not None:
             self.compile(**compile_options)
+        self._publish_when_saved()
+
+    def _publish_when_saved(self) -> None:
+        if not self.stock:
+            model = self.model
+            adapted = hasattr(model, "merge_and_unload")
+            publish_when_saved(model.get_base_model() if adapted else model, self.settings)
 
     @property
     def model(self) -> Any:
@@ -248,6 +255,7 @@ class DiffusionLM:
                 self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))}
             )
             set_end_tokens(self.model, self.eos_token_ids)
+            self._publish_when_saved()
 
     def bind(self, model: nn.Module) -> DiffusionLM:
         """The same settings with a wrapper or a deep copy of the model."""
@@ -550,13 +558,15 @@ class DiffusionLM:
             )
         return found
 
-    def generate(self, inputs: Tensor, **arguments: Any) -> Tensor:
+    def generate(
+        self, inputs: Tensor | None = None, *, input_ids: Tensor | None = None, **arguments: Any
+    ) -> Tensor:
         """Prompts and their completions as token ids, as models of transformers write them
         (`unmask.generation.token_ids.generate_ids`, which has all arguments). `unmask.generate` takes texts,
         and gives steps and log-probabilities besides."""
         from unmask.generation.token_ids import generate_ids
 
-        return generate_ids(self, inputs, **arguments)
+        return generate_ids(self, inputs if input_ids is None else input_ids, **arguments)
 
     def to(self, *arguments: Any, **named: Any) -> DiffusionLM:
         """Move the model to a device, or its weights to a type, as `torch.nn.Module.to` does."""
@@ -582,7 +592,7 @@ class DiffusionLM:
             self.model.config.save_pretrained(path)
         else:
             accept_generation_config(self.model.generation_config)
-            self.model.save_pretrained(path, max_shard_size=max_shard_size)
+            type(self.model).save_pretrained(self.model, path, max_shard_size=max_shard_size)
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):  # of an earlier save, which would be read
                 pathlib.Path(path, name).unlink(missing_ok=True)
         self.publish_config(path)

@@ -121,7 +121,7 @@ def load(
     block_size: int | None = None,
     logit_shift: bool | None = None,
     dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "cpu",
+    device: str | int | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
@@ -185,7 +185,7 @@ def load(
     _refuse_others(others | {"attn_implementation": attn_implementation})
     if torch_dtype is not None:
         warnings.warn("torch_dtype is deprecated: use dtype", FutureWarning, stacklevel=2)
-        dtype = torch_dtype
+        dtype = torch_dtype if dtype == "auto" else dtype
     folder = fetched(
         path_or_id,
         revision=revision,
@@ -272,7 +272,7 @@ def _refuse_others(given: Mapping[str, Any]) -> None:
 def _placement(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    device: str | torch.device,
+    device: str | int | torch.device,
     quantization: Quantization | BitsAndBytesConfig | None,
     device_map: str | Mapping[str, Any] | None,
     max_memory: Mapping[int | str, Any] | None,
@@ -280,7 +280,7 @@ def _placement(
     """The device, and arguments of `from_pretrained` for weights that are spread over devices or quantized
     while loading; empty for others."""
     if isinstance(device_map, Mapping) and set(device_map) == {""}:
-        device_map = str(device_map[""])
+        device_map = device_map[""]
     spread = device_map in ("auto", "balanced")
     if device_map is not None and not spread:
         if isinstance(device_map, Mapping):
@@ -296,7 +296,7 @@ def _placement(
     }
     if device_map == "auto" and len(memory) < 2:
         device, device_map = "auto", None
-    device = resolve_device(str(device))
+    device = resolve_device(device if isinstance(device, int) else str(device))
     if device_map is None:
         if quantization is None:
             return device, {}
@@ -592,6 +592,8 @@ def _saved_dtype(config: PretrainedConfig, folder: str, variant: str | None) -> 
 
 
 def _quantization(chosen: Quantization | BitsAndBytesConfig, dtype: torch.dtype) -> BitsAndBytesConfig:
+    if isinstance(chosen, Mapping):
+        chosen = BitsAndBytesConfig(**chosen)
     name = chosen
     if isinstance(chosen, BitsAndBytesConfig):
         name = "4bit" if chosen.load_in_4bit else "8bit"

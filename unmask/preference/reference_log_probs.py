@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unmask.artifacts import default_mode
-from unmask.data.row_store import rows_hash
+from unmask.data.row_store import content_of, rows_hash
 from unmask.data.rows import TokenRow
 from unmask.diffusion.views import Views
 from unmask.errors import TrainingError, UnmaskWarning
@@ -199,7 +199,7 @@ def model_hashes(lm: DiffusionLM) -> dict[str, str]:
 def data_hashes(rows: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, str]:
     """A hash of the rows and one of the settings."""
     return {
-        "data": getattr(rows, "content", None) or rows_hash(rows),
+        "data": content_of(rows) or rows_hash(rows),
         "settings": _hash(json.dumps(settings)),
     }
 

@@ -287,7 +287,8 @@ def with_text(dataset: Any, formatting_func: Callable[[Any], str]) -> Any:
     if "input_ids" in next(iter(dataset), ()):
         return dataset
     if hasattr(dataset, "map"):
-        return dataset.map(with_its_text, remove_columns=dataset.column_names)
+        known = {"load_from_cache_file": False} if hasattr(dataset, "cache_files") else {}  # by its name
+        return dataset.map(with_its_text, remove_columns=dataset.column_names, **known)
     if hasattr(dataset, "__len__"):
         return [*map(with_its_text, dataset)]
     from datasets import IterableDataset

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unmask.artifacts import plain
+from unmask.data.row_store import content_of
 from unmask.data.rows import TokenRow
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
@@ -39,7 +40,7 @@ def rows_fingerprint(rows: Iterable[TokenRow] | None) -> dict[str, Any] | None:
 
 def _of_rows(rows: Iterable[TokenRow]) -> dict[str, Any]:
     digest, rows = hashlib.sha256(), getattr(rows, "rows", rows)  # prompts are repeated for their groups
-    if content := getattr(rows, "content", None):  # of stored rows
+    if content := content_of(rows):
         digest.update(content.encode())
     else:
         for row in islice(rows, len(rows) if isinstance(rows, Sized) else STREAMED_ROWS):
