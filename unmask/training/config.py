@@ -218,17 +218,9 @@ class TrainingConfig(TrainingArguments):
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
         known = {each.name for each in fields(cls) if each.init}
         if unknown := [name for name in names if name not in known]:
-            off = {name for name in unknown if isinstance(names, Mapping) and names[name] in (None, False)}
-            hints = [
-                (
-                    name,
-                    "Leave it out"
-                    if name in off and elsewhere
-                    else elsewhere or did_you_mean(name, known, ""),
-                )
-                for name in unknown
-                for elsewhere in [remedy_elsewhere(name)]
-            ]
+            hints = [(name, remedy_elsewhere(name) or did_you_mean(name, known, "")) for name in unknown]
+            if isinstance(names, Mapping):  # what is off is not to be switched on
+                hints = [(name, hint if names[name] is not False else "Leave it out") for name, hint in hints]
             remedies = [f"{name}: {hint}{'' if hint[-1] in '?.' else '.'}" for name, hint in hints if hint]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
             raise ConfigError(
