@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from datetime import date
 from functools import partial
@@ -55,7 +55,7 @@ def stored_rows(make: partial[Any], types: Mapping[str, Any], report: RowCounts 
 
     Args:
         make: a function with all its arguments, on which alone the rows depend.
-        types: of the columns, such as `TOKENS`.
+        types: of the columns, such as `TOKENS`, or as features of `datasets`.
         report: of the rows. If `make` fills it in, that of stored rows is read instead.
 
     Raises:
@@ -169,6 +169,8 @@ def _write(
 def _features(types: Mapping[str, Any]) -> Any:
     from datasets import Features, List, Value
 
+    if isinstance(types, Features):
+        return types
     return Features(
         {
             name: _features(kind)
@@ -185,10 +187,11 @@ def _bytes(value: Any) -> bytes:
     """What stands for a row, or for one of its values, in a hash."""
     if isinstance(value, Mapping):
         return b"".join(name.encode() + _bytes(inside) for name, inside in value.items())
-    values = (
-        [*value.encode()] if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
-    )
-    return len(values).to_bytes(8, "little") + array.array("q", values).tobytes()
+    try:
+        values = value if isinstance(value, list) else [value]
+        return len(values).to_bytes(8, "little") + array.array("q", values).tobytes()
+    except (TypeError, OverflowError):  # not of integers
+        return json.dumps(value).encode()
 
 
 # What rows are made from.

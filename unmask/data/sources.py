@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from unmask.config.run import DataConfig, DataSource
-from unmask.data.row_store import file_hash, rows_hash, stored_rows
+from unmask.data.row_store import ROWS_AT_ONCE, file_hash, rows_hash, stored_rows
 from unmask.errors import ConfigError, DataError, UnmaskWarning, first_line, require_names
 from unmask.models.model_paths import near_path
 from unmask.records import PlacedRecord, kind_of, read_examples, read_lines, read_records
@@ -469,13 +469,15 @@ def _from_files(
     return _table(rows, {name: name for row in rows for name in row}, source)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: str) -> Dataset:
-    """Columns of rows as a table; `names` is {new name: old name}."""
+def _table(rows: FileRows, names: Mapping[str, str], source: str) -> Dataset:
+    """Columns of rows as a stored table; `names` is {new name: old name}."""
     import datasets
     import pyarrow
 
     try:
-        return datasets.Dataset.from_dict({new: [row.get(old) for row in rows] for new, old in names.items()})
+        [kinds] = stored_rows(partial(_kinds, rows, names), {"features": "string"})
+        features = datasets.Features.from_dict(json.loads(kinds["features"]))
+        return stored_rows(partial(_columns, rows, names), features)
     # the others: an integer of more than 64 bits, a lone surrogate
     except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
         raise DataError(
@@ -483,6 +485,23 @@ def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: 
             where=source,
             remedy="Write values of one type in each column.",
         ) from error
+
+
+def _columns(rows: FileRows, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    return ({new: row.get(old) for new, old in names.items()} for row in rows)
+
+
+def _kinds(rows: FileRows, names: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The types of the columns, as JSON of `datasets`, that hold the values of all rows."""
+    import datasets
+    import pyarrow
+
+    columns, schema = _columns(rows, names), pyarrow.schema([])
+    while part := list(islice(columns, ROWS_AT_ONCE)):
+        found = pyarrow.Table.from_pydict({name: [row[name] for row in part] for name in names}).schema
+        schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
+    features = datasets.Features.from_arrow_schema(schema)
+    yield {"features": json.dumps(features.to_dict())}
 
 
 def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | IterableDataset:
