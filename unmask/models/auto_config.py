@@ -47,9 +47,12 @@ def publish_config(folder: str | Path) -> None:
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def publish_when_saved(model: Any, settings: Mapping[str, Any]) -> None:
+def publish_when_saved(model: Any, settings: Mapping[str, Any] | None) -> None:
     """Let `save_pretrained` of a stock model write the type of a diffusion model with these settings, also
-    once adapters are merged into it."""
+    once adapters are merged into it; None: let it write the stock model again."""
+    if settings is None:
+        vars(model).pop("save_pretrained", None)
+        return
     model.unmask_settings, model.save_pretrained = dict(settings), partial(_save_published, model)
 
 

@@ -148,13 +148,14 @@ class DiffusionLM:
         self.compile_options: dict[str, Any] | None = None
         if compile_options is not None:
             self.compile(**compile_options)
-        self._publish_when_saved()
-
-    def _publish_when_saved(self) -> None:
         if not self.stock:
-            model = self.model
-            adapted = hasattr(model, "merge_and_unload")
-            publish_when_saved(model.get_base_model() if adapted else model, self.settings)
+            self.publish_when_saved()
+
+    def publish_when_saved(self) -> None:
+        """Let the model's own `save_pretrained` write it as this one reads it."""
+        adapted = hasattr(self.model, "merge_and_unload")
+        base = self.model.get_base_model() if adapted else self.model
+        publish_when_saved(base, None if self.stock else self.settings)
 
     @property
     def model(self) -> Any:
@@ -255,7 +256,8 @@ class DiffusionLM:
                 self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))}
             )
             set_end_tokens(self.model, self.eos_token_ids)
-            self._publish_when_saved()
+            if not self.stock:
+                self.publish_when_saved()
 
     def bind(self, model: nn.Module) -> DiffusionLM:
         """The same settings with a wrapper or a deep copy of the model."""

@@ -255,6 +255,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         trained = lm if self.peft_config is None else with_adapters(lm, self.peft_config)
         trained.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
+        trained.publish_when_saved()
         return trained
 
     def call_model_init(self, trial: Any = None) -> Any:
