@@ -70,7 +70,7 @@ def test_only_causal_models_are_pretrained(tmp_path):
             make("pretrain", tmp_path, lm)
 
 
-# Streams and the token cache
+# Streams
 
 
 def stream():

@@ -98,10 +98,8 @@ from unmask.training.trainer import (
 
 if TYPE_CHECKING:
     import peft
-    from transformers import BitsAndBytesConfig
-
-if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import BitsAndBytesConfig
 
 MEASURED_PAIRS, LOGGED_REDRAWS = 32, 8
 """The variance of the margin is measured on this many pairs, each with this many redraws of its masks."""
@@ -729,8 +727,8 @@ def with_mismatched(rows: Sequence[TokenRow], max_length: int, where: str) -> It
     Raises:
         DataError: all rows of the dataset, called `where`, have the same prompt.
     """
-    count, first = len(rows), split_prompt(rows[0])
-    nearest = next((index for index in reversed(range(count)) if split_prompt(rows[index]) != first), None)
+    count, asked = len(rows), split_prompt(rows[0])
+    nearest = next((index for index in reversed(range(count)) if split_prompt(rows[index]) != asked), None)
     if nearest is None:
         raise DataError(
             "all rows have the same prompt, but kto compares responses to different ones",

@@ -46,10 +46,8 @@ from unmask.training.trainer import (
 
 if TYPE_CHECKING:
     import peft
-    from transformers import BitsAndBytesConfig
-
-if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import BitsAndBytesConfig
 
 VIEW_FIELDS = (
     "views",
