@@ -11,7 +11,11 @@ from importlib import import_module
 
 def register() -> None:
     """Add the model `unmask` to lm-eval's registry, if the program uses lm-eval."""
-    if "lm_eval" in sys.modules:
+    if "lm_eval" not in sys.modules:
+        return
+    try:
         import_module("lm_eval.models")  # lm-eval registers its own only while its registry is empty
         registry = import_module("lm_eval.api.registry").model_registry
-        registry.register("unmask", target="unmask.evaluation.harness.model:HarnessLM")
+    except (ImportError, AttributeError):
+        return  # another version, or a file of that name: an error here would be one of `import torch`
+    registry.register("unmask", target="unmask.evaluation.harness.model:HarnessLM")

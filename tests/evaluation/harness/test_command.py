@@ -10,6 +10,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import hatchling.build
 import pytest
@@ -22,6 +24,7 @@ from tests.tiny import toy_lm
 from unmask.cli.entry import app
 from unmask.evaluation.harness import HarnessLM
 from unmask.evaluation.result_file import read_result
+from unmask_lm_eval import register
 
 DOCUMENTS = [
     {"q": "ab" * (number % 3) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2}
@@ -151,6 +154,15 @@ def test_lm_evals_own_command_gives_the_same_scores(folder, monkeypatch):
         assert scores.metrics and len(scores.items) == 3
         for name, metric in scores.metrics.items():
             assert found[scores.task][f"{name},none"] == metric.mean
+
+
+@pytest.mark.parametrize("found", [None, ModuleType("lm_eval")], ids=["not installed", "a user's file"])
+def test_other_modules_of_lm_evals_name_do_not_break_the_import_of_torch(found):
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+            del sys.modules[name]
+        sys.modules["lm_eval"] = found
+        register()
 
 
 def test_the_bits_depend_on_neither_batch_size_nor_order(folder):
