@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -15,17 +16,22 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     LlamaForCausalLM,
     pipeline,
     set_seed,
 )
+from transformers.pipelines import PipelineException
 
 import unmask
+from tests.errors import raises
 from tests.tiny import KINDS, llama_lm
 from tests.training.tiny_runs import make
 from unmask.auto_classes import UnmaskForMaskedDiffusion
+from unmask.errors import ConfigError, ModelError
 from unmask.models.adapters import with_adapters
 from unmask.models.load import as_diffusion_lm, load
 
@@ -83,7 +89,7 @@ def test_importing_unmask_is_enough(saved, first):
     code = f"import {first}, {second}; from transformers import AutoModelForCausalLM as A; "
     code += f"print(type(A.from_pretrained({str(folder)!r})).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "UnmaskLlamaForCausalLM\n", done.stderr
+    assert done.stdout == "UnmaskForMaskedDiffusion\n", done.stderr
 
 
 def test_it_generates_as_unmask_does(saved):
@@ -124,11 +130,73 @@ def test_what_has_no_meaning_is_refused_by_name(saved, name, value):
     assert refused.value.where == ("generate" if name == "num_baems" else name)
 
 
-def test_pipelines_generate(saved):
-    _, folder = saved
-    write = pipeline("text-generation", model=str(folder))
-    [answer] = write("ab", max_new_tokens=4)
+@pytest.mark.parametrize("given", ["folder", "model"])
+def test_pipelines_that_work_are_silent(saved, given, caplog, monkeypatch):
+    lm, folder = saved
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = str(folder) if given == "folder" else AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    [answer] = pipeline("text-generation", model, tokenizer=tokenizer)("ab", max_new_tokens=4)
     assert answer["generated_text"].startswith("ab")
+    best = pipeline("fill-mask", model, tokenizer=tokenizer)(f"ab{lm.tokenizer.mask_token}", top_k=1)[0]
+    ids = torch.tensor([tokenizer(f"ab{lm.tokenizer.mask_token}").input_ids])
+    assert best["token"] == int(lm.logits(ids, hidden_BT=ids == lm.mask_token_id)[0, -1].argmax())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification", "zero-shot-classification"])
+def test_other_pipelines_are_refused_in_a_sentence(saved, task):
+    _, folder = saved
+    with raises(ModelError, where=str(folder)) as refused:
+        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    with pytest.raises(PipelineException) as again:
+        pipeline(task, model=str(folder))
+    assert str(again.value) == str(refused.value) and len(str(refused.value)) < 200 + len(str(folder))
+
+
+def test_a_model_from_a_config_has_random_weights(saved):
+    lm, folder = saved
+    config = AutoConfig.from_pretrained(folder)
+    made = []
+    for auto, seed in ((AutoModelForCausalLM, 1), (AutoModelForMaskedLM, 1), (AutoModel, 2)):
+        set_seed(seed)
+        made.append(auto.from_config(config))
+        assert isinstance(made[-1], UnmaskForMaskedDiffusion) and made[-1].training
+        assert made[-1].diffusion_lm.settings == lm.settings
+    first, same, other = (model.lm_head.weight for model in made)
+    assert first.equal(same) and not first.equal(other) and not first.equal(lm.model.lm_head.weight)
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6]])
+    assert torch.isfinite(made[0](ids, labels=torch.where(ids == lm.mask_token_id, 6, -100)).loss)
+    assert made[0].eval().generate(ids[:, :2], max_new_tokens=3).shape == (1, 5)
+    made[0].save_pretrained(folder)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).lm_head.weight, first)
+
+
+def test_a_model_from_a_config_has_the_asked_type_and_size(saved):
+    _, folder = saved
+    config = AutoConfig.from_pretrained(folder, num_hidden_layers=1, dtype="float64")
+    assert AutoModelForCausalLM.from_config(config).dtype == torch.float64
+    for dtype in (torch.bfloat16, "bfloat16"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        assert model.dtype == torch.bfloat16 and len(model.model.layers) == 1
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", "stock model"])
+def test_a_config_that_is_not_a_models_is_refused(saved, missing):
+    _, folder = saved
+    config = AutoConfig.from_pretrained(folder)
+    if missing == "tokenizer":
+        config.name_or_path = ""
+    else:
+        config.unmask = None
+    with raises(ModelError, where="UnmaskConfig"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_the_attention_of_a_config_is_unmasks(saved):
+    _, folder = saved
+    with raises(ConfigError, where="attn_implementation"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import MaskedLMOutput
 
 from unmask.errors import ModelError
@@ -23,6 +34,14 @@ if TYPE_CHECKING:
 
 UNREAD = ("inputs_embeds", "past_key_values", "cache", "position_ids")
 IGNORED = -100  # a label
+OTHER_HEADS = (
+    AutoModelForMultipleChoice,
+    AutoModelForNextSentencePrediction,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 
 class UnmaskForMaskedDiffusion:
@@ -51,6 +70,22 @@ class UnmaskForMaskedDiffusion:
         lm = load(path, **options)
         model = as_transformers(merged(lm) if has_adapters(lm) else lm)
         return (model, {"missing_keys": set(), "unexpected_keys": set()}) if informed else model
+
+    @classmethod
+    def _from_config(
+        cls,
+        config: UnmaskConfig,
+        *,
+        dtype: Any = None,
+        torch_dtype: Any = None,
+        attn_implementation: str | None = None,
+    ) -> Any:
+        """The model of a config with new random weights, and the tokenizer of the folder or hub id that the
+        config was read from."""
+        from unmask.models.load import of_config
+
+        lm = of_config(config, dtype or torch_dtype, attn_implementation)
+        return as_transformers(lm).train()
 
     def forward(
         self,
@@ -113,8 +148,36 @@ def as_transformers(lm: DiffusionLM) -> PreTrainedModel:
 
 @cache
 def _diffusion_class(stock: type) -> type:
-    return type(f"Unmask{stock.__name__}", (UnmaskForMaskedDiffusion, stock), {"__module__": __name__})
+    """A subclass of both, with the registered name, by which pipelines know a model."""
+    name = UnmaskForMaskedDiffusion.__name__
+    return type(name, (UnmaskForMaskedDiffusion, stock), {"__module__": __name__})
+
+
+class UnmaskForOtherTasks:
+    """Refuses a diffusion model in the Auto classes of heads that it does not have."""
+
+    config_class = UnmaskConfig
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *_: Any, **__: Any) -> Any:
+        from transformers.pipelines import PipelineException  # of other errors, pipelines print the traceback
+
+        raise PipelineException(cls.__name__, str(path), str(_refusal(path)))
+
+    @classmethod
+    def _from_config(cls, config: UnmaskConfig, **_: Any) -> Any:
+        raise _refusal(config.name_or_path)
+
+
+def _refusal(where: str | Path) -> ModelError:
+    return ModelError(
+        "a diffusion model only predicts tokens",
+        where=str(where),
+        remedy="Use AutoModelForCausalLM, or the pipelines text-generation and fill-mask",
+    )
 
 
 for _auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
     _auto.register(UnmaskConfig, UnmaskForMaskedDiffusion)
+for _auto in OTHER_HEADS:
+    _auto.register(UnmaskConfig, UnmaskForOtherTasks)

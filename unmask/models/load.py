@@ -30,7 +30,7 @@ from unmask.models.adapters import checked_adapters, of_adapted
 from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
-from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig, stock_config
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import DiffusionLM
@@ -381,6 +381,27 @@ def initialize(
     with reading("cannot build the model", str(path), "Check config.json"):
         model = random_model(config, _dtype(dtype)).to(resolve_device(device))
     return make_diffusion(model, tokenizer, eos_token_ids=eos_token_ids)
+
+
+def of_config(
+    config: UnmaskConfig, dtype: str | torch.dtype | None = None, attn_implementation: str | None = None
+) -> DiffusionLM:
+    """A diffusion model with new random weights, by its config, with the tokenizer of the folder or hub id
+    that the config was read from. `dtype`: None: the config's.
+
+    Raises:
+        ModelError: a config that names no stock model or no tokenizer, or what `make_diffusion` raises.
+        ConfigError: `attn_implementation` is not None.
+    """
+    _refuse_others({"attn_implementation": attn_implementation})
+    remedy = "Give the config of a diffusion model, from AutoConfig.from_pretrained(FOLDER)"
+    with reading("cannot build the model", type(config).__name__, remedy):
+        if not (where := config.name_or_path):
+            raise ValueError("it names no folder with a tokenizer")
+        stock = stock_config(config.to_dict(), where, trust_remote_code=False)
+        tokenizer = read_tokenizer(fetched(where, weights=False), stock)
+        model = random_model(stock, _dtype(dtype or stock.dtype or torch.float32))
+        return make_diffusion(model, tokenizer, **pattern_settings(stock, None, None, None))
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
