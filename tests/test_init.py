@@ -33,6 +33,9 @@ def test_a_type_checker_knows_the_names_and_their_arguments(tmp_path: Path) -> N
         "unmask.SFTTrainer('m', unmask.SFTConfig(output_dir='o'), train_dataset=[{'text': 'a'}])": None,
         "unmask.SFTTrainer('m', epochs=3)": "call-arg",
         "unmask.SFTTrainer('m', 'settings')": "arg-type",
+        "unmask.load('m').train(False).half().eval().evla()": "attr-defined",
+        "unmask.load('m').eval(1)": "call-arg",
+        "sum(p.numel() for p in unmask.load('m').parameters())": None,
         "unmask.GRPOTrainer('m', len, eval_dataset={'a': [], 'b': []}).train()": None,
     }
     script = tmp_path / "script.py"

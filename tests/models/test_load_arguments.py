@@ -134,3 +134,29 @@ def test_the_model_has_the_methods_of_transformers(folder, tmp_path):
     assert again.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5).equal(
         expected
     )
+
+
+def test_the_model_has_the_methods_of_modules(folder):
+    lm, stock = unmask.load(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert lm.train() is lm and lm.training and lm.eval() is lm and not lm.training
+    assert [*lm.state_dict()] == [*stock.state_dict()] == [name for name, _ in lm.named_parameters()]
+    assert len([*lm.parameters()]) == len([*stock.parameters()])
+    assert {name for name, _ in lm.named_modules()} == {name for name, _ in stock.named_modules()}
+    assert len([*lm.modules()]) == len([*stock.modules()])
+    assert [name for name, _ in lm.named_buffers()] == [name for name, _ in stock.named_buffers()]
+    assert lm.num_parameters(exclude_embeddings=True) == stock.num_parameters(exclude_embeddings=True)
+    assert lm.get_memory_footprint() == stock.get_memory_footprint()
+    assert lm.get_input_embeddings().weight.equal(stock.get_input_embeddings().weight)
+    assert lm.get_output_embeddings() is lm.model.lm_head
+    assert lm.requires_grad_(False) is lm and not lm.num_parameters(only_trainable=True)
+    for change, dtype in (("half", "float16"), ("bfloat16", "bfloat16"), ("double", "float64")):
+        assert getattr(lm, change)() is lm and lm.dtype == getattr(torch, dtype)
+    ids = torch.tensor([[4, 5, 6]])
+    assert lm.float().cpu().logits(ids).dtype == torch.float32
+    expected = lm.logits(ids)
+    lm.load_state_dict(stock.state_dict())
+    assert not lm.logits(ids).equal(expected)  # which half precision rounded
+    lm.requires_grad_(True).logits(ids)[..., :5].sum().backward()
+    assert lm.model.lm_head.weight.grad is not None
+    lm.zero_grad()
+    assert lm.model.lm_head.weight.grad is None

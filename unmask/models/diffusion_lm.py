@@ -54,6 +54,7 @@ from unmask.models.hub import upload_model
 from unmask.models.kernels import flash
 from unmask.models.model_card import CardFields, card_fields, write_card
 from unmask.models.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from unmask.models.module_methods import ModuleMethods
 
 SHARD = "50GB"  # as in transformers
 
@@ -73,8 +74,9 @@ class ForwardInputs:
     pruned: bool = False
 
 
-class DiffusionLM:
-    """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift.
+class DiffusionLM(ModuleMethods):
+    """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift. It is no
+    module, but has methods of its `model` by their names (`eval`, `parameters`, ...).
 
     Attributes:
         model: the model (`bind` replaces it by a PEFT or distributed wrapper).
