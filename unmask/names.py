@@ -160,6 +160,37 @@ NOT_NEEDED = _by_name(
     }
 )
 """Why settings of other trainers are not needed, or not there, by their names."""
+LOADING = _by_name(
+    {
+        'Give quantization="4bit", or a quantization_config': (
+            "load_in_4bit bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant"
+        ),
+        'Give quantization="8bit", or a quantization_config': (
+            "load_in_8bit llm_int8_threshold llm_int8_skip_modules llm_int8_enable_fp32_cpu_offload"
+        ),
+        "Give dtype": "bf16 fp16 half precision load_in_16bit",
+        "Give token": "use_auth_token api_key",
+        "Leave it out: the attention is Unmask's": "use_flash_attention_2 use_sdpa",
+        "Give device_map": "device_ids",
+        "Set it on lm.tokenizer": "use_fast padding_side truncation_side model_max_length tokenizer_kwargs",
+        "Call lm.set_chat_template": "chat_template",
+        "Save the tokenizer beside the model (tokenizer.save_pretrained)": (
+            "tokenizer processing_class mask_token mask_token_id pad_token eos_token bos_token"
+        ),
+        "Give it to the trainer": "peft_config lora_config",
+        "Set it in the trainer's config": (
+            "max_length max_seq_length gradient_checkpointing use_gradient_checkpointing seed"
+        ),
+        "Change it in config.json, to which the weights belong": (
+            "architectures attention_bias attention_dropout bos_token_id hidden_act hidden_size id2label "
+            "intermediate_size label2id max_position_embeddings num_attention_heads num_hidden_layers "
+            "num_key_value_heads num_labels pad_token_id problem_type rope_parameters rope_scaling "
+            "rope_theta sliding_window tie_word_embeddings torchscript vocab_size"
+        ),
+        "Give it to lm.generate": "max_new_tokens temperature do_sample",
+    }
+)
+"""What to do in place of arguments that others load models with, by their names."""
 
 
 def remedy_of_trainers(name: str) -> str | None:

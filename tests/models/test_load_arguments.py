@@ -15,6 +15,7 @@ from tests.errors import raises
 from tests.tiny import llama_lm
 from unmask.errors import ConfigError, ModelError
 from unmask.models.load import REFUSED, WITHOUT_EFFECT, load
+from unmask.names import LOADING
 
 
 @pytest.fixture
@@ -51,9 +52,22 @@ def test_what_is_not_read_is_refused_with_the_reason(folder, name):
     assert refused.value.where == name and refused.value.what == REFUSED[name]
 
 
-def test_an_unknown_argument_gets_a_hint(folder):
-    with raises(ConfigError, where="load"):
-        load(folder, divice="cpu")
+@pytest.mark.parametrize("name", LOADING)
+def test_arguments_of_others_get_a_hint(folder, name):
+    with pytest.raises(ConfigError) as refused:
+        load(folder, **{name: 0})
+    assert refused.value.where == "load" and refused.value.remedy == LOADING[name]
+
+
+@pytest.mark.parametrize("name", ["divice", "quantisation", "block_length", "foo"])
+def test_an_unknown_argument_gets_a_hint(folder, name):
+    for value in ("cpu", False):
+        with raises(ConfigError, where="load"):
+            load(folder, **{name: value})
+
+
+def test_what_asks_for_nothing_is_taken(folder):
+    load(folder, use_cache=False, load_in_4bit=False, output_hidden_states=None, resume_download=True)
 
 
 @pytest.mark.parametrize("dtype", [None, "auto", "bfloat16", torch.bfloat16, "float32", torch.float32])

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.integrations import deepspeed as zero
 
 from unmask.config.run import AttentionName
-from unmask.errors import ConfigError, ModelError, require_known
+from unmask.errors import ConfigError, ModelError, did_you_mean
 from unmask.models.adapters import checked_adapters, of_adapted
 from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
@@ -50,6 +50,7 @@ from unmask.models.model_files import (
 )
 from unmask.models.model_paths import base_of_adapters, fetched
 from unmask.models.stored_adapters import stored_adapters
+from unmask.names import LOADING
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -67,14 +68,14 @@ STOCK_SETTINGS: dict[str, Any] = {
 }
 Quantization = Literal["4bit", "8bit"]
 WITHOUT_EFFECT = {
-    *("low_cpu_mem_usage", "use_safetensors", "weights_only", "adapter_kwargs"),
-    *("_from_auto", "_from_pipeline", "_commit_hash"),
+    *("low_cpu_mem_usage", "use_safetensors", "weights_only", "adapter_kwargs", "use_cache"),
+    *("resume_download", "_fast_init", "_from_auto", "_from_pipeline", "_commit_hash"),
 }
 """Arguments of `from_pretrained` that ask for what is done anyway."""
 REFUSED = {
     **dict.fromkeys(("config", "generation_config"), "it is that of the folder, which the weights belong to"),
     **dict.fromkeys(
-        ("state_dict", "key_mapping", "gguf_file", "from_tf", "from_flax"),
+        ("state_dict", "key_mapping", "gguf_file", "from_pt", "from_tf", "from_flax"),
         "weights are read from safetensors files, under their own names",
     ),
     **dict.fromkeys(
@@ -86,7 +87,7 @@ REFUSED = {
         "weights are held in memory",
     ),
     **dict.fromkeys(
-        ("tp_plan", "tp_size", "device_mesh", "distributed_config"),
+        ("tp_plan", "tp_size", "tensor_parallel_size", "device_mesh", "distributed_config"),
         "a model is loaded whole; training shards it (FSDP, DeepSpeed)",
     ),
     **dict.fromkeys(
@@ -94,12 +95,16 @@ REFUSED = {
         "the attention is Unmask's, which has the masks of diffusion",
     ),
     **dict.fromkeys(
+        ("output_hidden_states", "output_attentions", "return_dict"), "a forward pass gives logits alone"
+    ),
+    "is_trainable": "adapters of a folder can always be trained",
+    **dict.fromkeys(
         ("use_kernels", "kernel_config", "allow_all_kernels"), "kernels from the hub are not run"
     ),
     "adapter_name": "a folder's adapters have one name",
     "code_revision": "code is that of `revision`",
     **dict.fromkeys(
-        ("proxies", "tqdm_class"), "downloads are those of huggingface_hub, which reads HTTPS_PROXY"
+        ("proxies", "mirror", "tqdm_class"), "downloads are those of huggingface_hub, which reads HTTPS_PROXY"
     ),
 }
 """Arguments of `from_pretrained` that are not read, with the reasons."""
@@ -261,12 +266,17 @@ def load(
 def _refuse_others(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that is not read, with the reason if transformers reads it."""
     for name, value in given.items():
-        if name in REFUSED and value not in (None, False):
-            raise ConfigError(REFUSED[name], where=name, remedy="Leave it out")
-        if name == "use_safetensors" and value is False:
-            raise ConfigError("weights are read from safetensors files", where=name, remedy="Leave it out")
-        if name not in REFUSED and name not in WITHOUT_EFFECT:
-            require_known(name, inspect.signature(load).parameters, "argument", where="load")
+        asked = value is not None and value is not False
+        if name in WITHOUT_EFFECT:
+            if name == "use_safetensors" and value is False:
+                raise ConfigError("weights are read from safetensors files", where=name, remedy="Leave it out")
+        elif name in REFUSED:
+            if asked:
+                raise ConfigError(REFUSED[name], where=name, remedy="Leave it out")
+        elif name not in LOADING or asked:
+            known = inspect.signature(load).parameters.keys() - {"others"}
+            remedy = LOADING.get(name) or did_you_mean(name, known, "help(unmask.load) lists all")
+            raise ConfigError(f"there is no argument {name!r}", where="load", remedy=remedy)
 
 
 def _placement(
