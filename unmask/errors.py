@@ -74,6 +74,10 @@ class ModelError(UnmaskError):
     """A model that cannot be loaded, converted or used as requested."""
 
 
+class NoModelError(ModelError):
+    """A path or a name on the hub that leads to no model."""
+
+
 class GenerationError(UnmaskError):
     """A request that a sampler cannot serve."""
 

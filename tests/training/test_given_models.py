@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.errors import raises
 from tests.tiny import llama_lm
-from tests.training.tiny_runs import equal, prepared, weights
+from tests.training.tiny_runs import TEXTS, equal, prepared, settings, weights
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
 from unmask.models.load import load
 
@@ -85,3 +87,15 @@ def test_adapters_that_cannot_be_trained_are_refused(why, tmp_path):
             "sft", tmp_path / "run", model, processing_class=AutoTokenizer.from_pretrained(tmp_path / "model")
         )
     assert "lora" in str(refused.value.where)
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "grpo", "convert"])
+def test_adapters_that_are_no_config_of_peft_are_refused(verb, tmp_path):
+    causal = llama_lm("causal", logit_shift=True)
+    args = ConvertConfig(**settings(tmp_path, attention="bidirectional", max_steps=10))
+    for given in ({"r": 2}, "lora", [lora()]):
+        with raises(ConfigError, where="lora (peft_config)"):
+            if verb == "convert":
+                ConvertTrainer(causal, args, train_dataset=TEXTS, peft_config=given)
+            else:
+                prepared(verb, tmp_path, causal, peft_config=given)

@@ -18,8 +18,8 @@ from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.hub import TOKEN, Hub, running
 from tests.tiny import llama_causal, llama_lm
-from tests.training.tiny_runs import PAIRS, TEXTS, equal, prepared, settings, unmask, weights
-from unmask.config.run import ModelConfig
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, prepared, settings, unmask, weights
+from unmask.config.run import LoraSettings, ModelConfig, RunConfig, StartConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, ModelError
@@ -27,6 +27,7 @@ from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.planning.blueprint import ModelSpec
+from unmask.training.config import lora_rank
 
 NAME = "user/name"
 IDS_BT = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -286,15 +287,30 @@ def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
         torch.testing.assert_close(found, logits(adapted), rtol=0, atol=1e-5 * merge)
 
 
-def test_a_base_that_is_gone_is_named(base, tmp_path):
-    trainer = trainer_of("sft", tmp_path / "run", str(base), adapters=True, push_to_hub=False)
-    trainer.lm.save(tmp_path / "adapters")
+@pytest.mark.parametrize("beside", ["config and tokenizer", "nothing"])
+def test_a_base_that_is_gone_is_named(beside, hub, base, tmp_path):
+    adapted = with_adapters(load(base), lora())
+    folder, config = tmp_path / "adapters", tmp_path / "adapters" / "adapter_config.json"
+    adapted.save(folder)
+    if beside == "nothing":
+        for path in folder.glob("*"):
+            if path.name not in ADAPTERS:
+                path.unlink()
     base.rename(tmp_path / "moved")
-    with raises(ModelError, where=str(base)):
-        load(tmp_path / "adapters")
-    config = tmp_path / "adapters" / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(base), str(tmp_path / "moved")))  # the remedy
-    assert torch.equal(logits(load(tmp_path / "adapters")), logits(trainer.lm))
+    written = config.read_text()
+    for gone in (str(base), "base", "user/base"):
+        config.write_text(written.replace(str(base), gone))
+        hub.put(NAME, folder)
+        for name in (folder, NAME) if beside == "config and tokenizer" else (folder,):
+            with raises(ModelError, where=str(name)) as refused:
+                load(name)
+            assert f"the base of these adapters, {gone}:" in refused.value.what
+            assert "base_model_name_or_path" in (refused.value.remedy or "")
+    config.write_text(written.replace(str(base), str(tmp_path / "moved")))  # the remedy
+    assert torch.equal(logits(load(folder)), logits(adapted))
+    hub.put("user/base", tmp_path / "moved")
+    config.write_text(written.replace(str(base), "user/base"))
+    assert torch.equal(logits(load(folder)), logits(adapted))
 
 
 def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
@@ -326,3 +342,30 @@ def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
     assert small.exit_code == 0, small.output
     refused = unmask("sft", "--model", folder, "--output", tmp_path / "third", *quick, "lora.r=2")
     assert refused.exit_code == 2 and "the model has adapters" in refused.output
+
+
+@pytest.mark.parametrize("way", ["folder", "hub"])
+def test_the_command_line_knows_adapters_wherever_they_are(way, hub, base, causal, tmp_path):
+    rows = {"sft": PAIRS, "dpo": PREFERENCES, "grpo": PAIRS}
+    (tmp_path / "mine.py").write_text("def longer(completions, **_):\n    return [len(c) for c in completions]\n")
+    reward = f"rewards=[{tmp_path}/mine.py:longer]"
+    vllm = ["rollout.backend=vllm", "rollout.url=http://localhost:1", "rollout.sync=lora"]
+    for verb, start, more in (
+        ("sft", base, ["model.quantization=4bit"]),
+        ("dpo", base, ["training.reference=adapter", "training.bound=elbo"]),
+        ("grpo", causal, [reward, *vllm]),
+    ):
+        with_adapters(load(start), lora(init_lora_weights=True)).save(tmp_path / verb)
+        hub.put(f"user/{verb}", tmp_path / verb)
+        data = tmp_path / f"{verb}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows[verb]))
+        quick = ["training.max_steps=1", "--data", data, "training.use_cpu=true", "training.max_length=32"]
+        quick += ["training.max_completion_length=4"] if verb == "grpo" else []
+        model = tmp_path / verb if way == "folder" else f"user/{verb}"
+        arguments = [verb, "--model", model, "--output", tmp_path / f"{verb}-run", *quick, *more]
+        for end in (["--dry-run"], []):
+            done = unmask(*arguments, *end)
+            started = verb == "grpo" and "localhost:1" in done.output  # where there is no vLLM
+            assert done.exit_code == 0 or started, done.output
+        run = RunConfig(model=StartConfig(path=str(model)), output_dir="o")
+        assert lora_rank(run) == 2 and lora_rank(run.model_copy(update={"lora": LoraSettings(r=4)})) == 4

@@ -37,7 +37,7 @@ from unmask.evaluation.provenance import EVALUATION
 from unmask.models.load import DTYPES
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
-from unmask.training.config import TrainingConfig, trains_adapters
+from unmask.training.config import TrainingConfig, lora_rank
 from unmask.training.hardware_checks import TrainedModel, bounded_memory, check_hardware_settings
 from unmask.training.run.around import StopOnSignal, naming_lost_process, running_in
 from unmask.training.run.checkpoint import check_last, written_whole
@@ -228,7 +228,7 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
         model, patterns = config.model, args.patterns()
         if not patterns and args.flash_attention and not model.from_scratch:
             patterns = [read_pattern(model)["attention"]]
-        adapters = trains_adapters(config)
+        adapters = lora_rank(config) is not None
         quantized, split = (part is not None for part in (model.quantization, model.device_map))
         for attention in patterns or ["causal"]:
             subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)

@@ -169,8 +169,16 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
 
 
 def _refuse_kind(peft_config: peft.PeftConfig) -> None:
-    """Raise ConfigError for virtual tokens, which have no place in the layouts of a diffusion model, and for
-    mixtures of adapters."""
+    """Raise ConfigError for what is no config of PEFT, for virtual tokens, which have no place in the layouts
+    of a diffusion model, and for mixtures of adapters."""
+    from peft import PeftConfig
+
+    if not isinstance(peft_config, PeftConfig):
+        raise ConfigError(
+            f"a {type(peft_config).__name__} is no config of PEFT",
+            where="lora (peft_config)",
+            remedy="Give one, such as peft.LoraConfig(r=16)",
+        )
     if peft_config.is_prompt_learning or _kind(peft_config) in ("ADAPTION_PROMPT", "XLORA"):
         raise ConfigError(
             f"{_kind(peft_config)} adapters change what the model reads, not its weights",
@@ -223,9 +231,10 @@ def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft
     """The config of adapters, with the full embedding row of the mask token.
 
     Raises:
-        ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding
+        ConfigError: no config of PEFT, one with which it cannot train rows, or one that names the embedding
             table.
     """
+    _refuse_kind(peft_config)
     if not hasattr(peft_config, "trainable_token_indices"):
         raise ConfigError(
             f"{type(peft_config).__name__} cannot train the embedding row of the mask token",

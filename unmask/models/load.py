@@ -48,7 +48,7 @@ from unmask.models.model_files import (
     refuse_pickled,
     weight_files,
 )
-from unmask.models.model_paths import base_of_adapters, fetched
+from unmask.models.model_paths import base_of_adapters, fetched, naming_adapters
 from unmask.models.stored_adapters import stored_adapters
 from unmask.names import LOADING
 
@@ -211,21 +211,22 @@ def load(
         parse_special_tokens=parse_special_tokens,
     )
     if (base := base_of_adapters(folder)) is not None:
-        lm = load(
-            base[0],
-            revision=base[1],
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            quantization=quantization,
-            device_map=device_map,
-            quantization_config=quantization_config,
-            max_memory=max_memory,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
+        with naming_adapters(path_or_id):
+            lm = load(
+                base[0],
+                revision=base[1],
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                quantization=quantization,
+                device_map=device_map,
+                quantization_config=quantization_config,
+                max_memory=max_memory,
+                token=token,
+                cache_dir=cache_dir,
+                local_files_only=local_files_only,
+                force_download=force_download,
+            )
         settings = pattern_settings(config, attention, block_size, logit_shift) | {
             "time_embedding": lm.has_time_embedding,
             "quality_head": lm.quality_head is not None,

@@ -18,7 +18,7 @@ from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
 from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.auto_config import MODEL_TYPE, SETTINGS_KEY, stock_config
 from unmask.models.family import Family
-from unmask.models.model_paths import CONFIG, TEXTS, base_of_adapters, fetched, of_variant
+from unmask.models.model_paths import CONFIG, TEXTS, fetched_with, of_variant
 from unmask.models.released_families import family_of
 
 TOKENIZER = "tokenizer_config.json"
@@ -47,9 +47,8 @@ def reading(what: str, where: str, remedy: str) -> Iterator[None]:
 def read_config(folder: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Family | None]:
     """The stock config of a model's folder, and the family of its published format. Adapters without a config
     have that of their base."""
-    if not pathlib.Path(folder, CONFIG).exists() and (base := base_of_adapters(folder)) is not None:
-        folder = fetched(base[0], weights=False, revision=base[1], trust_remote_code=trust_remote_code)
     code = {"trust_remote_code": trust_remote_code}
+    folder = fetched_with(CONFIG, folder, **code)
     with reading("cannot load a model config", folder, "Give a model folder or a hub id"):
         refuse_irregular(pathlib.Path(folder))
         published, _ = PretrainedConfig.get_config_dict(folder, **code)
@@ -80,10 +79,9 @@ def read_tokenizer(
     """The tokenizer of a model. `config` and `family` are what `read_config` returned.
     `parse_special_tokens`: whether special tokens that texts spell are tokens. Adapters without a tokenizer
     have that of their base."""
-    if not pathlib.Path(folder, TOKENIZER).exists() and (base := base_of_adapters(folder)) is not None:
-        folder = fetched(base[0], weights=False, revision=base[1], trust_remote_code=trust_remote_code)
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     code = {"trust_remote_code": trust_remote_code}
+    folder = fetched_with(TOKENIZER, folder, **code)
     with reading("no usable tokenizer", folder, remedy):
         refuse_irregular(pathlib.Path(folder))
         if config is None:

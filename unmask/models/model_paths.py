@@ -9,14 +9,15 @@ import json
 import os
 import re
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from unmask.artifacts import read_file
-from unmask.errors import ModelError, UnmaskWarning, first_line
+from unmask.errors import ModelError, NoModelError, UnmaskWarning, first_line
 
 RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model"
 """The resolved config, the manifest and the trained model in the output folder of a run."""
@@ -95,7 +96,7 @@ def fetched(
             download([*names] or [of_variant("model.safetensors", variant)])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of an index that is none
         near = near_path(Path(where))
-        raise ModelError(
+        raise NoModelError(
             f"no such folder, and cannot be had from the hub ({first_line(error)})",
             where=where,
             remedy="Give a model folder or a hub id" if near == NO_NEAR_PATH else near,
@@ -125,14 +126,15 @@ def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> 
             or where.startswith(("/", ".", "~"))
             or any(folder.parent.glob(f"*/{RUN_MANIFEST}"))
         ):
-            raise ModelError("no such folder", where=where, remedy=near_path(folder))
+            raise NoModelError("no such folder", where=where, remedy=near_path(folder))
         return
     if not folder.is_dir():
         raise ModelError(
             "is a file, not the folder of a model", where=where, remedy=f"Name the folder: {folder.parent}"
         )
     if (base := base_of_adapters(folder)) is not None:
-        check_model(base[0], weights=weights)
+        with naming_adapters(where):
+            check_model(base[0], weights=weights)
     elif (folder / ADAPTER_WEIGHTS).is_file() and len([*folder.glob("*.safetensors")]) == 1:
         raise ModelError(f"holds adapters, and has no {ADAPTER_CONFIG}", where=where, remedy=AGAIN)
     elif not (folder / CONFIG).exists():
@@ -154,6 +156,28 @@ def base_of_adapters(folder: str | os.PathLike[str]) -> tuple[str, str | None] |
             return base, config.get("revision")
     what = f"the adapters name no base model (base_model_name_or_path in {ADAPTER_CONFIG})"
     raise ModelError(what, where=str(folder), remedy="Name its folder there, or its name on the hub")
+
+
+@contextmanager
+def naming_adapters(where: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors of a base that is not there name the adapters that need it."""
+    try:
+        yield
+    except NoModelError as error:
+        raise ModelError(
+            f"the base of these adapters, {error.where}: {error.what}",
+            where=str(where),
+            remedy=f"Put its folder, or its name on the hub, into their {ADAPTER_CONFIG} as "
+            "base_model_name_or_path",
+        ) from error
+
+
+def fetched_with(name: str, folder: str, **how: Any) -> str:
+    """The folder, or if it holds adapters without a file of this name, that of their base."""
+    if Path(folder, name).exists() or (base := base_of_adapters(folder)) is None:
+        return folder
+    with naming_adapters(folder):
+        return fetched(base[0], weights=False, revision=base[1], **how)
 
 
 def refuse_other_model(folder: Path) -> None:

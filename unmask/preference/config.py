@@ -16,7 +16,7 @@ from unmask.errors import ConfigError
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import FDivergence, PreferenceLoss
-from unmask.training.config import rows_per_step, steps_per_epoch, trains_adapters
+from unmask.training.config import lora_rank, rows_per_step, steps_per_epoch
 from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
 from unmask.training.sharding import weight_sharding_setting
@@ -207,7 +207,7 @@ class DPOConfig(PairConfig):
 
     def check_run(self, run: RunConfig) -> None:
         super().check_run(run)
-        self.check_reference(has_adapters=trains_adapters(run))
+        self.check_reference(has_adapters=lora_rank(run) is not None)
 
     def check_reference(self, *, has_adapters: bool, sharded: bool = False) -> None:
         """Raise ConfigError for a reference under adapters, of a policy without them, and for one that moves

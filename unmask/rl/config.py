@@ -21,7 +21,7 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
-from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig, trains_adapters
+from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig, lora_rank
 from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
@@ -534,7 +534,7 @@ class GRPOConfig(TrainingConfig):
 
     def check_run(self, run: RunConfig) -> None:
         super().check_run(run)
-        if (shards := weight_sharding_setting(self)) and run.lora is None:
+        if (shards := weight_sharding_setting(self)) and lora_rank(run) is None:
             self.refuse_sharded_weights(shards)
 
     def refuse_sharded_weights(self, *shards: str) -> None:
@@ -579,7 +579,7 @@ class GRPOConfig(TrainingConfig):
                 remedy="Use rollout.backend server or local",
             )
         sends = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora"
-        if sends and not trains_adapters(run):
+        if sends and lora_rank(run) is None:
             raise ConfigError(
                 "there are no adapters to send",
                 where="rollout.sync and lora",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
@@ -17,12 +18,13 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import TrainingArguments, get_scheduler
 
+from unmask.artifacts import read_file
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
 from unmask.config.trackers import check_trackers
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.model_paths import base_of_adapters
+from unmask.models.model_paths import ADAPTER_CONFIG, base_of_adapters, fetched
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
@@ -367,9 +369,9 @@ class TrainingConfig(TrainingArguments):
     def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
         """A training step for the cost model, of rows of `max_length`; None: there is no formula."""
         length = min(self.max_length, blueprint.context or self.max_length)
-        rank = run.lora.r if run.lora else None
+        pattern, quantization = self.trained_pattern(run), run.model.quantization
         work = blueprint.workload(
-            self.trained_pattern(run), length, self.noised_copies, rank, quantization=run.model.quantization
+            pattern, length, self.noised_copies, lora_rank(run), quantization=quantization
         )
         return replace(work, batch=self.per_device_train_batch_size)
 
@@ -447,9 +449,17 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
         steps_per_epoch(args, train_rows)
 
 
-def trains_adapters(run: RunConfig) -> bool:
-    """Whether a run trains adapters: new ones, or those in the folder that it starts from."""
-    return run.lora is not None or base_of_adapters(run.model.path) is not None
+def lora_rank(run: RunConfig) -> int | None:
+    """The rank of the adapters that a run trains, of new ones or those that it starts from (1 for kinds
+    without ranks); None: it trains none."""
+    model, code = run.model, run.model.trust_remote_code
+    if run.lora is not None:
+        return run.lora.r
+    folder = fetched(model.path, weights=False, revision=model.revision, trust_remote_code=code)
+    if base_of_adapters(folder) is None:
+        return None
+    rank: int = json.loads(read_file(Path(folder, ADAPTER_CONFIG))).get("r") or 1
+    return rank
 
 
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
