@@ -347,9 +347,16 @@ def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
 @pytest.mark.parametrize("way", ["folder", "hub"])
 def test_the_command_line_knows_adapters_wherever_they_are(way, hub, base, causal, tmp_path):
     rows = {"sft": PAIRS, "dpo": PREFERENCES, "grpo": PAIRS}
-    (tmp_path / "mine.py").write_text("def longer(completions, **_):\n    return [len(c) for c in completions]\n")
+    (tmp_path / "mine.py").write_text(
+        "def longer(completions, **_):\n    return [len(c) for c in completions]\n"
+    )
     reward = f"rewards=[{tmp_path}/mine.py:longer]"
-    vllm = ["rollout.backend=vllm", "rollout.url=http://localhost:1", "rollout.sync=lora"]
+    vllm = [
+        "rollout.backend=vllm",
+        "rollout.url=http://localhost:1",
+        "rollout.patience=0.1",
+        "rollout.sync=lora",
+    ]
     for verb, start, more in (
         ("sft", base, ["model.quantization=4bit"]),
         ("dpo", base, ["training.reference=adapter", "training.bound=elbo"]),

@@ -75,8 +75,9 @@ class ForwardInputs:
 
 
 class DiffusionLM(ModuleMethods):
-    """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift. It is no
-    module, but has methods of its `model` by their names (`eval`, `parameters`, ...).
+    """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift.
+
+    It is no module, but has methods of its `model` by their names: `eval`, `parameters`, `half`.
 
     Attributes:
         model: the model (`bind` replaces it by a PEFT or distributed wrapper).

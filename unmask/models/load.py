@@ -268,13 +268,12 @@ def _refuse_others(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that is not read, with the reason if transformers reads it."""
     for name, value in given.items():
         asked = value is not None and value is not False
-        if name in WITHOUT_EFFECT:
-            if name == "use_safetensors" and value is False:
-                raise ConfigError("weights are read from safetensors files", where=name, remedy="Leave it out")
-        elif name in REFUSED:
-            if asked:
-                raise ConfigError(REFUSED[name], where=name, remedy="Leave it out")
-        elif name not in LOADING or asked:
+        reason = REFUSED.get(name) if asked else None
+        if name == "use_safetensors" and value is False:
+            reason = "weights are read from safetensors files"
+        if reason is not None:
+            raise ConfigError(reason, where=name, remedy="Leave it out")
+        if not (name in REFUSED or name in WITHOUT_EFFECT or (name in LOADING and not asked)):
             known = inspect.signature(load).parameters.keys() - {"others"}
             remedy = LOADING.get(name) or did_you_mean(name, known, "help(unmask.load) lists all")
             raise ConfigError(f"there is no argument {name!r}", where="load", remedy=remedy)
