@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import MISSING, fields
+from typing import get_type_hints
 
 import pytest
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
@@ -11,7 +12,8 @@ from tests.errors import raises
 from tests.helpers import REPOSITORY
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
-from unmask.names import INSTEAD, NOT_NEEDED
+from unmask.names import INSTEAD, NOT_NEEDED, VALUES_ELSEWHERE
+from unmask.training.settings.listing import check_training
 
 trl = pytest.importorskip("trl")
 CONFIGS = {
@@ -135,6 +137,71 @@ def test_the_error_for_a_field_of_another_library_says_what_to_do(own):
             )
         else:
             assert f"{name}: It is a setting of " in remedy, name
+
+
+def values_of_trl():
+    """Ours, and each field of TRL that it has, with the values that TRL's type, choices and description name."""
+    stock = {field.name for field in fields(TrainingArguments)}
+    for name in CONFIGS:
+        own, _ = ours(name)
+        theirs = getattr(trl, name)
+        names = {field.name for field in fields(theirs)}
+        for field in fields(theirs):
+            if field.name in {each.name for each in fields(own)} - stock:
+                kind = str(get_type_hints(theirs)[field.name])
+                found = [*([None] if "None" in kind else []), *([True, False] if "bool" in kind else [])]
+                found += field.metadata.get("choices") or ()
+                if kind in (str(str), str(list[str])):
+                    text = re.sub(r"\w+=\S+", "", field.metadata["help"].split("Only")[0])
+                    found += re.findall(r"(?<!\w)[`']+(\w+)", text)
+                found = [{"True": True, "False": False}.get(value, value) for value in found]
+                for value in dict.fromkeys(found):
+                    if value not in names:
+                        yield pytest.param(name, field.name, value, id=f"{name}-{field.name}-{value}")
+
+
+NEEDED = {
+    ("DPOConfig", "sync_ref_model"): {"reference": "frozen"},
+    ("KTOConfig", "sync_ref_model"): {"reference": "frozen"},
+    ("GRPOConfig", "sync_ref_model"): {"beta": 0.1},
+    ("GRPOConfig", "use_bias_correction_kl"): {"beta": 0.1},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # of TRL
+@pytest.mark.parametrize(("name", "field", "value"), [*values_of_trl()])
+def test_a_value_of_trl_is_one_here_or_the_error_says_what_to_write(name, field, value):
+    own, more = ours(name)
+    more = {"output_dir": "out"} | more | (NEEDED.get((name, field), {}) if value else {})
+    if field == "num_generations" and value is None:
+        with pytest.raises(TypeError):  # of TRL, whatever its type says
+            trl.GRPOConfig(**more, bf16=False, num_generations=None)
+        return
+    instead = VALUES_ELSEWHERE.get(field, {}).get(value)
+    if instead is None:
+        assert getattr(own(**more | {field: value}), field) == {True: "group", False: "none"}.get(
+            value if field == "scale_rewards" else None, value
+        )
+        return
+    with raises(ConfigError, where=field):
+        own(**more | {field: value})
+    if isinstance(instead, dict):
+        own(**more | instead)
+
+
+@pytest.mark.parametrize("loss_type", [["sigmoid_norm"], ["sigmoid_norm", "sft"], ["sigmoid", "robust"]])
+def test_the_error_for_a_loss_of_a_list_is_of_this_list(loss_type):
+    with raises(ConfigError, where="loss_type"):
+        unmask.DPOConfig(output_dir="out", loss_type=loss_type)
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
+def test_the_command_line_says_what_to_write_for_a_value_of_trl(verb):
+    for name, value in [("max_length", None), ("loss_type", "bnpo"), ("loss_type", "robust")]:
+        with raises(ConfigError, where=f"training.{name}"):
+            check_training(verb, {name: value})
+    if verb != "sft":
+        check_training(verb, {"sync_ref_model": False})  # needs nothing
 
 
 def test_a_typing_error_is_answered_with_the_nearest_name():

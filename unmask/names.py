@@ -5,7 +5,8 @@ The errors for unknown names, `unmask migrate` and docs/migration.md read them h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 EARLIER_NAMES = {
     "aggregation": "loss_type",
@@ -191,6 +192,42 @@ LOADING = _by_name(
     }
 )
 """What to do in place of arguments that others load models with, by their names."""
+VALUES_ELSEWHERE: dict[str, dict[str | None, dict[str, Any] | str]] = {
+    "loss_type": {
+        "bnpo": {"loss_type": "dapo"},
+        "luspo": {"loss_type": "sum"},
+        "chunked_nll": {"loss_type": "nll"},
+        "sigmoid_norm": {"loss_type": "sigmoid", "length_normalization": True},
+        **dict.fromkeys(
+            (
+                *("dft", "cispo", "sapo", "vespo", "exo_pair", "nca_pair", "robust", "sppo_hard", "aot"),
+                *("aot_unpaired", "apo_zero", "apo_down", "discopop", "apo_zero_unpaired"),
+            ),
+            "a loss that is not built here",
+        ),
+    },
+    "scale_rewards": {"batch": "rewards are scaled within their group or not at all"},
+    "max_length": {None: "set the number of tokens of the longest row"},
+    "max_completion_length": {None: "set the number of tokens of the canvas, all of which a rollout fills"},
+}
+"""Values of TRL that settings of the same name do not have here: the settings that do the same, or what else to
+know of each."""
+
+
+def remedy_of_value(name: str, value: Any, known: Sequence[str] = (), *, of_list: bool = False) -> str:
+    """What to do about a value that a setting does not have.
+
+    Args:
+        known: the words that it has.
+        of_list: whether the value is one of several, for which other settings could not do the same.
+    """
+    found = VALUES_ELSEWHERE.get(name, {}).get(value)
+    if isinstance(found, dict) and found[name] in known and not (of_list and len(found) > 1):
+        return f"Set {' and '.join(f'{key} to {other}' for key, other in found.items())}"
+    words = f"se one of {', '.join(known)}"
+    if isinstance(found, str):
+        return found[0].upper() + found[1:] + (f": u{words}" if known else "")
+    return f"U{words}"
 
 
 def remedy_of_trainers(name: str) -> str | None:

@@ -66,6 +66,7 @@ REDUCTIONS = {
     "dapo": Case({}, {"loss_type": "dapo"}),
     "grpo": Case({"loss_type": "grpo"}, {"loss_type": "grpo"}),
     "dr_grpo": Case({"loss_type": "dr_grpo"}, {"loss_type": "dr_grpo"}),
+    "luspo": Case({"loss_type": "sum"}, {"loss_type": "luspo"}),
     "gspo": Case(
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},

@@ -3,6 +3,7 @@ GRPO_* and VLLM_* variables of a program on top of TRL."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from unmask.migration.reinforcement import (
@@ -29,17 +30,26 @@ from unmask.migration.rules import (
     truth,
     words,
 )
+from unmask.names import VALUES_ELSEWHERE
 from unmask.training.settings.older_variables import OLDER_GRPO_VARIABLES
 
-LOSS_TYPES = {"grpo": "grpo", "dapo": "dapo", "bnpo": "dapo", "dr_grpo": "dr_grpo"}
+LOSS_TYPES, SCALES = ("grpo", "dapo", "dr_grpo"), ("group", "none")
+LOSSES = ("sigmoid", "ipo", "hinge", "bco_pair", "sft")
+
+
+def renamed_value(name: str, value: Any, known: Sequence[str]) -> Settings:
+    """The settings that do what a value of TRL does; `known`: the values that mean the same here. Raises
+    DroppedError if there are none."""
+    found = VALUES_ELSEWHERE[name].get(value) or {name: words(**dict(zip(known, known, strict=True)))(value)}
+    if isinstance(found, str):
+        raise DroppedError(found)
+    return {f"training.{key}": each for key, each in found.items()}
 
 
 def scaled(value: Any, old: Old) -> Settings:
     """The scaling of rewards."""
     word = str(value).lower()
-    if word == "batch":
-        raise DroppedError("rewards are scaled within their group or not at all")
-    return {"training.scale_rewards": "group" if word in ("true", "group") else "none"}
+    return renamed_value("scale_rewards", {"true": "group", "false": "none"}.get(word, word), SCALES)
 
 
 def served(value: Any, old: Old) -> Settings:
@@ -126,7 +136,9 @@ TRL_GRPO: RuleTable = {
     **LORA_LEFT,
     **static("trl-grpo"),
     "delta": to("training.delta", why="bounds the ratio where the advantage is negative"),
-    "loss_type": to("training.loss_type", words(**LOSS_TYPES), "losses differ in how tokens count"),
+    "loss_type": Rule(
+        lambda value, old: renamed_value("loss_type", value, LOSS_TYPES), "losses differ in how tokens count"
+    ),
     "scale_rewards": Rule(scaled, "how advantages follow from rewards"),
     "use_bias_correction_kl": Rule(unbiased),
     "top_k": to("training.top_k", lambda value: value or 0),
@@ -220,20 +232,19 @@ def alpha(value: Any, old: Old) -> Settings:
     return {"training.f_alpha_divergence_coef": value}
 
 
-LOSSES = {name: name for name in ("sigmoid", "ipo", "hinge", "bco_pair", "sft")}
-
-
 def losses(old: Old) -> list[str]:
     value = old.get("loss_type") or "sigmoid"
     return [value] if isinstance(value, str) else list(value)
 
 
 def loss(value: Any, old: Old) -> Settings:
-    """The losses; sigmoid_norm is the sigmoid of log-ratios per token."""
-    if losses(old) == ["sigmoid_norm"]:
-        return {"training.loss_type": "sigmoid", "training.length_normalization": True}
-    kinds = [words(**LOSSES)(name) for name in losses(old)]
-    return {"training.loss_type": kinds if len(kinds) > 1 else kinds[0]}
+    """The losses. Raises DroppedError if settings for one would act on others, too."""
+    parts = [renamed_value("loss_type", name, LOSSES) for name in losses(old)]
+    if len(parts) == 1:
+        return parts[0]
+    if any(len(part) > 1 for part in parts):
+        raise DroppedError("length_normalization is of all losses of a list")
+    return {"training.loss_type": [part["training.loss_type"] for part in parts]}
 
 
 def smoothing(value: Any, old: Old) -> Settings:

@@ -115,12 +115,8 @@ class TrainingConfig(TrainingArguments):
     optimizer_offload: bool = setting(
         False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory"
     )
-    model_init_kwargs: dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "help": "Arguments of `unmask.load` for a model that a trainer is given as a path.",
-            "on_resume": NEUTRAL,
-        },
+    model_init_kwargs: dict[str, Any] | None = setting(
+        None, "Arguments of `unmask.load` for a model that a trainer is given as a path", on_resume=NEUTRAL
     )
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
     dataset_num_proc: int | None = setting(
@@ -254,7 +250,8 @@ class TrainingConfig(TrainingArguments):
         alone = not torch.accelerator.is_available()
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
         limited = {each.name: limits for each in fields(self) if (limits := limits_of(each)) is not None}
-        check_settings(limited, self.given, partial(getattr, self))
+        off = {each.name for each in fields(self) if getattr(self, each.name) is each.default is False}
+        check_settings(limited, self.given - off, partial(getattr, self))
         check_stock(partial(getattr, self))
         super().__post_init__()
         check_processes(args.world_size)

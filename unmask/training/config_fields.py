@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 from unmask.config.base import OnResume, list_fields
 from unmask.config.run import checked
 from unmask.errors import ConfigError
+from unmask.names import VALUES_ELSEWHERE, remedy_of_value
 
 Config = TypeVar("Config", bound=type[Any])
 
@@ -90,7 +91,14 @@ def check_types(args: Any) -> None:
     for each in fields(args):
         # choices are words
         if ("needs" in each.metadata and not each.metadata["choices"]) or hints[each.name] in NUMBERS:
-            setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
+            setattr(args, each.name, checked_value(each.name, getattr(args, each.name), hints[each.name]))
+
+
+def checked_value(name: str, value: Any, kind: Any, prefix: str = "") -> Any:
+    """The value of a setting as in `unmask.config.run.checked`; of None in TRL it says what to write here."""
+    if value is None and None in VALUES_ELSEWHERE.get(name, {}):
+        raise ConfigError("None is not valid", where=prefix + name, remedy=remedy_of_value(name, None))
+    return checked(value, kind, prefix + name)
 
 
 @cache
@@ -129,9 +137,9 @@ def check_settings(
         )
         for number in value if isinstance(value, list) else [value]:
             if known and number is not None and number not in known:
-                raise ConfigError(
-                    f"unknown {name} {number!r}", where=name, remedy=f"Use one of {', '.join(known)}"
-                )
+                several = isinstance(value, list) and len(value) > 1
+                remedy = remedy_of_value(name, number, known, of_list=several)
+                raise ConfigError(f"unknown {name} {number!r}", where=name, remedy=remedy)
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [
                     f"at {end} {bound:,}"

@@ -22,10 +22,10 @@ from typing import Any
 
 from unmask.artifacts import package_version
 from unmask.config.listing import Setting, settings_of
-from unmask.config.run import RunConfig, checked, refuse_unknown
+from unmask.config.run import RunConfig, refuse_unknown
 from unmask.errors import ConfigError, did_you_mean
-from unmask.names import NAMES_ELSEWHERE, remedy_of_trainers
-from unmask.training.config_fields import check_not_read, check_settings, check_stock
+from unmask.names import NAMES_ELSEWHERE, remedy_of_trainers, remedy_of_value
+from unmask.training.config_fields import check_not_read, check_settings, check_stock, checked_value
 
 SETTINGS = Path(__file__).with_name("settings.json")
 SET_BY_RUN = ("output_dir", "data_source", "resume_from_checkpoint")
@@ -178,9 +178,9 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
         is_choice = "str" not in kinds and all(map(WORD.fullmatch, words))
         if not words:
             kind = functools.reduce(operator.or_, (BASIC[kind] for kind in kinds))
-            values[name] = checked(value, kind, f"training.{name}")
+            values[name] = checked_value(name, value, kind, "training.")
         elif isinstance(value, str) and value not in words and is_choice:
-            remedy = f"Use one of {', '.join(words)}"
+            remedy = remedy_of_value(name, value, words)
             raise ConfigError(f"unknown {name} {value!r}", where=f"training.{name}", remedy=remedy)
     limited = {name: setting.limits for name, setting in settings.items() if setting.limits is not None}
     # What a setting needs may be set by a method if it is unset here.
@@ -188,6 +188,7 @@ def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool 
         name
         for name, limits in limited.items()
         if name in training
+        and not training[name] is settings[name].default is False
         and all(values[needed.partition("=")[0]] is not None for needed in limits.get("needs", ()))
     ]
     try:
