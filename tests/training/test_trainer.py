@@ -347,6 +347,40 @@ def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
         make("sft", tmp_path / "b", metric_for_best_model="f1", **run).train()
 
 
+HELD_OUT = {
+    "pretrain": {},
+    "sft": {},
+    "quality": {"quality_head": "joint"},
+    "gaps": {"max_gap": 2},
+    "dpo": {},
+    "simpo": {"loss_type": "simpo"},
+    "several": {"loss_type": ["sigmoid", "sft"]},
+    "kto": {},
+    "grpo": {},
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT)
+@pytest.mark.parametrize("known", ["rewards/accuracies", "eval_rewards/margins"])
+def test_a_metric_that_no_evaluation_has_is_refused_at_the_start_with_those_that_it_has(case, known, tmp_path):
+    verb = {"quality": "sft", "gaps": "sft", "simpo": "dpo", "several": "dpo"}.get(case, case)
+    rows = {"pretrain": TEXTS, "dpo": PREFERENCES, "kto": PREFERENCES}.get(verb, PAIRS)
+    trainer = make(
+        verb,
+        tmp_path,
+        eval_dataset=rows,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model=known,
+        **HELD_OUT[case],
+    )
+    with raises(ConfigError, where="metric_for_best_model") as caught:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    named = str(caught.value.remedy).removeprefix("Use one of ").split(", ")
+    assert {*named} == trainer.evaluate().keys() - {"epoch", "eval_model_preparation_time"}
+
+
 def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
     """Processes exchange losses without conversion."""
     trainer = make("sft", tmp_path, llama_lm(dtype=torch.float64))

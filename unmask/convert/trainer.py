@@ -210,6 +210,10 @@ class StageTrainer(DiffusionTrainer):
             found, views, distillation=self.args.distillation, alignment=self.args.alignment
         )
 
+    def held_out_metrics(self) -> Sequence[str]:
+        more = ["lm_cross_entropy"] * (self.stage.lm_loss > 0) + ["kl", "distance"] * (self.teacher is not None)
+        return *super().held_out_metrics(), *more
+
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
 

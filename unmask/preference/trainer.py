@@ -80,7 +80,7 @@ from unmask.training.config import (
     total_steps,
 )
 from unmask.training.distributed import alone_in, failing_together
-from unmask.training.metrics import ProgressTarget
+from unmask.training.metrics import SPEEDS, ProgressTarget
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, ReferenceSync, make_reference
@@ -677,6 +677,10 @@ class DPOTrainer(DiffusionTrainer):
             rows, MaskRNG(self.args.seed, rows["sample_id"], FIRST_REDRAW + redraw), "redrawn", redraw
         )
         return margins(self.log_ratios(batch, self.response_log_probs(self.lm, batch)))
+
+    def held_out_metrics(self) -> Sequence[str]:
+        more = ["kl"] * (self.args.loss_type == "kto") + ["win_rate"] * (self.judge is not None)
+        return "loss", *SPEEDS, "margin", "accuracy", "chosen", "rejected", *more
 
     def measure(self, rows: Any) -> None:
         own = by_place(self.eval_dataset)

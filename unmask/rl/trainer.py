@@ -592,6 +592,9 @@ class GRPOTrainer(DiffusionTrainer):
         with self.saved_if_it_fails():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
+    def held_out_metrics(self) -> Sequence[str]:
+        return [*mean_rewards(torch.zeros(1), self._reward_of(torch.zeros(1, len(self.rewards.names))))]
+
     def evaluate_rows(self, rows: PromptRows, ignore_keys: Any, metric_key_prefix: str) -> dict[str, float]:
         means = self._mean_rewards(rows)
         metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -251,6 +251,10 @@ class SFTTrainer(DiffusionTrainer):
         if self.args.loss_type == "nll":
             return views
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
+
+    def held_out_metrics(self) -> Sequence[str]:
+        more = ("quality_loss", "filled_in_right") if self.args.quality_head != "off" else ()
+        return *super().held_out_metrics(), *more
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         if self.objective is None:

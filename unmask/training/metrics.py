@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from unmask.errors import ConfigError, TrainingError
 from unmask.training.run.log import SHOWN, RunLog, last_loss
 from unmask.training.step_timer import Phases
 
+SPEEDS = ("runtime", "samples_per_second", "steps_per_second")  # of an evaluation by transformers
 STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 RESERVED = {
     "step",
@@ -254,11 +255,8 @@ def measuring(trainer: Any, prefix: str) -> Iterator[None]:
         trainer.means, trainer.evaluating = outside
 
 
-@contextmanager
-def naming_missing_metric(name: str | None, metrics: Iterable[str]) -> Iterator[None]:
-    """A context in which an evaluation without the metric that names the best checkpoint is a ConfigError."""
-    try:
-        yield
-    except KeyError as error:
+def require_best_metric(name: str | None, metrics: Collection[str]) -> None:
+    """Raise ConfigError for an evaluation without the metric that names the best checkpoint."""
+    if name is not None and f"eval_{name.removeprefix('eval_')}" not in metrics:
         what, remedy = f"an evaluation has no {name!r}", f"Use one of {', '.join(metrics)}"
-        raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
+        raise ConfigError(what, where="metric_for_best_model", remedy=remedy)

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
@@ -69,6 +69,7 @@ from unmask.training.distributed import from_first, lockstep, rows_before, witho
 from unmask.training.hardware_checks import compile_in_place, refuse_other_model, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import (
+    SPEEDS,
     STEP_LOSSES,
     Means,
     ProgressTarget,
@@ -77,7 +78,7 @@ from unmask.training.metrics import (
     Unread,
     check_finite,
     measuring,
-    naming_missing_metric,
+    require_best_metric,
 )
 from unmask.training.model_history import chosen_settings, history_entry, result_fields
 from unmask.training.optimizers import (
@@ -395,6 +396,11 @@ class DiffusionTrainer(Trainer, TrainerArguments):
 
     def _train(self, resume_from_checkpoint: str | bool | None, trial: Any, ignored: Any) -> TrainOutput:
         self.args.check_assigned(read=True)
+        own = type(self).__module__.partition(".")[0] == "unmask"  # a user's subclass may record others
+        if own and self.eval_dataset is not None and self.args.eval_strategy != "no":
+            parts = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, Mapping) else [""]
+            known = [f"eval_{part}{name}" for part in parts for name in self.held_out_metrics()]
+            require_best_metric(self.args.metric_for_best_model, known)
         self._throughput = Throughput()
         self._tracked_runs.resumed = bool(resume_from_checkpoint)
         checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -545,6 +551,10 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         self.measure(rows)
         return super().evaluate(rows, ignore_keys, metric_key_prefix)
 
+    def held_out_metrics(self) -> Sequence[str]:
+        """The names of the metrics of an evaluation, without its prefix."""
+        return "loss", *SPEEDS, "cross_entropy"
+
     def measure(self, rows: Any) -> None:
         """Hook for metrics of held-out rows other than the loss. Called before the loss is evaluated."""
 
@@ -571,8 +581,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         )
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        with naming_missing_metric(self.args.metric_for_best_model, metrics):
-            return super()._determine_best_metric(metrics, trial)
+        require_best_metric(self.args.metric_for_best_model, metrics)
+        return super()._determine_best_metric(metrics, trial)
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, *rest: Any, **named: Any
