@@ -7,11 +7,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from tests.errors import raises
-from tests.tiny import build_config
+from tests.tiny import build_config, llama_lm
+from unmask.cli.train import check_inputs
+from unmask.config.run import RunConfig
 from unmask.data.characters import character_tokenizer
-from unmask.errors import ModelError
+from unmask.errors import ConfigError, ModelError
 from unmask.models.alignment import ALIGNMENT
 from unmask.rl.reward_model import RewardModel
+from unmask.rl.weighted_rewards import reward_functions_named
 
 SIZES = {"width": 8, "layers": 1, "intermediate_size": 16, "num_labels": 1, "ids": ()}
 
@@ -42,6 +45,24 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
     LlamaConfig(**{**config.to_dict(), "num_labels": 1, "hidden_size": 12}).save_pretrained(tmp_path)
     with raises(ModelError, where=str(tmp_path)):
         RewardModel(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./no-such", "models/rm", "./texts/rm", "tests/rm/last", "sort_rm/ckpt", "rm"])
+def test_a_path_that_leads_nowhere_is_no_folder(name, tmp_path, monkeypatch):
+    """Also one that almost begins with the name of a task; a name without a slash may be meant as a task."""
+    monkeypatch.chdir(tmp_path)
+    with raises((ConfigError, ModelError), where=name if "/" in name else "task") as caught:
+        reward_functions_named(name)
+    assert "no such folder" in caught.value.what or "no folder" in caught.value.what
+
+
+@pytest.mark.parametrize("name", ["./no-such", "model:./no-such"])
+def test_the_command_line_finds_such_a_path_before_it_loads_anything(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    llama_lm().save("model")
+    run = RunConfig(model={"path": "model"}, data={"task": "sudoku"}, rewards=[name], output_dir="run")
+    with raises(ModelError, where="./no-such"):
+        check_inputs("grpo", run)
 
 
 def test_special_tokens_in_texts_and_messages_are_text(tmp_path):

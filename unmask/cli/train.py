@@ -274,7 +274,9 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
         file, mark, _ = target.partition(".py:")
         if mark and not Path(f"{file}.py").is_file():
             load_module(f"{file}.py", target)  # raises: it cannot be loaded
-        elif ":" not in target and not target.endswith(".py") and not names_reward_model(target):
+        elif target.startswith("model:") or (":" not in target and names_reward_model(target)):
+            check_model(target.removeprefix("model:"))
+        elif ":" not in target and not target.endswith(".py"):
             get_rewards(target)
     if settings.data.train is None:
         if task is None:

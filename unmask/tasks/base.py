@@ -359,14 +359,19 @@ def as_puzzle(task: Task) -> Puzzle:
 def get_rewards(name: str) -> list[Reward]:
     """The reward functions of `task` or `task/shaping`: `gsm8k`, `sudoku/partial`, `gsm8k/published`."""
     task, _, shaping = name.partition("/")
+    if task not in Task.registered:
+        remedy = did_you_mean(task, Task.registered)
+        own = "Name a reward model by its folder or hub name, and a function as path/to/file.py:NAME"
+        raise ConfigError(f"no task and no folder is named {name!r}", where="task", remedy=f"{remedy} {own}")
     return get_task(task).rewards(shaping or "strict")
 
 
 def names_reward_model(name: str) -> bool:
-    """Whether a name without a colon is that of a reward model: a folder, or a path or name on the hub that
-    begins with no task, nor with a misspelled one."""
-    task = name.partition("/")[0]
+    """Whether a name without a colon is that of a reward model: a folder, or a path or name on the hub that is
+    not that of a task and a shaping, nor almost."""
+    task, slash, shaping = name.partition("/")
     if task in Task.registered or name.endswith(".py"):
         return False
-    misspelled = difflib.get_close_matches(task, Task.registered, n=1)
-    return Path(name).is_dir() or ("/" in name and not misspelled)
+    pairs = ((task, Task.registered), (shaping, ("strict", "partial", "published")))
+    misspelled = all(difflib.get_close_matches(part, known, n=1) for part, known in pairs)
+    return Path(name).is_dir() or (slash == "/" and not misspelled)
