@@ -210,8 +210,8 @@ VALUES_ELSEWHERE: dict[str, dict[str | None, dict[str, Any] | str]] = {
     "max_length": {None: "set the number of tokens of the longest row"},
     "max_completion_length": {None: "set the number of tokens of the canvas, all of which a rollout fills"},
 }
-"""Values of TRL that settings of the same name do not have here: the settings that do the same, or what else to
-know of each."""
+"""Values of TRL that settings of the same name do not have here: the settings that do the same, or what else
+to know of each."""
 
 
 def remedy_of_value(name: str, value: Any, known: Sequence[str] = (), *, of_list: bool = False) -> str:

@@ -47,7 +47,9 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
         RewardModel(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["./no-such", "models/rm", "./texts/rm", "tests/rm/last", "sort_rm/ckpt", "rm"])
+@pytest.mark.parametrize(
+    "name", ["./no-such", "models/rm", "./texts/rm", "tests/rm/last", "sort_rm/ckpt", "rm"]
+)
 def test_a_path_that_leads_nowhere_is_no_folder(name, tmp_path, monkeypatch):
     """Also one that almost begins with the name of a task; a name without a slash may be meant as a task."""
     monkeypatch.chdir(tmp_path)

@@ -362,7 +362,9 @@ HELD_OUT = {
 
 @pytest.mark.parametrize("case", HELD_OUT)
 @pytest.mark.parametrize("known", ["rewards/accuracies", "eval_rewards/margins"])
-def test_a_metric_that_no_evaluation_has_is_refused_at_the_start_with_those_that_it_has(case, known, tmp_path):
+def test_a_metric_that_no_evaluation_has_is_refused_at_the_start_with_those_that_it_has(
+    case, known, tmp_path
+):
     verb = {"quality": "sft", "gaps": "sft", "simpo": "dpo", "several": "dpo"}.get(case, case)
     rows = {"pretrain": TEXTS, "dpo": PREFERENCES, "kto": PREFERENCES}.get(verb, PAIRS)
     trainer = make(

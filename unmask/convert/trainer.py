@@ -211,8 +211,8 @@ class StageTrainer(DiffusionTrainer):
         )
 
     def held_out_metrics(self) -> Sequence[str]:
-        more = ["lm_cross_entropy"] * (self.stage.lm_loss > 0) + ["kl", "distance"] * (self.teacher is not None)
-        return *super().held_out_metrics(), *more
+        causal = ["lm_cross_entropy"] if self.stage.lm_loss else []
+        return *super().held_out_metrics(), *causal, *([] if self.teacher is None else ["kl", "distance"])
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches

@@ -29,7 +29,7 @@ from unmask.data.encoding import (
 )
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport
-from unmask.data.rows import TokenRow, in_order, make_row, refuse_mask
+from unmask.data.rows import TokenRow, in_order, make_row, or_error, refuse_mask, required
 from unmask.errors import DataError
 
 Ids = Sequence[int]
@@ -117,7 +117,7 @@ def pair_rows(
     for index, found in enumerate(_encoded(encode, examples, formats, processes)):
         row = None
         with report.row(index):
-            converted, (prompt, completion, trained) = _require(found)
+            converted, (prompt, completion, trained) = required(found)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.unknown.count(tokenizer, [*prompt, *completion], converted)
             report.record_lengths(
@@ -155,7 +155,7 @@ def preference_rows(
     for index, found in enumerate(_encoded(encode, examples, PREFERENCES, processes)):
         rows: list[TokenRow] = []
         with report.row(index):
-            converted, (prompt, chosen, rejected) = _require(found)
+            converted, (prompt, chosen, rejected) = required(found)
             report.unknown.count(tokenizer, [*prompt, *chosen, *rejected], converted)
             if chosen == rejected:
                 if not report.skip:
@@ -203,27 +203,14 @@ def _encoded(
 ) -> Iterator[tuple[Example, Any] | DataError]:
     """Each example in TRL's columns with what `encode` makes of it, or its error."""
     reader = Reader(formats)
-    converted = (_or_error(reader.read, example) for example in examples)
+    converted = (or_error(reader.read, example) for example in examples)
     return in_order(partial(_with_parts, encode), converted, processes)
-
-
-def _or_error(function: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return function(value)
-    except DataError as error:
-        return error
 
 
 def _with_parts(encode: Callable[[Example], Any], example: Example | DataError) -> Any:
     if isinstance(example, DataError):
         return example
-    return _or_error(lambda example: (example, encode(example)), example)
-
-
-def _require(found: tuple[Example, Any] | DataError) -> tuple[Example, Any]:
-    if isinstance(found, DataError):
-        raise found
-    return found
+    return or_error(lambda example: (example, encode(example)), example)
 
 
 def pack(rows: Sequence[TokenRow], max_length: int) -> Iterator[TokenRow]:

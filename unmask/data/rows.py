@@ -47,6 +47,21 @@ FEW_ITEMS = 2000
 """Items that one process makes in about a second."""
 
 
+def or_error(function: Callable[[Item], Made], item: Item) -> Made | DataError:
+    """What a function makes of an item, or its error: processes hand it over, and the next items are made."""
+    try:
+        return function(item)
+    except DataError as error:
+        return error
+
+
+def required(found: Made | DataError) -> Made:
+    """What was made of an item. Raises its error."""
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
 def in_order(
     function: Callable[[Item], Made],
     items: Iterable[Item],

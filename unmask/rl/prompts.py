@@ -22,7 +22,7 @@ from unmask.artifacts import read_file, write_atomic
 from unmask.data.encoding import encode_row
 from unmask.data.formats import is_ids, read_prompt
 from unmask.data.row_store import stored_rows
-from unmask.data.rows import in_order
+from unmask.data.rows import in_order, or_error, required
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import RngStream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError, prepending_place
@@ -118,11 +118,10 @@ def prompt_ids(
     processes: int | None,
 ) -> Iterator[dict[str, Any]]:
     """The tokens of prompts, as rows with `ids`. Errors are those of `prompt_rows`."""
-    for index, found in enumerate(in_order(partial(_encoded, tokenizer, variables), dataset, processes)):
+    encode = partial(or_error, partial(_encoded, tokenizer, variables))
+    for index, found in enumerate(in_order(encode, dataset, processes)):
         with prepending_place(f"{where}, row {index}"):
-            if isinstance(found, DataError):
-                raise found
-            example, ids = found
+            example, ids = required(found)
             if not is_ids(example["prompt"]):
                 unknown.count(tokenizer, ids, example)
             tokens = len(ids) + max_completion_length
@@ -142,12 +141,9 @@ def prompt_ids(
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None, row: Mapping[str, Any]
 ) -> Any:
-    """A prompt in TRL's columns with its ids, or its error."""
-    try:
-        example = read_prompt(_with_variables(row, variables))
-        return example, encode_row(tokenizer, example)
-    except DataError as error:
-        return error
+    """A prompt in TRL's columns with its ids."""
+    example = read_prompt(_with_variables(row, variables))
+    return example, encode_row(tokenizer, example)
 
 
 def _with_variables(row: Mapping[str, Any], variables: Mapping[str, Any] | None) -> Mapping[str, Any]:

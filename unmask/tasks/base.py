@@ -367,8 +367,8 @@ def get_rewards(name: str) -> list[Reward]:
 
 
 def names_reward_model(name: str) -> bool:
-    """Whether a name without a colon is that of a reward model: a folder, or a path or name on the hub that is
-    not that of a task and a shaping, nor almost."""
+    """Whether a name without a colon is that of a reward model: a folder, or a path or name on the hub that
+    is not that of a task and a shaping, nor almost."""
     task, slash, shaping = name.partition("/")
     if task in Task.registered or name.endswith(".py"):
         return False

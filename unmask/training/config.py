@@ -115,7 +115,7 @@ class TrainingConfig(TrainingArguments):
     optimizer_offload: bool = setting(
         False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory"
     )
-    model_init_kwargs: dict[str, Any] | None = setting(
+    model_init_kwargs: dict[str, Any] | None = setting(  # noqa: RUF009 (the call makes a field)
         None, "Arguments of `unmask.load` for a model that a trainer is given as a path", on_resume=NEUTRAL
     )
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)

@@ -398,8 +398,9 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         self.args.check_assigned(read=True)
         own = type(self).__module__.partition(".")[0] == "unmask"  # a user's subclass may record others
         if own and self.eval_dataset is not None and self.args.eval_strategy != "no":
-            parts = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, Mapping) else [""]
-            known = [f"eval_{part}{name}" for part in parts for name in self.held_out_metrics()]
+            sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+            starts = [f"eval_{name}_" for name in sets] or ["eval_"]
+            known = [start + name for start in starts for name in self.held_out_metrics()]
             require_best_metric(self.args.metric_for_best_model, known)
         self._throughput = Throughput()
         self._tracked_runs.resumed = bool(resume_from_checkpoint)
