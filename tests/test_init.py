@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import unmask
 from tests.helpers import REPOSITORY
+from unmask.names import CLASSES_ELSEWHERE
 
 
 def test_the_public_names_are_those_that_type_checkers_see() -> None:
@@ -65,6 +67,36 @@ def test_the_slow_truth_is_an_attribute() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'unmask' has no attribute 'nothing'"):
         _ = unmask.nothing
+
+
+KTO = "use DPOTrainer and DPOConfig(loss_type='kto')"
+
+
+def test_a_class_of_trl_is_answered_with_what_does_it_here() -> None:
+    trl = pytest.importorskip("trl")
+    theirs = {name for name in dir(trl) if name.endswith(("Trainer", "Config"))} - set(unmask.__all__)
+    assert theirs > {"KTOTrainer", "KTOConfig", "RewardTrainer", "RLOOTrainer"}
+    for name in theirs | {"ORPOTrainer", "PPOConfig", "Trainer", "TrainingArguments", "AutoModelForCausalLM"}:
+        assert not hasattr(unmask, name)
+        with pytest.raises(AttributeError) as by_attribute:
+            getattr(unmask, name)
+        with pytest.raises(ImportError) as by_import:
+            exec(f"from unmask import {name}")
+        said = str(by_attribute.value).removeprefix(f"module 'unmask' has no attribute {name!r}: ")
+        assert str(by_import.value) == f"cannot import name {name!r} from 'unmask': {said}"
+        assert said == KTO if name.startswith("KTO") else set(re.findall(r"\w+", said)) & set(unmask.__all__)
+    with pytest.raises(ImportError, match=r"cannot import name 'nothing' from 'unmask' \("):
+        exec("from unmask import nothing")
+    assert importlib.util.find_spec("unmask.nothing") is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "kto"}, {"loss_type": "bco_pair"}, {"loss_type": "simpo"}]
+)
+def test_the_settings_in_place_of_a_class_are_valid(settings) -> None:
+    assert f"DPOConfig(loss_type={settings['loss_type']!r})" in str(CLASSES_ELSEWHERE)
+    unmask.DPOConfig(**settings)
+    unmask.GRPOConfig(scale_rewards="leave-one-out")
 
 
 def test_importing_the_package_and_its_configs_imports_no_torch() -> None:

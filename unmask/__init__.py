@@ -98,11 +98,31 @@ for _module in AUTO_CLASSES.keys() & sys.modules.keys():
 sys.meta_path.insert(0, _AutoClasses())
 
 
+def _meant(name: str) -> str:
+    """What to use in place of a name that only another library has, after a colon."""
+    trainers = [public for public in PUBLIC_NAMES if public.endswith("Trainer")]
+    remedy = import_module("unmask.names").remedy_of_class(name, trainers)
+    return f": {remedy}" if remedy else ""
+
+
+class _NamesElsewhere(MetaPathFinder):
+    """Says what is meant by `from unmask import KTOTrainer`: the message of an AttributeError would be lost,
+    as Python then looks for a module of this name."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        package, _, last = name.rpartition(".")
+        if package == "unmask" and (meant := _meant(last)):
+            raise ImportError(f"cannot import name {last!r} from 'unmask'{meant}", name=package)
+
+
+sys.meta_path.append(_NamesElsewhere())
+
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in PUBLIC_NAMES:
-            raise AttributeError(f"module 'unmask' has no attribute {name!r}")
+            raise AttributeError(f"module 'unmask' has no attribute {name!r}{_meant(name)}")
         module = PUBLIC_NAMES[name]
         try:
             whole = module == "unmask"

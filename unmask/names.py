@@ -5,7 +5,7 @@ The errors for unknown names, `unmask migrate` and docs/migration.md read them h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 EARLIER_NAMES = {
@@ -192,6 +192,36 @@ LOADING = _by_name(
     }
 )
 """What to do in place of arguments that others load models with, by their names."""
+
+CLASSES_ELSEWHERE = _by_name(
+    {
+        "use DPOTrainer and DPOConfig(loss_type='kto')": "KTOTrainer KTOConfig",
+        "use DPOTrainer and DPOConfig(loss_type='bco_pair'), for pairs": "BCOTrainer BCOConfig",
+        "of its losses DPOTrainer has simpo, DPOConfig(loss_type='simpo')": "CPOTrainer CPOConfig",
+        "use GRPOTrainer and GRPOConfig(scale_rewards='leave-one-out'), which has its advantages": (
+            "RLOOTrainer RLOOConfig"
+        ),
+        "train the reward model with TRL, and give GRPOTrainer its folder as reward_funcs": (
+            "RewardTrainer RewardConfig"
+        ),
+        "use PretrainTrainer and PretrainConfig for text, or SFTTrainer and SFTConfig for answers": (
+            "Trainer TrainingArguments Seq2SeqTrainer Seq2SeqTrainingArguments"
+        ),
+        "use unmask.load": "AutoModel AutoModelForCausalLM AutoModelForMaskedLM ModelConfig",
+        "import it from peft": "LoraConfig PeftConfig PeftModel get_peft_model",
+    }
+)
+"""What does here what classes of TRL, transformers and PEFT do elsewhere, by their names."""
+
+
+def remedy_of_class(name: str, trainers: Iterable[str]) -> str | None:
+    """What to do about a name that only another library has; None: no library is known to have it.
+    `trainers`: the names of those that are here."""
+    if name.endswith(("Trainer", "Config")):
+        return CLASSES_ELSEWHERE.get(name, f"it is not built here; there are {', '.join(trainers)}")
+    return CLASSES_ELSEWHERE.get(name)
+
+
 VALUES_ELSEWHERE: dict[str, dict[str | None, dict[str, Any] | str]] = {
     "loss_type": {
         "bnpo": {"loss_type": "dapo"},
