@@ -149,6 +149,32 @@ def test_a_run_goes_on_from_its_last_checkpoint_on_the_hub(hub, base, tmp_path):
     assert equal(weights(resumed.lm), weights(stopped.lm)) and resumed.state.global_step == 2
 
 
+def test_a_conversion_goes_on_from_its_last_checkpoint_on_the_hub(hub, causal, tmp_path):
+    def conversion(folder, strategy="checkpoint"):
+        more = {"save_strategy": "steps", "save_steps": 1, "hub_strategy": strategy, "hub_always_push": True}
+        more |= {"stages": [{"share": 0.5}, {"share": 0.5}], "max_steps": 4}
+        return trainer_of("convert", tmp_path / folder, str(causal), adapters=False, **more)
+
+    straight = conversion("run")
+    straight.train()
+    straight.trainer._finish_current_push()
+    folder = snapshot_download(NAME, local_dir=tmp_path / "downloaded")
+    resumed = conversion("again")
+    resumed.train(resume_from_checkpoint=f"{folder}/last-checkpoint")
+    assert equal(weights(resumed.lm), weights(straight.lm)) and resumed.state.global_step == 4
+    first = tmp_path / "run/stage-1/checkpoint-1"
+    named = first.rename(tmp_path / "last-checkpoint")  # as it was after the first step
+    resumed = conversion("middle", "all_checkpoints")
+    resumed.train(resume_from_checkpoint=str(named))
+    assert equal(weights(resumed.lm), weights(straight.lm)) and resumed.state.global_step == 4
+    resumed.trainer._finish_current_push()
+    kept = {path.rpartition("/")[0] for path in hub.files(NAME) if path.endswith("run.json")}
+    assert kept == {
+        "last-checkpoint",
+        *(f"stage-{stage}/checkpoint-{step}" for stage, step in [(1, 2), (2, 1), (2, 2)]),
+    }
+
+
 def test_private_repositories_branches_and_background_uploads(hub, base, tmp_path):
     named = {"hub_private_repo": True, "hub_revision": "next", "hub_model_id": "name"}
     trainer = trainer_of("sft", tmp_path / "run", str(base), adapters=True, **named)

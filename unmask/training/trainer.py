@@ -964,7 +964,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             steps = self.state.global_step
             read = rows.visited(steps * rows_per_step(self.args)) if isinstance(rows, StreamedRows) else None
             write_atomic(folder / SUMS_NAME, json.dumps(sums))
-            self.run_record.write(folder, self.reported_settings(), read)
+            self.run_record.write(folder, self.reported_settings(), read, self.metrics.stage)
 
     # The hub.
 
@@ -1044,7 +1044,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
                 hf_api().upload_folder(
                     repo_id=str(self.hub_model_id),
                     folder_path=checkpoint,
-                    path_in_repo=LAST_ON_HUB if last else checkpoint.name,
+                    path_in_repo=LAST_ON_HUB if last else str(checkpoint.relative_to(self.metrics.folder)),
                     commit_message=f"{message}, checkpoint",
                     token=args.hub_token,
                     run_as_future=True,

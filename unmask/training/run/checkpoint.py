@@ -33,6 +33,7 @@ from unmask.artifacts import default_mode, irregular_file, read_file, write_atom
 from unmask.errors import TrainingError, UnmaskWarning, first_line
 from unmask.training.run.around import MAKE_ROOM, naming_write_errors
 from unmask.training.run.folder import CHECKPOINT, UNFINISHED, checkpoints, resumes_in_place, step_of
+from unmask.training.run.record import RECORD_FILE, read_record
 from unmask.training.run.shards import INDEX, check_shards
 
 FILE_LIST = "checkpoint_files.json"
@@ -288,14 +289,15 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def stage_of(checkpoint: Path) -> int:
-    """The number of the stage of a conversion that a checkpoint is of. Raises TrainingError if it is of
-    none."""
+    """The number of the stage of a conversion that a checkpoint is of, by its folder, or its record if it is
+    elsewhere. Raises TrainingError if it is of none."""
     parents = checkpoint.absolute().parent, checkpoint.resolve().parent  # either may be a link
-    stage = next((found for parent in parents if (found := re.fullmatch(r"stage-(\d+)", parent.name))), None)
-    if stage is None:
+    named = next((found for parent in parents if (found := re.fullmatch(r"stage-(\d+)", parent.name))), None)
+    recorded = {} if named or not (checkpoint / RECORD_FILE).is_file() else read_record(checkpoint)
+    if (stage := named[1] if named else recorded.get("stage")) is None:
         remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
         raise TrainingError("is no checkpoint of a conversion", where=str(checkpoint), remedy=remedy)
-    return int(stage[1])
+    return int(stage)
 
 
 def check_last(checkpoint: Path, output: Path) -> None:

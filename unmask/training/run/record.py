@@ -144,15 +144,20 @@ class RunRecord:
             show_line(f"{line}: {'no step follows' if kind is OnResume.ACTS and step >= steps else kind}")
 
     def write(
-        self, folder: Path, reported: Mapping[str, Any], visited: Mapping[str, int] | None = None
+        self,
+        folder: Path,
+        reported: Mapping[str, Any],
+        visited: Mapping[str, int] | None = None,
+        stage: int | None = None,
     ) -> None:
         """Save it in a checkpoint. `reported`: the settings that the model card shows. `visited`: see
-        `StreamedRows`."""
+        `StreamedRows`. `stage`: the number of the stage of a conversion."""
         content = {
             "settings": self.values,
             "changes": self.changes,
             "reported": plain(reported),
             "visited": visited,
+            "stage": stage,
         }
         write_atomic(folder / RECORD_FILE, json.dumps(content, indent=2) + "\n")
 
