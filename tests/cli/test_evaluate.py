@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset, DatasetDict, load_dataset
 from typer.testing import CliRunner
 
 from tests.helpers import TWO_PROCESSES, run_all
@@ -148,6 +149,44 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
     assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / "out.json")
 
 
+CONFIGS = """---
+configs:
+- config_name: few
+  data_files:
+  - {split: train, path: few.jsonl}
+  - {split: validation, path: held-out.jsonl}
+- config_name: more
+  data_files: more.jsonl
+---
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "split"), [("few", None), ("few", "validation"), ("more", None), (None, "test"), (None, None)]
+)
+def test_the_documents_are_those_of_a_split_and_a_config_as_datasets_reads_them(
+    config, split, model, tmp_path, monkeypatch
+):
+    folder, words = tmp_path / "rows", ["--split", split] if split else []
+    texts = {"few": ["1234"], "held-out": ["43", "12"], "more": ["3333", "21", "444"], "test": ["44"]}
+    folder.mkdir()
+    if config:
+        (folder / "README.md").write_text(CONFIGS)
+        for name in ("few", "held-out", "more"):
+            Dataset.from_dict({"text": texts[name]}).to_json(folder / f"{name}.jsonl")
+        loaded = load_dataset(str(folder), config, split=split or "train")["text"]
+    else:
+        sets = {"train": texts["few"], "test": texts["test"]}
+        saved = DatasetDict({name: Dataset.from_dict({"text": texts}) for name, texts in sets.items()})
+        saved.save_to_disk(folder)
+        loaded = saved[split or "train"]["text"]
+    source = f"{folder}:{config}" if config else folder
+    unmask("evaluate", model, "--likelihood", source, *words, "--output", tmp_path / "out.json")
+    scores = read_result(tmp_path / "out.json").tasks[0]
+    assert [item.prompt for item in scores.items] == [*map(str, loaded)]
+    assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / "out.json")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -162,6 +201,10 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
             "data sudoku=b.csv: has two files",
         ),
         (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset on the hub"),
+        (
+            ["--likelihood", "docs/samples/stories.txt", "--split", "test"],
+            "--split: is of a dataset on the hub",
+        ),
         (
             ["--task", "sudoku", "--max-new-tokens", "5"],
             "--max-new-tokens: the answers of sudoku have a length of their own",

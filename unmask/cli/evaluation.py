@@ -278,7 +278,8 @@ def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerCo
     if evaluation.likelihood is None:
         return None
     settings = evaluation.estimator, evaluation.samples or 32, sampler.seed, evaluation.text_column
-    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, *settings)
+    split = evaluation.split or "train"
+    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, *settings, split=split)
     if evaluation.samples and (documents.estimator == "exact" or lm.autoregressive):
         remedy = "Leave it out" if lm.autoregressive else "Leave it out, or set the estimator elbo"
         raise ConfigError("the likelihood of this model is exact", where="--samples", remedy=remedy)
@@ -320,10 +321,12 @@ def prepare(
         ConfigError, DataError: those of `evaluate` that can be found without a model.
     """
     if evaluation.likelihood:
-        list(load_examples(evaluation.likelihood, max_rows=evaluation.rows))
+        split = evaluation.split or "train"
+        list(load_examples(evaluation.likelihood, split=split, max_rows=evaluation.rows))
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
-    if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):
+    sources = [*evaluation.sources.values(), *filter(None, [evaluation.likelihood])]
+    if evaluation.split is not None and all(map(os.path.isfile, sources)):
         raise ConfigError(
             "is of a dataset on the hub, and none is read", where="--split", remedy="Leave it out"
         )
@@ -366,7 +369,7 @@ def _problems(
         source,
         evaluation.rows + evaluation.shots,
         split="test",
-        hub_split=evaluation.split,
+        hub_split=evaluation.split or "test",
         seed=sampler.seed,
     )
     return pose(task, problems, evaluation.style, evaluation.shots)

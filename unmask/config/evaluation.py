@@ -15,10 +15,10 @@ TASK, HARNESS, LIKELIHOOD = "task", "lm_eval", "likelihood"
 LISTS = (TASK, HARNESS, "data", "metric", "pass_at")
 """The settings that a config may also give as one word or number."""
 READ_BY = MappingProxyType(
-    dict.fromkeys(("data", "split", "metric", "judge", "attempts", "pass_at", "curve"), (TASK,))
+    dict.fromkeys(("data", "metric", "judge", "attempts", "pass_at", "curve"), (TASK,))
     | dict.fromkeys(("style", "shots", "protocol"), (TASK, HARNESS))
     | dict.fromkeys(("estimator", "samples"), (LIKELIHOOD, HARNESS))
-    | {"include_path": (HARNESS,), "text_column": (LIKELIHOOD,)}
+    | {"include_path": (HARNESS,), "text_column": (LIKELIHOOD,), "split": (TASK, LIKELIHOOD)}
 )
 """The settings that not every kind of measurement reads."""
 RETAINED = ["wikitext", "hellaswag", "arc_easy", "piqa"]
@@ -40,8 +40,8 @@ class EvaluationConfig(Config):
     data: list[str] | None = None
     """The file of the task's problems, or a dataset on the hub; for several tasks NAME=FILE, repeated; unset:
     generated, held out."""
-    split: str = "test"
-    """The split of a hub dataset."""
+    split: str | None = None
+    """The split of a hub dataset, a saved one or a folder; unset: test of a task, train of `likelihood`."""
     style: Literal["plain", "chat"] = "plain"
     """The format of a task's problems."""
     shots: int = Field(default=0, ge=0)
@@ -64,8 +64,8 @@ class EvaluationConfig(Config):
     curve: str | None = None
     """A setting of the sampler and its values, as steps=8,16,32: each task at each of them."""
     likelihood: str | None = None
-    """The file whose documents' likelihood is measured: texts, or conversations and pairs, of which the
-    answers are."""
+    """The file, or dataset as NAME or NAME:CONFIG, whose documents' likelihood is measured: texts, or
+    conversations and pairs, of which the answers are."""
     text_column: str | None = None
     """The column with the texts of `likelihood`; unset: text, or the columns that `unmask sft` reads."""
     lm_eval: list[str] | None = None

@@ -56,20 +56,22 @@ class Documents:
         samples: int,
         seed: int,
         text_column: str | None = None,
+        split: str = "train",
     ) -> Documents:
-        """The first documents of a file.
+        """The first documents of a file or a dataset.
 
         Args:
             estimator: None: that of `default_estimator`.
             samples, seed: as of `log_likelihoods`.
             text_column: the column with the text; None: `text`, or rows in any other format that `unmask sft`
                 reads.
+            split: of a dataset.
 
         Raises:
             DataError: the file is missing or malformed, or no document has two tokens.
         """
         column = text_column or "text"
-        loaded: Any = list(load_examples(path, text_column=column, max_rows=rows))
+        loaded: Any = list(load_examples(path, split=split, text_column=column, max_rows=rows))
         reader, found = Reader(SUPERVISED), []
         columns = set(loaded[0] if len(loaded) else ())
         if (
