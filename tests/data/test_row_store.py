@@ -325,6 +325,49 @@ def test_rows_of_changed_code_are_made_again(home, tmp_path, monkeypatch):
         assert [row["input_ids"] for row in old] != [row["input_ids"] for row in new]
 
 
+CODE = {
+    "own_tok/__init__.py": "",
+    "own_tok/words/__init__.py": "LOW = 1",
+    "own_tok/words/tables.py": "TABLE = {'a': 1}",
+    "own_tok/text/__init__.py": "",
+    "own_tok/text/clean.py": "from ..words.tables import TABLE\nfrom own_lone import LIMIT\n",
+    "own_lone.py": "def limit():\n    import own_late.part\nLIMIT = 1",
+    "own_late/part.py": "X = 1",
+    "own_tok/models/tokenizer.py": """
+from transformers import PreTrainedTokenizerFast
+from ..text.clean import TABLE
+from .. import words
+class Own(PreTrainedTokenizerFast):
+    pass
+""",
+}
+
+
+def test_rows_are_made_again_if_any_module_of_a_tokenizer_has_changed(home, tmp_path, monkeypatch):
+    """Also one that is imported from another folder, or only later; but no other module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    TOKENIZER.save_pretrained(tmp_path / "saved")
+
+    def count():
+        for name in [name for name in sys.modules if name.startswith("own_")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        own = importlib.import_module("own_tok.models.tokenizer").Own
+        texts(tokenizer=own.from_pretrained(tmp_path / "saved"))
+        return len(folders(home))
+
+    for name, text in CODE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert count() == count() == 1
+    for number, name in enumerate(CODE, start=2):
+        (tmp_path / name).write_text(CODE[name] + "\n# changed\n")
+        assert count() == count() == number, name
+    (tmp_path / "own_elsewhere.py").write_text("")
+    assert count() == len(CODE) + 1
+
+
 def test_the_values_of_a_mapping_count(home):
     def rows(variables):
         yield {"ids": [len(variables)]}

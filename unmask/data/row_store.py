@@ -8,18 +8,24 @@ of this package and of the libraries that it calls.
 from __future__ import annotations
 
 import array
+import ast
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
 import shutil
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -265,13 +271,64 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 @functools.lru_cache(maxsize=256)
 def _code_beside(of: Any) -> bytes:
-    """The code of the folder that defines a class or function; of one without a file something that equals
-    nothing else, so that its rows are not taken for others."""
+    """The code of the folder that defines a class or function, and of the user's modules that it imports from
+    elsewhere; of one without a file something that equals nothing else, so that its rows are not taken for
+    others."""
     try:
         folder = Path(inspect.getfile(of)).resolve(strict=True).parent
     except (OSError, TypeError):
         return os.urandom(16)
-    return b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))
+    files, modules, waiting = {*folder.glob("*.py")}, set[str](), [of.__module__]
+    while waiting:
+        name = waiting.pop()
+        if name not in modules and (file := _own_file(name)) is not None:
+            files.add(file)
+            with suppress(ImportError, SyntaxError):  # of code that is not reached
+                waiting += _imported(file, name)
+        modules.add(name)
+    return b"".join(file.read_bytes() for file in sorted(files))
+
+
+def _imported(file: Path, name: str) -> Iterator[str]:
+    """The modules that the code of a module imports, anywhere in it, and perhaps names of their content."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            found = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found = [f"{source}.{each.name}" for each in node.names]
+        else:
+            continue
+        for path in found:
+            yield from accumulate(path.split("."), "{}.{}".format)  # a, a.b, a.b.c
+
+
+def _own_file(name: str) -> Path | None:
+    """The file with the source of a user's module; None: it has none, or is not a user's."""
+    if not _is_own(name.partition(".")[0]):
+        return None
+    try:
+        module = sys.modules.get(name)
+        origin: Any = importlib.util.find_spec(name) if module is None else module
+        file = Path(getattr(origin, "__file__", None) or origin.origin).resolve(strict=True)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError):  # no module, or none with a file
+        return None
+    return file if file.suffix == ".py" else None
+
+
+@functools.cache
+def _is_own(package: str) -> bool:
+    """Whether a package or module is neither this one, nor Python's, nor an installed library."""
+    if package == "__main__" or package in {"transformers", "unmask", *sys.stdlib_module_names}:
+        return package == "__main__"
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    places = [] if spec is None else spec.submodule_search_locations or [spec.origin]
+    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
+    return any(place and not any(map(Path(place).resolve().is_relative_to, libraries)) for place in places)
 
 
 def rows_hash(rows: Iterable[Any]) -> str:
