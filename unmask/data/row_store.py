@@ -326,7 +326,7 @@ def _is_own(package: str) -> bool:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
-    places = [] if spec is None else spec.submodule_search_locations or [spec.origin]
+    places: Any = [] if spec is None else spec.submodule_search_locations or [spec.origin]
     libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
     return any(place and not any(map(Path(place).resolve().is_relative_to, libraries)) for place in places)
 
