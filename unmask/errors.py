@@ -115,11 +115,16 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
     if remedy := remedy_of_trainers(name):
         return remedy
     known = sorted(known)
+    otherwise = f"Known: {', '.join(known)}." if otherwise is None else otherwise
     ours = NAMES_ELSEWHERE.get(name)  # another name is not meant where there is none of this meaning
-    nearest = difflib.get_close_matches(name, known, n=1) if ours is None else [ours] if ours in known else []
-    if nearest:
-        return f"Did you mean {nearest[0]!r}?"
-    return f"Known: {', '.join(known)}." if otherwise is None else otherwise
+    if ours is None:
+        return _most_similar(name, known, otherwise)
+    return f"Did you mean {ours!r}?" if ours in known else otherwise
+
+
+def _most_similar(name: str, known: Iterable[str], otherwise: str) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
 def require_known(name: str, known: Iterable[str], kind: str, *, where: str) -> None:
@@ -138,7 +143,7 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
         return
     names, found = ", ".join(map(repr, missing)), ", ".join(map(repr, present)) or "none"
     what = f"no column {names} (present: {found})"
-    remedy = did_you_mean(
+    remedy = _most_similar(
         missing[0],
         present,
         "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task",
