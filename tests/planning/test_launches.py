@@ -83,9 +83,10 @@ def trainer_of(
 def planned(trainer: DiffusionTrainer | ConvertTrainer, **changes: Any) -> tuple[float, int]:
     """Launches and reads of a training step, for the trainer's settings and these changes."""
     lm, model = trainer.lm, blueprint(trainer.lm)
-    run = RunConfig(
-        model=StartConfig(path="tiny", attention=lm.attention, block_size=lm.block_size), output_dir="unused"
-    )
+    folder = trainer.args.output_folder / "planned"
+    lm.config.save_pretrained(folder)
+    pattern = {"attention": lm.attention, "block_size": lm.block_size}
+    run = RunConfig(model=StartConfig(path=str(folder), **pattern), output_dir="unused")
     work = trainer.args.workload(model, run)
     assert work is not None
     work = replace(work, **changes)
