@@ -242,7 +242,7 @@ def test_two_processes_give_the_result_of_one(folder):
         (["--lm-eval", "choices", "--style", "chat"], "no chat template"),
         (["--lm-eval", "texts", "--style", "chat"], "no chat template"),
         (["--lm-eval", "choices", "--data", "a.jsonl"], "data: is read by --task only"),
-        (["--lm-eval", "choices", "--split", "train"], "split: is read by --task only"),
+        (["--lm-eval", "choices", "--split", "train"], "split: is read by --task or --likelihood only"),
         (["--lm-eval", "choices", "--steps", "3"], "steps: no task generates text"),
         (
             ["--lm-eval", "choices,texts", "--cfg-scale", "1"],
