@@ -7,21 +7,33 @@ import copy
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BailingHybridConfig,
+    BambaConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     Olmo2Config,
+    OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     SmolLM3Config,
+    Zamba2Config,
 )
 
 from unmask.data.characters import SPECIAL, character_tokenizer
@@ -78,6 +90,83 @@ CONFIGURATIONS: dict[str, PreTrainedConfig] = {
 }
 NAMES = list(CONFIGURATIONS)
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+THREE = HEADS | {"num_hidden_layers": 3}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+}
+HYBRIDS: dict[str, PreTrainedConfig] = {
+    "qwen3_5_text": Qwen3_5TextConfig(**THREE, **DELTA_NET, **MIXED),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**THREE, **DELTA_NET, **MIXED, **EXPERTS, num_experts=4),
+    "qwen3_next": Qwen3NextConfig(**THREE, **DELTA_NET, **MIXED, **EXPERTS, num_experts=4),
+    "olmo_hybrid": OlmoHybridConfig(**GROUPED | {"num_hidden_layers": 3}, **DELTA_NET, **MIXED),
+    "nemotron_h": NemotronHConfig(
+        **HEADS,
+        layers_block_type=["mamba", "attention", "mamba", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        n_routed_experts=4,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=8,
+    ),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        **GROUPED | {"num_hidden_layers": 3},
+        **MAMBA,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        shared_intermediate_size=16,
+    ),
+    "bamba": BambaConfig(**GROUPED | {"num_hidden_layers": 3}, **MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": FalconH1Config(**HEADS, **MAMBA, mamba_d_ssm=32),
+    "zamba2": Zamba2Config(
+        **SHARED,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        n_mamba_heads=4,
+        mamba_d_state=8,
+        mamba_ngroups=1,
+        num_mem_blocks=1,
+        intermediate_size=24,
+        adapter_rank=4,
+    ),
+    "lfm2": Lfm2Config(
+        **GROUPED | {"num_hidden_layers": 3},
+        layer_types=["conv", "full_attention", "conv"],
+        block_ff_dim=24,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "kimi_linear": KimiLinearConfig(**THREE | LATENT, **MIXED),
+    "bailing_hybrid": BailingHybridConfig(**THREE | LATENT, **MIXED),
+}
+"""One of each type with recurrent layers."""
+
 WINDOWS_OF_LAYERS: dict[str, list[int | None]] = {
     "qwen2_windows": [WINDOW, WINDOW],
     "qwen3_windows": [WINDOW, WINDOW],
@@ -93,7 +182,7 @@ def tiny_model(name: str, attention: str = "eager", dtype: torch.dtype = torch.f
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(CONFIGURATIONS[name]), attn_implementation=attention, dtype=dtype
+            copy.deepcopy((CONFIGURATIONS | HYBRIDS)[name]), attn_implementation=attention, dtype=dtype
         )
     return model.eval()
 

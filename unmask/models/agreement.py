@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,20 @@ from unmask.config.run import AttentionName
 from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.attention import ATTENTION_NAME, Layout, make_mask
 from unmask.models.compiled import description
+from unmask.models.recurrent import read_in_blocks, recurrence
 
-LENGTH, WINDOW, VOCABULARY, WIDTH, EXPERTS = 9, 4, 32, 16, 4
-"""Sizes of the row and of the small copy: tokens, sliding windows, vocabulary, MLPs and experts."""
+LENGTH, WINDOW, VOCABULARY, WIDTH, EXPERTS, BLOCK = 9, 4, 32, 16, 4, 4
+"""Sizes of the row and of the small copy: tokens, sliding windows, vocabulary, MLPs, experts, and blocks
+for recurrent layers."""
 TOLERANCE = 1e-2
 """The tolerance for float32 logits, in their standard deviations. Another mask or position changes them by
 tens of this, rounding by a thousandth."""
 REMEDY = "Use a model of a type that docs/models.md lists"
 INNER = re.compile(r".*intermediate_size|.*ffn_dim|ffn_hidden_size|n_inner|mlp_hidden_size")
 MANY = re.compile(r"num_.*experts|n_routed_experts|moe_num_experts")
-CHOSEN = re.compile(r"num_experts_per_tok|moe_top_?k|moe_k|top_k|num_selected_experts")
+CHOSEN = re.compile(r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k|num_selected_experts")
+GROUPS = re.compile(r"n_group|num_expert_group|topk_group")
+STATES = re.compile(r"mamba_(d_head|head_?dim|d_ssm)")
 HEADS = re.compile(r".*attention_heads|n_head|num_heads")
 found_positions: dict[tuple[type, str], str | int] = {}
 """What `first_position` found for each type and configuration: the position, or what differs."""
@@ -104,14 +109,19 @@ def _differs(model: PreTrainedModel, first: int) -> str | None:
     model.set_attn_implementation("eager")
     expected_BTV = model(input_ids=ids_BT, use_cache=False).logits
     model.set_attn_implementation(ATTENTION_NAME)
+    recurrent = read_in_blocks(model)
 
-    def close(ids_BT: Tensor, documents_BT: Tensor) -> bool:
-        found_BTV = logits(ids_BT, documents_BT)[:, -LENGTH:]
+    def close(ids_BT: Tensor, documents_BT: Tensor, copies: int = 0) -> bool:
+        found_BTV = logits(ids_BT, documents_BT, copies=copies)[:, -LENGTH:]
         return torch.allclose(found_BTV, expected_BTV, rtol=0, atol=TOLERANCE * float(expected_BTV.std()))
 
-    def logits(ids_BT: Tensor, documents_BT: Tensor, pattern: AttentionName = "causal") -> Tensor:
-        layout = Layout.of(documents_BT)
+    def logits(
+        ids_BT: Tensor, documents_BT: Tensor, pattern: AttentionName = "causal", copies: int = 0
+    ) -> Tensor:
+        layout = Layout.of(documents_BT).with_noised_copies(copies)
         mask = make_mask(pattern, None, layout, layout)
+        if recurrent:
+            mask = replace(mask, recurrence=recurrence(layout, BLOCK, copies))
         return model(
             input_ids=ids_BT, position_ids=layout.position_BT + first, use_cache=False, unmask_mask=mask
         ).logits
@@ -121,6 +131,9 @@ def _differs(model: PreTrainedModel, first: int) -> str | None:
         return "its logits are not those of its own attention"
     if not close(torch.cat([ids_BT[:, :3], ids_BT], 1), torch.cat([alone_BT[:, :3], alone_BT + 1], 1)):
         return "the logits of a document depend on the one that is packed before it"
+    if recurrent:
+        both_BT = torch.cat([ids_BT, ids_BT], 1)
+        return None if close(both_BT, alone_BT, copies=1) else "its layers do not continue from a state"
     other_BT = torch.cat([ids_BT[:, :-1], ids_BT[:, :1]], 1)
     if ids_BT[0, 0] != ids_BT[0, -1] and torch.equal(
         *(logits(each, alone_BT, "bidirectional")[:, :1] for each in (ids_BT, other_BT))
@@ -164,9 +177,11 @@ def _small(config: PretrainedConfig, *, few: bool, narrow: bool) -> PretrainedCo
                 value = WIDTH
             elif MANY.fullmatch(name) or CHOSEN.fullmatch(name):
                 value = min(value, EXPERTS if MANY.fullmatch(name) else 2)
+            elif GROUPS.fullmatch(name):
+                value = 1
             elif name == "num_key_value_heads":
                 value //= key_divisor
-            elif HEADS.fullmatch(name) or (value and value % width == 0):
+            elif HEADS.fullmatch(name) or STATES.fullmatch(name) or (value and value % width == 0):
                 value //= divisor
             setattr(text, name, value)
     text.num_hidden_layers = kept

@@ -27,6 +27,7 @@ from unmask.models.kernels import cpu_tiles, flash, flex
 from unmask.models.kernels.cpu_tiles import Tiles
 from unmask.models.kernels.flash import DocumentSpans
 from unmask.models.mask_cache import MaskCache
+from unmask.models.recurrent import Recurrence, recurrence
 
 PATTERNS = get_args(AttentionName)
 DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
@@ -83,6 +84,8 @@ class AttentionMask:
     full: bool = False  # everything is known to be visible
     # for FlashAttention: those within which all tokens, or all earlier ones, are visible
     documents: DocumentSpans | None = None
+    # for recurrent layers; None: each row is one text from its beginning, perhaps with padding after it
+    recurrence: Recurrence | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
@@ -105,7 +108,10 @@ class AttentionMask:
             return self
         if device not in self._moved:
             positions = self.positions and (self.positions[0].to(device), self.positions[1].to(device))
-            self._moved[device] = AttentionMask(self.allowed_B1QK.to(device), positions, self.full)
+            recurrence = self.recurrence and self.recurrence.to(device)
+            self._moved[device] = AttentionMask(
+                self.allowed_B1QK.to(device), positions, self.full, recurrence=recurrence
+            )
         return self._moved[device]
 
     def annealed(self, visible_fraction: float, key: int) -> AttentionMask:
@@ -224,6 +230,7 @@ def unpadded_mask(
     copies: int,
     device: torch.device,
     causal_context: bool = False,
+    recurrent: bool = False,
 ) -> AttentionMask:
     """The mask of rows of one document without padding; cached, since it depends only on the arguments."""
 
@@ -231,10 +238,14 @@ def unpadded_mask(
     def make() -> AttentionMask:
         layout = Layout.full(length, device).with_noised_copies(copies)
         mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
-        return replace(mask, full=pattern == "bidirectional" and copies == 0)
+        return replace(
+            mask,
+            full=pattern == "bidirectional" and copies == 0,
+            recurrence=recurrence(layout, block_size, copies) if recurrent and copies else None,
+        )
 
     return _unpadded.get(
-        (pattern, block_size, length, copies, device, causal_context), make, (length * (copies + 1)) ** 2
+        (pattern, block_size, length, copies, device, causal_context, recurrent), make, (length * (copies + 1)) ** 2
     )
 
 

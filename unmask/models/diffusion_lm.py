@@ -53,6 +53,7 @@ from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embeddin
 from unmask.models.hub import upload_model
 from unmask.models.kernels import flash
 from unmask.models.model_card import CardFields, card_fields, write_card
+from unmask.models.recurrent import read_in_blocks, recurrence
 from unmask.models.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from unmask.models.module_methods import ModuleMethods
 
@@ -100,6 +101,7 @@ class DiffusionLM(ModuleMethods):
         padding_idx: the token whose embedding is never trained, in released models that have one
             (docs/models.md); else None.
         flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
+        recurrent: whether some layers read from left to right (Gated DeltaNet, Mamba, convolutions).
         cuda_graphs: whether the sampler records its passes as CUDA graphs (docs/generation.md).
     """
 
@@ -125,6 +127,7 @@ class DiffusionLM(ModuleMethods):
     ):
         check_pattern(attention, block_size, causal_context)
         model, compile_options = taken_apart(model)
+        self.recurrent = read_in_blocks(model)
         self._model: Any = model
         self.tokenizer = tokenizer
         self.attention: AttentionName = attention
@@ -371,7 +374,10 @@ class DiffusionLM(ModuleMethods):
             fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
             if self.causal_context:  # current blocks are read in both directions
                 layout = replace(layout, copy_BT=(fraction_BT > 0).long())
-                mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
+                mask = replace(
+                    make_mask(self.attention, self.block_size, layout, layout, causal_context=True),
+                    recurrence=mask.recurrence,
+                )
         index_N = None if target_BT is None else flat_indices(target_BT)
         if index_N is not None and self.logit_shift:
             index_N = (index_N - 1).clamp_min(0)
@@ -625,11 +631,21 @@ class DiffusionLM(ModuleMethods):
             )
         layout = layout.with_noised_copies(copies) if copies else layout
         if attention_mask_BT is None:
-            mask = unpadded_mask(self.attention, self.block_size, length, copies, device, self.causal_context)
+            mask = unpadded_mask(
+                self.attention,
+                self.block_size,
+                length,
+                copies,
+                device,
+                self.causal_context,
+                self.recurrent,
+            )
         else:
             mask = make_mask(
                 self.attention, self.block_size, layout, layout, causal_context=self.causal_context
             )
+            if self.recurrent:
+                mask = replace(mask, recurrence=recurrence(layout, self.block_size, copies))
         if self.flash_attention and self.attention != "block_causal":
             mask = replace(
                 mask,

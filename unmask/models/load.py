@@ -49,6 +49,7 @@ from unmask.models.model_files import (
     weight_files,
 )
 from unmask.models.model_paths import base_of_adapters, fetched, naming_adapters
+from unmask.models.recurrent import recurrent_layers
 from unmask.models.stored_adapters import stored_adapters
 from unmask.names import LOADING
 
@@ -456,11 +457,11 @@ def make_diffusion(
             where=name,
             remedy="Use an architecture with pluggable attention",
         )
-    if model._is_stateful:
+    if attention == "bidirectional" and recurrent_layers(model):
         raise ModelError(
-            "its recurrent layers read from left to right under any mask",
+            "its recurrent layers read from left to right",
             where=name,
-            remedy="Use a transformer",
+            remedy="Use attention block_causal, which such models have (recipe block)",
         )
     _check_layers(model)
     with _loading_unsharded():
@@ -488,6 +489,8 @@ def _check_layers(model: PreTrainedModel) -> None:
     attention, chunks."""
     text = model.config.get_text_config()
     masked = {"full_attention", "sliding_attention"}
+    if recurrent_layers(model):
+        masked |= {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "moe", "mlp"}
     if (getattr(text, "attention_chunk_size", None) or 0) >= (
         getattr(text, "max_position_embeddings", None) or math.inf
     ):

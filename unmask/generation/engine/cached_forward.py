@@ -10,7 +10,7 @@ drafts, W positions of a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from unmask.generation.engine.recorded_passes import forward, num_columns
 from unmask.generation.engine.slots import BatchEntry, BatchState, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
+from unmask.models.recurrent import Recurrence, Step
 
 
 class Extent(NamedTuple):
@@ -55,6 +56,7 @@ class Queries:
     path_BQK: Tensor | None = None
     # the keys that all this says; made by the first pass with these queries
     mask: AttentionMask | None = None
+    recurrence: Recurrence | None = None  # how recurrent layers read them
     num_clean: int = 0  # queries of clean tokens before those of a block
     width: int = 0  # of the block, and of each draft
 
@@ -127,7 +129,45 @@ def _block_queries(lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent]
     drafts = (ahead_Q, draft_start_BQ, draft_start_BQ + offset_Q) if copies > 1 else None
     queries = make_queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts)
     queries.num_clean, queries.width = num_clean, width
+    if lm.recurrent:
+        queries.recurrence = _recurrence(lm, slots, extents, num_clean, width, len(offset_Q))
     return queries
+
+
+def _recurrence(
+    lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent], num_clean: int, width: int, count: int
+) -> Recurrence:
+    """How recurrent layers read queries `[clean tokens | current block | drafts]`, `count` in all: the clean
+    tokens, after which their states are kept, then the block and each draft. With a logit shift the last
+    clean token is read with the block, in this pass and in later ones."""
+    steps, source_N, start = list[Step](), np.zeros(len(extents) * count, dtype=int), 0
+
+    def read(rows: list[tuple[int, np.ndarray]], *, writes: bool) -> None:
+        """Add a step of these sequences: the member and the columns of each."""
+        nonlocal start
+        longest = max(len(column_Q) for _, column_Q in rows)
+        index_RQ = np.zeros((len(rows), longest), dtype=int)
+        for row, (member, column_Q) in enumerate(rows):
+            index_RQ[row, : len(column_Q)] = member * count + column_Q
+            source_N[index_RQ[row, : len(column_Q)]] = start + row * longest + np.arange(len(column_Q))
+        steps.append(Step(index_RQ, slot_R=np.array([extents[m].slot for m, _ in rows]), writes=writes))
+        start += index_RQ.size
+
+    by_length: dict[int, list[tuple[int, np.ndarray]]] = {}  # a longer step would go past where a state is kept
+    last: list[tuple[int, np.ndarray]] = []
+    for member, (_, first, base, stop, num_drafts) in enumerate(extents):
+        clean = np.arange(first - base, 0) + num_clean
+        kept = max(len(clean) - int(lm.logit_shift), 0)
+        by_length.setdefault(kept, []).append((member, clean[:kept]))
+        for draft in range(num_drafts + 1):
+            block = np.arange(stop - base) + num_clean + draft * width
+            last.append((member, np.concatenate([clean[kept:], block])))
+    for length, rows in by_length.items():
+        if length:
+            read(rows, writes=True)
+    if any(len(column_Q) for _, column_Q in last):
+        read([row for row in last if len(row[1])], writes=False)
+    return Recurrence(steps, source_N, slots.ids_SC.device, len(extents))
 
 
 def cache_clean_tokens(
@@ -137,15 +177,21 @@ def cache_clean_tokens(
     slot_B1, start_B1, base_B1 = np.array(
         [(entry.slot, entry.num_cached, entry.base(lm)) for entry in entries]
     ).T[:, :, None]
-    position_BQ = start_B1 + np.arange((base_B1 - start_B1).max())
-    queries = make_queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
+    width = int((base_B1 - start_B1).max())
+    position_BQ = base_B1 + np.arange(-width, 0)
+    queries = make_queries(lm, slots, slot_B1, position_BQ, position_BQ >= start_B1, base_B1, base_B1)
+    if lm.recurrent:
+        extents = [Extent(entry.slot, entry.num_cached, base, base, 0) for entry, (base,) in zip(entries, base_B1.tolist(), strict=True)]
+        queries.recurrence = _recurrence(lm, slots, extents, width, 0, width)
     fill_in(lm, slots, queries)
     run_pass(lm, slots, entries, queries, int(base_B1.max()), queries.position_BQ.new_zeros(1), cache=cache)
 
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
-    base = entry.base(lm)
-    first = min(entry.num_cached, max(base - int(lm.logit_shift), 0))
+    base, shift = entry.base(lm), int(lm.logit_shift)
+    first = min(entry.num_cached, max(base - shift, 0))
+    if lm.recurrent:  # from where their states are
+        first = max(min(entry.num_cached, base) - shift, 0)
     stop, drafts = base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0
     return Extent(entry.slot, first, base, stop, drafts)
 
@@ -244,7 +290,8 @@ def run_pass(
             queries.hidden_BQ & (queries.copy_BQ > 0), layout, lm.attention, lm.block_size
         )
     if queries.mask is None:
-        queries.mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
+        mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
+        queries.mask = replace(mask, recurrence=queries.recurrence)
     inputs = ForwardInputs(queries.ids_BQ, layout, queries.mask, index_N, fraction_BQ, pruned=True)
     return forward(lm, inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, columns))
 

@@ -270,7 +270,10 @@ class Engine:
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.running:
             base, causal = self._prefix(sequence), sequence.config.self_speculative
-            if base == 0 or (sequence not in entering and sequence.num_cached < base):
+            cached = sequence.num_cached
+            # a recurrent layer has the state of the present only
+            ready = cached == base if self.lm.recurrent else cached >= base
+            if base == 0 or (sequence not in entering and not ready):
                 continue
             for slot, ids in zip(sequence.slots, sequence.texts, strict=True):
                 source = known.setdefault((sequence.config.deterministic, causal, tuple(ids[:base])), slot)

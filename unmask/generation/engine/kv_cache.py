@@ -3,13 +3,16 @@ every step overwrites its columns; when its tokens are final, one more pass writ
 tokens are never reused. Drafts of mode self-speculative are in any columns after those of the final tokens,
 and move to their positions when they are kept.
 
+A recurrent layer has one state per slot, after the clean tokens of its sequence (with a logit shift, before
+the last of them, which every pass computes again).
+
 Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from unmask.generation.engine.host import slot_index
+from unmask.models.recurrent import States
 
 
 class SlotCache(Cache):
@@ -26,6 +30,8 @@ class SlotCache(Cache):
     def __init__(self, memory: CacheMemory | None = None) -> None:
         super().__init__(layers=[])
         self.stored: list[tuple[Tensor, Tensor]] = []
+        self.places: dict[int, int] = {}  # in `stored`, of layers
+        self.states: dict[int, States] = {}  # of recurrent layers, [S, ...]
         self.shape = (0, 0)
         self.heads: dict[int, Tensor] = {}  # numbers [H, 1] of heads, by how many a layer has
         self.index: slice | Tensor = slice(0)  # of the slots of the current pass, in the order of its batch
@@ -47,12 +53,18 @@ class SlotCache(Cache):
             for old, new in zip(pair, grown, strict=True):
                 new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
             self.stored[layer] = grown
+        for states in self.states.values():
+            for name, old in states.items():
+                states[name] = old.new_zeros(slots, *old.shape[1:])
+                states[name][: kept[0]] = old[: kept[0]]
         self.shape, self._read = (slots, columns), []
 
     def copy(self, source: int, targets: int | Tensor, columns: int) -> None:
         """Copy the first columns of a slot to another, or to several."""
         for stored in chain.from_iterable(self.stored):
             stored[targets, :, :columns] = stored[source, :, :columns]
+        for state in self._all_states():
+            state[targets] = state[source].clone()
 
     def move(self, slot_N: Tensor, source_N: Tensor, target_N: Tensor) -> None:
         """Copy columns of slots to other columns of the same slots, all at once."""
@@ -61,7 +73,7 @@ class SlotCache(Cache):
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the slots. A masked key has weight 0, but 0 x NaN would be NaN."""
-        for stored in chain.from_iterable(self.stored):
+        for stored in chain(chain.from_iterable(self.stored), self._all_states()):
             stored[list(slots)] = 0
 
     def begin_pass(self, slots: list[int], slot_B1Q: Tensor, column_B1Q: Tensor, width: int) -> SlotCache:
@@ -79,22 +91,38 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width,
         D]."""
-        if layer_idx == len(self.stored):
+        place = self.places.setdefault(layer_idx, len(self.places))
+        if place == len(self.stored):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
         if (count := key_states.shape[1]) not in self.heads:
             self.heads[count] = torch.arange(count, device=key_states.device)[:, None]
         at = (self.slot_B1Q, self.heads[count], self.column_B1Q)
-        for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
+        for stored, new in zip(self.stored[place], (key_states, value_states), strict=True):
             stored[at] = new
-        if not torch.compiler.is_compiling() and layer_idx < len(self._read):
-            return self._read[layer_idx]
+        if not torch.compiler.is_compiling() and place < len(self._read):
+            return self._read[place]
         index = (
             self.index
             if isinstance(self.index, Tensor)
             else slice(self.index.start, self.index.start + len(key_states))
         )
-        keys, values = (stored[:, :, : self.width][index] for stored in self.stored[layer_idx])
+        keys, values = (stored[:, :, : self.width][index] for stored in self.stored[place])
         return keys, values
+
+    def read_states(self, layer: int, slot_R: Tensor) -> States:
+        """The states of a recurrent layer in these slots; empty: no sequence has any."""
+        return {name: state[slot_R] for name, state in self.states.get(layer, {}).items()}
+
+    def write_states(self, layer: int, slot_R: Tensor, states: States) -> None:
+        """Keep states of a recurrent layer."""
+        own = self.states.setdefault(layer, {})
+        for name, state in states.items():
+            if name not in own:
+                own[name] = state.new_zeros(self.shape[0], *state.shape[1:])
+            own[name][slot_R] = state
+
+    def _all_states(self) -> Iterator[Tensor]:
+        return chain.from_iterable(states.values() for states in self.states.values())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of tokens before the queries, for models; 0, since positions are passed."""

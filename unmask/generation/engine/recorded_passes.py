@@ -91,6 +91,7 @@ def passes_of(lm: DiffusionLM) -> RecordedPasses:
 def forward(lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None = None) -> Tensor:
     """`lm.forward` [N, V], as a CUDA graph where that is asked for and possible."""
     plain = inputs.mask.full or inputs.ids_BT.shape[1] < LEAST_QUERIES  # FlexAttention is compiled by itself
+    plain = plain and not lm.recurrent  # a graph has one order of slots and steps
     consecutive = cache is None or (isinstance(cache.index, slice) and bool(cache.stored))
     if (
         not (lm.cuda_graphs and plain and consecutive)

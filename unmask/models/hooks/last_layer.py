@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unmask.models.attention import attention_modules
+from unmask.models.recurrent import cache_name, recurrent_layers
 
 QUERIES = ("q_proj",)
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -55,10 +56,13 @@ class LastLayer:
     def of(cls, model: nn.Module) -> LastLayer:
         """The hooks of this model; created on first use."""
         hooks = cls()
-        attention = attention_modules(model)
+        attention = [module for module in attention_modules(model) if not cache_name(module)]
         if not attention:
             return hooks
         layer = next(module for module in model.modules() if attention[-1] in module.children())
+        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        if recurrent_layers(model) and not any(stack[-1] is layer for stack in stacks):
+            return hooks  # a recurrent layer after it reads all rows
         parts = [part for name, part in attention[-1].named_children() if name in QUERIES + OUTPUTS]
         for part in parts + [child for child in layer.children() if type(child).__name__.endswith("MLP")]:
             if (existing := hook_owner(part, cls)) is not None:

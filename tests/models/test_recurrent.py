@@ -1,0 +1,128 @@
+"""Recurrent layers under block-causal attention compute what a loop over blocks computes, with the model's own
+cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from tests.errors import raises
+from tests.models.configurations import ALPHABET, HYBRIDS, random_ids, tiny_lm, tiny_model
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ModelError
+from unmask.models.attention import AttentionMask, Layout, make_mask
+from unmask.models.load import make_diffusion
+from unmask.models.recurrent import recurrent_layers
+
+TOLERANCE = 2e-5
+"""transformers computes recurrences in float32, also of a float64 model."""
+OF_ONE_TOKEN = dict.fromkeys(HYBRIDS, TOLERANCE) | {"zamba2": 2e-3}
+"""Zamba2's update by a single token does not clamp the time step, as its scan does."""
+PACKED = torch.tensor([[1] * 7 + [2] * 5 + [0] * 2, [1] * 3 + [2] * 10 + [3]])
+every_type = pytest.mark.parametrize("name", HYBRIDS)
+
+
+def pieces(documents_BT):
+    """The row and columns of every document."""
+    for row, numbers_T in enumerate(documents_BT):
+        for number in numbers_T.unique().tolist():
+            if number:
+                yield row, torch.nonzero(numbers_T == number)[:, 0]
+
+
+@every_type
+def test_blocks_of_one_token_compute_the_causal_model(name):
+    ids_BT = random_ids(2, 11)
+    with torch.no_grad():
+        model = tiny_model(name)
+        model.set_experts_implementation("eager")  # torch's grouped products do not support float64
+        expected_BTV = model(input_ids=ids_BT).logits
+        lm = tiny_lm(name, "block_causal", 1, shift=True)
+        found_BTV = lm.logits(ids_BT)
+        hidden_BMT = torch.zeros(2, 1, 11, dtype=torch.bool)
+        inputs = lm.stacked_inputs(ids_BT, hidden_BMT, None, torch.ones_like(hidden_BMT))
+        stacked_BTV = lm.forward(inputs).view(2, 11, -1)
+    others = slice(0, lm.mask_token_id)
+    for one_BTV, tolerance in ((found_BTV, TOLERANCE), (stacked_BTV, OF_ONE_TOKEN[name])):
+        expected = expected_BTV[:, :-1, others].double()
+        torch.testing.assert_close(one_BTV[:, 1:, others], expected, rtol=tolerance, atol=tolerance)
+
+
+@every_type
+@pytest.mark.parametrize("copies, block_size, shift", [(1, 4, False), (2, 3, True)])
+@pytest.mark.parametrize("documents_BT", [torch.ones(2, 9, dtype=torch.long), PACKED], ids=["whole", "packed"])
+def test_noised_copies_have_the_loss_and_gradients_of_a_loop(name, copies, block_size, shift, documents_BT):
+    lm = tiny_lm(name, "block_causal", block_size, shift=shift)
+    count, length = documents_BT.shape
+    ids_BT = random_ids(count, length)
+    draw = torch.Generator().manual_seed(1)
+    hidden_BMT = (torch.rand(count, copies, length, generator=draw) < 0.5) & (documents_BT > 0)[:, None]
+    if shift:  # nothing predicts the first token of a document
+        for row, columns in pieces(documents_BT):
+            hidden_BMT[row, :, columns[0]] = False
+    mask_BT = None if documents_BT.max() == 1 else documents_BT
+    target_N = ids_BT[:, None].expand_as(hidden_BMT)[hidden_BMT]
+    loss = -lm.log_probs(lm.stacked_inputs(ids_BT, hidden_BMT, mask_BT, hidden_BMT), target_N).sum()
+    weights = {key: weight for key, weight in lm.model.named_parameters() if weight.requires_grad}
+    found = torch.autograd.grad(loss, weights.values(), allow_unused=True)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for row, columns in pieces(documents_BT):
+        for copy in range(copies):
+            for start in range(0, len(columns), block_size):
+                block = columns[start : start + block_size]
+                hidden_T = torch.cat([torch.zeros(start, dtype=torch.bool), hidden_BMT[row, copy, block]])
+                if hidden_T.any():
+                    clean_T = ids_BT[row, columns[: start + block_size]]
+                    noisy_1T = clean_T.masked_fill(hidden_T, lm.mask_token_id)[None]
+                    inputs = lm.noised_inputs(noisy_1T, None, hidden_T[None])
+                    expected = expected - lm.log_probs(inputs, clean_T[hidden_T]).sum()
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
+    for key, one, other in zip(
+        weights, found, torch.autograd.grad(expected, weights.values(), allow_unused=True), strict=True
+    ):
+        if one is not None or other is not None:
+            scale = float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=0, atol=5 * TOLERANCE * max(scale, 1.0), msg=lambda text: f"{key}: {text}")
+
+
+@every_type
+def test_a_noised_block_continues_from_the_models_own_cache(name):
+    size, lm = 3, tiny_lm(name, "block_causal", 3)
+    ids_1T, hidden_11T = random_ids(1, 9), torch.zeros(1, 1, 9, dtype=torch.bool)
+    hidden_11T[..., ::2] = True
+    with torch.no_grad():
+        found_NV = lm.forward(lm.stacked_inputs(ids_1T, hidden_11T, None, hidden_11T))
+        expected = []
+        for start in range(0, 9, size):
+            cache = DynamicCache(config=lm.config)
+            if start:
+                layout = Layout.full(start, ids_1T.device)
+                mask = make_mask("block_causal", size, layout, layout)
+                lm.model(ids_1T[:, :start], unmask_mask=mask, past_key_values=cache, use_cache=True)
+            at = slice(start, start + size)
+            noisy_1Q = ids_1T[:, at].masked_fill(hidden_11T[0, :, at], lm.mask_token_id)
+            visible = AttentionMask(torch.ones(1, 1, size, start + size, dtype=torch.bool), None)
+            out = lm.model(
+                noisy_1Q,
+                position_ids=torch.arange(start, start + size)[None],
+                unmask_mask=visible,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            expected.append(out.logits[0][hidden_11T[0, 0, at]])
+    others = slice(0, lm.mask_token_id)
+    torch.testing.assert_close(found_NV[:, others], torch.cat(expected)[:, others].double(), rtol=0, atol=TOLERANCE)
+
+
+def test_bidirectional_attention_is_refused():
+    model = tiny_model("qwen3_5_text")
+    with raises(ModelError, where=type(model).__name__) as refused:
+        make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
+    assert "block_causal" in refused.value.remedy
+
+
+@every_type
+def test_every_type_has_recurrent_layers(name):
+    assert recurrent_layers(tiny_model(name))

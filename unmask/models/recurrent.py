@@ -1,0 +1,239 @@
+"""Recurrent layers (Gated DeltaNet, Mamba 2, short convolutions) under a block-causal pattern.
+
+Such a layer reads every document from left to right. A noised block starts from the state that the clean text
+before it has left, as in cached generation (Nemotron TwoTower, NVIDIA 2026). So rows are read in steps: the
+first step has the first block of every document with its noised copies, and each later step starts from the
+states after the clean blocks of the one before.
+
+The layers are those of transformers, called once a step with a cache that gives and takes their states.
+
+Shapes: B batch, L tokens of a row, R sequences of a step, Q tokens of each, N = R * Q of all steps, D hidden
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from unmask.models.attention import Layout
+
+CHUNK = 64
+"""Tokens of a step where rows have no noised copies, the chunk of transformers' own kernels."""
+States = dict[str, Tensor]
+"""The states of one layer and several sequences, convolutional and recurrent."""
+
+
+class StateTable(Protocol):
+    """Where the states of running sequences are kept between passes."""
+
+    def read_states(self, layer: int, slot_R: Tensor) -> States: ...
+
+    def write_states(self, layer: int, slot_R: Tensor, states: States) -> None: ...
+
+
+class Step(NamedTuple):
+    """Sequences that a layer reads at once. A shorter one ends with tokens that are not used."""
+
+    index_RQ: np.ndarray  # of the tokens, in a row
+    # the sequences of the step before whose last states are the first ones of these; None: they are zero, or
+    # in the table
+    parent_R: np.ndarray | None = None
+    slot_R: np.ndarray | None = None  # in the table of states; None: they are not there
+    writes: bool = False  # the last states are written to the table
+
+
+class Recurrence:
+    """How recurrent layers read the rows of a batch.
+
+    Args:
+        steps: in order.
+        source_L: where the output of each token is, among those of all steps.
+        rows: the rows of the batch that count as one; 1: all rows are alike.
+    """
+
+    def __init__(self, steps: Sequence[Step], source_L: np.ndarray, device: torch.device, rows: int = 1):
+        self.rows, self.steps = rows, steps
+
+        def moved(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        self._shapes = [step.index_RQ.shape for step in steps]
+        self._index_N = moved(np.concatenate([step.index_RQ.ravel() for step in steps]))
+        self._parents = [None if step.parent_R is None else moved(step.parent_R) for step in steps]
+        self._slots = [None if step.slot_R is None else moved(step.slot_R) for step in steps]
+        self._source_L = moved(source_L)
+
+    def to(self, device: torch.device) -> Recurrence:
+        return Recurrence(self.steps, self._source_L.cpu().numpy(), device, self.rows)
+
+    def run(self, layer: Layer, hidden_BLD: Tensor, table: StateTable | None) -> Tensor:
+        """The output [B, L, D] of a layer."""
+        shape = hidden_BLD.shape
+        hidden_BLD = hidden_BLD.reshape(-1, self.rows * shape[1], shape[2])
+        batch, outs, states = len(hidden_BLD), list[Tensor](), States()
+        sizes = [rows * width for rows, width in self._shapes]
+        parts = hidden_BLD.index_select(1, self._index_N).split(sizes, 1)
+        for part_BND, step, size, parent_R, slot_R in zip(
+            parts, self.steps, self._shapes, self._parents, self._slots, strict=True
+        ):
+            if slot_R is not None and table is not None:
+                states = table.read_states(layer.number, slot_R)
+            elif parent_R is None:
+                states = {}
+            else:
+                states = {
+                    name: state.unflatten(0, (batch, -1)).index_select(1, parent_R).flatten(0, 1)
+                    for name, state in states.items()
+                }
+            out, states = layer.read(part_BND.unflatten(1, size).flatten(0, 1), states)
+            outs.append(out.unflatten(0, (batch, -1)).flatten(1, 2))
+            if step.writes and table is not None and slot_R is not None:
+                table.write_states(layer.number, slot_R, states)
+        return torch.cat(outs, 1).index_select(1, self._source_L).reshape(shape)
+
+
+def recurrence(layout: Layout, block_size: int | None, copies: int) -> Recurrence:
+    """How rows are read that have noised copies before the clean tokens, or none: all documents side by side,
+    block after block."""
+    block_size = (block_size or 1) if copies else CHUNK
+    document_L, position_L, copy_L = (
+        part.cpu().numpy().reshape(-1) for part in (layout.document_BT, layout.position_BT, layout.copy_BT)
+    )
+    rows, length = layout.document_BT.shape
+    real_N = np.flatnonzero(document_L > 0)
+    text_N = real_N // length * (document_L.max() + 1) + document_L[real_N]  # numbers each document
+    _, text_N = np.unique(text_N, return_inverse=True)
+    block_N, offset_N = position_L[real_N] // block_size, position_L[real_N] % block_size
+    num_blocks = np.zeros(text_N.max(initial=-1) + 1, dtype=int)
+    np.maximum.at(num_blocks, text_N, block_N + 1)
+    rank = np.empty_like(num_blocks)  # longer documents first: a step has the first ones of the step before
+    rank[np.argsort(-num_blocks, kind="stable")] = np.arange(len(num_blocks))
+    table = np.full((num_blocks.max(initial=0), copies + 1, len(num_blocks), block_size), -1)
+    table[block_N, copy_L[real_N], rank[text_N], offset_N] = real_N
+    steps, source_L, start = list[Step](), np.zeros(rows * length, dtype=int), 0
+    for number, index_MRQ in enumerate(table):
+        count = int((num_blocks > number).sum())
+        width = max(int((index_MRQ >= 0).any((0, 1)).sum()), min(2, block_size))
+        index_RQ = index_MRQ[:, :count, :width].reshape(-1, width)
+        at = np.flatnonzero(index_RQ >= 0)
+        source_L[index_RQ.ravel()[at]] = start + at
+        parent_R = np.tile(np.arange(count), copies + 1) if number else None
+        steps.append(Step(index_RQ.clip(0), parent_R))
+        start += index_RQ.size
+    return Recurrence(steps, source_L, layout.document_BT.device, rows)
+
+
+class Layer:
+    """The forward method of a recurrent layer, in place of its own."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.cache_name = cache_name(module)
+
+    @property
+    def number(self) -> int:
+        number: Any = self.module.layer_idx
+        return int(number)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, unmask_mask: Any = None, **named: Any) -> Tensor:
+        reading: Recurrence | None = getattr(unmask_mask, "recurrence", None)
+        if reading is None:  # a row is one text, from its beginning
+            return type(self.module).forward(self.module, hidden_states, *args, **named)
+        return reading.run(self, hidden_states, named.get(self.cache_name))
+
+    def read(self, hidden_RQD: Tensor, states: States) -> tuple[Tensor, States]:
+        """Read sequences from these states on; empty: from the beginning. Returns the outputs and the last
+        states."""
+        cache, width = OneStep(states), hidden_RQD.shape[1]
+        with _chunk(self.module, width) as named, _saving_copies(width == 1):
+            out = type(self.module).forward(self.module, hidden_RQD, **{self.cache_name: cache}, **named)
+        return out, cache.states
+
+
+@contextmanager
+def _chunk(module: Any, width: int) -> Iterator[dict[str, int]]:
+    """Do not pad to the usual chunk of a layer's kernel where fewer tokens are read. It is an attribute of
+    some layers, and an argument of others, which the context gives."""
+    usual = getattr(module, "chunk_size", None)
+    if usual is None:
+        yield {"chunk_size": min(CHUNK, width)}
+        return
+    module.chunk_size = min(usual, width)
+    try:
+        yield {}
+    finally:
+        module.chunk_size = usual
+
+
+def _saving_copies(single: bool) -> AbstractContextManager[object]:
+    """With a single token Mamba 2 overwrites the state, which its gradient needs."""
+    if not (single and torch.is_grad_enabled()):
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+
+
+class OneStep:
+    """What a layer sees of a cache of transformers (`transformers.Cache`) in one step."""
+
+    def __init__(self, states: States):
+        self.states = dict(states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: then no layer overwrites the state of its convolution."""
+        return True
+
+    def has_previous_state(self, layer_idx: int | None = None) -> bool:
+        return bool(self.states)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(f"conv {state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.get(f"recurrent {state_idx}")
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        """The inputs of the convolution [R, C, K + Q], with the K of the state before them."""
+        name = f"conv {state_idx}"
+        before = self.states.get(name)
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
+        both = torch.cat([before, conv_states], -1)
+        self.states[name] = both[..., -conv_kernel_size:]
+        return both
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self.states[f"recurrent {state_idx}"] = recurrent_states
+        return recurrent_states
+
+
+def cache_name(module: nn.Module) -> str:
+    """The argument by which a recurrent layer takes its cache; "": it is no recurrent layer."""
+    kind = type(module)
+    names = signature(kind.forward).parameters if hasattr(module, "layer_idx") else {}
+    if "cache_params" in names:
+        return "cache_params"
+    return "past_key_values" if "past_key_values" in names and kind.__name__.endswith("Conv") else ""
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The recurrent layers of a model of transformers, in order."""
+    return [module for module in model.modules() if cache_name(module)]
+
+
+def read_in_blocks(model: nn.Module) -> bool:
+    """Let the recurrent layers of a model read rows as the mask says (`AttentionMask.recurrence`). Returns
+    whether there are some."""
+    layers = recurrent_layers(model)
+    for module in layers:
+        module.forward = Layer(module)
+    return bool(layers)
