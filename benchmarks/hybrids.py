@@ -126,8 +126,8 @@ def main() -> None:
         steps[f"{name}, converted"] = Diffusion(converted(model, options.block), batch)
         check(steps[f"{name}, converted"])
     seconds, rows = turns(steps, options.rounds), []
-    for name in steps:
-        memory = peak_bytes(lambda name=name: steps[name].loss().backward()) / 2**20
+    for name, step in steps.items():
+        memory = peak_bytes(lambda step=step: step.loss().backward()) / 2**20  # type: ignore[misc]
         rows.append((name, f"{min(seconds[name]):.2f} s, {memory:.0f} MB", ""))
     for name, goal in (("Qwen3.5", "at most 2.2"), ("Llama", "")):
         factor = ratio(seconds, f"{name}, converted", f"{name}, causal")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.generation.cases import PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples, partly_slow
+from tests.models.configurations import HYBRIDS, tiny_lm
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
@@ -56,6 +57,22 @@ def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size
     assert_same(fast, naive.generate(lm, prompts, config))
     assert fast.prompts == prompts
     assert all(0 <= token < lm.mask_token_id for tokens in fast.tokens for token in tokens)
+
+
+@partly_slow("name", list(HYBRIDS), 3)
+@pytest.mark.parametrize("block_size, logit_shift", [(4, False), (3, True)])
+@examples(60)
+@given(data=st.data())
+def test_the_tokens_of_recurrent_layers_are_those_of_the_naive_sampler(name, block_size, logit_shift, data):
+    lm = tiny_lm(name, "block_causal", block_size, shift=logit_shift)
+    ids = st.integers(0, lm.mask_token_id)
+    prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=4))
+    prompts += data.draw(st.permutations(prompts))  # shared ones
+    config = data.draw(configs("block_causal", block_size))
+    fast, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
+    assert (fast.tokens, fast.steps) == (slow.tokens, slow.steps)
+    for got, expected in zip(fast.log_probs, slow.log_probs, strict=True):
+        assert got == pytest.approx(expected, abs=1e-4)  # recurrences are computed in float32
 
 
 @every_pattern

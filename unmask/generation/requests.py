@@ -188,6 +188,12 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
             "causal_context)"
         )
         raise GenerationError(what, where="mode", remedy=remedy)
+    if config.self_speculative and lm.recurrent:
+        raise GenerationError(
+            "a recurrent layer has one state a sequence, and not one for each draft",
+            where="mode",
+            remedy="Use mode 'denoise' (num_speculative_tokens drafts there)",
+        )
     if config.self_speculative and (columns := num_columns(lm, config)) > MOST_SPECULATIVE_COLUMNS:
         what = (
             f"a pass would have {columns:,} positions beside the text, more than {MOST_SPECULATIVE_COLUMNS:,}"

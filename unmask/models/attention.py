@@ -245,7 +245,9 @@ def unpadded_mask(
         )
 
     return _unpadded.get(
-        (pattern, block_size, length, copies, device, causal_context, recurrent), make, (length * (copies + 1)) ** 2
+        (pattern, block_size, length, copies, device, causal_context, recurrent),
+        make,
+        (length * (copies + 1)) ** 2,
     )
 
 

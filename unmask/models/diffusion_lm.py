@@ -53,9 +53,9 @@ from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embeddin
 from unmask.models.hub import upload_model
 from unmask.models.kernels import flash
 from unmask.models.model_card import CardFields, card_fields, write_card
-from unmask.models.recurrent import read_in_blocks, recurrence
 from unmask.models.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from unmask.models.module_methods import ModuleMethods
+from unmask.models.recurrent import read_in_blocks, recurrence
 
 SHARD = "50GB"  # as in transformers
 

@@ -34,20 +34,19 @@ States = dict[str, Tensor]
 class StateTable(Protocol):
     """Where the states of running sequences are kept between passes."""
 
-    def read_states(self, layer: int, slot_R: Tensor) -> States: ...
+    def read_states(self, layer: int, slot_S: Tensor) -> States: ...
 
-    def write_states(self, layer: int, slot_R: Tensor, states: States) -> None: ...
+    def write_states(self, layer: int, slot_S: Tensor, states: States) -> None: ...
 
 
 class Step(NamedTuple):
     """Sequences that a layer reads at once. A shorter one ends with tokens that are not used."""
 
     index_RQ: np.ndarray  # of the tokens, in a row
-    # the sequences of the step before whose last states are the first ones of these; None: they are zero, or
-    # in the table
-    parent_R: np.ndarray | None = None
-    slot_R: np.ndarray | None = None  # in the table of states; None: they are not there
-    writes: bool = False  # the last states are written to the table
+    # where the first states are among the last ones of the step before, or among those of the slots; None:
+    # they are zero
+    source_R: np.ndarray | None = None
+    kept: bool = False  # the last states are those of the slots from now on
 
 
 class Recurrence:
@@ -55,49 +54,62 @@ class Recurrence:
 
     Args:
         steps: in order.
-        source_L: where the output of each token is, among those of all steps.
+        place_L: where the output of each token is, among those of all steps.
         rows: the rows of the batch that count as one; 1: all rows are alike.
+        slot_S: the slots of a table of states, of running sequences; None: rows begin from zero states.
     """
 
-    def __init__(self, steps: Sequence[Step], source_L: np.ndarray, device: torch.device, rows: int = 1):
-        self.rows, self.steps = rows, steps
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        place_L: np.ndarray,
+        device: torch.device,
+        rows: int = 1,
+        slot_S: np.ndarray | None = None,
+    ):
+        self._given = steps, place_L, rows, slot_S
 
         def moved(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return torch.tensor(array, device=device)
 
-        self._shapes = [step.index_RQ.shape for step in steps]
+        self.rows, self.steps = rows, steps
         self._index_N = moved(np.concatenate([step.index_RQ.ravel() for step in steps]))
-        self._parents = [None if step.parent_R is None else moved(step.parent_R) for step in steps]
-        self._slots = [None if step.slot_R is None else moved(step.slot_R) for step in steps]
-        self._source_L = moved(source_L)
+        self._sources = [None if step.source_R is None else moved(step.source_R) for step in steps]
+        self._place_L = moved(place_L)
+        self._slot_S = None if slot_S is None else moved(slot_S)
 
     def to(self, device: torch.device) -> Recurrence:
-        return Recurrence(self.steps, self._source_L.cpu().numpy(), device, self.rows)
+        steps, place_L, rows, slot_S = self._given
+        return Recurrence(steps, place_L, device, rows, slot_S)
 
     def run(self, layer: Layer, hidden_BLD: Tensor, table: StateTable | None) -> Tensor:
         """The output [B, L, D] of a layer."""
         shape = hidden_BLD.shape
         hidden_BLD = hidden_BLD.reshape(-1, self.rows * shape[1], shape[2])
-        batch, outs, states = len(hidden_BLD), list[Tensor](), States()
-        sizes = [rows * width for rows, width in self._shapes]
+        batch, outs = len(hidden_BLD), list[Tensor]()
+        of_slots, last = States(), States()
+        if table is not None and self._slot_S is not None:
+            of_slots = table.read_states(layer.number, self._slot_S)
+        sizes = [step.index_RQ.size for step in self.steps]
         parts = hidden_BLD.index_select(1, self._index_N).split(sizes, 1)
-        for part_BND, step, size, parent_R, slot_R in zip(
-            parts, self.steps, self._shapes, self._parents, self._slots, strict=True
-        ):
-            if slot_R is not None and table is not None:
-                states = table.read_states(layer.number, slot_R)
-            elif parent_R is None:
-                states = {}
-            else:
-                states = {
-                    name: state.unflatten(0, (batch, -1)).index_select(1, parent_R).flatten(0, 1)
-                    for name, state in states.items()
+        for part_BND, step, source_R in zip(parts, self.steps, self._sources, strict=True):
+            first = States()
+            if source_R is not None:
+                known = last if self._slot_S is None else of_slots
+                first = {
+                    name: state.unflatten(0, (batch, -1)).index_select(1, source_R).flatten(0, 1)
+                    for name, state in known.items()
                 }
-            out, states = layer.read(part_BND.unflatten(1, size).flatten(0, 1), states)
+            out, last = layer.read(part_BND.unflatten(1, step.index_RQ.shape).flatten(0, 1), first)
             outs.append(out.unflatten(0, (batch, -1)).flatten(1, 2))
-            if step.writes and table is not None and slot_R is not None:
-                table.write_states(layer.number, slot_R, states)
-        return torch.cat(outs, 1).index_select(1, self._source_L).reshape(shape)
+            if step.kept and self._slot_S is not None and source_R is not None:
+                for name, state in last.items():
+                    if name not in of_slots:
+                        of_slots[name] = state.new_zeros(len(self._slot_S), *state.shape[1:])
+                    of_slots[name][source_R] = state
+        if table is not None and self._slot_S is not None:
+            table.write_states(layer.number, self._slot_S, of_slots)
+        return torch.cat(outs, 1).index_select(1, self._place_L).reshape(shape)
 
 
 def recurrence(layout: Layout, block_size: int | None, copies: int) -> Recurrence:
@@ -118,17 +130,17 @@ def recurrence(layout: Layout, block_size: int | None, copies: int) -> Recurrenc
     rank[np.argsort(-num_blocks, kind="stable")] = np.arange(len(num_blocks))
     table = np.full((num_blocks.max(initial=0), copies + 1, len(num_blocks), block_size), -1)
     table[block_N, copy_L[real_N], rank[text_N], offset_N] = real_N
-    steps, source_L, start = list[Step](), np.zeros(rows * length, dtype=int), 0
+    steps, place_L, start = list[Step](), np.zeros(rows * length, dtype=int), 0
     for number, index_MRQ in enumerate(table):
         count = int((num_blocks > number).sum())
         width = max(int((index_MRQ >= 0).any((0, 1)).sum()), min(2, block_size))
         index_RQ = index_MRQ[:, :count, :width].reshape(-1, width)
         at = np.flatnonzero(index_RQ >= 0)
-        source_L[index_RQ.ravel()[at]] = start + at
-        parent_R = np.tile(np.arange(count), copies + 1) if number else None
-        steps.append(Step(index_RQ.clip(0), parent_R))
+        place_L[index_RQ.ravel()[at]] = start + at
+        source_R = np.tile(np.arange(count), copies + 1) if number else None
+        steps.append(Step(index_RQ.clip(0), source_R))
         start += index_RQ.size
-    return Recurrence(steps, source_L, layout.document_BT.device, rows)
+    return Recurrence(steps, place_L, layout.document_BT.device, rows)
 
 
 class Layer:

@@ -9,8 +9,8 @@ drafts, W positions of a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -57,6 +57,8 @@ class Queries:
     # the keys that all this says; made by the first pass with these queries
     mask: AttentionMask | None = None
     recurrence: Recurrence | None = None  # how recurrent layers read them
+    # by slot, the tokens that their states have read after the pass
+    num_read: Mapping[int, int] = field(default_factory=dict)
     num_clean: int = 0  # queries of clean tokens before those of a block
     width: int = 0  # of the block, and of each draft
 
@@ -79,7 +81,7 @@ def cached_pass(
     token again, because it predicts the first token of the block."""
     assert slots.cache is not None
     device = position_N.device
-    extents = tuple(_extent(lm, entry) for entry in entries)
+    extents = tuple(_extent(lm, entry, slots.cache) for entry in entries)
     cells = (
         len(extents)
         * max(extent.stop for extent in extents)
@@ -130,44 +132,49 @@ def _block_queries(lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent]
     queries = make_queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts)
     queries.num_clean, queries.width = num_clean, width
     if lm.recurrent:
-        queries.recurrence = _recurrence(lm, slots, extents, num_clean, width, len(offset_Q))
+        bases = [num_clean] * len(extents)
+        _read_in_steps(lm, queries, extents, bases)
     return queries
 
 
-def _recurrence(
-    lm: DiffusionLM, slots: BatchState, extents: Sequence[Extent], num_clean: int, width: int, count: int
-) -> Recurrence:
-    """How recurrent layers read queries `[clean tokens | current block | drafts]`, `count` in all: the clean
-    tokens, after which their states are kept, then the block and each draft. With a logit shift the last
-    clean token is read with the block, in this pass and in later ones."""
-    steps, source_N, start = list[Step](), np.zeros(len(extents) * count, dtype=int), 0
+def _read_in_steps(
+    lm: DiffusionLM, queries: Queries, extents: Sequence[Extent], bases: Sequence[int]
+) -> None:
+    """Let recurrent layers read the clean tokens, after which their states are kept, then the block and each
+    draft. With a logit shift the last clean token is read with the block, in this pass and in later ones.
+    `bases`: the column of each sequence's query at `base`."""
+    count, shift = queries.position_BQ.shape[1], int(lm.logit_shift)
+    steps, place_N, start = list[Step](), np.zeros(len(extents) * count, dtype=int), 0
 
-    def read(rows: list[tuple[int, np.ndarray]], *, writes: bool) -> None:
+    def read(rows: list[tuple[int, np.ndarray]], *, kept: bool) -> None:
         """Add a step of these sequences: the member and the columns of each."""
         nonlocal start
         longest = max(len(column_Q) for _, column_Q in rows)
         index_RQ = np.zeros((len(rows), longest), dtype=int)
         for row, (member, column_Q) in enumerate(rows):
             index_RQ[row, : len(column_Q)] = member * count + column_Q
-            source_N[index_RQ[row, : len(column_Q)]] = start + row * longest + np.arange(len(column_Q))
-        steps.append(Step(index_RQ, slot_R=np.array([extents[m].slot for m, _ in rows]), writes=writes))
+            place_N[index_RQ[row, : len(column_Q)]] = start + row * longest + np.arange(len(column_Q))
+        steps.append(Step(index_RQ, np.array([member for member, _ in rows]), kept))
         start += index_RQ.size
 
-    by_length: dict[int, list[tuple[int, np.ndarray]]] = {}  # a longer step would go past where a state is kept
+    # of equal lengths, since padding would change the state that is kept
+    by_length: dict[int, list[tuple[int, np.ndarray]]] = {}
     last: list[tuple[int, np.ndarray]] = []
-    for member, (_, first, base, stop, num_drafts) in enumerate(extents):
-        clean = np.arange(first - base, 0) + num_clean
-        kept = max(len(clean) - int(lm.logit_shift), 0)
-        by_length.setdefault(kept, []).append((member, clean[:kept]))
-        for draft in range(num_drafts + 1):
-            block = np.arange(stop - base) + num_clean + draft * width
-            last.append((member, np.concatenate([clean[kept:], block])))
+    for member, (extent, at) in enumerate(zip(extents, bases, strict=True)):
+        clean_Q = np.arange(extent.first - extent.base, 0) + at
+        kept = max(len(clean_Q) - shift, 0)
+        by_length.setdefault(kept, []).append((member, clean_Q[:kept]))
+        block_Q = np.arange(extent.stop - extent.base) + at
+        for draft in range(extent.num_drafts + 1):
+            last.append((member, np.concatenate([clean_Q[kept:], block_Q + draft * queries.width])))
     for length, rows in by_length.items():
         if length:
-            read(rows, writes=True)
-    if any(len(column_Q) for _, column_Q in last):
-        read([row for row in last if len(row[1])], writes=False)
-    return Recurrence(steps, source_N, slots.ids_SC.device, len(extents))
+            read(rows, kept=True)
+    if rows := [row for row in last if len(row[1])]:
+        read(rows, kept=False)
+    slot_S = np.array([extent.slot for extent in extents])
+    queries.recurrence = Recurrence(steps, place_N, queries.position_BQ.device, len(extents), slot_S)
+    queries.num_read = {extent.slot: max(extent.base - shift, 0) for extent in extents}
 
 
 def cache_clean_tokens(
@@ -177,21 +184,23 @@ def cache_clean_tokens(
     slot_B1, start_B1, base_B1 = np.array(
         [(entry.slot, entry.num_cached, entry.base(lm)) for entry in entries]
     ).T[:, :, None]
-    width = int((base_B1 - start_B1).max())
-    position_BQ = base_B1 + np.arange(-width, 0)
-    queries = make_queries(lm, slots, slot_B1, position_BQ, position_BQ >= start_B1, base_B1, base_B1)
+    position_BQ = start_B1 + np.arange((base_B1 - start_B1).max())
+    queries = make_queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
     if lm.recurrent:
-        extents = [Extent(entry.slot, entry.num_cached, base, base, 0) for entry, (base,) in zip(entries, base_B1.tolist(), strict=True)]
-        queries.recurrence = _recurrence(lm, slots, extents, width, 0, width)
+        extents = [
+            Extent(entry.slot, entry.num_cached, entry.base(lm), entry.base(lm), 0) for entry in entries
+        ]
+        bases = [extent.base - extent.first for extent in extents]
+        _read_in_steps(lm, queries, extents, bases)
     fill_in(lm, slots, queries)
     run_pass(lm, slots, entries, queries, int(base_B1.max()), queries.position_BQ.new_zeros(1), cache=cache)
 
 
-def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
-    base, shift = entry.base(lm), int(lm.logit_shift)
-    first = min(entry.num_cached, max(base - shift, 0))
-    if lm.recurrent:  # from where their states are
-        first = max(min(entry.num_cached, base) - shift, 0)
+def _extent(lm: DiffusionLM, entry: BatchEntry, cache: SlotCache) -> Extent:
+    base = entry.base(lm)
+    first = min(entry.num_cached, max(base - int(lm.logit_shift), 0))
+    if lm.recurrent:  # from where its states are
+        first = cache.num_read[entry.slot]
     stop, drafts = base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0
     return Extent(entry.slot, first, base, stop, drafts)
 
@@ -293,7 +302,11 @@ def run_pass(
         mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
         queries.mask = replace(mask, recurrence=queries.recurrence)
     inputs = ForwardInputs(queries.ids_BQ, layout, queries.mask, index_N, fraction_BQ, pruned=True)
-    return forward(lm, inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, columns))
+    logits_NV = forward(
+        lm, inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, columns)
+    )
+    cache.keep_states(queries.num_read)
+    return logits_NV
 
 
 def _mask(queries: Queries, columns: int, cache: SlotCache, windows: bool) -> AttentionMask:

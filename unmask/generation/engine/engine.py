@@ -270,11 +270,10 @@ class Engine:
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.running:
             base, causal = self._prefix(sequence), sequence.config.self_speculative
-            cached = sequence.num_cached
-            # a recurrent layer has the state of the present only
-            ready = cached == base if self.lm.recurrent else cached >= base
-            if base == 0 or (sequence not in entering and not ready):
+            if base == 0 or (sequence not in entering and sequence.num_cached < base):
                 continue
+            if self.lm.recurrent and sequence not in entering and sequence.num_cached > base:
+                continue  # its recurrent states have read more than the prompt
             for slot, ids in zip(sequence.slots, sequence.texts, strict=True):
                 source = known.setdefault((sequence.config.deterministic, causal, tuple(ids[:base])), slot)
                 if sequence not in entering:

@@ -12,7 +12,7 @@ Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -32,6 +32,8 @@ class SlotCache(Cache):
         self.stored: list[tuple[Tensor, Tensor]] = []
         self.places: dict[int, int] = {}  # in `stored`, of layers
         self.states: dict[int, States] = {}  # of recurrent layers, [S, ...]
+        self.num_read: list[int] = []  # the tokens of each slot that its states have read
+        self._written: list[tuple[int, Tensor, States]] = []  # states after the present pass
         self.shape = (0, 0)
         self.heads: dict[int, Tensor] = {}  # numbers [H, 1] of heads, by how many a layer has
         self.index: slice | Tensor = slice(0)  # of the slots of the current pass, in the order of its batch
@@ -57,6 +59,7 @@ class SlotCache(Cache):
             for name, old in states.items():
                 states[name] = old.new_zeros(slots, *old.shape[1:])
                 states[name][: kept[0]] = old[: kept[0]]
+        self.num_read = [*self.num_read, *[0] * slots][:slots]
         self.shape, self._read = (slots, columns), []
 
     def copy(self, source: int, targets: int | Tensor, columns: int) -> None:
@@ -65,6 +68,8 @@ class SlotCache(Cache):
             stored[targets, :, :columns] = stored[source, :, :columns]
         for state in self._all_states():
             state[targets] = state[source].clone()
+        for target in [targets] if isinstance(targets, int) else targets.tolist():
+            self.num_read[target] = self.num_read[source]
 
     def move(self, slot_N: Tensor, source_N: Tensor, target_N: Tensor) -> None:
         """Copy columns of slots to other columns of the same slots, all at once."""
@@ -75,6 +80,8 @@ class SlotCache(Cache):
         """Zero the slots. A masked key has weight 0, but 0 x NaN would be NaN."""
         for stored in chain(chain.from_iterable(self.stored), self._all_states()):
             stored[list(slots)] = 0
+        for slot in slots:
+            self.num_read[slot] = 0
 
     def begin_pass(self, slots: list[int], slot_B1Q: Tensor, column_B1Q: Tensor, width: int) -> SlotCache:
         """Set the slots, columns and width of the next pass, and return the cache."""
@@ -84,6 +91,7 @@ class SlotCache(Cache):
         elif len(self._read) < len(self.stored) or (index, width) != (self.index, self.width):
             self._read = [(keys[index, :, :width], values[index, :, :width]) for keys, values in self.stored]
         self.index, self.slot_B1Q, self.column_B1Q, self.width = index, slot_B1Q, column_B1Q, width
+        self._written = []
         return self
 
     def update(
@@ -109,17 +117,26 @@ class SlotCache(Cache):
         keys, values = (stored[:, :, : self.width][index] for stored in self.stored[place])
         return keys, values
 
-    def read_states(self, layer: int, slot_R: Tensor) -> States:
+    def read_states(self, layer: int, slot_S: Tensor) -> States:
         """The states of a recurrent layer in these slots; empty: no sequence has any."""
-        return {name: state[slot_R] for name, state in self.states.get(layer, {}).items()}
+        return {name: state[slot_S] for name, state in self.states.get(layer, {}).items()}
 
-    def write_states(self, layer: int, slot_R: Tensor, states: States) -> None:
-        """Keep states of a recurrent layer."""
-        own = self.states.setdefault(layer, {})
-        for name, state in states.items():
-            if name not in own:
-                own[name] = state.new_zeros(self.shape[0], *state.shape[1:])
-            own[name][slot_R] = state
+    def write_states(self, layer: int, slot_S: Tensor, states: States) -> None:
+        """Take the states of a recurrent layer after the present pass."""
+        self._written.append((layer, slot_S, states))
+
+    def keep_states(self, num_read: Mapping[int, int]) -> None:
+        """Keep what a whole pass has written: a pass that is interrupted can be run again. `num_read`: the
+        tokens that the states of each slot have read."""
+        for layer, slot_S, states in self._written:
+            own = self.states.setdefault(layer, {})
+            for name, state in states.items():
+                if name not in own:
+                    own[name] = state.new_zeros(self.shape[0], *state.shape[1:])
+                own[name][slot_S] = state
+        self._written = []
+        for slot, number in num_read.items():
+            self.num_read[slot] = number
 
     def _all_states(self) -> Iterator[Tensor]:
         return chain.from_iterable(states.values() for states in self.states.values())
