@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples
+from tests.models.configurations import tiny_lm
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
@@ -330,6 +331,28 @@ def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
                     results[ticket] = trace
         results |= dict(engine.run())
         assert [results[ticket].canvas for ticket in tickets] == expected
+
+
+def test_states_of_recurrent_layers_survive_an_interrupted_pass(monkeypatch):
+    lm = tiny_lm("qwen3_5_text", "block_causal", 3, shift=True)
+    config = SamplerConfig(max_new_tokens=9, steps=6)
+    expected = naive.generate(lm, [[5, 6, 7, 8, 9]], config).tokens
+    last, calls = lm.model.model.layers[-1].mlp, itertools.count()
+    forward = last.forward
+
+    def interrupted(hidden_BTD):
+        if next(calls) % 2:
+            raise KeyboardInterrupt
+        return forward(hidden_BTD)
+
+    monkeypatch.setattr(last, "forward", interrupted)
+    engine = Engine(lm)
+    engine.submit(make_requests(lm, [[5, 6, 7, 8, 9]], config)[0], config)
+    finished = []
+    while engine.running or engine.waiting or engine.finished:
+        with contextlib.suppress(KeyboardInterrupt):
+            finished += [trace.canvas for _, trace in engine.run()]
+    assert finished == expected
 
 
 def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
