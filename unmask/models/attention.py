@@ -27,7 +27,7 @@ from unmask.models.kernels import cpu_tiles, flash, flex
 from unmask.models.kernels.cpu_tiles import Tiles
 from unmask.models.kernels.flash import DocumentSpans
 from unmask.models.mask_cache import MaskCache
-from unmask.models.recurrent import Recurrence, recurrence
+from unmask.models.recurrent import Recurrence, cache_name, recurrence
 
 PATTERNS = get_args(AttentionName)
 DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
@@ -292,6 +292,11 @@ def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
     return [module for module in named if module not in inner]
+
+
+def attention_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The attention modules that take the mask: not those of linear attention, which are recurrent."""
+    return [module for module in attention_modules(model) if not cache_name(module)]
 
 
 def unmask_attention(

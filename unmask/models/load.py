@@ -457,12 +457,7 @@ def make_diffusion(
             where=name,
             remedy="Use an architecture with pluggable attention",
         )
-    if attention == "bidirectional" and recurrent_layers(model):
-        raise ModelError(
-            "its recurrent layers read from left to right",
-            where=name,
-            remedy="Use attention block_causal, which such models have (recipe block)",
-        )
+    check_recurrent(model, attention)
     _check_layers(model)
     with _loading_unsharded():
         first = first_position(model)
@@ -482,6 +477,16 @@ def make_diffusion(
         first_position=first,
         **others,
     )
+
+
+def check_recurrent(model: PreTrainedModel, attention: AttentionName) -> None:
+    """Raise ModelError for bidirectional attention of a model with recurrent layers."""
+    if attention == "bidirectional" and (layers := recurrent_layers(model)):
+        raise ModelError(
+            f"layer {layers[0].layer_idx} ({type(layers[0]).__name__}) reads from left to right",
+            where=type(model).__name__,
+            remedy="Use attention block_causal, as recipe block does",
+        )
 
 
 def _check_layers(model: PreTrainedModel) -> None:

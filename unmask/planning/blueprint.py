@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -29,12 +29,19 @@ from transformers.pytorch_utils import Conv1D
 
 from unmask.config.run import AttentionName, ModelConfig
 from unmask.errors import ConfigError
-from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_modules, make_mask
+from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_layers, make_mask
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings
+from unmask.models.load import (
+    Quantization,
+    check_recurrent,
+    check_vocabulary,
+    make_diffusion,
+    pattern_settings,
+)
 from unmask.models.model_files import read_config, read_tokenizer, reading
 from unmask.models.model_paths import fetched
+from unmask.models.recurrent import Recurrence, read_in_blocks, recurrence, recurrent_layers
 from unmask.planning.cost_model import Network, Workload
 from unmask.planning.step_time import PassCost, PassCosts
 
@@ -43,7 +50,8 @@ BALANCED = "unmask_balanced"
 WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
 """The data type of the weights, by precision."""
 SHALLOW, DEEPER = 1, 3
-"""Layers of two small models: their difference is that of a layer, the rest is independent of depth."""
+FEW_BLOCKS = 4, 8
+_RECURRENT = "{} layers, which read each block from the state before it"
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class ModelSpec:
         new = self.tokenizer.mask_token_id is None
         window = getattr(self.config.get_text_config(), "sliding_window", None)  # of layers that name none
         windows = sum(
-            getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model)
+            getattr(module, "sliding_window", window) is not None for module in attention_layers(lm.model)
         )
         tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
         grows = (
@@ -118,7 +126,9 @@ class ModelSpec:
         return {
             "mask token": f"added, with an embedding row{tied}" if new else "already there",
             "embeddings": grows,
-            "attention": f"{len(attention_modules(lm.model))} layers, to bidirectional or block_causal",
+            "attention": f"{len(attention_layers(lm.model))} layers, to "
+            + ("block_causal" if lm.recurrent else "bidirectional or block_causal"),
+            **({"recurrent": _RECURRENT.format(len(recurrent_layers(lm.model)))} if lm.recurrent else {}),
             "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
             "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
         }
@@ -133,9 +143,10 @@ class ModelSpec:
         quantization: Quantization | None = None,
     ) -> Workload:
         """The workload to estimate. `attention` None: as saved; for a stock model, a conversion to
-        bidirectional attention.
+        bidirectional attention, or to block-causal attention if it has recurrent layers.
 
         Raises:
+            ModelError: bidirectional attention for such a model.
             ConfigError: rows longer than the model's context, or quantized weights without adapters.
         """
         if quantization and lora_rank is None:
@@ -151,7 +162,10 @@ class ModelSpec:
                 where="sequence_length",
                 remedy=f"Use at most {self.context}",
             )
-        chosen: AttentionName = attention or ("bidirectional" if self.stock else self.settings["attention"])
+        lm, _ = self._fake_lm
+        converted: AttentionName = "block_causal" if lm.recurrent else "bidirectional"
+        chosen: AttentionName = attention or (converted if self.stock else self.settings["attention"])
+        check_recurrent(lm.model, chosen)
         return Workload(
             sequence_length=sequence_length,
             attention=chosen,
@@ -174,7 +188,10 @@ class ModelSpec:
     def network(self, work: Workload) -> Network:
         """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
-        one_row, two_rows = saved_bytes(self.config, self.settings_for(work.attention), work)
+        pattern = self.settings_for(work.attention)
+        one_row, two_rows = self._by_length(
+            lambda part: np.array(saved_bytes(self.config, pattern, part)), work
+        ).tolist()
         model, text = lm.model, self.config.get_text_config()
         heads = text.num_attention_heads
         head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -188,6 +205,7 @@ class ModelSpec:
             hidden=text.hidden_size,
             vocabulary=model.get_input_embeddings().weight.shape[0],
             attention_width=heads * head_width,
+            attention_layers=len(attention_layers(model)) if lm.recurrent else text.num_hidden_layers,
             key_width=(getattr(text, "num_key_value_heads", None) or heads) * head_width,
             tied=is_tied(model),
             saved_fixed=2 * one_row - two_rows,
@@ -198,16 +216,48 @@ class ModelSpec:
         """Launches and traffic, counted with few layers and one or two rows: the differences are those of a
         layer and of a row."""
         pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
+        few, many = self.depths
         shallow, deeper = (
-            np.array(count_passes(with_layers(self.config, depth), pattern, work), dtype=np.float64)
-            for depth in (SHALLOW, DEEPER)
+            self._by_length(
+                lambda part, depth=depth: np.array(
+                    count_passes(with_layers(self.config, depth), pattern, part), dtype=np.float64
+                ),
+                work,
+            )
+            for depth in (few, many)
         )
-        more = (layers - SHALLOW) / (DEEPER - SHALLOW)
+        more = (layers - few) / (many - few)
         costs = []
         for (launches, one_row), (_, two_rows) in (shallow + more * (deeper - shallow)).tolist():
             token_bytes = (two_rows - one_row) / work.row_length
             costs.append(PassCost(launches, 2 * one_row - two_rows, token_bytes))
         return PassCosts(*costs)
+
+    def _by_length(self, count: Callable[[Workload], np.ndarray], work: Workload) -> np.ndarray:
+        """What is counted of a workload. Recurrent layers read block after block, each as the one before: of
+        them few blocks are counted."""
+        block = self.settings_for(work.attention)["block_size"]
+        if not (self._fake_lm[0].recurrent and block and work.sequence_length > FEW_BLOCKS[1] * block):
+            return count(work)
+        few, many = (count(replace(work, sequence_length=number * block)) for number in FEW_BLOCKS)
+        blocks = work.sequence_length / block
+        return few + (many - few) * (blocks - FEW_BLOCKS[0]) / (FEW_BLOCKS[1] - FEW_BLOCKS[0])
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        """Layers of two small models: their difference is that of a layer (of a group of layers of different
+        kinds, if some are recurrent), the rest is independent of depth."""
+        if not self._fake_lm[0].recurrent:
+            return SHALLOW, DEEPER
+        text = self.config.get_text_config()
+        layers = text.num_hidden_layers
+        kinds = [value for value in vars(text).values() if isinstance(value, list) and len(value) == layers]
+        group = next(
+            size
+            for size in range(1, layers + 1)
+            if all(kind == (kind[:size] * layers)[:layers] for kind in kinds)
+        )
+        return group, 2 * group
 
     @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
@@ -243,7 +293,8 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 def expert_stacks(model: Any) -> list[Tensor]:
     """The weights of experts, which transformers stacks along a first dimension."""
-    return [weight for weight in model.parameters() if weight.dim() == 3]
+    modules = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]
+    return [weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 3]
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
@@ -334,12 +385,23 @@ def hidden_states(
     if work.attention == "block_causal":
         layout = layout.with_noised_copies(work.copies)
     mask = make_mask(work.attention, pattern["block_size"], layout, layout)
+    if read_in_blocks(model) and work.attention == "block_causal":
+        mask = replace(mask, recurrence=_recurrence(work, pattern["block_size"]))
     position_BT = layout.position_BT.expand(batch, -1)
     ids_BT = torch.zeros_like(position_BT)
     with watch, compute:
         return model.base_model(
             input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask
         )[0]
+
+
+def _recurrence(work: Workload, block_size: int) -> Recurrence:
+    """How the recurrent layers of a pass read its rows; its tensors are fake ones in a FakeTensorMode."""
+    device = torch.device("cpu")
+    with unset_fake_temporarily():
+        layout = Layout.full(work.sequence_length, device).with_noised_copies(work.copies)
+        found = recurrence(layout, block_size, work.copies)
+    return found.to(device)
 
 
 WITHOUT_KERNEL = {

@@ -24,7 +24,7 @@ from unmask.diffusion.views import Views
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.planning.blueprint import DEEPER, SHALLOW, WEIGHTS, ModelSpec, architecture, with_layers
+from unmask.planning.blueprint import WEIGHTS, ModelSpec, architecture, with_layers
 from unmask.planning.cost_model import Network, Workload, attention_flops, matmul_flops
 
 CALIBRATION_FLOPS = 5e10
@@ -118,20 +118,21 @@ def measure(blueprint: ModelSpec, work: Workload, device: str) -> tuple[float, f
 def calibrate(blueprint: ModelSpec, network: Network, work: Workload) -> float:
     """Seconds per step of a network on this CPU, extrapolated from models with fewer layers and, if
     necessary, a smaller batch."""
+    shallow_layers, layers = blueprint.depths
     linears, experts = (
-        parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts)
+        parts[: layers * len(parts) // network.layers] for parts in (network.linears, network.experts)
     )
-    few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
+    few = dataclasses.replace(network, layers=layers, linears=linears, experts=experts)
     table = network.vocabulary * network.hidden * (1 if network.tied else 2)
     if table + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
     small = dataclasses.replace(work, passes=1, forward_only_passes=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
         small = dataclasses.replace(small, batch=small.batch // 2)
-    steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]
+    steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in blueprint.depths]
     shallow, deeper = median_times(steps, CALIBRATION_SECONDS, at_least=3)
     passes, update = (
-        low + (high - low) * (network.layers - SHALLOW) / (DEEPER - SHALLOW)
+        low + (high - low) * (network.layers - shallow_layers) / (layers - shallow_layers)
         for low, high in zip(shallow, deeper, strict=True)
     )
     return passes * flops(network, work) / flops(network, small) + update

@@ -54,6 +54,7 @@ class Network:
     hidden: int  # hidden width
     vocabulary: int  # rows of the embedding table
     attention_width: int  # number of heads times head width
+    attention_layers: int  # those with keys and values: not recurrent ones
     key_width: int  # number of key heads times head width
     tied: bool  # whether the output head is the embedding table
     saved_fixed: int  # bytes saved for the backward pass independently of the batch: masks, casts of weights
@@ -269,5 +270,5 @@ def matmul_flops(network: Network, work: Workload) -> float:
 def attention_flops(network: Network, work: Workload) -> float:
     """FLOPs of the attention of a forward and backward pass: two products over the full square of the row
     length, even under a mask."""
-    forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
+    forward = 4 * work.tokens * work.row_length * network.attention_width * network.attention_layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))

@@ -238,7 +238,7 @@ def step_time(
 
 def pass_launches(network: Network, cost: PassCost, work: DenoisingPass) -> float:
     """Launches of a pass of generation."""
-    cache = LAUNCHES_OF_CACHE * network.layers if work.cached else 0
+    cache = LAUNCHES_OF_CACHE * network.attention_layers if work.cached else 0
     draw = LAUNCHES_OF_DRAW if work.drawn else 0
     return cost.launches + cache + LAUNCHES_OF_SAMPLER + draw
 
@@ -252,10 +252,15 @@ def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: Dev
     peak, head = device.tflops * 1e12, network.hidden * network.vocabulary
     products = 2 * (tokens * network.multiplied_weights + predicted * head) / (peak * MATMUL_EFFICIENCY)
     products += (
-        4 * tokens * work.context * network.attention_width * network.layers / (peak * ATTENTION_EFFICIENCY)
+        4
+        * tokens
+        * work.context
+        * network.attention_width
+        * network.attention_layers
+        / (peak * ATTENTION_EFFICIENCY)
     )
     experts = network.expert_weights * min(1.0, network.expert_fraction * tokens)
-    keys = 2 * work.batch * work.context * network.key_width * network.layers if work.cached else 0
+    keys = 2 * work.batch * work.context * network.key_width * network.attention_layers if work.cached else 0
     bandwidth = device.bandwidth_gb_s * 1e9 * BANDWIDTH_EFFICIENCY
     weights = WEIGHT_BYTES["bfloat16"] * (network.linear_weights + experts + head + keys) / bandwidth
     return StepTime(

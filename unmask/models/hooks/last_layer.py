@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unmask.models.attention import attention_modules
-from unmask.models.recurrent import cache_name, recurrent_layers
+from unmask.models.attention import attention_layers
+from unmask.models.recurrent import recurrent_layers
 
 QUERIES = ("q_proj",)
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -56,7 +56,7 @@ class LastLayer:
     def of(cls, model: nn.Module) -> LastLayer:
         """The hooks of this model; created on first use."""
         hooks = cls()
-        attention = [module for module in attention_modules(model) if not cache_name(module)]
+        attention = attention_layers(model)
         if not attention:
             return hooks
         layer = next(module for module in model.modules() if attention[-1] in module.children())
