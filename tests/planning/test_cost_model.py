@@ -25,6 +25,7 @@ NETWORK = Network(
     tensors=300,
     linears=((1024, 4096), (4096, 1024)) * 24,
     layers=24,
+    attention_layers=24,
     hidden=1024,
     vocabulary=32_000,
     attention_width=1024,

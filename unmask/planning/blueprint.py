@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -189,9 +189,8 @@ class ModelSpec:
         """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
         pattern = self.settings_for(work.attention)
-        one_row, two_rows = self._by_length(
-            lambda part: np.array(saved_bytes(self.config, pattern, part)), work
-        ).tolist()
+        saved = self._by_length(partial(saved_bytes, self.config, pattern), work)
+        one_row, two_rows = map(round, saved.tolist())
         model, text = lm.model, self.config.get_text_config()
         heads = text.num_attention_heads
         head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -218,12 +217,7 @@ class ModelSpec:
         pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
         few, many = self.depths
         shallow, deeper = (
-            self._by_length(
-                lambda part, depth=depth: np.array(
-                    count_passes(with_layers(self.config, depth), pattern, part), dtype=np.float64
-                ),
-                work,
-            )
+            self._by_length(partial(count_passes, with_layers(self.config, depth), pattern), work)
             for depth in (few, many)
         )
         more = (layers - few) / (many - few)
@@ -233,13 +227,16 @@ class ModelSpec:
             costs.append(PassCost(launches, 2 * one_row - two_rows, token_bytes))
         return PassCosts(*costs)
 
-    def _by_length(self, count: Callable[[Workload], np.ndarray], work: Workload) -> np.ndarray:
+    def _by_length(self, count: Callable[[Workload], Sequence[Any]], work: Workload) -> np.ndarray:
         """What is counted of a workload. Recurrent layers read block after block, each as the one before: of
         them few blocks are counted."""
         block = self.settings_for(work.attention)["block_size"]
         if not (self._fake_lm[0].recurrent and block and work.sequence_length > FEW_BLOCKS[1] * block):
-            return count(work)
-        few, many = (count(replace(work, sequence_length=number * block)) for number in FEW_BLOCKS)
+            return np.array(count(work), dtype=np.float64)
+        few, many = (
+            np.array(count(replace(work, sequence_length=number * block)), dtype=np.float64)
+            for number in FEW_BLOCKS
+        )
         blocks = work.sequence_length / block
         return few + (many - few) * (blocks - FEW_BLOCKS[0]) / (FEW_BLOCKS[1] - FEW_BLOCKS[0])
 
