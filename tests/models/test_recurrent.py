@@ -3,8 +3,11 @@ cache."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from tests.errors import raises
@@ -13,12 +16,13 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, make_mask
 from unmask.models.load import make_diffusion
-from unmask.models.recurrent import recurrent_layers
+from unmask.models.recurrent import Layer, read_in_blocks, recurrence, recurrent_layers
 
 TOLERANCE = 2e-5
 """transformers computes recurrences in float32, also of a float64 model."""
 OF_ONE_TOKEN = dict.fromkeys(HYBRIDS, TOLERANCE) | {"zamba2": 2e-3}
 """Zamba2's update by a single token does not clamp the time step, as its scan does."""
+LENGTH = 64
 PACKED = torch.tensor([[1] * 7 + [2] * 5 + [0] * 2, [1] * 3 + [2] * 10 + [3]])
 every_type = pytest.mark.parametrize("name", HYBRIDS)
 
@@ -118,6 +122,44 @@ def test_a_noised_block_continues_from_the_models_own_cache(name):
     torch.testing.assert_close(
         found_NV[:, others], torch.cat(expected)[:, others].double(), rtol=0, atol=TOLERANCE
     )
+
+
+def kept_bytes(name, block_size, copies, *, recomputed=False):
+    """Bytes that a recurrent layer keeps of two rows for its gradient, beside its weights."""
+    model, kept = tiny_model(name, dtype=torch.float32), {}
+    read_in_blocks(model)
+    layer = recurrent_layers(model)[0]
+    layout = Layout.full(LENGTH, torch.device("cpu")).with_noised_copies(copies)
+    mask = SimpleNamespace(recurrence=recurrence(layout, block_size, copies))
+    hidden_BLD = torch.randn(2, LENGTH * (copies + 1), model.config.hidden_size, requires_grad=True)
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if recomputed:
+            checkpoint(layer, hidden_BLD, unmask_mask=mask, use_reentrant=False)
+        else:
+            layer(hidden_BLD, unmask_mask=mask)
+    for weight in model.parameters():
+        kept.pop(weight.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@every_type
+@pytest.mark.parametrize("copies", [1, 2])
+def test_more_blocks_keep_their_first_states_or_nothing(name, copies):
+    model = tiny_model(name, dtype=torch.float32)
+    _, states = Layer(recurrent_layers(model)[0]).read(torch.randn(1, 4, model.config.hidden_size), {})
+    state = sum(each.nbytes for each in states.values())
+    for block_size in (2, 4, 8):
+        more = kept_bytes(name, block_size, copies) - kept_bytes(name, 2 * block_size, copies)
+        blocks = LENGTH // block_size - LENGTH // (2 * block_size)
+        assert more <= 4 * 2 * (1 + copies) * blocks * state
+    recomputed = {kept_bytes(name, block_size, copies, recomputed=True) for block_size in (2, 16)}
+    assert len(recomputed) == 1
+    assert recomputed.pop() < kept_bytes(name, 16, copies) / 2
 
 
 def test_bidirectional_attention_is_refused():
