@@ -29,7 +29,7 @@ from unmask.errors import ConfigError, ModelError, did_you_mean
 from unmask.models.adapters import checked_adapters, of_adapted
 from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
-from unmask.models.attention import ATTENTION_NAME
+from unmask.models.attention import ATTENTION_NAME, attention_layers
 from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig, stock_config
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
@@ -493,6 +493,12 @@ def _check_layers(model: PreTrainedModel) -> None:
     """Raise ModelError if a layer mixes tokens other than by the attention mask: convolutions, linear
     attention, chunks."""
     text = model.config.get_text_config()
+    if model._is_stateful and not attention_layers(model):
+        raise ModelError(
+            "none of its layers is attention, so no token of a block would see a later one",
+            where=type(model).__name__,
+            remedy="Use a model that has attention layers, too (docs/models.md)",
+        )
     masked = {"full_attention", "sliding_attention"}
     if recurrent_layers(model):
         masked |= {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "moe", "mlp"}
