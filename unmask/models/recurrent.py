@@ -3,7 +3,8 @@
 Such a layer reads every document from left to right. A noised block starts from the state that the clean text
 before it has left, as in cached generation (Nemotron TwoTower, NVIDIA 2026). So rows are read in steps: the
 first step has the first block of every document with its noised copies, and each later step starts from the
-states after the clean blocks of the one before.
+states after the clean blocks of the one before. Where that would be many short steps, longer steps over the
+clean text come first, and the blocks between their ends are read side by side.
 
 The layers are those of transformers, called once a step with a cache that gives and takes their states.
 
@@ -13,6 +14,7 @@ width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 """Tokens of a step where rows have no noised copies, the chunk of transformers' own kernels."""
+MANY_STEPS = 16
+"""Steps above which clean text is read twice, in order to have few of them."""
 States = dict[str, Tensor]
 """The states of one layer and several sequences, convolutional and recurrent."""
 
@@ -57,6 +61,8 @@ class Recurrence:
         place_L: where the output of each token is, among those of all steps.
         rows: the rows of the batch that count as one; 1: all rows are alike.
         slot_S: the slots of a table of states, of running sequences; None: rows begin from zero states.
+        ahead: the number of first steps that only give states. The next step starts from a zero state (0), or
+            from the last states of all of them (1, 2, ...).
     """
 
     def __init__(
@@ -66,8 +72,9 @@ class Recurrence:
         device: torch.device,
         rows: int = 1,
         slot_S: np.ndarray | None = None,
+        ahead: int = 0,
     ):
-        self._given = steps, place_L, rows, slot_S
+        self._given, self._ahead = (steps, place_L, rows, slot_S), ahead
 
         def moved(array: np.ndarray) -> Tensor:
             return torch.tensor(array, device=device)
@@ -80,27 +87,34 @@ class Recurrence:
 
     def to(self, device: torch.device) -> Recurrence:
         steps, place_L, rows, slot_S = self._given
-        return Recurrence(steps, place_L, device, rows, slot_S)
+        return Recurrence(steps, place_L, device, rows, slot_S, self._ahead)
 
     def run(self, layer: Layer, hidden_BLD: Tensor, table: StateTable | None) -> Tensor:
         """The output [B, L, D] of a layer."""
         shape = hidden_BLD.shape
         hidden_BLD = hidden_BLD.reshape(-1, self.rows * shape[1], shape[2])
-        batch, outs = len(hidden_BLD), list[Tensor]()
+        batch, outs, ahead = len(hidden_BLD), list[Tensor](), list[States]()
         of_slots, last = States(), States()
         if table is not None and self._slot_S is not None:
             of_slots = table.read_states(layer.number, self._slot_S)
         sizes = [step.index_RQ.size for step in self.steps]
         parts = hidden_BLD.index_select(1, self._index_N).split(sizes, 1)
-        for part_BND, step, source_R in zip(parts, self.steps, self._sources, strict=True):
+        for number, (part_BND, step, source_R) in enumerate(
+            zip(parts, self.steps, self._sources, strict=True)
+        ):
             first = States()
             if source_R is not None:
                 known = last if self._slot_S is None else of_slots
+                if number == self._ahead and ahead:
+                    known = _joined(ahead, batch)
                 first = {
                     name: state.unflatten(0, (batch, -1)).index_select(1, source_R).flatten(0, 1)
                     for name, state in known.items()
                 }
             out, last = layer.read(part_BND.unflatten(1, step.index_RQ.shape).flatten(0, 1), first)
+            if number < self._ahead:
+                ahead.append(last)
+                continue
             outs.append(out.unflatten(0, (batch, -1)).flatten(1, 2))
             if step.kept and self._slot_S is not None and source_R is not None:
                 for name, state in last.items():
@@ -112,35 +126,93 @@ class Recurrence:
         return torch.cat(outs, 1).index_select(1, self._place_L).reshape(shape)
 
 
+def _joined(parts: Sequence[States], batch: int) -> States:
+    """A zero state, then those of several steps."""
+    joined = States()
+    for name, state in parts[0].items():
+        zero_BR = state.new_zeros(batch, 1, *state.shape[1:])
+        joined[name] = torch.cat(
+            [zero_BR, *(part[name].unflatten(0, (batch, -1)) for part in parts)], 1
+        ).flatten(0, 1)
+    return joined
+
+
 def recurrence(layout: Layout, block_size: int | None, copies: int) -> Recurrence:
     """How rows are read that have noised copies before the clean tokens, or none: all documents side by side,
     block after block."""
-    block_size = (block_size or 1) if copies else CHUNK
+    size = (block_size or 1) if copies else CHUNK
     document_L, position_L, copy_L = (
         part.cpu().numpy().reshape(-1) for part in (layout.document_BT, layout.position_BT, layout.copy_BT)
     )
     rows, length = layout.document_BT.shape
     real_N = np.flatnonzero(document_L > 0)
     text_N = real_N // length * (document_L.max() + 1) + document_L[real_N]  # numbers each document
-    _, text_N = np.unique(text_N, return_inverse=True)
-    block_N, offset_N = position_L[real_N] // block_size, position_L[real_N] % block_size
+    tokens = _Tokens(real_N, text_N, position_L[real_N], copy_L[real_N])
+    ahead, begun = list[Step](), None
+    steps_alone = -(-(int(position_L.max()) + 1) // size)
+    if copies and steps_alone > MANY_STEPS:
+        part = size * math.ceil(math.sqrt(steps_alone))
+        ahead, tokens, begun = _read_ahead(tokens, part)
+    steps, rank = _steps(tokens, size, copies)
+    if begun is not None:
+        source_R = np.zeros(len(rank), dtype=int)
+        source_R[rank] = begun
+        steps[0] = steps[0]._replace(source_R=np.tile(source_R, copies + 1))
+    place_L, start = np.zeros(rows * length, dtype=int), 0
+    for step in steps:
+        at = np.flatnonzero(step.index_RQ >= 0)
+        place_L[step.index_RQ.ravel()[at]] = start + at
+        start += step.index_RQ.size
+    steps = [step._replace(index_RQ=step.index_RQ.clip(0)) for step in [*ahead, *steps]]
+    return Recurrence(steps, place_L, layout.document_BT.device, rows, ahead=len(ahead))
+
+
+class _Tokens(NamedTuple):
+    """Tokens of rows that count as one: index, text, position in the text and copy of each."""
+
+    index_N: np.ndarray
+    text_N: np.ndarray
+    position_N: np.ndarray
+    copy_N: np.ndarray
+
+
+def _steps(tokens: _Tokens, size: int, copies: int) -> tuple[list[Step], np.ndarray]:
+    """Steps that read all texts side by side, block after block, and the place of each text in the first of
+    them (texts in the order of their numbers). Where a sequence is shorter, the index is -1."""
+    _, text_N = np.unique(tokens.text_N, return_inverse=True)
+    block_N, offset_N = tokens.position_N // size, tokens.position_N % size
     num_blocks = np.zeros(text_N.max(initial=-1) + 1, dtype=int)
     np.maximum.at(num_blocks, text_N, block_N + 1)
-    rank = np.empty_like(num_blocks)  # longer documents first: a step has the first ones of the step before
+    rank = np.empty_like(num_blocks)  # longer texts first: a step has the first ones of the step before
     rank[np.argsort(-num_blocks, kind="stable")] = np.arange(len(num_blocks))
-    table = np.full((num_blocks.max(initial=0), copies + 1, len(num_blocks), block_size), -1)
-    table[block_N, copy_L[real_N], rank[text_N], offset_N] = real_N
-    steps, place_L, start = list[Step](), np.zeros(rows * length, dtype=int), 0
+    table = np.full((num_blocks.max(initial=0), copies + 1, len(num_blocks), size), -1)
+    table[block_N, tokens.copy_N, rank[text_N], offset_N] = tokens.index_N
+    steps = list[Step]()
     for number, index_MRQ in enumerate(table):
         count = int((num_blocks > number).sum())
-        width = max(int((index_MRQ >= 0).any((0, 1)).sum()), min(2, block_size))
-        index_RQ = index_MRQ[:, :count, :width].reshape(-1, width)
-        at = np.flatnonzero(index_RQ >= 0)
-        place_L[index_RQ.ravel()[at]] = start + at
+        width = max(int((index_MRQ >= 0).any((0, 1)).sum()), min(2, size))
         source_R = np.tile(np.arange(count), copies + 1) if number else None
-        steps.append(Step(index_RQ.clip(0), source_R))
-        start += index_RQ.size
-    return Recurrence(steps, place_L, layout.document_BT.device, rows)
+        steps.append(Step(index_MRQ[:, :count, :width].reshape(-1, width), source_R))
+    return steps, rank
+
+
+def _read_ahead(tokens: _Tokens, size: int) -> tuple[list[Step], _Tokens, np.ndarray]:
+    """Steps over the clean text that give its states after every `size` tokens; the tokens of its parts, as
+    texts of their own; and where the first state of each part is: 0 is zero, then the last states of these
+    steps."""
+    part_N = tokens.position_N // size
+    last = np.zeros(tokens.text_N.max() + 1, dtype=int)
+    np.maximum.at(last, tokens.text_N, part_N)
+    chosen_N = (tokens.copy_N == 0) & (part_N < last[tokens.text_N])
+    steps, rank = _steps(_Tokens(*(each[chosen_N] for each in tokens)), size, 0)
+    texts, rank_of = np.unique(tokens.text_N[chosen_N]), np.zeros(len(last), dtype=int)
+    rank_of[texts] = rank
+    start = np.cumsum([1] + [len(step.index_RQ) for step in steps])
+    number_N = tokens.text_N * (last.max() + 1) + part_N
+    _, first_N = np.unique(number_N, return_index=True)
+    text, part = tokens.text_N[first_N], part_N[first_N]
+    begun = np.where(part > 0, start[np.maximum(part - 1, 0)] + rank_of[text], 0)
+    return steps, _Tokens(tokens.index_N, number_N, tokens.position_N % size, tokens.copy_N), begun
 
 
 class Layer:
