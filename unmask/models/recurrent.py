@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from unmask.models.attention import Layout
@@ -111,10 +112,12 @@ class Recurrence:
                     name: state.unflatten(0, (batch, -1)).index_select(1, source_R).flatten(0, 1)
                     for name, state in known.items()
                 }
-            out, last = layer.read(part_BND.unflatten(1, step.index_RQ.shape).flatten(0, 1), first)
-            if number < self._ahead:
+            hidden_RQD = part_BND.unflatten(1, step.index_RQ.shape).flatten(0, 1)
+            if number < self._ahead:  # only the states are kept for a gradient
+                _, last = checkpoint(layer.read, hidden_RQD, first, use_reentrant=False)
                 ahead.append(last)
                 continue
+            out, last = layer.read(hidden_RQD, first)
             outs.append(out.unflatten(0, (batch, -1)).flatten(1, 2))
             if step.kept and self._slot_S is not None and source_R is not None:
                 for name, state in last.items():
