@@ -4,8 +4,9 @@
 
 Two processes of one thread each train half of every batch: faster than one process of two threads (plain
 `python -m`), at the same steps. The figure is the ratio of two averages over the same held-out stories: the
-converted model's bound on the negative log-likelihood (an ELBO of 32 passes a story) and the causal model's
-exact negative log-likelihood before conversion.
+converted model's bound on the negative log-likelihood (an ELBO) and the causal model's
+exact negative log-likelihood before conversion. `--held-out` stories are measured, with `--samples` passes
+each.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from unmask.models.load import with_pattern
 
 RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 HELD_OUT = 400
-SAMPLES = 32
 SETTINGS = {
     "max_length": 128,
     "lr_scheduler_type": "cosine",
@@ -42,13 +42,13 @@ SETTINGS = {
 }
 
 
-def nats_per_token(lm: unmask.DiffusionLM, stories: Sequence[str]) -> float:
+def nats_per_token(lm: unmask.DiffusionLM, stories: Sequence[str], samples: int) -> float:
     """Negative log-likelihood per token, without the first of each story: exact for a causal model, else an
     upper bound."""
     documents = [ids[: lm.context_length] for ids in lm.tokenizer(list(stories)).input_ids]
     prompts, completions = [ids[:1] for ids in documents], [ids[1:] for ids in documents]
     log_probs = unmask.log_likelihood(
-        lm, prompts, completions, estimator="exact" if lm.autoregressive else "elbo", samples=SAMPLES
+        lm, prompts, completions, estimator="exact" if lm.autoregressive else "elbo", samples=samples
     )
     return -float(log_probs.sum()) / sum(map(len, completions))
 
@@ -100,16 +100,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=max(1, 2 // WORLD))
+    parser.add_argument("--held-out", type=int, default=HELD_OUT)
+    parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--save", help="a folder for the models: RECIPE-STEPS")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     texts = load_rows(options.stories)["text"]
-    trained, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
+    trained, held_out = texts[: -options.held_out], texts[-options.held_out :]
     causal = unmask.load(options.model)
-    exact = nats_per_token(causal, held_out) if RANK == 0 else 0.0
+    exact = nats_per_token(causal, held_out, 1) if RANK == 0 else 0.0
     if RANK == 0:
         print(
-            f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {HELD_OUT} held-out documents",
+            f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {options.held_out} held-out documents",
             flush=True,
         )
         shifted = with_pattern(unmask.load(options.model), "block_causal", 1, True)
@@ -122,8 +124,8 @@ def main() -> None:
             if RANK == 0:
                 if options.save:
                     lm.save(Path(options.save) / f"{recipe}-{steps}")
-                bound = nats_per_token(lm, held_out)
-                now = nats_per_token(lm.as_causal(), held_out)
+                bound = nats_per_token(lm, held_out, options.samples)
+                now = nats_per_token(lm.as_causal(), held_out, 1)
                 figures = (
                     f"at most {bound:.4f} nats per token, {bound / exact:.3f} x the causal model; read as "
                     f"causal {now / exact:.3f} x"
