@@ -111,7 +111,7 @@ def main() -> None:
     exact = nats_per_token(causal, held_out, 1) if RANK == 0 else 0.0
     if RANK == 0:
         print(
-            f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {options.held_out} held-out documents",
+            f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {len(held_out)} held-out documents",
             flush=True,
         )
         shifted = with_pattern(unmask.load(options.model), "block_causal", 1, True)

@@ -11,9 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from tests.errors import raises
+from tests.helpers import GPU
 from tests.models.configurations import ALPHABET, HYBRIDS, random_ids, tiny_lm, tiny_model
+from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
+from unmask.generation import sampler
 from unmask.models.attention import AttentionMask, Layout, make_mask
 from unmask.models.load import make_diffusion
 from unmask.models.recurrent import Layer, read_in_blocks, recurrence, recurrent_layers
@@ -145,6 +148,33 @@ def test_clean_text_may_be_read_ahead(name, copies, length, monkeypatch):
         if one is not None:
             scale = max(float(other.abs().max()), 1.0)
             torch.testing.assert_close(one, other, rtol=0, atol=10 * TOLERANCE * scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")
+@every_type
+def test_a_gpu_computes_the_same_with_the_kernels_that_are_installed(name):
+    """flash-linear-attention and mamba-ssm, where transformers finds them."""
+    lm = tiny_lm(name, "block_causal", 4, shift=True, dtype=torch.float32)
+    lm.model.set_experts_implementation("eager")  # grouped products are other kernels
+    ids_BT, hidden_BMT = random_ids(2, 14), torch.zeros(2, 1, 14, dtype=torch.bool)
+    hidden_BMT[..., 1::2] = True
+    target_N = ids_BT[:, None][hidden_BMT]
+    config = SamplerConfig(max_new_tokens=8, steps=4)
+
+    def computed(lm):
+        there = [each.to(lm.device) for each in (ids_BT, hidden_BMT, PACKED, hidden_BMT)]
+        log_prob_N = lm.log_probs(lm.stacked_inputs(*there), target_N.to(lm.device))
+        log_prob_N.sum().backward()
+        gradient_VD = lm.model.get_input_embeddings().weight.grad
+        return log_prob_N.cpu(), gradient_VD.cpu(), sampler.generate(lm, [[5, 6, 7], [8] * 9], config).tokens
+
+    expected, other = computed(lm), lm.frozen_copy()
+    other.model.requires_grad_(True).to(GPU)
+    *found, tokens = computed(other)
+    assert tokens == expected[2]
+    for one, of_cpu in zip(found, expected, strict=False):
+        torch.testing.assert_close(one, of_cpu, rtol=1e-3, atol=1e-3)
 
 
 def kept_bytes(name, block_size, copies, *, recomputed=False):
