@@ -14,12 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
     Llama4TextConfig,
     MambaConfig,
     MiniMaxConfig,
-    Qwen3NextConfig,
 )
 
 from tests.errors import raises
@@ -27,7 +24,6 @@ from tests.helpers import shared_path
 from tests.models.configurations import (
     ALPHABET,
     CONFIGURATIONS,
-    GROUPED,
     HEADS,
     NAMES,
     SHARED,
@@ -348,7 +344,6 @@ def test_arguments_that_make_no_sense_are_refused(stock, asked, error, where):
         load(stock, **asked)
 
 
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 LOCAL = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -364,13 +359,10 @@ def llama4(chunk):
     [
         BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED),
         MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED),
-        Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
-        Lfm2MoeConfig(**GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
         MiniMaxConfig(**HEADS, **LOCAL, layer_types=["linear_attention", "full_attention"]),
-        Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]),
         llama4(chunk=63),
     ],
-    ids=["bloom", "mamba", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "llama4"],
+    ids=["bloom", "mamba", "minimax", "llama4"],
 )
 def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config):
     model = AutoModelForCausalLM.from_config(config)

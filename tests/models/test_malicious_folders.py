@@ -144,7 +144,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     "no attention heads": (lambda path: change(path, num_attention_heads=0), "model config|weights"),
     "a text for a number": (lambda path: change(path, hidden_size="big"), "model config|weights"),
     "an object for a number": (lambda path: change(path, num_hidden_layers={}), "model config"),
-    "negative sizes": (lambda path: change(path, vocab_size=-5), "weights"),
+    "negative sizes": (lambda path: change(path, vocab_size=-5), "cannot build the model"),
     "layers without end": (
         lambda path: change(path, num_hidden_layers=10**9),
         "num_hidden_layers is 1000000000",

@@ -7,19 +7,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import (
+    DynamicCache,
+    JambaConfig,
+    Mamba2Config,
+    MiniMaxConfig,
+    RecurrentGemmaConfig,
+    ZayaConfig,
+)
+from typer.testing import CliRunner
 
+import unmask
 from tests.errors import raises
-from tests.helpers import GPU
-from tests.models.configurations import ALPHABET, HYBRIDS, random_ids, tiny_lm, tiny_model
+from tests.helpers import GPU, REPOSITORY
+from tests.models.configurations import ALPHABET, HYBRIDS, VOCABULARY, random_ids, tiny_lm, tiny_model
+from unmask.cli import app
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.generation import sampler
 from unmask.models.attention import AttentionMask, Layout, make_mask
 from unmask.models.load import make_diffusion
-from unmask.models.recurrent import Layer, read_in_blocks, recurrence, recurrent_layers
+from unmask.models.recurrent import RecurrentLayer, read_in_blocks, recurrent_layers
 
 TOLERANCE = 2e-5
 """transformers computes recurrences in float32, also of a float64 model."""
@@ -183,7 +194,7 @@ def kept_bytes(name, block_size, copies, *, recomputed=False):
     read_in_blocks(model)
     layer = recurrent_layers(model)[0]
     layout = Layout.full(LENGTH, torch.device("cpu")).with_noised_copies(copies)
-    mask = SimpleNamespace(recurrence=recurrence(layout, block_size, copies))
+    mask = SimpleNamespace(recurrence=layout.recurrence(block_size, copies))
     hidden_BLD = torch.randn(2, LENGTH * (copies + 1), model.config.hidden_size, requires_grad=True)
 
     def keep(tensor):
@@ -204,7 +215,9 @@ def kept_bytes(name, block_size, copies, *, recomputed=False):
 @pytest.mark.parametrize("copies", [1, 2])
 def test_more_blocks_keep_their_first_states_or_nothing(name, copies, monkeypatch):
     model = tiny_model(name, dtype=torch.float32)
-    _, states = Layer(recurrent_layers(model)[0]).read(torch.randn(1, 4, model.config.hidden_size), {})
+    _, states = RecurrentLayer(recurrent_layers(model)[0]).read(
+        torch.randn(1, 4, model.config.hidden_size), {}
+    )
     state = sum(each.nbytes for each in states.values())
     ahead = kept_bytes(name, 2, copies)
     monkeypatch.setattr("unmask.models.recurrent.MANY_STEPS", 1000)
@@ -219,11 +232,84 @@ def test_more_blocks_keep_their_first_states_or_nothing(name, copies, monkeypatc
     assert recomputed.pop() < kept_bytes(name, 16, copies) / 2
 
 
-def test_bidirectional_attention_is_refused():
-    model = tiny_model("qwen3_5_text")
-    with raises(ModelError, where=type(model).__name__) as refused:
-        make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
+@pytest.fixture(scope="module")
+def folder_without_weights(tmp_path_factory):
+    """A folder that can be refused only before its weights are read."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_lm("qwen3_5_text", dtype=torch.float32).save(folder)
+    (folder / "model.safetensors").unlink()
+    save_file({}, folder / "model.safetensors")
+    return folder
+
+
+def test_bidirectional_attention_is_refused_before_the_weights_are_read(folder_without_weights, tmp_path):
+    folder, kind = folder_without_weights, "Qwen3_5ForCausalLM"
+    data = REPOSITORY / "docs/samples/stories.txt"
+    with raises(ModelError, where=kind) as refused:
+        make_diffusion(tiny_model("qwen3_5_text"), character_tokenizer(ALPHABET), attention="bidirectional")
     assert "block_causal" in refused.value.remedy
+    with raises(ModelError, where=kind):
+        unmask.load(folder, attention="bidirectional")
+    growing = [{"share": 0.5, "attention": "block_causal"}, {"share": 0.5, "attention": "bidirectional"}]
+    for settings in ({}, {"attention": "block_causal", "stages": growing}):
+        with raises(ModelError, where=kind):
+            args = unmask.ConvertConfig(output_dir=str(tmp_path), max_steps=2, **settings)
+            unmask.ConvertTrainer(folder, args, train_dataset=[{"text": "abc"}])
+    with raises(ModelError, where=kind):
+        args = unmask.SFTConfig(
+            output_dir=str(tmp_path), model_init_kwargs={"attention": "bidirectional"}, max_steps=2
+        )
+        unmask.SFTTrainer(folder, args, train_dataset=[{"prompt": "a", "completion": "b"}])
+    run = ["--data", str(data), "--output", str(tmp_path / "run"), "--max-steps", "2"]
+    for words in (
+        ["convert", "--model", str(folder), *run],
+        ["convert", "--model", str(folder), *run, "--dry-run"],
+        ["convert", "--model", str(folder), *run, "--recipe", "growing"],
+        ["sft", "--model", str(folder), *run, "model.attention=bidirectional"],
+        ["inspect", str(folder), "--attention", "bidirectional"],
+    ):
+        found = CliRunner().invoke(app, words)
+        assert found.exit_code == 2 and "layer 0 (Qwen3_5GatedDeltaNet) reads from left" in found.stderr
+        assert "--recipe block" in found.stderr
+
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+UNSUPPORTED = {
+    "JambaMambaMixer": JambaConfig(**COMMON, attn_layer_period=2, attn_layer_offset=1, num_experts=2),
+    "layer 0, of type 'linear_attention'": RecurrentGemmaConfig(
+        **COMMON | {"num_key_value_heads": 1, "num_hidden_layers": 3}, lru_width=32
+    ),
+    "layer 0, of type 'hybrid'": ZayaConfig(**COMMON, head_dim=8),
+    "layer 1, of type 'linear_attention'": MiniMaxConfig(**COMMON),
+    "none of its layers is attention": Mamba2Config(
+        **{name: COMMON[name] for name in COMMON if "attention" not in name and "key" not in name},
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        n_groups=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_other_types_are_refused_by_name_before_the_weights_are_read(reason, tmp_path):
+    UNSUPPORTED[reason].save_pretrained(tmp_path)
+    character_tokenizer(ALPHABET).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    name = type(UNSUPPORTED[reason]).__name__.replace("Config", "ForCausalLM")
+    with raises(ModelError, where=name) as refused:
+        unmask.load(tmp_path)
+    assert reason in refused.value.what and "docs/models.md" in refused.value.remedy
 
 
 @every_type

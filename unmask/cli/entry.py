@@ -291,17 +291,25 @@ def export(
         ),
     ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_ID", help="hf: the model that it was part of, whose other towers are kept."
+        ),
+    ] = None,
     overwrite: OverwriteFolder = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving
     engines."""
-    check_model(model.path)
-    check_output_folder(output, overwrite=overwrite, inputs=[model.path])
+    inputs = [model.path, *([base] if base else [])]
+    for path in inputs:
+        check_model(path)
+    check_output_folder(output, overwrite=overwrite, inputs=inputs)
     refuse_other_model(output)
     import unmask
     from unmask.models.export import export as export_model
 
-    export_model(unmask.load(model.path, **model.load_arguments()), output, layout)
+    export_model(unmask.load(model.path, **model.load_arguments()), output, layout, base)
 
 
 app.command(

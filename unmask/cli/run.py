@@ -34,7 +34,7 @@ from unmask.console import Progress
 from unmask.data.report import data_reports
 from unmask.errors import ConfigError
 from unmask.evaluation.provenance import EVALUATION
-from unmask.models.load import DTYPES
+from unmask.models.load import DTYPES, check_patterns
 from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.training.config import TrainingConfig, lora_rank
@@ -234,6 +234,7 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
             subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)
             check_hardware_settings(args, subject, planned=planned)
         args.check_model(partial(read_pattern, config.model), config)
+        check_patterns(model.path, args.patterns() or [model.attention], model.load_arguments())
 
 
 @contextlib.contextmanager

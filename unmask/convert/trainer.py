@@ -36,7 +36,7 @@ from unmask.models.adapters import with_adapters, with_trained_mask_row
 from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import as_diffusion_lm, load, with_pattern
+from unmask.models.load import as_diffusion_lm, check_patterns, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
 from unmask.training.arguments import TrainerArguments, by_place, map_held_out, refuse_foreign_collator
 from unmask.training.config import row_length, total_steps
@@ -298,6 +298,8 @@ class ConvertTrainer(TrainerArguments):
     ):
         refuse_foreign_collator(data_collator)
         args = self.checked_args(args, model)
+        if isinstance(model, str | Path):
+            check_patterns(model, args.patterns(), args.model_init_kwargs or {})
         lm = as_diffusion_lm(model, processing_class, quantization_config, args.model_init_kwargs)
         self.args, self.progress, self.callbacks = args, progress, callbacks or []
         self.rest: dict[str, Any] = {

@@ -22,7 +22,7 @@ from unmask.config.run import AttentionName
 from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.attention import ATTENTION_NAME, Layout, make_mask
 from unmask.models.compiled import description
-from unmask.models.recurrent import read_in_blocks, recurrence
+from unmask.models.recurrent import read_in_blocks, recurrent_layers
 
 LENGTH, WINDOW, VOCABULARY, WIDTH, EXPERTS, BLOCK = 9, 4, 32, 16, 4, 4
 """Sizes of the row and of the small copy: tokens, sliding windows, vocabulary, MLPs, experts, and blocks
@@ -121,7 +121,7 @@ def _differs(model: PreTrainedModel, first: int) -> str | None:
         layout = Layout.of(documents_BT).with_noised_copies(copies)
         mask = make_mask(pattern, None, layout, layout)
         if recurrent:
-            mask = replace(mask, recurrence=recurrence(layout, BLOCK, copies))
+            mask = replace(mask, recurrence=layout.recurrence(BLOCK, copies))
         return model(
             input_ids=ids_BT, position_ids=layout.position_BT + first, use_cache=False, unmask_mask=mask
         ).logits
@@ -130,7 +130,11 @@ def _differs(model: PreTrainedModel, first: int) -> str | None:
     if not close(ids_BT, alone_BT):
         return "its logits are not those of its own attention"
     if not close(torch.cat([ids_BT[:, :3], ids_BT], 1), torch.cat([alone_BT[:, :3], alone_BT + 1], 1)):
-        return "the logits of a document depend on the one that is packed before it"
+        what = "the logits of a document depend on the one that is packed before it"
+        layers = [
+            f": layer {each.layer_idx} ({type(each).__name__}) reads on" for each in recurrent_layers(model)
+        ]
+        return what + "".join(layers[:1])
     if recurrent:
         both_BT = torch.cat([ids_BT, ids_BT], 1)
         return None if close(both_BT, alone_BT, copies=1) else "its layers do not continue from a state"

@@ -73,6 +73,10 @@ class Layout:
         )
         return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1))
 
+    def recurrence(self, block_size: int | None, copies: int = 0) -> Recurrence:
+        """How recurrent layers read rows that have this many noised copies."""
+        return recurrence(self.document_BT, self.position_BT, self.copy_BT, block_size, copies)
+
 
 @dataclass(frozen=True)
 class AttentionMask:
@@ -241,7 +245,7 @@ def unpadded_mask(
         return replace(
             mask,
             full=pattern == "bidirectional" and copies == 0,
-            recurrence=recurrence(layout, block_size, copies) if recurrent and copies else None,
+            recurrence=layout.recurrence(block_size, copies) if recurrent and copies else None,
         )
 
     return _unpadded.get(

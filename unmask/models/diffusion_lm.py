@@ -55,7 +55,7 @@ from unmask.models.kernels import flash
 from unmask.models.model_card import CardFields, card_fields, write_card
 from unmask.models.model_paths import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from unmask.models.module_methods import ModuleMethods
-from unmask.models.recurrent import read_in_blocks, recurrence
+from unmask.models.recurrent import read_in_blocks
 
 SHARD = "50GB"  # as in transformers
 
@@ -645,7 +645,7 @@ class DiffusionLM(ModuleMethods):
                 self.attention, self.block_size, layout, layout, causal_context=self.causal_context
             )
             if self.recurrent:
-                mask = replace(mask, recurrence=recurrence(layout, self.block_size, copies))
+                mask = replace(mask, recurrence=layout.recurrence(self.block_size, copies))
         if self.flash_attention and self.attention != "block_causal":
             mask = replace(
                 mask,

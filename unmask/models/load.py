@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -27,7 +28,7 @@ from transformers.integrations import deepspeed as zero
 from unmask.config.run import AttentionName
 from unmask.errors import ConfigError, ModelError, did_you_mean
 from unmask.models.adapters import checked_adapters, of_adapted
-from unmask.models.agreement import first_position
+from unmask.models.agreement import REMEDY, first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, attention_layers
 from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig, stock_config
@@ -73,6 +74,11 @@ WITHOUT_EFFECT = {
     *("resume_download", "_fast_init", "_from_auto", "_from_pipeline", "_commit_hash"),
 }
 """Arguments of `from_pretrained` that ask for what is done anyway."""
+DOWNLOADING = {
+    *("revision", "subfolder", "variant", "trust_remote_code"),
+    *("token", "cache_dir", "local_files_only", "force_download"),
+}
+"""Arguments of `load` that say where the files of a model are."""
 REFUSED = {
     **dict.fromkeys(("config", "generation_config"), "it is that of the folder, which the weights belong to"),
     **dict.fromkeys(
@@ -211,6 +217,8 @@ def load(
         trust_remote_code=trust_remote_code,
         parse_special_tokens=parse_special_tokens,
     )
+    chosen = pattern_settings(config, attention, block_size, logit_shift)
+    refuse_unsupported(config, [chosen["attention"]])
     if (base := base_of_adapters(folder)) is not None:
         with naming_adapters(path_or_id):
             lm = load(
@@ -228,7 +236,7 @@ def load(
                 local_files_only=local_files_only,
                 force_download=force_download,
             )
-        settings = pattern_settings(config, attention, block_size, logit_shift) | {
+        settings = chosen | {
             "time_embedding": lm.has_time_embedding,
             "quality_head": lm.quality_head is not None,
         }
@@ -255,14 +263,38 @@ def load(
         "cannot use the model", folder, "Check config.json, generation_config.json and the tokenizer's files"
     ):
         align_weights(model)
-        settings = pattern_settings(config, attention, block_size, logit_shift)
         if eos_token_ids is not None:
-            settings["eos_token_ids"] = eos_token_ids
-        if settings["time_embedding"]:
+            chosen["eos_token_ids"] = eos_token_ids
+        if chosen["time_embedding"]:
             _load_module(add_time_embedding(model), TIME_EMBEDDING, "time embedding", folder)
-        if settings["quality_head"]:
+        if chosen["quality_head"]:
             _load_module(add_quality_head(model), QUALITY_HEAD, "quality head", folder)
-        return make_diffusion(model, tokenizer, **settings)
+        return make_diffusion(model, tokenizer, **chosen)
+
+
+def check_patterns(
+    path_or_id: str | Path, patterns: Sequence[AttentionName | None], arguments: Mapping[str, Any]
+) -> None:
+    """Raise ModelError for a model that cannot be used, or not with these attention patterns (None: its own).
+    Its weights are not read. `arguments`: of `load`."""
+    how = {name: value for name, value in arguments.items() if name in DOWNLOADING}
+    folder = fetched(path_or_id, weights=False, **how)
+    config, _ = read_config(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
+    refuse_unsupported(config, [pattern_settings(config, each, 1, None)["attention"] for each in patterns])
+
+
+def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionName]) -> None:
+    """Raise ModelError for an architecture that cannot be used, or not with these attention patterns."""
+    if MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
+        return  # the code comes with the weights
+    with (
+        reading("cannot build the model", str(config.name_or_path), "Check config.json"),
+        _loading_unsharded(),
+        torch.device("meta"),
+    ):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    for attention in patterns:
+        check_architecture(model, attention)
 
 
 def _refuse_others(given: Mapping[str, Any]) -> None:
@@ -449,21 +481,10 @@ def make_diffusion(
             computes something else under Unmask's attention (`unmask.models.agreement`), or an end token is
             outside the vocabulary.
     """
-    name = type(model).__name__
-    model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
-    if model.config._attn_implementation != ATTENTION_NAME:
-        raise ModelError(
-            "attention is built into the modeling code",
-            where=name,
-            remedy="Use an architecture with pluggable attention",
-        )
-    check_recurrent(model, attention)
-    _check_layers(model)
-    with _loading_unsharded():
-        first = first_position(model)
+    first = check_architecture(model, attention)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products do not support it
-    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=name)
+    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx
     return DiffusionLM(
@@ -479,39 +500,59 @@ def make_diffusion(
     )
 
 
+def check_architecture(model: PreTrainedModel, attention: AttentionName) -> int:
+    """The first position (`unmask.models.agreement`) of a model, whose attention function it changes. Raises
+    the errors of `make_diffusion` that need no weights."""
+    name = type(model).__name__
+    model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            "attention is built into the modeling code",
+            where=name,
+            remedy="Use an architecture with pluggable attention",
+        )
+    check_recurrent(model, attention)
+    _check_layers(model)
+    with _loading_unsharded():
+        return first_position(model)
+
+
 def check_recurrent(model: PreTrainedModel, attention: AttentionName) -> None:
     """Raise ModelError for bidirectional attention of a model with recurrent layers."""
     if attention == "bidirectional" and (layers := recurrent_layers(model)):
         raise ModelError(
-            f"layer {layers[0].layer_idx} ({type(layers[0]).__name__}) reads from left to right",
+            f"layer {layers[0].layer_idx} ({type(layers[0]).__name__}) reads from left to right under "
+            "bidirectional attention too",
             where=type(model).__name__,
-            remedy="Use attention block_causal, as recipe block does",
+            remedy="Use block_causal attention (unmask convert: --recipe block)",
         )
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Raise ModelError if a layer mixes tokens other than by the attention mask: convolutions, linear
-    attention, chunks."""
+    """Raise ModelError if a layer mixes tokens other than by the attention mask, or a state: chunks, unknown
+    recurrences."""
     text = model.config.get_text_config()
-    if model._is_stateful and not attention_layers(model):
+    recurrent = bool(recurrent_layers(model))
+    if (recurrent or model._is_stateful) and not attention_layers(model):
         raise ModelError(
             "none of its layers is attention, so no token of a block would see a later one",
             where=type(model).__name__,
             remedy="Use a model that has attention layers, too (docs/models.md)",
         )
-    masked = {"full_attention", "sliding_attention"}
-    if recurrent_layers(model):
-        masked |= {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "moe", "mlp"}
+    known = {"full_attention", "sliding_attention"}
+    if recurrent:
+        known |= {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "moe", "mlp"}
     if (getattr(text, "attention_chunk_size", None) or 0) >= (
         getattr(text, "max_position_embeddings", None) or math.inf
     ):
-        masked.add("chunked_attention")  # one chunk
-    if unmasked := set(getattr(text, "layer_types", None) or ()) - masked:
-        raise ModelError(
-            f"its layers of type {', '.join(map(repr, sorted(unmasked)))} ignore the attention mask",
-            where=type(model).__name__,
-            remedy="Use a transformer whose layers are all full or sliding attention",
-        )
+        known.add("chunked_attention")  # one chunk
+    for number, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in known:
+            raise ModelError(
+                f"layer {number}, of type {kind!r}, ignores the attention mask",
+                where=type(model).__name__,
+                remedy=REMEDY,
+            )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> None:

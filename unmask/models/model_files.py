@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -18,6 +24,7 @@ from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
 from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.auto_config import MODEL_TYPE, SETTINGS_KEY, stock_config
 from unmask.models.family import Family
+from unmask.models.model_card import HISTORY_KEY
 from unmask.models.model_paths import CONFIG, TEXTS, fetched_with, of_variant
 from unmask.models.released_families import family_of
 
@@ -44,9 +51,11 @@ def reading(what: str, where: str, remedy: str) -> Iterator[None]:
         raise ModelError(f"{what} ({reason})", where=where, remedy=remedy) from error
 
 
-def read_config(folder: str, *, trust_remote_code: bool = False) -> tuple[PretrainedConfig, Family | None]:
+def read_config(
+    folder: str, *, trust_remote_code: bool = False, whole: bool = False
+) -> tuple[PretrainedConfig, Family | None]:
     """The stock config of a model's folder, and the family of its published format. Adapters without a config
-    have that of their base."""
+    have that of their base. Of a model with other towers it is that of its language model, unless `whole`."""
     code = {"trust_remote_code": trust_remote_code}
     folder = fetched_with(CONFIG, folder, **code)
     with reading("cannot load a model config", folder, "Give a model folder or a hub id"):
@@ -65,7 +74,27 @@ def read_config(folder: str, *, trust_remote_code: bool = False) -> tuple[Pretra
         settings = getattr(config, SETTINGS_KEY, None)
         if not isinstance(settings, dict | None):
             raise ValueError(f"{SETTINGS_KEY!r} is not an object")
-    return config, family
+        return config if whole else language_config(config, published), family
+
+
+def has_towers(config: PretrainedConfig) -> bool:
+    """Whether a model has other towers (Qwen3.5's reads images) that the class of its language model in
+    transformers leaves out."""
+    text = config.sub_configs.get("text_config")
+    made = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return None not in (text, made) and made is MODEL_FOR_CAUSAL_LM_MAPPING.get(text, None)
+
+
+def language_config(config: PretrainedConfig, published: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of the language model in a model with other towers; of others the config itself."""
+    if not has_towers(config):
+        return config
+    text = config.get_text_config()
+    text.name_or_path, text.dtype = config.name_or_path, config.dtype or text.dtype
+    for name in ("tie_word_embeddings", SETTINGS_KEY, HISTORY_KEY):  # which the whole model has
+        if name in published:
+            setattr(text, name, getattr(config, name))
+    return text
 
 
 def read_tokenizer(

@@ -18,15 +18,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from unmask.models.attention import Layout
 
 CHUNK = 64
 """Tokens of a step where rows have no noised copies, the chunk of transformers' own kernels."""
@@ -44,7 +41,7 @@ class StateTable(Protocol):
     def write_states(self, layer: int, slot_S: Tensor, states: States) -> None: ...
 
 
-class Step(NamedTuple):
+class ReadingStep(NamedTuple):
     """Sequences that a layer reads at once. A shorter one ends with tokens that are not used."""
 
     index_RQ: np.ndarray  # of the tokens, in a row
@@ -68,7 +65,7 @@ class Recurrence:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ReadingStep],
         place_L: np.ndarray,
         device: torch.device,
         rows: int = 1,
@@ -90,7 +87,7 @@ class Recurrence:
         steps, place_L, rows, slot_S = self._given
         return Recurrence(steps, place_L, device, rows, slot_S, self._ahead)
 
-    def run(self, layer: Layer, hidden_BLD: Tensor, table: StateTable | None) -> Tensor:
+    def run(self, layer: RecurrentLayer, hidden_BLD: Tensor, table: StateTable | None) -> Tensor:
         """The output [B, L, D] of a layer."""
         shape = hidden_BLD.shape
         hidden_BLD = hidden_BLD.reshape(-1, self.rows * shape[1], shape[2])
@@ -140,18 +137,20 @@ def _joined(parts: Sequence[States], batch: int) -> States:
     return joined
 
 
-def recurrence(layout: Layout, block_size: int | None, copies: int) -> Recurrence:
-    """How rows are read that have noised copies before the clean tokens, or none: all documents side by side,
-    block after block."""
+def recurrence(
+    document_BT: Tensor, position_BT: Tensor, copy_BT: Tensor, block_size: int | None, copies: int
+) -> Recurrence:
+    """How rows of a layout are read that have noised copies before the clean tokens, or none: all documents
+    side by side, block after block."""
     size = (block_size or 1) if copies else CHUNK
     document_L, position_L, copy_L = (
-        part.cpu().numpy().reshape(-1) for part in (layout.document_BT, layout.position_BT, layout.copy_BT)
+        part.cpu().numpy().reshape(-1) for part in (document_BT, position_BT, copy_BT)
     )
-    rows, length = layout.document_BT.shape
+    rows, length = document_BT.shape
     real_N = np.flatnonzero(document_L > 0)
     text_N = real_N // length * (document_L.max() + 1) + document_L[real_N]  # numbers each document
     tokens = _Tokens(real_N, text_N, position_L[real_N], copy_L[real_N])
-    ahead, begun = list[Step](), None
+    ahead, begun = list[ReadingStep](), None
     steps_alone = -(-(int(position_L.max()) + 1) // size)
     if copies and steps_alone > MANY_STEPS:
         part = size * math.ceil(math.sqrt(steps_alone))
@@ -167,7 +166,7 @@ def recurrence(layout: Layout, block_size: int | None, copies: int) -> Recurrenc
         place_L[step.index_RQ.ravel()[at]] = start + at
         start += step.index_RQ.size
     steps = [step._replace(index_RQ=step.index_RQ.clip(0)) for step in [*ahead, *steps]]
-    return Recurrence(steps, place_L, layout.document_BT.device, rows, ahead=len(ahead))
+    return Recurrence(steps, place_L, document_BT.device, rows, ahead=len(ahead))
 
 
 class _Tokens(NamedTuple):
@@ -179,7 +178,7 @@ class _Tokens(NamedTuple):
     copy_N: np.ndarray
 
 
-def _steps(tokens: _Tokens, size: int, copies: int) -> tuple[list[Step], np.ndarray]:
+def _steps(tokens: _Tokens, size: int, copies: int) -> tuple[list[ReadingStep], np.ndarray]:
     """Steps that read all texts side by side, block after block, and the place of each text in the first of
     them (texts in the order of their numbers). Where a sequence is shorter, the index is -1."""
     _, text_N = np.unique(tokens.text_N, return_inverse=True)
@@ -190,16 +189,16 @@ def _steps(tokens: _Tokens, size: int, copies: int) -> tuple[list[Step], np.ndar
     rank[np.argsort(-num_blocks, kind="stable")] = np.arange(len(num_blocks))
     table = np.full((num_blocks.max(initial=0), copies + 1, len(num_blocks), size), -1)
     table[block_N, tokens.copy_N, rank[text_N], offset_N] = tokens.index_N
-    steps = list[Step]()
+    steps = list[ReadingStep]()
     for number, index_MRQ in enumerate(table):
         count = int((num_blocks > number).sum())
         width = max(int((index_MRQ >= 0).any((0, 1)).sum()), min(2, size))
         source_R = np.tile(np.arange(count), copies + 1) if number else None
-        steps.append(Step(index_MRQ[:, :count, :width].reshape(-1, width), source_R))
+        steps.append(ReadingStep(index_MRQ[:, :count, :width].reshape(-1, width), source_R))
     return steps, rank
 
 
-def _read_ahead(tokens: _Tokens, size: int) -> tuple[list[Step], _Tokens, np.ndarray]:
+def _read_ahead(tokens: _Tokens, size: int) -> tuple[list[ReadingStep], _Tokens, np.ndarray]:
     """Steps over the clean text that give its states after every `size` tokens; the tokens of its parts, as
     texts of their own; and where the first state of each part is: 0 is zero, then the last states of these
     steps."""
@@ -218,7 +217,7 @@ def _read_ahead(tokens: _Tokens, size: int) -> tuple[list[Step], _Tokens, np.nda
     return steps, _Tokens(tokens.index_N, number_N, tokens.position_N % size, tokens.copy_N), begun
 
 
-class Layer:
+class RecurrentLayer:
     """The forward method of a recurrent layer, in place of its own."""
 
     def __init__(self, module: nn.Module):
@@ -322,5 +321,5 @@ def read_in_blocks(model: nn.Module) -> bool:
     whether there are some."""
     layers = recurrent_layers(model)
     for module in layers:
-        module.forward = Layer(module)
+        module.forward = RecurrentLayer(module)
     return bool(layers)

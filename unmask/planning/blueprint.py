@@ -41,7 +41,7 @@ from unmask.models.load import (
 )
 from unmask.models.model_files import read_config, read_tokenizer, reading
 from unmask.models.model_paths import fetched
-from unmask.models.recurrent import Recurrence, read_in_blocks, recurrence, recurrent_layers
+from unmask.models.recurrent import Recurrence, read_in_blocks, recurrent_layers
 from unmask.planning.cost_model import Network, Workload
 from unmask.planning.step_time import PassCost, PassCosts
 
@@ -397,7 +397,7 @@ def _recurrence(work: Workload, block_size: int) -> Recurrence:
     device = torch.device("cpu")
     with unset_fake_temporarily():
         layout = Layout.full(work.sequence_length, device).with_noised_copies(work.copies)
-        found = recurrence(layout, block_size, work.copies)
+        found = layout.recurrence(block_size, work.copies)
     return found.to(device)
 
 

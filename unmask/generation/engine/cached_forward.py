@@ -24,7 +24,7 @@ from unmask.generation.engine.recorded_passes import forward, num_columns
 from unmask.generation.engine.slots import BatchEntry, BatchState, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
-from unmask.models.recurrent import Recurrence, Step
+from unmask.models.recurrent import ReadingStep, Recurrence
 
 
 class Extent(NamedTuple):
@@ -144,7 +144,7 @@ def _read_in_steps(
     draft. With a logit shift the last clean token is read with the block, in this pass and in later ones.
     `bases`: the column of each sequence's query at `base`."""
     count, shift = queries.position_BQ.shape[1], int(lm.logit_shift)
-    steps, place_N, start = list[Step](), np.zeros(len(extents) * count, dtype=int), 0
+    steps, place_N, start = list[ReadingStep](), np.zeros(len(extents) * count, dtype=int), 0
 
     def read(rows: list[tuple[int, np.ndarray]], *, kept: bool) -> None:
         """Add a step of these sequences: the member and the columns of each."""
@@ -154,7 +154,7 @@ def _read_in_steps(
         for row, (member, column_Q) in enumerate(rows):
             index_RQ[row, : len(column_Q)] = member * count + column_Q
             place_N[index_RQ[row, : len(column_Q)]] = start + row * longest + np.arange(len(column_Q))
-        steps.append(Step(index_RQ, np.array([member for member, _ in rows]), kept))
+        steps.append(ReadingStep(index_RQ, np.array([member for member, _ in rows]), kept))
         start += index_RQ.size
 
     # of equal lengths, since padding would change the state that is kept
