@@ -35,20 +35,38 @@ from unmask.models import agreement
 from unmask.models.agreement import first_position, small_configs
 from unmask.models.load import make_diffusion
 
+NARROW = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+MIXED = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
+    "lfm2": MIXED,
+    "lfm2_moe": MIXED | {"num_dense_layers": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "mamba": NARROW,
+    "mamba2": NARROW | {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "falcon_mamba": NARROW,
+    "rwkv": NARROW | {"attention_hidden_size": 64},
+    "xlstm": NARROW | {"num_heads": 4},
+    "zamba": NARROW
+    | {"num_hidden_layers": 18, "intermediate_size": 64, "num_attention_heads": 4, "n_mamba_heads": 2},
 }
-"""Of types whose default configuration builds no model."""
+"""Of types whose default configuration builds no model, or none with all kinds of layers that they have."""
 MOST = 100_000_000
 """Parameters of a model that the table tries; some types are larger however they are made smaller."""
 ROWS = {
-    "": "right",
+    "": "all patterns",
+    "blocks": "causal and block_causal: recurrent layers",
     "attention is built": "refused: attention is built into its modeling code",
-    "its recurrent layers": "refused: recurrent layers",
-    "its layers of type": "refused: layers that ignore the attention mask",
+    "none of its layers is attention": "refused: recurrent layers only, no attention",
+    "layer ": "refused: layers that ignore the attention mask",
+    "read on": "refused: recurrent layers that do not know where a document begins",
+    "transformers computes something else: its layers do not": (
+        "refused: recurrent layers that do not continue from a state"
+    ),
     "transformers computes something else: the logits of a document": (
         "refused: positions do not begin again in packed documents"
     ),
@@ -58,6 +76,7 @@ ROWS = {
     ),
     "not tried": "not tried: cannot be built small",
 }
+AFTER_PADDING = ", with positions that begin after the padding token's"
 
 
 def build(config: PreTrainedConfig) -> PreTrainedModel:
@@ -69,12 +88,13 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
 
 def smallest(name: str) -> PreTrainedModel | None:
     """The smallest model of a type; None: it cannot be built, or is large."""
-    for number in range(3):
+    for number in range(4):
         try:
             config = CONFIG_MAPPING[name](**SETTINGS.get(name, {}))
             if hasattr(config, "is_decoder"):
                 config.is_decoder = True
-            config = small_configs(config)[number]()
+            if number < 3:
+                config = small_configs(config)[number]()
             with torch.device("meta"):
                 size = sum(
                     weight.numel()
@@ -92,9 +112,13 @@ def row_of(name: str) -> str:
     if (model := smallest(name)) is None:
         return ROWS["not tried"]
     try:
-        first = make_diffusion(model, character_tokenizer(ALPHABET)).first_position
-        return ROWS[""] + (", with positions that begin after the padding token's" if first else "")
+        lm = make_diffusion(model, character_tokenizer(ALPHABET))
+        if lm.recurrent:
+            return ROWS["blocks"]
+        return ROWS[""] + (AFTER_PADDING if lm.first_position else "")
     except ModelError as error:
+        if error.what.endswith("reads on"):
+            return ROWS["read on"]
         return next(row for start, row in ROWS.items() if start and error.what.startswith(start))
 
 
