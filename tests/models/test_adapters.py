@@ -27,7 +27,16 @@ from transformers import (
 
 from tests.errors import raises
 from tests.helpers import REPOSITORY, partly_slow
-from tests.models.configurations import ALPHABET, CONFIGURATIONS, GROUPED, LAYERS, SHARED, SIZES
+from tests.models.configurations import (
+    ALPHABET,
+    CONFIGURATIONS,
+    GROUPED,
+    HYBRIDS,
+    LAYERS,
+    SHARED,
+    SIZES,
+    tiny_lm,
+)
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import TEXTS, equal, prepared, settings, weights
 from unmask.convert.config import ConvertConfig
@@ -37,6 +46,7 @@ from unmask.errors import ConfigError
 from unmask.models.adapters import add_adapters, merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load, make_diffusion
+from unmask.models.recurrent import recurrent_layers
 from unmask.planning.blueprint import is_tied
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -308,6 +318,27 @@ def test_tied_adapters_of_two_layers_are_refused():
     settings = lora(target_modules=["embed_tokens"], ensure_weight_tying=True)
     with raises(ConfigError, where="lora (peft_config)"):  # PEFT's models with them cannot be copied
         with_adapters(llama_lm(tie_word_embeddings=True), settings)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "zamba2"])
+def test_all_linear_layers_of_recurrent_models_have_adapters_but_outputs_of_mamba(name):
+    adapted = moved(
+        with_adapters(
+            tiny_lm(name, "block_causal", 3), lora(target_modules="all-linear", init_lora_weights=True)
+        )
+    )
+    whole, found = merged(adapted), log_probs(adapted)
+    torch.testing.assert_close(found, log_probs(whole), rtol=0, atol=1e-5)
+    assert (found - log_probs(tiny_lm(name, "block_causal", 3))).abs().max() > 1e-3
+    for layer in recurrent_layers(adapted.model):
+        if hasattr(layer, "out_proj"):
+            assert hasattr(layer.out_proj, "lora_A") != hasattr(layer, "ssm_state_size")
+
+
+def test_adapters_of_a_weight_that_layers_share_are_refused():
+    with raises(ConfigError, where="lora (peft_config)"):
+        with_adapters(tiny_lm("zamba2", "block_causal", 3), lora(target_modules="all-linear"))
+    with_adapters(tiny_lm("zamba2", "block_causal", 3), lora(target_modules=["in_proj"]))  # the remedy
 
 
 def test_an_adapter_of_the_head_alone_gets_gradients_in_chunks_too(monkeypatch):

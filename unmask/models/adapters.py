@@ -71,7 +71,7 @@ def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> Diff
         raise ConfigError(
             f"{_kind(peft_config)} adapters cannot be merged into the weights ({reason})",
             where="lora (peft_config)",
-            remedy="Use adapters that can be, such as plain LoRA",
+            remedy="Name other modules, or use adapters that can be, such as plain LoRA",
         )
     if not any(weight.requires_grad for weight in adapted.model.parameters()):
         remedy = "Name modules of this model (PeftModel.from_pretrained: is_trainable=True)"
@@ -133,6 +133,10 @@ def _unmergeable(lm: DiffusionLM, peft_config: peft.PeftConfig) -> str | None:
     """Why PEFT cannot merge these adapters, tried on a copy without memory; None: it can."""
     if getattr(peft_config, "layer_replication", None):
         return "replicated layers share their weights"
+    bases = [part.get_base_layer() for part in lm.model.modules() if hasattr(part, "get_base_layer")]
+    changed = [id(base.weight) for base in bases if isinstance(base, nn.Linear)]
+    if len(set(changed)) < len(changed):
+        return "several of them change one weight"
     tensors = chain(lm.model.parameters(), lm.model.buffers())
     empty = {id(tensor): _without_memory(tensor) for tensor in tensors if not quantized(lm)}
     try:
@@ -160,12 +164,23 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
             remedy="Leave it out, or merge them first (save_model of the trainer that trained them does)",
         )
     _refuse_kind(peft_config)
+    peft_config = _without_fused_layers(lm, peft_config)
     try:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             return of_adapted(lm, _wrapped(lm.model, peft_config))
     except Exception as error:  # PEFT's kinds raise anything
         what = f"PEFT cannot add {_kind(peft_config)} adapters ({first_line(error).rstrip('.')})"
         raise ConfigError(what, where=WHERE, remedy="Name modules of this model, or use LoRA") from error
+
+
+def _without_fused_layers(lm: DiffusionLM, peft_config: peft.PeftConfig) -> peft.PeftConfig:
+    """Let `all-linear` leave out the output layers of Mamba 2: its kernels read their weights alone, and PEFT
+    refuses them for some types."""
+    mambas = [name for name, part in lm.model.named_modules() if hasattr(part, "ssm_state_size")]
+    if mambas and getattr(peft_config, "target_modules", None) == "all-linear":
+        left_out = {f"{name.rpartition('.')[2]}.out_proj" for name in mambas}
+        return replace(peft_config, exclude_modules=peft_config.exclude_modules or sorted(left_out))
+    return peft_config
 
 
 def _refuse_kind(peft_config: peft.PeftConfig) -> None:
