@@ -3,10 +3,9 @@ cache."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -194,7 +193,8 @@ def kept_bytes(name, block_size, copies, *, recomputed=False):
     read_in_blocks(model)
     layer = recurrent_layers(model)[0]
     layout = Layout.full(LENGTH, torch.device("cpu")).with_noised_copies(copies)
-    mask = SimpleNamespace(recurrence=layout.recurrence(block_size, copies))
+    reading = layout.recurrence(block_size, copies)
+    mask = AttentionMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), None, recurrence=reading)
     hidden_BLD = torch.randn(2, LENGTH * (copies + 1), model.config.hidden_size, requires_grad=True)
 
     def keep(tensor):
@@ -230,6 +230,36 @@ def test_more_blocks_keep_their_first_states_or_nothing(name, copies, monkeypatc
     recomputed = {kept_bytes(name, block_size, copies, recomputed=True) for block_size in (2, 16)}
     assert len(recomputed) == 1
     assert recomputed.pop() < kept_bytes(name, 16, copies) / 2
+
+
+def test_the_hooks_of_a_model_that_is_split_over_devices_are_called():
+    class Counting(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **named):
+            self.calls += 1
+            return args, named
+
+    model, hook = tiny_model("qwen3_5_text"), Counting()
+    for layer in recurrent_layers(model):
+        add_hook_to_module(layer, hook)
+    lm = make_diffusion(model, character_tokenizer(ALPHABET), attention="block_causal", block_size=3)
+    plain, ids_BT = tiny_lm("qwen3_5_text", "block_causal", 3), random_ids(2, 9)
+    hidden_BMT = torch.rand(2, 1, 9, generator=torch.Generator().manual_seed(1)) < 0.5
+    with torch.no_grad():
+        found, expected = (
+            each.forward(each.stacked_inputs(ids_BT, hidden_BMT, None, hidden_BMT)) for each in (lm, plain)
+        )
+    assert hook.calls == 2 and torch.equal(found, expected)
+
+
+def test_a_mask_is_read_on_the_device_of_the_layer():
+    lm, ids_BT = tiny_lm("qwen3_5_text", "block_causal", 3), random_ids(2, 9)
+    hidden_BMT = torch.ones(2, 1, 9, dtype=torch.bool)
+    inputs = lm.stacked_inputs(ids_BT, hidden_BMT, None, hidden_BMT)
+    [layer, _] = recurrent_layers(lm.model)
+    hidden_BLD = torch.zeros(2, 18, 16, dtype=torch.float64, device="meta")
+    assert layer.to("meta")(hidden_BLD, unmask_mask=inputs.mask).device.type == "meta"
 
 
 @pytest.fixture(scope="module")

@@ -230,7 +230,8 @@ class RecurrentLayer:
         return int(number)
 
     def __call__(self, hidden_states: Tensor, *args: Any, unmask_mask: Any = None, **named: Any) -> Tensor:
-        reading: Recurrence | None = getattr(unmask_mask, "recurrence", None)
+        # which of a model that is split over devices is where the first layer is
+        reading: Recurrence | None = unmask_mask and unmask_mask.to(hidden_states.device).recurrence
         if reading is None:  # a row is one text, from its beginning
             return type(self.module).forward(self.module, hidden_states, *args, **named)
         return reading.run(self, hidden_states, named.get(self.cache_name))
@@ -321,5 +322,6 @@ def read_in_blocks(model: nn.Module) -> bool:
     whether there are some."""
     layers = recurrent_layers(model)
     for module in layers:
-        module.forward = RecurrentLayer(module)
+        # accelerate's hooks, which place weights and inputs, stay around it
+        setattr(module, "_old_forward" if hasattr(module, "_hf_hook") else "forward", RecurrentLayer(module))
     return bool(layers)
