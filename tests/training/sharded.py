@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,14 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     return GRPOTrainer(llama_lm(), share_of_a, args, PAIRS)
 
 
-def switches(mode: str) -> dict[str, Any]:
+def switches(mode: str, layers: Sequence[str] = ("LlamaDecoderLayer",)) -> dict[str, Any]:
     if mode == "ddp":
         return {}
     if mode.startswith("fsdp"):
         return {
             "fsdp": True,
             "fsdp_config": {
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "transformer_layer_cls_to_wrap": [*layers],
                 "cpu_offload": mode != "fsdp",
             },
         }

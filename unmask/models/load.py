@@ -487,6 +487,10 @@ def make_diffusion(
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx
+    # FSDP looks for all of these, and a language model lacks its vision tower's
+    model._no_split_modules = {type(part).__name__ for part in model.modules()} & {
+        *(model._no_split_modules or ())
+    }
     return DiffusionLM(
         model.eval(),
         tokenizer,

@@ -89,6 +89,13 @@ class TrainedModel:
 def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool) -> None:
     """Raise ConfigError for settings that this model does not support, before the first step. `adapters`:
     whether adapters are trained, including those that are still to be added."""
+    if lm.recurrent and weight_sharding_setting(args) == "deepspeed":
+        raise ConfigError(
+            "ZeRO 3 gathers weights at every step of a recurrent layer, of which processes have different "
+            "numbers",
+            where="deepspeed",
+            remedy="Use zero1, zero2 or fsdp",
+        )
     check_hardware_settings(args, TrainedModel(lm.attention, lm.dtype, adapters, quantized(lm), is_split(lm)))
 
 

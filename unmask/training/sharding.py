@@ -3,7 +3,8 @@
 FSDP needs several GPU processes (`check_sharding`), which all take part in every forward pass
 (`distributed.lockstep`, `DiffusionTrainer.shards_weights`). Refused beside FSDP or ZeRO 3: adapters
 (`check_sharding`); bitsandbytes optimizers and `optimizer_offload` (`optimizers.py`: `check_optimizer`,
-`check_offload`); a model split over devices (`hardware_checks.py`: `check_split`); a reference model where
+`check_offload`); a model split over devices (`hardware_checks.py`: `check_split`), and with ZeRO 3 recurrent
+layers (`refuse_unsupported`); a reference model where
 only the first process has weights (`reference_model.py`); a reference that moves, and rollouts from a server
 (`rl/config.py`: `GRPOConfig.conflicts`). A conversion gathers the weights between its stages
 (`ConvertTrainer._gather`); the evaluation at a run's end loads the saved model again (`cli/run.py`).
