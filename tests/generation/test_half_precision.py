@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import unmask
 from tests.helpers import partly_slow
+from tests.models.configurations import tiny_lm
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 
@@ -24,11 +26,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def rounded(
-    dtype: torch.dtype, attention: str, block_size: int | None
-) -> tuple[unmask.DiffusionLM, unmask.DiffusionLM]:
+MODELS: dict[str, Callable[[], unmask.DiffusionLM]] = {
+    "blocks": lambda: float64_lm("gpt2", "block_causal", 4),
+    "bidirectional": lambda: float64_lm("gpt2", "bidirectional"),
+    "recurrent": lambda: tiny_lm("qwen3_5_text", "block_causal", 4),
+}
+
+
+def rounded(dtype: torch.dtype, lm: unmask.DiffusionLM) -> tuple[unmask.DiffusionLM, unmask.DiffusionLM]:
     """A model in 16 bits, and the same weights in 32."""
-    half = float64_lm("gpt2", attention, block_size).frozen_copy()
+    half = lm.frozen_copy()
     half.model.to(dtype)
     full = half.frozen_copy()
     full.model.to(torch.float32)
@@ -37,9 +44,9 @@ def rounded(
 
 @HALVES
 @pytest.mark.parametrize("which", SETTINGS)
-@partly_slow("attention, block_size", [("block_causal", 4), ("bidirectional", None)], 0)
-def test_what_is_drawn_has_the_probabilities_of_32_bits(attention, block_size, which, dtype):
-    half, full = rounded(dtype, attention, block_size)
+@partly_slow("model", MODELS, 0)
+def test_what_is_drawn_has_the_probabilities_of_32_bits(model, which, dtype):
+    half, full = rounded(dtype, MODELS[model]())
     config = SamplerConfig(max_new_tokens=8, **SETTINGS[which])
     found, again = unmask.generate(half, PROMPTS, config), unmask.generate(half, PROMPTS, config)
     assert found.tokens == again.tokens and not any(half.mask_token_id in tokens for tokens in found.tokens)

@@ -16,6 +16,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from tests.errors import raises
 from tests.generation.cases import PROMPTS, prompt_lists
 from tests.helpers import examples, partly_slow
+from tests.models.configurations import tiny_lm
 from tests.tiny import float64_causal, float64_lm
 from unmask.config.sampler import DENOISING_FIELDS, SamplerConfig
 from unmask.errors import ConfigError, GenerationError
@@ -387,6 +388,12 @@ def test_models_without_a_causal_context_are_refused(attention, block_size, cont
     lm = float64_lm("phi", attention, block_size, causal_context=context)
     with raises(GenerationError, where="mode"):
         sampler.generate(lm, ["a"], SamplerConfig(mode=MODE, max_new_tokens=4))
+
+
+def test_recurrent_layers_are_refused():
+    lm = tiny_lm("qwen3_5_text", "block_causal", 4, causal_context=True)
+    with raises(GenerationError, where="mode"):
+        sampler.generate(lm, ["abc"], SamplerConfig(mode=MODE))
 
 
 def test_gaps_and_empty_prompts_are_refused():

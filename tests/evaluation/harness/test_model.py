@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.errors import raises
 from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
 from tests.helpers import REPOSITORY, TWO_PROCESSES, partly_slow, run_all, shared_path
+from tests.models.configurations import tiny_lm
 from tests.tiny import build_causal, toy_lm
 from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
@@ -119,9 +120,14 @@ def test_a_causal_model_scores_as_lm_evals_own_on_many_items(items, tmp_path):
     check_equals_hf(tmp_path, items)
 
 
-@partly_slow("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"], 1)
+RECURRENT = "recurrent layers"
+
+
+@partly_slow(
+    "kind", ["bidirectional", "blocks of three with a shift", "causal without a shift", RECURRENT], 1, 3
+)
 def test_the_bits_depend_on_neither_batch_size_nor_order(kind):
-    lm = toy_lm(kind)
+    lm = tiny_lm("qwen3_5_text", "block_causal", 3, shift=True) if kind == RECURRENT else toy_lm(kind)
     models = [HarnessLM(lm, samples=9, batch_size=size) for size in (1, 3, 8, "auto")]
     expected = measured(models[0])
     texts = rolling(models[0], ["ab" * 20, "b", ""])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.generation.cases import configs, every_pattern
 from tests.helpers import examples, partly_slow
+from tests.models.configurations import tiny_lm
 from tests.tiny import FLOAT64_ALPHABET, float64_lm, lm_of_tokenizer
 from tests.tokenizers import tokenizer as every_kind
 from unmask.config.constraint import ConstraintConfig
@@ -243,10 +244,17 @@ def test_a_constraint_that_allows_everything_changes_no_token(attention, block_s
     ]
 
 
-@pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
+@pytest.mark.parametrize(
+    "lm",
+    [
+        float64_lm("phi", "bidirectional"),
+        float64_lm("phi", "block_causal", 4),
+        tiny_lm("qwen3_5_text", "block_causal", 4, shift=True),
+    ],
+    ids=["bidirectional", "blocks", "recurrent"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_gap_of_a_text_meets_the_constraint(attention, block_size, temperature):
-    lm = float64_lm("phi", attention, block_size)
+def test_every_gap_of_a_text_meets_the_constraint(lm, temperature):
     hidden = lm.mask_token_id
     texts = [[4, hidden, hidden, 5, hidden, hidden, hidden, 6], [5, 5, hidden, hidden]]
     config = SamplerConfig(

@@ -13,15 +13,48 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, prompt_lists
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from tests.models.configurations import tiny_lm
-from tests.tiny import float64_lm
+from tests.tiny import add_to_logits, float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine
 from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.requests import make_requests
+from unmask.models.diffusion_lm import DiffusionLM
+
+
+def check_concurrent(lm: DiffusionLM, shortest: int, data: st.DataObject) -> None:
+    """Requests of prompts of at least this length, of which some are submitted later, and some canceled, have
+    the tokens of the naive sampler."""
+    engine = Engine(
+        lm,
+        batch_size=data.draw(st.integers(1, 4)),
+        max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])),
+    )
+    expected, results, canceled, drafting = {}, {}, set(), set()
+    for prompts in data.draw(st.lists(prompt_lists(shortest), min_size=1, max_size=3)):
+        config = data.draw(configs(lm.attention, lm.block_size))
+        # drafts beside sequences of these
+        if (lm.block_size or 1) > 1 and not (config.cfg_scale or config.remask_fraction or config.revise):
+            config = config.model_copy(update={"num_speculative_tokens": data.draw(st.integers(0, 3))})
+        requests = make_requests(lm, prompts, config)
+        traces = naive.complete(lm, requests, config).trace
+        tickets = [engine.submit(request, config) for request in requests]
+        expected |= dict(zip(tickets, traces, strict=True))
+        drafting |= set(tickets) if config.num_speculative_tokens else set()
+        for _ in range(data.draw(st.integers(0, 3))):
+            results |= dict(engine.step())
+        if data.draw(st.booleans()):
+            canceled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
+    results |= dict(engine.run())
+    assert results.keys() == expected.keys() - canceled
+    for ticket, trace in results.items():
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        saved = expected[ticket].forward_passes - trace.forward_passes
+        assert saved == 0 or (saved > 0 and ticket in drafting)
+    assert engine.slots.count == 0 and not engine.running and not engine.waiting
 
 
 @every_pattern
@@ -40,33 +73,17 @@ def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, bl
         "time_embedding": time and attention != "causal",
     }
     lm = float64_lm("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
-    engine = Engine(
-        lm,
-        batch_size=data.draw(st.integers(1, 4)),
-        max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])),
-    )
-    expected, results, canceled, drafting = {}, {}, set(), set()
-    for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
-        config = data.draw(configs(attention, block_size))
-        # drafts beside sequences of these
-        if (block_size or 1) > 1 and not (config.cfg_scale or config.remask_fraction or config.revise):
-            config = config.model_copy(update={"num_speculative_tokens": data.draw(st.integers(0, 3))})
-        requests = make_requests(lm, prompts, config)
-        traces = naive.complete(lm, requests, config).trace
-        tickets = [engine.submit(request, config) for request in requests]
-        expected |= dict(zip(tickets, traces, strict=True))
-        drafting |= set(tickets) if config.num_speculative_tokens else set()
-        for _ in range(data.draw(st.integers(0, 3))):
-            results |= dict(engine.step())
-        if data.draw(st.booleans()):
-            canceled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
-    results |= dict(engine.run())
-    assert results.keys() == expected.keys() - canceled
-    for ticket, trace in results.items():
-        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
-        saved = expected[ticket].forward_passes - trace.forward_passes
-        assert saved == 0 or (saved > 0 and ticket in drafting)
-    assert engine.slots.count == 0 and not engine.running and not engine.waiting
+    check_concurrent(lm, int(logit_shift), data)
+
+
+@partly_slow("name", ["qwen3_5_text", "granitemoehybrid", "lfm2"], 0)
+@pytest.mark.parametrize("block_size, logit_shift, context", [(4, True, False), (3, False, True)])
+@examples(4)
+@given(data=st.data())
+def test_so_it_is_with_recurrent_layers(name, block_size, logit_shift, context, data):
+    lm = tiny_lm(name, "block_causal", block_size, shift=logit_shift, causal_context=context)
+    add_to_logits(lm, {lm.eos_token_id: data.draw(st.sampled_from([-9.0, 2.0]))})
+    check_concurrent(lm, int(logit_shift), data)
 
 
 @every_pattern

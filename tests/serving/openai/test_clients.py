@@ -13,11 +13,13 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+import torch
 
 import unmask
 from tests.helpers import partly_slow
+from tests.models.configurations import DELTA_NET
 from tests.serving.servers import served
-from tests.tiny import cached_chat_lm, chat_lm
+from tests.tiny import HERMES, PRINTABLE, build_lm, cached_chat_lm, chat_lm
 from unmask.config.sampler import SamplerConfig
 
 pytest.importorskip("outlines_core")
@@ -84,6 +86,34 @@ def test_a_chat_is_that_of_generate(client):
     assert usage.diffusion["forward_passes"] == sum(expected.forward_passes)
     again = unmask.generate(lm, [QUESTION], config, keys=answer.diffusion["keys"][1:2])
     assert again.texts == expected.texts[1:2]
+
+
+def test_a_model_with_recurrent_layers_answers_as_generate_does():
+    layers = {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET, "num_key_value_heads": 1}
+    lms = [
+        build_lm(
+            "qwen3_5_text",
+            PRINTABLE,
+            "block_causal",
+            4,
+            template=HERMES,
+            context=256,
+            dtype=torch.float64,
+            **layers,
+        )
+        for _ in range(2)
+    ]
+    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 16, "temperature": 1.0, "seed": 3}
+    with served(lms[0]) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(**asked, n=3)
+        parts = [
+            chunk.choices[0].delta.content or ""
+            for chunk in client.chat.completions.create(**asked, stream=True)
+            if chunk.choices
+        ]
+    config = SamplerConfig(max_new_tokens=16, temperature=1.0, seed=3)
+    expected = unmask.generate(lms[1], [QUESTION] * 3, config).texts
+    assert [choice.message.content for choice in answer.choices] == expected and "".join(parts) == expected[0]
 
 
 def test_a_stream_is_the_whole_answer(client):
