@@ -64,7 +64,9 @@ def test_checkpointing_changes_nothing(verb, name, tmp_path):
     assert equal(weights(checkpointed.lm), weights(plain.lm))
 
 
-@pytest.mark.slow  # compiling takes most of it
+@pytest.mark.slow  # it is compiled for every layout
+@pytest.mark.usefixtures("dynamo_as_it_was")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_compiled_model_trains_alike(tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     plain, other = (trainer("sft", NAMES[0], tmp_path / str(len(more)), **more) for more in ({}, compiled))
