@@ -176,6 +176,7 @@ class CacheMemory:
         cache that is gone."""
         if not cache.stored and self._owner() is None and self._stored:
             cache.stored, cache.shape, cache.heads = self._stored, self._shape, self._heads
+            cache.num_read = [0] * cache.shape[0]
             cache.clear(range(cache.shape[0]))
             self.keep(cache)
         return bool(cache.stored) and slots <= cache.shape[0] and columns <= cache.shape[1]
