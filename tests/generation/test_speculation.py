@@ -394,6 +394,11 @@ def test_recurrent_layers_are_refused():
     lm = tiny_lm("qwen3_5_text", "block_causal", 4, causal_context=True)
     with raises(GenerationError, where="mode"):
         sampler.generate(lm, ["abc"], SamplerConfig(mode=MODE))
+    drafter = tiny_lm("llama", "block_causal", 4, causal_context=True)
+    with raises(GenerationError, where="verifier"):
+        sampler.generate(
+            drafter, ["abc"], SamplerConfig(mode=MODE, max_new_tokens=8), verifier=tiny_lm("qwen3_5_text")
+        )
 
 
 def test_gaps_and_empty_prompts_are_refused():

@@ -137,6 +137,22 @@ def test_a_noised_block_continues_from_the_models_own_cache(name):
     )
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_number_of_documents_may_come_again(copies):
+    again, apart = (
+        Layout.of(torch.tensor([[1] * 3 + [0] * 2 + [number] * 5])).with_noised_copies(copies)
+        for number in (1, 2)
+    )
+    steps = zip(again.recurrence(4, copies).steps, apart.recurrence(4, copies).steps, strict=True)
+    assert all((one.index_RQ == other.index_RQ).all() for one, other in steps)
+
+
+def test_rows_of_padding_alone_are_computed():
+    lm = tiny_lm("qwen3_5_text", "block_causal", 4)
+    with torch.no_grad():
+        assert lm.logits(random_ids(1, 10), torch.zeros(1, 10, dtype=torch.long)).shape[:2] == (1, 10)
+
+
 @every_type
 @pytest.mark.parametrize("copies, length", [(1, 40), (2, 33)])
 def test_clean_text_may_be_read_ahead(name, copies, length, monkeypatch):

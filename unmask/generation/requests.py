@@ -26,6 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 MOST_SPECULATIVE_COLUMNS = 8192
 """Positions of a pass of mode self-speculative beside the text."""
 
+ONE_STATE = "a recurrent layer has one state a sequence, and not one for each draft"
 LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
 
 
@@ -190,7 +191,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(what, where="mode", remedy=remedy)
     if config.self_speculative and lm.recurrent:
         raise GenerationError(
-            "a recurrent layer has one state a sequence, and not one for each draft",
+            ONE_STATE,
             where="mode",
             remedy="Use mode 'denoise' (num_speculative_tokens drafts there)",
         )
@@ -261,6 +262,9 @@ def check_verifier(lm: DiffusionLM, verifier: Any) -> None:
     if here is not None and not here.autoregressive:
         remedy = "Give a causal model, or the causal reading (`.as_causal()`) of one with a causal context"
         raise GenerationError(f"is a model of {here.attention} attention", where="verifier", remedy=remedy)
+    if here is not None and here.recurrent:
+        remedy = "Give a model whose layers are all attention"
+        raise GenerationError(ONE_STATE, where="verifier", remedy=remedy)
     differing = lm.tokenizer.get_vocab().items() ^ verifier.tokenizer.get_vocab().items()
     if count := sum(token != lm.tokenizer.mask_token for token, _ in differing):
         what = f"{count} entries differ from those of the drafting model's tokenizer"

@@ -148,8 +148,11 @@ def recurrence(
     )
     rows, length = document_BT.shape
     real_N = np.flatnonzero(document_L > 0)
-    text_N = real_N // length * (document_L.max() + 1) + document_L[real_N]  # numbers each document
-    tokens = _Tokens(real_N, text_N, position_L[real_N], copy_L[real_N])
+    # a document ends where the number changes: it may come again
+    number_RMT = document_L.reshape(rows, copies + 1, -1)
+    changed_RMT = np.diff(number_RMT, axis=2, prepend=number_RMT[..., :1]) != 0
+    text_L = np.arange(rows).repeat(length) * length + changed_RMT.cumsum(2).reshape(-1)
+    tokens = _Tokens(real_N, text_L[real_N], position_L[real_N], copy_L[real_N])
     ahead, begun = list[ReadingStep](), None
     steps_alone = -(-(int(position_L.max()) + 1) // size)
     if copies and steps_alone > MANY_STEPS:
@@ -166,6 +169,7 @@ def recurrence(
         place_L[step.index_RQ.ravel()[at]] = start + at
         start += step.index_RQ.size
     steps = [step._replace(index_RQ=step.index_RQ.clip(0)) for step in [*ahead, *steps]]
+    steps = steps or [ReadingStep(np.zeros((1, 1), dtype=int))]  # all is padding
     return Recurrence(steps, place_L, document_BT.device, rows, ahead=len(ahead))
 
 

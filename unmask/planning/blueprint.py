@@ -50,7 +50,7 @@ BALANCED = "unmask_balanced"
 WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
 """The data type of the weights, by precision."""
 SHALLOW, DEEPER = 1, 3
-FEW_BLOCKS = 4, 8
+FEW_BLOCKS = 2, 4
 _RECURRENT = "{} layers, which read each block from the state before it"
 
 
