@@ -57,7 +57,8 @@ def test_others_make_a_step_between_any_two_passes_of_a_search(monkeypatch: pyte
 
     assert asyncio.run(run()) == alone and passes > 10
     during = "".join(each[0] for each in made).strip("s")
-    assert "ppp" not in during.split("ps" * 8)[0] and during.count("p") == passes and during.count("s") >= 20
+    together = during[: during.rindex("s")]  # a slow event loop begins the search late
+    assert "ppp" not in together and during.count("p") == passes and len(together) > 10
 
 
 def test_a_search_that_nobody_waits_for_ends_after_the_pass_that_it_is_in() -> None:
