@@ -308,12 +308,13 @@ class OneStep:
 
 
 def cache_name(module: nn.Module) -> str:
-    """The argument by which a recurrent layer takes its cache; "": it is no recurrent layer."""
-    kind = type(module)
-    names = signature(kind.forward).parameters if hasattr(module, "layer_idx") else {}
-    if "cache_params" in names:
-        return "cache_params"
-    return "past_key_values" if "past_key_values" in names and kind.__name__.endswith("Conv") else ""
+    """The argument by which a recurrent layer takes its cache, whose name depends on the version of
+    transformers; "": it is no recurrent layer."""
+    convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
+    if not (convolves and hasattr(module, "layer_idx")) or hasattr(module, "is_causal"):
+        return ""  # attention is causal or not
+    names = signature(type(module).forward).parameters
+    return next((name for name in ("cache_params", "cache", "past_key_values") if name in names), "")
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
