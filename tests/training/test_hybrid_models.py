@@ -53,6 +53,14 @@ def test_a_resumed_run_is_the_same_run(verb, name, tmp_path):
     assert equal(weights(resumed.lm), weights(whole.lm)) and not equal(start, weights(whole.lm))
 
 
+def test_experts_whose_weights_are_stored_one_by_one_are_resumed(tmp_path):
+    saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole, resumed = (trainer("pretrain", "granitemoehybrid", tmp_path, **saving) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert equal(weights(resumed.lm), weights(whole.lm))
+
+
 @every_model
 @pytest.mark.parametrize("verb", VERBS)
 def test_checkpointing_changes_nothing(verb, name, tmp_path):

@@ -24,9 +24,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from accelerate import PartialState
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from unmask.artifacts import default_mode, irregular_file, read_file, write_atomic
@@ -316,3 +318,20 @@ def check_last(checkpoint: Path, output: Path) -> None:
 
 def _is_checkpoint(path: Path) -> bool:
     return path.name == LAST_ON_HUB or any(CHECKPOINT.fullmatch(each.name) for each in (path, path.resolve()))
+
+
+def load_renamed(model: Any, checkpoint: Path) -> None:
+    """Load the weights that a checkpoint holds under other names. transformers stores experts one by one, and
+    its Trainer reads only names that are the model's."""
+    files, stored = [*checkpoint.glob("model*.safetensors")], set[str]()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            stored |= set(opened.keys())
+    if not files or not isinstance(model, PreTrainedModel):
+        return
+    state = model.state_dict()
+    loaded = {state[name].data_ptr() for name in stored & state.keys()}  # a tied weight has one name there
+    if renamed := {name for name, weight in state.items() if weight.data_ptr() not in loaded}:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+        read = kind.from_pretrained(checkpoint, config=model.config, dtype=model.dtype).state_dict()
+        model.load_state_dict({name: read[name] for name in renamed & read.keys()}, strict=False)
