@@ -518,7 +518,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # these have the model's names
+            load_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -927,7 +928,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             remedy = "Use the last checkpoint (load_best_model_at_end=false)"
             raise TrainingError(found, where=str(best), remedy=remedy)
         super()._load_best_model()
-        load_renamed(self.model, best)
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            load_renamed(self.model, best)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model with adapters merged, and push to the hub with `push_to_hub`; a checkpoint
