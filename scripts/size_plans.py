@@ -92,7 +92,8 @@ def stages(spec: ModelSpec, adapters: bool) -> Iterator[Stage]:
     )
     rank = lora["lora"]["r"] if adapters else None
     plain = Workload(sequence_length=LENGTH, attention="block_causal", lora_rank=rank)
-    run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "model.attention=block_causal"]))
+    settings = ["model.path=m", "output_dir=out", "model.attention=block_causal"]
+    run = resolve(read_layers(overrides=[*settings, "lora.r=8"]))  # else it looks for adapters in the model
 
     def preference(rows: int) -> Workload:
         args = DPOConfig(output_dir="out", max_length=LENGTH, per_device_train_batch_size=rows, use_cpu=True)

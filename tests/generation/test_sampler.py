@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.generation.cases import PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists
 from tests.helpers import examples, partly_slow
-from tests.models.configurations import HYBRIDS, tiny_lm
+from tests.models.configurations import HYBRIDS, InFloat64, tiny_lm
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
@@ -69,10 +69,11 @@ def test_the_tokens_of_recurrent_layers_are_those_of_the_naive_sampler(name, blo
     prompts = data.draw(st.lists(st.lists(ids, min_size=1, max_size=9), min_size=1, max_size=4))
     prompts += data.draw(st.permutations(prompts))  # shared ones
     config = data.draw(configs("block_causal", block_size))
-    fast, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
+    with InFloat64():
+        fast, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
     assert (fast.tokens, fast.steps) == (slow.tokens, slow.steps)
     for got, expected in zip(fast.log_probs, slow.log_probs, strict=True):
-        assert got == pytest.approx(expected, abs=1e-4)  # recurrences are computed in float32
+        assert got == pytest.approx(expected, abs=1e-10)
 
 
 @every_pattern

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     BailingHybridConfig,
@@ -142,7 +144,13 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
         shared_intermediate_size=16,
     ),
     "bamba": BambaConfig(**GROUPED | {"num_hidden_layers": 3}, **MAMBA, attn_layer_indices=[1]),
-    "falcon_h1": FalconH1Config(**HEADS, **MAMBA, mamba_d_ssm=32),
+    "falcon_h1": FalconH1Config(
+        **HEADS,
+        **MAMBA,
+        mamba_d_ssm=32,
+        time_step_limit=(1.3, 1.32),
+        ssm_multipliers=[1.0, 0.9, 0.8, 0.7, 0.5],
+    ),
     "zamba2": Zamba2Config(
         **SHARED,
         hidden_size=16,
@@ -200,6 +208,20 @@ def tiny_lm(
     `make_diffusion`."""
     pattern = {"attention": attention, "block_size": block_size, "logit_shift": shift}
     return make_diffusion(tiny_model(name, dtype=dtype), character_tokenizer(ALPHABET), **pattern, **more)
+
+
+class InFloat64(TorchFunctionMode):
+    """transformers computes norms and recurrences in float32, also of a float64 model: here in float64, so
+    that what differs by more than rounding is seen."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:

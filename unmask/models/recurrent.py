@@ -244,7 +244,8 @@ class RecurrentLayer:
         """Read sequences from these states on; empty: from the beginning. Returns the outputs and the last
         states."""
         cache, width = OneStep(states), hidden_RQD.shape[1]
-        with _chunk(self.module, width) as named, _saving_copies(width == 1):
+        single = width == 1
+        with _chunk(self.module, width) as named, _saving_copies(single), _limited(self.module, single):
             out = type(self.module).forward(self.module, hidden_RQD, **{self.cache_name: cache}, **named)
         return out, cache.states
 
@@ -262,6 +263,32 @@ def _chunk(module: Any, width: int) -> Iterator[dict[str, int]]:
         yield {}
     finally:
         module.chunk_size = usual
+
+
+@contextmanager
+def _limited(module: Any, single: bool) -> Iterator[None]:
+    """With a single token Mamba 2 does not limit its time step, softplus(dt + bias), as it does with more."""
+    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    if not single or (low, high) == (0.0, math.inf):
+        yield
+        return
+
+    def limit(in_proj: nn.Module, inputs: Any, projected_BQC: Tensor) -> Tensor:
+        heads = len(module.dt_bias)
+        scale_H = getattr(module, "mup_vector", projected_BQC.new_ones(heads))[..., -heads:]
+        least, most = ((_inverse_softplus(step) - module.dt_bias) / scale_H for step in (low, high))
+        dt_BQH = projected_BQC[..., -heads:].clamp(least, most)
+        return torch.cat([projected_BQC[..., :-heads], dt_BQH], -1)
+
+    hook = module.in_proj.register_forward_hook(limit)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _inverse_softplus(value: float) -> float:
+    return value + math.log(-math.expm1(-value)) if value > 0 else -math.inf
 
 
 def _saving_copies(single: bool) -> AbstractContextManager[object]:
