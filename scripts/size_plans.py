@@ -163,7 +163,7 @@ def plan(estimator: StepEstimator, card: str, stage: Stage) -> tuple[int, float]
             one = DenoisingPass(
                 context=LENGTH, attention="block_causal", block=4, batch=stage.batch, drawn=True
             )
-            cost, device = estimator.costs("bfloat16").forward, recipe.hardware.devices[0]
+            cost, device = estimator.cost_of_generation, recipe.hardware.devices[0]
             time = pass_time(estimator.network("bfloat16"), cost, one, device)
             assert time is not None
             whole += time.seconds * stage.sampler_passes * ROLLOUTS

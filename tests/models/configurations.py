@@ -149,7 +149,7 @@ HYBRIDS: dict[str, PreTrainedConfig] = {
         **MAMBA,
         mamba_d_ssm=32,
         time_step_limit=(1.3, 1.32),
-        ssm_multipliers=[1.0, 0.9, 0.8, 0.7, 0.5],
+        ssm_multipliers=[1.0, 0.9, 0.8, 0.7, -0.5],
     ),
     "zamba2": Zamba2Config(
         **SHARED,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import BertConfig, BloomConfig, LlamaConfig
 
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.models.configurations import (
     ALPHABET,
     CONFIGURATIONS,
+    HYBRIDS,
     LAYERS,
     SIZES,
     VOCABULARY,
@@ -144,3 +147,37 @@ def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -
     assert 0.4 * kept["float32"] < kept["bfloat16"] < kept["mixed"] < kept["float32"]
     longer = blueprint.network(Workload(sequence_length=32, attention="block_causal")).saved_per_row
     assert longer == pytest.approx(2 * kept["float32"], rel=0.01)
+
+
+@pytest.mark.parametrize("block_size, length", [(3, 60), pytest.param(4, 30, marks=pytest.mark.slow)])
+@partly_slow("name", ["lfm2", "qwen3_5_text", "bamba"], 0)
+def test_few_layers_and_steps_tell_what_all_take(
+    name: str, block_size: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"attention": "block_causal", "block_size": block_size, "logit_shift": True}
+    found = []
+    for few in (2, 1000):
+        monkeypatch.setattr("unmask.planning.blueprint.FEW_STEPS", few)
+        if few > 2:
+            monkeypatch.setattr("unmask.planning.blueprint.layer_kinds", every_layer)
+        blueprint = ModelSpec("tiny", HYBRIDS[name], character_tokenizer(ALPHABET), settings)
+        work = Workload(sequence_length=length, attention="block_causal")
+        costs = blueprint.pass_costs(work)
+        traffic = [cost.traffic(2 * length) for cost in (costs.forward, costs.backward)]
+        launches = [cost.launches for cost in (costs.forward, costs.backward)]
+        found.append([*launches, *traffic, blueprint.network(work).saved_per_row])
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
+def every_layer(model: Any) -> list[list[int]]:
+    return [[number] for number in range(model.config.num_hidden_layers)]
+
+
+def test_layers_of_a_kind_have_the_same_modules(tmp_path: Path) -> None:
+    config = HYBRIDS["falcon_h1"]  # two lists of its config are as long as it has layers
+    assert config.num_hidden_layers == len(config.mlp_multipliers)
+    saving = {"attention": "block_causal", "block_size": 4}
+    work = Workload(sequence_length=8, attention="block_causal")
+    assert saved(tmp_path / "falcon", config, **saving).network(work).layers == 2
+    bamba = saved(tmp_path / "bamba", HYBRIDS["bamba"], **saving)
+    assert bamba.depths == (3, 6) and bamba.network(work).attention_layers == 1

@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
-from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES
+from tests.helpers import partly_slow
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, HYBRIDS, NAMES
 from unmask.data.characters import character_tokenizer
 from unmask.planning import calibration
-from unmask.planning.blueprint import ModelSpec
+from unmask.planning.blueprint import LaunchCounter, ModelSpec
 from unmask.planning.calibration import Step, build_model, calibrate, median_times
 from unmask.planning.cost_model import Workload, peak_memory
+from unmask.planning.step_time import step_launches
 
 SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
 
@@ -44,6 +46,45 @@ def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
         build_model(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3),
         Workload(sequence_length=8),
     )()
+
+
+HYBRID = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
+MIXED = {
+    "qwen3_5_text": HYBRID
+    | {
+        "intermediate_size": 128,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "lfm2": HYBRID | {"block_ff_dim": 128, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
+}
+"""Sizes of models with recurrent layers."""
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@partly_slow("name", MIXED, 1)
+def test_memory_and_launches_of_recurrent_layers_are_predicted_within_a_tenth(
+    name: str, checkpointing: bool
+) -> None:
+    config = HYBRIDS[name].to_dict() | MIXED[name]
+    work = Workload(batch=3, sequence_length=96, attention="block_causal", checkpointing=checkpointing)
+    model = blueprint(type(HYBRIDS[name])(**config))
+    assert model.depths == (4, 8)
+    step, network = Step(build_model(model, work), work), model.network(work)
+    step()
+    assert peak_memory(network, work).total == pytest.approx(step.peak_bytes(), rel=0.1)
+    with LaunchCounter() as counter:
+        step()
+    assert step_launches(network, model.pass_costs(work), work) == pytest.approx(counter.launches, rel=0.1)
 
 
 @pytest.mark.parametrize("work", [

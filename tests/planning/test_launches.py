@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from tests.dispatch_counts import Copies, Counts
 from tests.helpers import partly_slow
+from tests.models.configurations import ALPHABET, tiny_lm
 from tests.tiny import LLAMA_ALPHABET, llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, settings
 from unmask.config.run import LoraSettings, RunConfig, StartConfig
@@ -26,6 +27,7 @@ from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import LaunchCounter, ModelSpec
 from unmask.planning.cost_model import Workload
+from unmask.planning.hardware import StepEstimator
 from unmask.planning.step_time import DenoisingPass, pass_launches, step_launches, step_reads
 from unmask.training.trainer import DiffusionTrainer
 
@@ -169,6 +171,20 @@ def test_the_launches_and_reads_of_a_pass_of_generation_are_predicted(
         launches / passes, rel=0.1
     )
     assert one.reads == pytest.approx(reads / passes, abs=0.2)
+
+
+@partly_slow("name", ["lfm2", "qwen3_5_text", "granitemoehybrid"], 0)
+def test_the_launches_of_a_pass_of_generation_with_recurrent_layers_are_predicted(name: str) -> None:
+    lm = tiny_lm(name, "block_causal", 4, shift=True, dtype=torch.float32)
+    settings = {"attention": lm.attention, "block_size": lm.block_size, "logit_shift": lm.logit_shift}
+    model = ModelSpec("tiny", lm.config, character_tokenizer(ALPHABET), settings)
+    work, counter = Workload(sequence_length=LENGTH, attention=lm.attention), Counter()
+    config = SamplerConfig(max_new_tokens=32, forbidden_tokens=list(lm.eos_token_ids))
+    with counter.counting():
+        passes = max(generate(lm, PROMPTS, config).forward_passes)
+    one = DenoisingPass(context=LENGTH, attention=lm.attention, block=lm.block_size)
+    cost = StepEstimator(model, work).cost_of_generation
+    assert pass_launches(model.network(work), cost, one) == pytest.approx(counter.both[0] / passes, rel=0.12)
 
 
 def test_views_launch_nothing_and_masks_are_read() -> None:

@@ -72,20 +72,26 @@ class Recurrence:
         slot_S: np.ndarray | None = None,
         ahead: int = 0,
     ):
-        self._given, self._ahead = (steps, place_L, rows, slot_S), ahead
+        self.steps, self.place_L, self.rows, self.ahead = steps, place_L, rows, ahead
+        self._given_slots = slot_S
 
         def moved(array: np.ndarray) -> Tensor:
             return torch.tensor(array, device=device)
 
-        self.rows, self.steps = rows, steps
         self._index_N = moved(np.concatenate([step.index_RQ.ravel() for step in steps]))
         self._sources = [None if step.source_R is None else moved(step.source_R) for step in steps]
-        self._place_L = moved(place_L)
+        self._outputs_L = moved(place_L)
         self._slot_S = None if slot_S is None else moved(slot_S)
 
     def to(self, device: torch.device) -> Recurrence:
-        steps, place_L, rows, slot_S = self._given
-        return Recurrence(steps, place_L, device, rows, slot_S, self._ahead)
+        return Recurrence(self.steps, self.place_L, device, self.rows, self._given_slots, self.ahead)
+
+    def shortened(self, ahead: int, others: int) -> Recurrence:
+        """With at most these numbers of steps, in order to count what a step takes. Tokens that are not read
+        have the outputs of others."""
+        first, then = self.steps[: self.ahead][:ahead], self.steps[self.ahead :][:others]
+        place_L = self.place_L % sum(step.index_RQ.size for step in then)
+        return Recurrence([*first, *then], place_L, self._outputs_L.device, self.rows, ahead=len(first))
 
     def run(self, layer: RecurrentLayer, hidden_BLD: Tensor, table: StateTable | None) -> Tensor:
         """The output [B, L, D] of a layer."""
@@ -103,14 +109,14 @@ class Recurrence:
             first = States()
             if source_R is not None:
                 known = last if self._slot_S is None else of_slots
-                if number == self._ahead and ahead:
+                if number == self.ahead and ahead:
                     known = _joined(ahead, batch)
                 first = {
                     name: state.unflatten(0, (batch, -1)).index_select(1, source_R).flatten(0, 1)
                     for name, state in known.items()
                 }
             hidden_RQD = part_BND.unflatten(1, step.index_RQ.shape).flatten(0, 1)
-            if number < self._ahead:  # only the states are kept for a gradient
+            if number < self.ahead:  # only the states are kept for a gradient
                 _, last = checkpoint(layer.read, hidden_RQD, first, use_reentrant=False)
                 ahead.append(last)
                 continue
@@ -123,7 +129,7 @@ class Recurrence:
                     of_slots[name][source_R] = state
         if table is not None and self._slot_S is not None:
             table.write_states(layer.number, self._slot_S, of_slots)
-        return torch.cat(outs, 1).index_select(1, self._place_L).reshape(shape)
+        return torch.cat(outs, 1).index_select(1, self._outputs_L).reshape(shape)
 
 
 def _joined(parts: Sequence[States], batch: int) -> States:
@@ -276,8 +282,8 @@ def _limited(module: Any, single: bool) -> Iterator[None]:
     def limit(in_proj: nn.Module, inputs: Any, projected_BQC: Tensor) -> Tensor:
         heads = len(module.dt_bias)
         scale_H = getattr(module, "mup_vector", projected_BQC.new_ones(heads))[..., -heads:]
-        least, most = ((_inverse_softplus(step) - module.dt_bias) / scale_H for step in (low, high))
-        dt_BQH = projected_BQC[..., -heads:].clamp(least, most)
+        one, other = ((_inverse_softplus(step) - module.dt_bias) / scale_H for step in (low, high))
+        dt_BQH = projected_BQC[..., -heads:].clamp(torch.minimum(one, other), torch.maximum(one, other))
         return torch.cat([projected_BQC[..., :-heads], dt_BQH], -1)
 
     hook = module.in_proj.register_forward_hook(limit)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -50,7 +50,9 @@ BALANCED = "unmask_balanced"
 WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
 """The data type of the weights, by precision."""
 SHALLOW, DEEPER = 1, 3
-FEW_BLOCKS = 2, 4
+FEW_STEPS = 2
+"""In which recurrent layers read the rows that are counted: the first one has no states before it, and
+further ones are alike."""
 _RECURRENT = "{} layers, which read each block from the state before it"
 
 
@@ -84,6 +86,11 @@ class ModelSpec:
     def stock(self) -> bool:
         """Whether it is a causal model that Unmask has not converted."""
         return getattr(self.config, SETTINGS_KEY, None) is None
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers are recurrent."""
+        return self._fake_lm[0].recurrent
 
     @property
     def context(self) -> int | None:
@@ -188,8 +195,7 @@ class ModelSpec:
     def network(self, work: Workload) -> Network:
         """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
-        pattern = self.settings_for(work.attention)
-        saved = self._by_length(partial(saved_bytes, self.config, pattern), work)
+        saved = self._counted(saved_bytes, work)
         one_row, two_rows = map(round, saved.tolist())
         model, text = lm.model, self.config.get_text_config()
         heads = text.num_attention_heads
@@ -212,48 +218,74 @@ class ModelSpec:
         )
 
     def pass_costs(self, work: Workload) -> PassCosts:
-        """Launches and traffic, counted with few layers and one or two rows: the differences are those of a
-        layer and of a row."""
-        pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
-        few, many = self.depths
-        shallow, deeper = (
-            self._by_length(partial(count_passes, with_layers(self.config, depth), pattern), work)
-            for depth in (few, many)
-        )
-        more = (layers - few) / (many - few)
+        """Launches and traffic, counted with one and two rows: the difference is that of a row."""
         costs = []
-        for (launches, one_row), (_, two_rows) in (shallow + more * (deeper - shallow)).tolist():
+        for (launches, one_row), (_, two_rows) in self._counted(count_passes, work).tolist():
             token_bytes = (two_rows - one_row) / work.row_length
             costs.append(PassCost(launches, 2 * one_row - two_rows, token_bytes))
         return PassCosts(*costs)
 
-    def _by_length(self, count: Callable[[Workload], Sequence[Any]], work: Workload) -> np.ndarray:
-        """What is counted of a workload. Recurrent layers read block after block, each as the one before: of
-        them few blocks are counted."""
-        block = self.settings_for(work.attention)["block_size"]
-        if not (self._fake_lm[0].recurrent and block and work.sequence_length > FEW_BLOCKS[1] * block):
-            return np.array(count(work), dtype=np.float64)
-        few, many = (
-            np.array(count(replace(work, sequence_length=number * block)), dtype=np.float64)
-            for number in FEW_BLOCKS
-        )
-        blocks = work.sequence_length / block
-        return few + (many - few) * (blocks - FEW_BLOCKS[0]) / (FEW_BLOCKS[1] - FEW_BLOCKS[0])
+    def _counted(self, count: Callable[..., Sequence[Any]], work: Workload) -> np.ndarray:
+        """What is counted of a workload with one layer of each kind, and few of the steps in which recurrent
+        layers read its rows; then with one more of each, of which there are many."""
+        pattern, model = self.settings_for(work.attention), self._fake_models(WEIGHTS[work.precision])
+        kinds = layer_kinds(model)
+        one_of_each = [kind[0] for kind in kinds]
+        reading, whole = None, (0, 0)
+        if self.recurrent and work.attention == "block_causal":
+            layout = Layout.full(work.sequence_length, torch.device("cpu")).with_noised_copies(work.copies)
+            reading = layout.recurrence(pattern["block_size"], work.copies)
+            whole = reading.ahead, len(reading.steps) - reading.ahead
+        ahead, others = (min(number, FEW_STEPS) for number in whole)
+
+        def counted(layers: list[int], *steps: int) -> np.ndarray:
+            read = reading and reading.shortened(*steps)
+            with model.fake_mode, only_layers(model, sorted(layers)):
+                return np.array(count(model, pattern, work, read), dtype=np.float64)
+
+        first = counted(one_of_each, ahead, others)
+        total = first.copy()
+        for kind in kinds:
+            if len(kind) > 1:
+                total += (len(kind) - 1) * (counted([*one_of_each, kind[1]], ahead, others) - first)
+        if reading:
+            with only_layers(model, one_of_each):
+                few = len(recurrent_layers(model))
+            layers = len(recurrent_layers(model)) / few
+            if further := whole[0] - ahead:
+                total += further * layers * (counted(one_of_each, ahead + 1, others) - first)
+            if further := whole[1] - others:
+                total += further * layers * (counted(one_of_each, ahead, others + 1) - first)
+        return total
+
+    @cached_property
+    def _fake_models(self) -> Callable[[torch.dtype], Any]:
+        """The architecture as it is trained, by the type of its weights."""
+        options = {"attn_implementation": ATTENTION_NAME, "experts_implementation": BALANCED}
+
+        def make(dtype: torch.dtype) -> Any:
+            with FakeTensorMode() as mode:
+                model = architecture(self.config, dtype, **options).train()
+                model.fake_mode = mode
+                read_in_blocks(model)
+            return model
+
+        return cache(make)
 
     @property
     def depths(self) -> tuple[int, int]:
-        """Layers of two small models: their difference is that of a layer (of a group of layers of different
-        kinds, if some are recurrent), the rest is independent of depth."""
-        if not self._fake_lm[0].recurrent:
+        """Layers of two small models that are timed: their difference is that of a layer (of a group of
+        layers of different kinds, if some are recurrent), the rest is independent of depth."""
+        if not self.recurrent:
             return SHALLOW, DEEPER
-        text = self.config.get_text_config()
-        layers = text.num_hidden_layers
-        kinds = [value for value in vars(text).values() if isinstance(value, list) and len(value) == layers]
-        group = next(
+        text: Any = self.config.get_text_config()
+        layers, kinds = text.num_hidden_layers, by_layer(text).values()
+        repeats = (
             size
-            for size in range(1, layers + 1)
-            if all(kind == (kind[:size] * layers)[:layers] for kind in kinds)
+            for size in range(1, layers)
+            if kinds and all(kind == (kind[:size] * layers)[:layers] for kind in kinds)
         )
+        group = next(repeats, layers)
         return group, 2 * group
 
     @cached_property
@@ -332,26 +364,83 @@ def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK
 ExpertsInterface.register(BALANCED, balanced_experts)
 
 
+def by_layer(text: PretrainedConfig) -> dict[str, list[Any]]:
+    """The lists of a config that have an entry for each layer, by name."""
+    return {
+        name: value
+        for name, value in vars(text).items()
+        if isinstance(value, list) and len(value) == text.num_hidden_layers and "multipliers" not in name
+    }
+
+
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """A copy of a config with fewer layers."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config()
-    for name, value in vars(text).copy().items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry for each layer
-            setattr(text, name, (value * layers)[:layers])
+    for name, value in by_layer(text).items():
+        setattr(text, name, (value * layers)[:layers])
     text.num_hidden_layers = layers
     return config
 
 
-def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload) -> list[int]:
+def layer_stacks(model: Any) -> dict[str, nn.ModuleList]:
+    """The lists of layers, by name; a few architectures have one for each part of a layer."""
+    layers, found = model.config.get_text_config().num_hidden_layers, dict[str, nn.ModuleList]()
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == layers and not name.startswith(tuple(found)):
+            found[name] = module
+    return found
+
+
+def layer_kinds(model: Any) -> list[list[int]]:
+    """The numbers of the layers of each kind: of the same modules and weights."""
+    kinds = dict[Any, list[int]]()
+    for number, parts in enumerate(zip(*layer_stacks(model).values(), strict=True)):
+        kind = tuple(
+            (name, type(module), *(weight.shape for weight in module.parameters(recurse=False)))
+            for part in parts
+            for name, module in part.named_modules()
+        )
+        kinds.setdefault(kind, []).append(number)
+    return list(kinds.values())
+
+
+@contextmanager
+def only_layers(model: Any, layers: Sequence[int]) -> Iterator[None]:
+    """The model has only these layers."""
+    text, stacks = model.config.get_text_config(), layer_stacks(model)
+    changed: dict[str, Any] = {
+        name: [value[number] for number in layers] for name, value in by_layer(text).items()
+    }
+    changed["num_hidden_layers"] = len(layers)
+    before = {name: getattr(text, name) for name in changed}
+
+    def change(values: Mapping[str, Any], lists: Mapping[str, nn.ModuleList]) -> None:
+        for name, value in values.items():
+            setattr(text, name, value)
+        for name, modules in lists.items():
+            parent, _, own = name.rpartition(".")
+            setattr(model.base_model.get_submodule(parent), own, modules)
+
+    few = {name: nn.ModuleList([stack[number] for number in layers]) for name, stack in stacks.items()}
+    change(changed, few)
+    try:
+        yield
+    finally:
+        change(before, stacks)
+
+
+def saved_bytes(
+    model: Any, pattern: Mapping[str, Any], work: Workload, reading: Recurrence | None
+) -> list[int]:
     """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one
     row, and of two."""
-    with FakeTensorMode():
-        model = fake_model(config, work)
-        return [_saved_bytes(model, pattern, work, rows) for rows in (1, 2)]
+    return [_saved_bytes(model, pattern, work, reading, rows) for rows in (1, 2)]
 
 
-def _saved_bytes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: int) -> int:
+def _saved_bytes(
+    model: Any, pattern: Mapping[str, Any], work: Workload, reading: Recurrence | None, rows: int
+) -> int:
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -359,22 +448,20 @@ def _saved_bytes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: i
         kept[storage._cdata] = storage
         return tensor
 
-    hidden_states(
-        model, pattern, work, rows, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    )
+    watch = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    hidden_states(model, pattern, work, reading, rows, watch)
     for weight in model.parameters():
         kept.pop(weight.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def fake_model(config: PretrainedConfig, work: Workload) -> Any:
-    """The architecture as it is trained; inside a FakeTensorMode."""
-    options = {"attn_implementation": ATTENTION_NAME, "experts_implementation": BALANCED}
-    return architecture(config, WEIGHTS[work.precision], **options).train()
-
-
 def hidden_states(
-    model: Any, pattern: Mapping[str, Any], work: Workload, batch: int, watch: AbstractContextManager[Any]
+    model: Any,
+    pattern: Mapping[str, Any],
+    work: Workload,
+    reading: Recurrence | None,
+    batch: int,
+    watch: AbstractContextManager[Any],
 ) -> Tensor:
     """The hidden states before the output head, [B, T, D], of a pass of `batch` rows that is watched."""
     compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
@@ -382,23 +469,14 @@ def hidden_states(
     if work.attention == "block_causal":
         layout = layout.with_noised_copies(work.copies)
     mask = make_mask(work.attention, pattern["block_size"], layout, layout)
-    if read_in_blocks(model) and work.attention == "block_causal":
-        mask = replace(mask, recurrence=_recurrence(work, pattern["block_size"]))
+    if reading:
+        mask = replace(mask, recurrence=reading.to(torch.device("cpu")))  # as fake tensors
     position_BT = layout.position_BT.expand(batch, -1)
     ids_BT = torch.zeros_like(position_BT)
     with watch, compute:
         return model.base_model(
             input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask
         )[0]
-
-
-def _recurrence(work: Workload, block_size: int) -> Recurrence:
-    """How the recurrent layers of a pass read its rows; its tensors are fake ones in a FakeTensorMode."""
-    device = torch.device("cpu")
-    with unset_fake_temporarily():
-        layout = Layout.full(work.sequence_length, device).with_noised_copies(work.copies)
-        found = layout.recurrence(block_size, work.copies)
-    return found.to(device)
 
 
 WITHOUT_KERNEL = {
@@ -431,23 +509,20 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def count_passes(
-    config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload
+    model: Any, pattern: Mapping[str, Any], work: Workload, reading: Recurrence | None
 ) -> list[list[tuple[int, int]]]:
     """Launches and traffic of a forward pass, and of its backward pass: with one row, and with two."""
-    with FakeTensorMode():
-        model = fake_model(config, work)
-        if work.lora_rank:
-            model.requires_grad_(False)
-            # gradients flow through all layers, to the adapters
-            model.get_input_embeddings().requires_grad_(True)
-        counts: list[list[tuple[int, int]]] = [[], []]
-        for rows in (1, 2):
-            out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
-            gradient_BTD = torch.ones_like(out_BTD)
-            # the checks of `--debug` read values
-            with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):
-                out_BTD.backward(gradient_BTD)
-            model.zero_grad()  # else gradients would be added
-            for direction, counter in zip(counts, (ahead, back), strict=True):
-                direction.append((counter.launches, counter.traffic))
-        return counts
+    model.requires_grad_(work.lora_rank is None)
+    # gradients flow through all layers, to the adapters
+    model.get_input_embeddings().requires_grad_(True)
+    counts: list[list[tuple[int, int]]] = [[], []]
+    for rows in (1, 2):
+        out_BTD = hidden_states(model, pattern, work, reading, rows, ahead := LaunchCounter())
+        gradient_BTD = torch.ones_like(out_BTD)
+        # the checks of `--debug` read values
+        with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):
+            out_BTD.backward(gradient_BTD)
+        model.zero_grad()  # else gradients would be added
+        for direction, counter in zip(counts, (ahead, back), strict=True):
+            direction.append((counter.launches, counter.traffic))
+    return counts

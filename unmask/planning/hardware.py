@@ -22,6 +22,7 @@ from unmask.planning.step_time import (
     CPU_LAUNCH_SECONDS,
     BoundBy,
     DenoisingPass,
+    PassCost,
     PassCosts,
     StepTime,
     pass_time,
@@ -176,13 +177,23 @@ class StepEstimator:
         bound: BoundBy = "launches" if estimate.launches * CPU_LAUNCH_SECONDS > seconds / 2 else "arithmetic"
         return dataclasses.replace(estimate, seconds=seconds, bound=bound)
 
+    @functools.cached_property
+    def cost_of_generation(self) -> PassCost:
+        """The cost of a pass of generation, with bfloat16 weights: recurrent layers read one block in it, and
+        all blocks in a training step."""
+        if not (self.blueprint.recurrent and self.work.attention == "block_causal"):
+            return self.costs("bfloat16").forward
+        block = self.blueprint.settings_for("block_causal")["block_size"]
+        one = dataclasses.replace(self.work, sequence_length=block, precision="bfloat16")
+        return self.blueprint.pass_costs(one).forward
+
     def generation(self, recipe: HardwareRecipe) -> dict[int, StepTime]:
         """The time of a pass of generation at temperature 0, by the number of sequences, on the first device
         of a recipe. A sequence is as long as a row of training. Empty without figures of the device (a
         CPU)."""
         context, attention = self.work.sequence_length, self.work.attention
         block = self.blueprint.settings_for(attention)["block_size"]
-        network, cost = self.network(recipe.workload(self.work).precision), self.costs("bfloat16").forward
+        network, cost = self.network(recipe.workload(self.work).precision), self.cost_of_generation
         times = {}
         for batch in GENERATION_BATCHES:
             work = DenoisingPass(context=context, attention=attention, block=block, batch=batch)
