@@ -16,8 +16,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.tiny import llama_lm
-from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a
+from tests.models.configurations import tiny_lm
+from tests.tiny import PLAIN_TEMPLATE, llama_lm
+from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, moved, settings, share_of_a
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.generation.remote.backends import LocalBackend
@@ -54,10 +55,17 @@ def pass_for_gpus() -> None:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
+def hybrid() -> DiffusionLM:
+    """A model with recurrent layers, and with experts, whose weights are stored one by one."""
+    lm = tiny_lm("granitemoehybrid", "block_causal", 4, shift=True, dtype=torch.float32)
+    lm.set_chat_template(PLAIN_TEMPLATE, ends=False)
+    return moved(lm)
+
+
 def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     """The same run in all modes, except for the sharding."""
     given = settings(folder, **RUN | more)
-    if verb == "sft":
+    if verb in ("sft", "sft-hybrid"):
         args: Any = SFTConfig(**given)
     elif verb == "grpo":
         args = GRPOConfig(**given | ROLLOUT)
@@ -68,7 +76,8 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     if args.fsdp:
         pass_for_gpus()
     if isinstance(args, SFTConfig):
-        return SFTTrainer(llama_lm(), args, train_dataset=PAIRS, eval_dataset=PAIRS[:5])
+        lm = hybrid() if verb == "sft-hybrid" else llama_lm()
+        return SFTTrainer(lm, args, train_dataset=PAIRS, eval_dataset=PAIRS[:5])
     if verb == "kto-blocks":
         return DPOTrainer(
             llama_lm("block_causal", 4), args=args, train_dataset=BLOCKS, eval_dataset=BLOCKS[:5]
@@ -289,7 +298,8 @@ def main(verb: str, mode: str, folder: Path) -> None:
         return run_ragged(mode, folder, importance_sampling_level=RATIOS[verb])
     if verb in CONVERSIONS:
         return run_conversion(mode, folder, **CONVERSIONS[verb])
-    shares = {"per_device_train_batch_size": 2} | switches(mode)
+    layers = ("GraniteMoeHybridDecoderLayer" if verb == "sft-hybrid" else "LlamaDecoderLayer",)
+    shares = {"per_device_train_batch_size": 2} | switches(mode, layers)
     first = trainer(verb, folder, **shares)
     first.train()
     report = seen(first, mode)

@@ -24,6 +24,7 @@ from tests.training.sharded import (
     RUN,
     STAGES,
     conversion,
+    hybrid,
     ragged,
     samples_per_token,
 )
@@ -37,6 +38,7 @@ needs_deepspeed = pytest.mark.skipif(
 )
 NIGHTLY = {
     *[("sft", mode) for mode in ("fsdp", "zero1", "zero2", "zero2-offload", "fsdp-offload")],
+    ("sft-hybrid", "zero2"),
     *[("kto", mode) for mode in ("fsdp", "zero2")],
     *[("convert", mode) for mode in ("ddp", "fsdp", "zero1", "zero2", "zero3")],
     *[("tokens", mode) for mode in ("ddp", "fsdp", "zero3")],
@@ -74,16 +76,18 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     ("verb", "mode"),
     [
         *[case("sft", mode) for mode in SFT_MODES],
+        *[case("sft-hybrid", mode) for mode in ("fsdp", "zero2")],
         *[case(verb, mode) for verb in ("dpo", "kto") for mode in ("fsdp", "zero2")],
         case("kto-blocks", "fsdp"),  # responses take different numbers of passes
         *[case("grpo", mode) for mode in ("fsdp-offload", "zero2-offload")],
     ],
 )
 def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
-    rows = {"sft": PAIRS, "dpo": PREFERENCES, "kto": PREFERENCES, "kto-blocks": BLOCKS, "grpo": PAIRS}[verb]
+    plain, _, kind = verb.partition("-")
+    rows = BLOCKS if kind == "blocks" else PREFERENCES if plain in ("dpo", "kto") else PAIRS
     more = {} if verb == "grpo" else {"eval_dataset": rows[:5]}  # an odd number
-    lm = llama_lm("block_causal", 4) if verb == "kto-blocks" else llama_lm()
-    alone = make(verb.removesuffix("-blocks"), tmp_path / "alone", lm, rows, **RUN, **more)
+    lm = {"blocks": llama_lm("block_causal", 4), "hybrid": hybrid()}.get(kind) or llama_lm()
+    alone = make(plain, tmp_path / "alone", lm, rows, **RUN, **more)
     alone.train()
     folder = tmp_path / mode
     total = sum(weight.numel() for weight in alone.lm.model.parameters())
