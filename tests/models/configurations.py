@@ -192,6 +192,8 @@ def tiny_model(name: str, attention: str = "eager", dtype: torch.dtype = torch.f
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy((CONFIGURATIONS | HYBRIDS)[name]), attn_implementation=attention, dtype=dtype
         )
+    for weight in model.parameters():  # some are of float32 in any model
+        weight.data = weight.data.to(dtype)
     return model.eval()
 
 

@@ -58,13 +58,12 @@ def pieces(documents_BT):
 
 
 def assert_near(found, expected):
-    """Gradients, some of which are None. OLMo keeps a weight in float32."""
+    """Gradients, some of which are None."""
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            tolerance = TOLERANCE if one.dtype == torch.float64 else 1e-6
             scale = max(float(other.abs().max()), 1.0)
-            torch.testing.assert_close(one, other, rtol=0, atol=10 * tolerance * scale)
+            torch.testing.assert_close(one, other, rtol=0, atol=10 * TOLERANCE * scale)
 
 
 @every_type
