@@ -245,6 +245,19 @@ def test_the_stock_model_inside_is_saved_as_what_it_is(way, saved, tmp_path):
         assert json.loads((tmp_path / "copied/config.json").read_text())["model_type"] == "unmask"
 
 
+@pytest.mark.parametrize("given", ["auto", "stock"])
+def test_arguments_of_save_pretrained_act_as_in_transformers(given, saved, tmp_path):
+    lm, folder = saved
+    model = AutoModelForCausalLM.from_pretrained(folder) if given == "auto" else lm.model
+    model.save_pretrained(tmp_path / "other", False)
+    assert not [*(tmp_path / "other").glob("*.json")]
+    zeros = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "out", state_dict=zeros, variant="zero")
+    lm.tokenizer.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out", variant="zero")
+    assert again.settings == lm.settings and not any(weight.any() for weight in again.parameters())
+
+
 def test_a_causal_reading_of_a_diffusion_model_is_saved_as_causal(tmp_path):
     lm = llama_lm("bidirectional")
     lm.as_causal().save(tmp_path / "causal")

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.modeling_outputs import MaskedLMOutput
 
 from unmask.errors import ModelError
-from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig
+from unmask.models.auto_config import UnmaskConfig
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
@@ -128,13 +128,6 @@ class UnmaskForMaskedDiffusion:
 
         prompts = inputs if input_ids is None else input_ids
         return generate_ids(self.diffusion_lm, prompts, attention_mask, generation_config, **settings)
-
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """Write config and weights as a model of its own type; `options` as for transformers."""
-        stock: Any = super()
-        setattr(self.diffusion_lm.config, SETTINGS_KEY, self.diffusion_lm.settings)
-        stock.save_pretrained(save_directory, **options)
-        self.diffusion_lm.publish_config(save_directory)
 
 
 def as_transformers(lm: DiffusionLM) -> PreTrainedModel:

@@ -14,6 +14,7 @@ import unmask
 from tests.errors import raises
 from tests.tiny import llama_lm
 from unmask.errors import ConfigError, ModelError
+from unmask.models.diffusion_lm import SAVED_ANYWAY, UNSAVED
 from unmask.models.load import REFUSED, WITHOUT_EFFECT, load
 from unmask.names import LOADING
 
@@ -148,6 +149,26 @@ def test_the_model_has_the_methods_of_transformers(folder, tmp_path):
     assert again.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5).equal(
         expected
     )
+
+
+def test_every_argument_of_save_pretrained_acts_or_is_refused_by_name(folder, tmp_path):
+    lm, out = unmask.load(folder), tmp_path / "out"
+    named = set(inspect.signature(PreTrainedModel.save_pretrained).parameters)
+    named |= set(inspect.signature(PreTrainedModel.push_to_hub).parameters) - {"tags"}  # of the card
+    named -= {"self", "save_directory", "kwargs", *inspect.signature(lm.save_pretrained).parameters}
+    named -= set(inspect.signature(lm.push_to_hub).parameters)
+    assert named <= UNSAVED.keys() and UNSAVED.keys() - named == {"safe_serialization"}
+    for name in UNSAVED:
+        with pytest.raises(ConfigError) as refused:
+            lm.save_pretrained(out, **{name: name not in SAVED_ANYWAY})
+        assert refused.value.where == name and refused.value.what == UNSAVED[name]
+    with raises(ConfigError, where="save_pretrained"):
+        lm.save_pretrained(out, varient="fp16")
+    lm.save_pretrained(out, is_main_process=False)
+    assert not out.exists()
+    anyway = dict.fromkeys(UNSAVED) | dict.fromkeys(SAVED_ANYWAY, True)
+    lm.save_pretrained(out, **anyway, token="given", commit_message="Mine", license="mit")
+    assert "license: mit" in (out / "README.md").read_text() and unmask.load(out).settings == lm.settings
 
 
 def test_the_model_has_the_methods_of_modules(folder):

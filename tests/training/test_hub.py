@@ -313,6 +313,21 @@ def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
         torch.testing.assert_close(found, logits(adapted), rtol=0, atol=1e-5 * merge)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_models_of_transformers_are_pushed_as_diffusion_models(hub, base, tmp_path, inside):
+    model = load(base).model if inside else AutoModelForCausalLM.from_pretrained(base)
+    how = {"repo_id": NAME, "private": True, "commit_message": "Mine"}
+    model.save_pretrained(tmp_path / "pushed", push_to_hub=True, **how)
+    assert hub.repositories[NAME].private and hub.repositories[NAME].commits[0][1] == "Mine"
+    model.push_to_hub("user/second")
+    for config in (
+        hub.files(NAME)["config.json"],
+        hub.files("user/second")["config.json"],
+        (tmp_path / "pushed/config.json").read_bytes(),
+    ):
+        assert json.loads(config)["model_type"] == "unmask"
+
+
 @pytest.mark.parametrize("beside", ["config and tokenizer", "nothing"])
 def test_a_base_that_is_gone_is_named(beside, hub, base, tmp_path):
     adapted = with_adapters(load(base), lora())

@@ -48,19 +48,28 @@ def publish_config(folder: str | Path) -> None:
 
 
 def publish_when_saved(model: Any, settings: Mapping[str, Any] | None) -> None:
-    """Let `save_pretrained` of a stock model write the type of a diffusion model with these settings, also
-    once adapters are merged into it; None: let it write the stock model again."""
+    """Let `save_pretrained` of a stock model write and upload the type of a diffusion model with these
+    settings, also once adapters are merged into it; None: let it write the stock model again."""
     if settings is None:
-        vars(model).pop("save_pretrained", None)
+        for name in ("save_pretrained", "_upload_modified_files"):
+            vars(model).pop(name, None)
         return
     model.unmask_settings, model.save_pretrained = dict(settings), partial(_save_published, model)
+    model._upload_modified_files = partial(_upload_published, model)
 
 
-def _save_published(model: Any, save_directory: str | Path, **options: Any) -> None:
+def _save_published(
+    model: Any, save_directory: str | Path, is_main_process: bool = True, *arguments: Any, **options: Any
+) -> None:
     setattr(model.config, SETTINGS_KEY, model.unmask_settings)
-    type(model).save_pretrained(model, save_directory, **options)
-    if options.get("is_main_process", True):
+    type(model).save_pretrained(model, save_directory, is_main_process, *arguments, **options)
+    if is_main_process:
         publish_config(save_directory)
+
+
+def _upload_published(model: Any, folder: str | Path, *arguments: Any, **options: Any) -> Any:
+    publish_config(folder)
+    return type(model)._upload_modified_files(model, folder, *arguments, **options)
 
 
 def stock_config(published: Mapping[str, Any], where: str, *, trust_remote_code: bool) -> PreTrainedConfig:

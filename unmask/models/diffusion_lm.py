@@ -24,7 +24,7 @@ from transformers.utils.hub import hf_api
 
 from unmask.artifacts import share
 from unmask.config.run import AttentionName
-from unmask.errors import ModelError
+from unmask.errors import ConfigError, ModelError, require_known
 from unmask.models.attention import (
     AttentionMask,
     Layout,
@@ -58,6 +58,16 @@ from unmask.models.module_methods import ModuleMethods
 from unmask.models.recurrent import read_in_blocks
 
 SHARD = "50GB"  # as in transformers
+SAVED_ANYWAY = ("safe_serialization", "save_peft_format", "save_original_format")
+UNSAVED = {
+    "state_dict": "the weights of the model itself are written",
+    "variant": "weights are written as model.safetensors",
+    "distributed_checkpoint": "whole weights are written",
+    "safe_serialization": "weights are written as safetensors",
+    "save_peft_format": "adapters are written as PEFT reads them",
+    "save_original_format": "weights are written under the names that transformers publishes",
+}
+"""Arguments of `save_pretrained` of transformers that do not act here, with the reasons."""
 
 
 @dataclass(frozen=True)
@@ -519,13 +529,31 @@ class DiffusionLM(ModuleMethods):
         max_shard_size: int | str = SHARD,
         push_to_hub: bool = False,
         repo_id: str | None = None,
+        is_main_process: bool = True,
         **named: Any,
     ) -> None:
         """`save`, by its name in transformers. `push_to_hub` also uploads the model, as `repo_id` or by the
-        name of the folder; `named`: arguments of the method `push_to_hub`."""
-        self.save(save_directory, max_shard_size=max_shard_size)
+        name of the folder; `named`: arguments of the method `push_to_hub`. Unless `is_main_process`, nothing
+        is written.
+
+        Raises:
+            ConfigError: an argument of transformers that does not act here, or an unknown one.
+        """
+        for name, reason in UNSAVED.items():
+            if named.pop(name, None) not in (None, name in SAVED_ANYWAY):
+                remedy = "Leave it out, or give it to lm.model.save_pretrained"
+                raise ConfigError(reason, where=name, remedy=remedy)
+        fields = CardFields.__dataclass_fields__.keys()
+        known = {*signature(self.push_to_hub).parameters, *fields} - {"card"}
+        for name in named:
+            require_known(name, known, "argument", where="save_pretrained")
+        if not is_main_process:
+            return
+        card = CardFields(**{name: named[name] for name in named.keys() & fields})
+        self.save(save_directory, max_shard_size=max_shard_size, card=card)
         if push_to_hub:
-            self.push_to_hub(repo_id or pathlib.Path(save_directory).absolute().name, **named)
+            name = repo_id or pathlib.Path(save_directory).absolute().name
+            self.push_to_hub(name, max_shard_size=max_shard_size, **named)
 
     def push_to_hub(
         self,
