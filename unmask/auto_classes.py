@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import MaskedLMOutput
 
 from unmask.errors import ModelError
@@ -122,7 +123,7 @@ class UnmaskForMaskedDiffusion:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         **settings: Any,
-    ) -> Tensor:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Prompts and their completions, as `unmask.generation.token_ids.generate_ids` makes them."""
         from unmask.generation.token_ids import generate_ids
 

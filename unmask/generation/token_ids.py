@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, require_known
 from unmask.generation.sampler import generate
+from unmask.models.chat_template import as_ids
 from unmask.models.diffusion_lm import DiffusionLM
 
 READ = {
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
-    *("max_length", "num_return_sequences", "suppress_tokens"),
+    *("max_length", "num_return_sequences", "suppress_tokens", "return_dict_in_generate"),
 }
 """Arguments of transformers' `generate` that mean here what they mean there."""
-UNCHANGED = {
-    *("eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "return_dict_in_generate"),
-    "transformers_version",
-}
-"""Arguments that have no effect here: a model has its own end tokens, and caches as it can."""
+SPECIAL_TOKENS = {"eos_token_id", "pad_token_id"}
+"""Likewise; but those of the model's generation config are its own ones."""
+UNCHANGED = {"bos_token_id", "use_cache", "transformers_version", "_from_model_config"}
+"""Arguments that change nothing: prompts are never empty, and a model caches as it can."""
+ELSEWHERE = vars(GenerationConfig()).keys() | signature(GenerationMixin.generate).parameters.keys()
+"""Arguments of transformers' `generate`."""
 
 
 def generate_ids(
@@ -32,36 +37,46 @@ def generate_ids(
     attention_mask: Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     **settings: Any,
-) -> Tensor:
+) -> Tensor | GenerateDecoderOnlyOutput:
     """Complete prompts by denoising.
 
     Args:
         lm: any attention pattern.
         input_ids: [B, P] prompts, padded on any side if there is an `attention_mask`.
         attention_mask: [B, P]; 0 is padding.
-        generation_config: as in transformers; None: the model's.
+        generation_config: as in transformers; what it leaves open is the model's.
         settings: those of `SamplerConfig`, and of transformers `do_sample`, `max_length`,
-            `num_return_sequences` and `suppress_tokens`. Without `do_sample` the temperature is 0. With it,
-            the seed is drawn from torch's generator, unless `seed` is given.
+            `num_return_sequences`, `suppress_tokens`, `eos_token_id`, `pad_token_id` and
+            `return_dict_in_generate`. Without `do_sample` the temperature is 0. With it, the seed is drawn
+            from torch's generator, unless `seed` is given.
 
     Returns:
-        [B, P + N]: each prompt as it was given and its completion, padded on the right.
+        [B, P + N]: each prompt as it was given and its completion, padded on the right; or an object with
+        these as `sequences`.
 
     Raises:
         GenerationError: no prompts, or prompts and settings that do not fit the model.
         ConfigError: an argument of transformers that a diffusion model has no use for.
     """
-    if input_ids is None or input_ids.ndim != 2:
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        what = f"a {type(input_ids).__name__} is no tensor of token ids"
+        if isinstance(input_ids, Tensor):
+            what = f"a tensor of {input_ids.ndim} dimensions"
         raise GenerationError(
-            "no prompts" if input_ids is None else f"a tensor of {input_ids.ndim} dimensions",
+            "no prompts" if input_ids is None else what,
             where="input_ids",
             remedy="Give token ids, one row per prompt: tokenizer(texts, return_tensors='pt', padding=True)",
         )
-    stock = lm.model.generation_config if generation_config is None else generation_config
-    given = {} if generation_config is None else generation_config.to_dict()
-    _refuse_unread({name: value for name, value in (given | settings).items() if value is not None})
-    asked = {name: settings.pop(name) if name in settings else getattr(stock, name) for name in READ}
-    own = {name: value for name, value in settings.items() if name not in UNCHANGED}
+    configured = {} if generation_config is None else generation_config.to_dict()
+    given = {name: value for name, value in configured.items() if value is not None} | settings
+    _refuse_unread(given)
+    asked = {name: getattr(lm.model.generation_config, name) for name in READ} | given
+    own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}
+    if "eos_token_id" in given:
+        ends = [*as_ids(given["eos_token_id"])]
+        if ends != [*as_ids(lm.model.generation_config.eos_token_id)]:  # as pipelines give it
+            lm = copy.copy(lm)
+            lm.eos_token_ids = tuple(ends)
     if asked["do_sample"]:
         own |= {name: asked[name] for name in ("top_k", "top_p", "min_p") if asked[name] is not None}
         own["temperature"] = 1.0 if asked["temperature"] is None else asked["temperature"]
@@ -80,18 +95,22 @@ def generate_ids(
     ]
     done = generate(lm, rows, config)
     longest = max(map(len, done.tokens))
-    ends = torch.tensor([tokens + [lm.pad_token_id] * (longest - len(tokens)) for tokens in done.tokens])
-    return torch.cat([input_ids.repeat_interleave(copies, 0), ends.to(input_ids)], 1)
+    pad = lm.pad_token_id if given.get("pad_token_id") is None else given["pad_token_id"]
+    completions = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in done.tokens])
+    texts = torch.cat([input_ids.repeat_interleave(copies, 0), completions.to(input_ids)], 1)
+    return GenerateDecoderOnlyOutput(sequences=texts) if asked["return_dict_in_generate"] else texts
 
 
 def _refuse_unread(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments that are not read."""
-    known = {*READ, *UNCHANGED, *SamplerConfig.model_fields}
-    for name in given:
-        if name in vars(GenerationConfig()) and name not in known:
+    known = {*READ, *SPECIAL_TOKENS, *UNCHANGED, *SamplerConfig.model_fields}
+    for name, value in given.items():
+        if name not in ELSEWHERE - known:
+            require_known(name, known, "argument", where="generate")
+        elif value is not None and value is not False:
             raise ConfigError(
                 "has no meaning where tokens are not written from left to right",
                 where=name,
-                remedy=f"Leave it out. Read are {', '.join(sorted(READ))} and SamplerConfig's settings",
+                remedy=f"Leave it out. Read are {', '.join(sorted(READ | SPECIAL_TOKENS))} and "
+                "SamplerConfig's settings",
             )
-        require_known(name, known, "argument", where="generate")

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils.hub import hf_api
 
 from unmask.artifacts import share
@@ -598,14 +599,20 @@ class DiffusionLM(ModuleMethods):
         return found
 
     def generate(
-        self, inputs: Tensor | None = None, *, input_ids: Tensor | None = None, **arguments: Any
-    ) -> Tensor:
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        **arguments: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Prompts and their completions as token ids, as models of transformers write them
         (`unmask.generation.token_ids.generate_ids`, which has all arguments). `unmask.generate` takes texts,
         and gives steps and log-probabilities besides."""
         from unmask.generation.token_ids import generate_ids
 
-        return generate_ids(self, inputs if input_ids is None else input_ids, **arguments)
+        prompts = inputs if input_ids is None else input_ids
+        return generate_ids(self, prompts, generation_config=generation_config, **arguments)
 
     def to(self, *arguments: Any, **named: Any) -> DiffusionLM:
         """Move the model to a device, or its weights to a type, as `torch.nn.Module.to` does."""
