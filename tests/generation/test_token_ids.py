@@ -63,6 +63,8 @@ def test_what_has_no_meaning_is_refused_by_name():
             lm.generate(IDS, **{name: value})
     with raises(ConfigError, where="generate"):
         lm.generate(IDS, output_score=False)
+    with raises(ConfigError, where="generation_config"):
+        lm.generate(IDS, unmask.SamplerConfig())
     lm.generate(IDS, max_new_tokens=1, output_scores=False, streamer=None, synced_gpus=False)
 
 

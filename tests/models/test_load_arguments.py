@@ -71,10 +71,13 @@ def test_what_asks_for_nothing_is_taken(folder):
     load(folder, use_cache=False, load_in_4bit=False, output_hidden_states=None, resume_download=True)
 
 
-@pytest.mark.parametrize("dtype", [None, "auto", "bfloat16", torch.bfloat16, "float32", torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [None, "auto", "bfloat16", torch.bfloat16, "float32", torch.float32, "half", "float", "double"]
+)
 def test_weights_have_the_type_that_transformers_gives_them(half, dtype):
-    given = {} if dtype is None else {"dtype": dtype}
+    given = {"dtype": dtype}
     expected = AutoModelForCausalLM.from_pretrained(half, **given).dtype
+    assert load(half).dtype == torch.bfloat16
     assert load(half, **given).dtype == expected
 
 
@@ -91,7 +94,7 @@ def test_the_earlier_name_of_dtype_is_deprecated(half):
         assert load(half, torch_dtype=torch.float32, dtype="float64").dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", ["float31", torch.int8])
+@pytest.mark.parametrize("dtype", ["float31", torch.int8, "nn"])
 def test_other_types_are_refused(folder, dtype):
     with raises(ModelError, where="dtype"):
         load(folder, dtype=dtype)

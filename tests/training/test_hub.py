@@ -22,7 +22,7 @@ from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, prepared,
 from unmask.config.run import LoraSettings, ModelConfig, RunConfig, StartConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ConfigError, ModelError, NoModelError
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -303,6 +303,8 @@ def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
     data = ModelCard(files["README.md"].decode()).data
     assert data.license == "mit" and "one" in data.tags and data.model_name == "name"
     assert torch.equal(logits(load(NAME, revision="next")), logits(lm))
+    with raises(NoModelError, where=NAME):
+        load(NAME, revision="nope")
     lm.save_pretrained(tmp_path / "second", push_to_hub=True)
     assert torch.equal(logits(load("user/second")), logits(lm))
     adapted = with_adapters(load(base), lora())

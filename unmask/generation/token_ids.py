@@ -67,6 +67,12 @@ def generate_ids(
             where="input_ids",
             remedy="Give token ids, one row per prompt: tokenizer(texts, return_tensors='pt', padding=True)",
         )
+    if not isinstance(generation_config, GenerationConfig | None):
+        raise ConfigError(
+            f"a {type(generation_config).__name__} is no GenerationConfig of transformers",
+            where="generation_config",
+            remedy="Give its settings as arguments",
+        )
     configured = {} if generation_config is None else generation_config.to_dict()
     given = {name: value for name, value in configured.items() if value is not None} | settings
     _refuse_unread(given)
@@ -103,8 +109,10 @@ def generate_ids(
 
 def _refuse_unread(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments that are not read."""
-    known = {*READ, *SPECIAL_TOKENS, *UNCHANGED, *SamplerConfig.model_fields}
+    known = {*READ, *SPECIAL_TOKENS, *SamplerConfig.model_fields}
     for name, value in given.items():
+        if name in UNCHANGED:
+            continue
         if name not in ELSEWHERE - known:
             require_known(name, known, "argument", where="generate")
         elif value is not None and value is not False:

@@ -132,7 +132,7 @@ def load(
     attention: AttentionName | None = None,
     block_size: int | None = None,
     logit_shift: bool | None = None,
-    dtype: str | torch.dtype = "auto",
+    dtype: str | torch.dtype | None = "auto",
     device: str | int | torch.device = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -164,7 +164,7 @@ def load(
         block_size: the attention block of a block-causal model; None: as saved.
         logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False
             otherwise.
-        dtype: a type of torch or its name (float32, bfloat16, float16, float64); "auto": as saved.
+        dtype: a type of torch or its name (float32, bfloat16, float16, float64); "auto" or None: as saved.
         device: a torch device, or "auto": the GPU if there is one.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run modeling code of the model's repository.
@@ -197,7 +197,8 @@ def load(
     _refuse_others(others | {"attn_implementation": attn_implementation})
     if torch_dtype is not None:
         warnings.warn("torch_dtype is deprecated: use dtype", FutureWarning, stacklevel=2)
-        dtype = torch_dtype if dtype == "auto" else dtype
+        dtype = torch_dtype if dtype in (None, "auto") else dtype
+    dtype = "auto" if dtype is None else dtype
     folder = fetched(
         path_or_id,
         revision=revision,
@@ -434,9 +435,9 @@ def of_config(
 
     Raises:
         ModelError: a config that names no stock model or no tokenizer, or what `make_diffusion` raises.
-        ConfigError: `attn_implementation` is not None.
+        ConfigError: `attn_implementation` is not None, or the config has one.
     """
-    _refuse_others({"attn_implementation": attn_implementation})
+    _refuse_others({"attn_implementation": attn_implementation or config._attn_implementation})
     remedy = "Give the config of a diffusion model, from AutoConfig.from_pretrained(FOLDER)"
     with reading("cannot build the model", type(config).__name__, remedy):
         if not (where := config.name_or_path):
@@ -628,13 +629,18 @@ def as_diffusion_lm(
 
 
 def _with_tokenizer(lm: DiffusionLM, tokenizer: PreTrainedTokenizerBase | None) -> DiffusionLM:
-    """The same model with another tokenizer of the same tokens, which may have another chat template."""
+    """The same model with another tokenizer of its tokens, which may have another chat template, and tokens
+    for which the embeddings were resized."""
     if tokenizer is None or tokenizer is lm.tokenizer:
         return lm
     tokenizer.add_special_tokens({"mask_token": lm.tokenizer.mask_token})
-    if tokenizer.get_vocab() != lm.tokenizer.get_vocab():
+    own, theirs = lm.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if not own.items() <= theirs.items():
         what = f"its {len(tokenizer)} tokens are not the {len(lm.tokenizer)} of the model's tokenizer"
         raise ModelError(what, where="processing_class", remedy="Leave it out, or give the model's own")
+    if own != theirs:
+        rows = lm.model.get_input_embeddings().weight.shape[0]
+        check_vocabulary(tokenizer, rows, where="processing_class")
     lm = copy.copy(lm)
     lm.tokenizer = tokenizer
     return lm
@@ -663,8 +669,8 @@ def with_pattern(
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:
-    found = DTYPES.get(str(name).removeprefix("torch."))
-    if found is None:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         raise ModelError(
             f"unknown dtype {name!r}", where="dtype", remedy=f"Use one of auto, {', '.join(DTYPES)}"
         )

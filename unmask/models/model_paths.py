@@ -96,8 +96,9 @@ def fetched(
             download([*names] or [of_variant("model.safetensors", variant)])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of an index that is none
         near = near_path(Path(where))
+        at = "" if revision is None else f" at the revision {revision!r}"
         raise NoModelError(
-            f"no such folder, and cannot be had from the hub ({first_line(error)})",
+            f"no such folder, and cannot be had from the hub{at} ({first_line(error)})",
             where=where,
             remedy="Give a model folder or a hub id" if near == NO_NEAR_PATH else near,
         ) from error
