@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -21,6 +22,8 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
     pipeline,
     set_seed,
 )
@@ -73,6 +76,96 @@ def test_auto_classes_read_it_as_it_is(saved, auto):
     labels = torch.where(hidden, 6, -100)
     loss = -expected.log_softmax(-1)[0, 2, 6]
     assert torch.allclose(model(ids, labels=labels).loss, loss)
+
+
+def test_arguments_of_forward_act_or_are_refused_by_name(saved):
+    lm, folder = saved
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6], [4, 5, 6, 7]])
+    whole = model(ids, labels=ids, return_dict=True)
+    loss, logits = model(ids, labels=ids, return_dict=False)
+    assert loss == whole.loss and logits.equal(whole.logits)
+    assert model(ids, logits_to_keep=1).logits.equal(logits[:, -1:])
+    assert model(ids, logits_to_keep=torch.tensor([0, 2])).logits.equal(logits[:, [0, 2]])
+    torch.testing.assert_close(model(ids, labels=ids, num_items_in_batch=4).loss, loss * 2)
+    nothing = {"token_type_ids": torch.zeros_like(ids), "use_cache": False, "output_attentions": None}
+    assert model(ids, **nothing).logits.equal(logits)
+    names = ("output_hidden_states", "use_cache", "position_ids", "foo")
+    for name, value in [*((name, True) for name in names), ("token_type_ids", torch.ones_like(ids))]:
+        with pytest.raises(ModelError) as refused:
+            model(ids, **{name: value})
+        assert refused.value.what.startswith(name)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+def test_it_is_copied_as_any_module(saved, how, tmp_path):
+    lm, folder = saved
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    elif how == "torch.save":
+        torch.save(model, tmp_path / "model.pt")
+        other = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        other = copy.deepcopy(model)
+    assert type(other) is type(model) and other.diffusion_lm.model is other
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.lm_head.weight.zero_()
+    assert other(ids).logits.equal(expected)
+    assert other.generate(ids[:, :2], max_new_tokens=6).equal(lm.generate(ids[:, :2], max_new_tokens=6))
+    other.save_pretrained(tmp_path / "again")
+    lm.tokenizer.save_pretrained(tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again")(ids).logits.equal(expected)
+
+
+def test_a_loss_is_that_of_the_whole_batch_in_the_trainer_of_transformers(saved, tmp_path):
+    _, folder = saved
+    rows = [
+        {"input_ids": [1, 4, 5], "labels": [-100, 4, 5]},
+        {"input_ids": [1, 6, 7], "labels": [-100, -100, 7]},
+    ]
+    losses = []
+    for size in (1, 2):
+        args = TrainingArguments(
+            str(tmp_path / "run"),
+            use_cpu=True,
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=2 // size,
+            learning_rate=0.0,
+            report_to=[],
+            save_strategy="no",
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        losses.append(Trainer(model, args, train_dataset=rows).train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("given", ["auto", "stock", "peft"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
+def test_embeddings_may_be_resized_for_more_tokens(saved, given, tmp_path):
+    lm, folder = saved
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["xx"])
+    model = {"stock": LlamaForCausalLM}.get(given, AutoModelForCausalLM).from_pretrained(folder)
+    if given != "stock":
+        with pytest.raises(ModelError, match="processing_class: the tokenizer has 14 tokens"):
+            as_diffusion_lm(model, tokenizer)
+    model.resize_token_embeddings(len(tokenizer))
+    if given == "peft":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    trainer = make("sft", tmp_path / "run", model, max_steps=1, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert len(again.tokenizer) == len(tokenizer) == again.model.lm_head.weight.shape[0]
+    assert again.mask_token_id == lm.mask_token_id and again.attention == lm.attention
+    if given == "auto":
+        ids = torch.tensor([[4, 5, 13, lm.mask_token_id]])
+        torch.testing.assert_close(model(ids).logits, again.logits(ids, hidden_BT=ids == lm.mask_token_id))
+        assert model.generate(ids[:, :3], max_new_tokens=2).shape[0] == 1
 
 
 def test_other_processes_refuse_it_without_unmask(saved):
@@ -195,8 +288,44 @@ def test_a_config_that_is_not_a_models_is_refused(saved, missing):
 
 def test_the_attention_of_a_config_is_unmasks(saved):
     _, folder = saved
-    with raises(ConfigError, where="attn_implementation"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+    config, sdpa = AutoConfig.from_pretrained(folder), {"attn_implementation": "sdpa"}
+    for given in ({"config": config, **sdpa}, {"config": AutoConfig.from_pretrained(folder, **sdpa)}):
+        with raises(ConfigError, where="attn_implementation"):
+            AutoModelForCausalLM.from_config(**given)
+
+
+CHANGES = {
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.5,
+    "num_labels": 4,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    "output_hidden_states": True,
+    "attn_implementation": "sdpa",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_fields_of_a_config_that_do_not_act_are_refused_by_name(tmp_path, name):
+    llama_lm("bidirectional").save(tmp_path)
+    change = {name: CHANGES[name]}
+    where = "id2label, label2id, num_labels" if name == "num_labels" else name
+    for given in (change, {"config": AutoConfig.from_pretrained(tmp_path, **change)}):
+        with raises(ConfigError, where=where):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+
+
+def test_a_config_that_is_the_models_own_acts(saved, tmp_path):
+    lm, folder = saved
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    for given in (
+        {"config": AutoConfig.from_pretrained(copied, dtype="bfloat16")},
+        {"config": AutoConfig.from_pretrained(folder), "dtype": torch.bfloat16},
+        {"dtype": "bfloat16", "use_cache": False, "max_position_embeddings": lm.context_length},
+    ):
+        model = AutoModelForCausalLM.from_pretrained(folder, **given)
+        assert model.dtype == torch.bfloat16 and model.diffusion_lm.settings == lm.settings
+    with pytest.raises(ConfigError, match="max_positions"):
+        AutoModelForCausalLM.from_pretrained(folder, max_positions=128)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,22 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import MaskedLMOutput
 
-from unmask.errors import ModelError
+from unmask.errors import ConfigError, ModelError
 from unmask.models.auto_config import UnmaskConfig
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 
-UNREAD = ("inputs_embeds", "past_key_values", "cache", "position_ids")
+WHERE = {"revision", "subfolder", "token", "cache_dir", "local_files_only"}
+"""Arguments that say where a config is."""
+NO_FIELDS = {"dtype", "use_cache", "transformers_version", "_name_or_path"}
+"""What a config has besides the fields that the weights belong to."""
 IGNORED = -100  # a label
 OTHER_HEADS = (
     AutoModelForMultipleChoice,
@@ -54,15 +59,24 @@ class UnmaskForMaskedDiffusion:
     """
 
     config_class = UnmaskConfig
+    config: Any
     diffusion_lm: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:  # its class is made when it is needed
+        return _empty, (type(self).__bases__[1],), vars(self)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *_: Any, config: Any = None, **options: Any) -> Any:
         """The model of a folder or hub id, with adapters merged. `options` as for `unmask.load`; raises its
-        errors."""
+        errors, and ConfigError for a config that differs from the folder's."""
         from unmask.models.adapters import has_adapters, merged
         from unmask.models.load import load
 
+        if config is not None:
+            _refuse_changes(config, path, options)
+            if not options.keys() & {"dtype", "torch_dtype"}:
+                options["dtype"] = config.dtype or "auto"
+            options = {"attn_implementation": config._attn_implementation} | options
         informed = options.pop("output_loading_info", False)
         # the Auto classes replace a folder of adapters by its base
         given = options.pop("adapter_kwargs", None) or {}
@@ -94,17 +108,22 @@ class UnmaskForMaskedDiffusion:
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         unmask_mask: Any = None,
         **rest: Any,
     ) -> Any:
         """Logits [B, T, V], of which row i predicts token i, where tokens are the mask token or not, and with
-        labels [B, T] the mean cross-entropy where these are not -100."""
+        labels [B, T] the mean cross-entropy where these are not -100, or its sum over `num_items_in_batch`.
+        `logits_to_keep` and `return_dict` as in transformers. Raises ModelError for other arguments, unless
+        they ask for nothing."""
         if unmask_mask is not None:
             stock: Any = super()
             return stock.forward(input_ids=input_ids, unmask_mask=unmask_mask, **rest)
-        if input_ids is None or (given := [name for name in UNREAD if rest.get(name) is not None]):
+        if input_ids is None or (given := [name for name in rest if _asks(rest[name])]):
             raise ModelError(
-                f"{given[0]} is not read" if input_ids is not None else "no input_ids",
+                f"{given[0]} does not act" if input_ids is not None else "no input_ids",
                 where=type(self).__name__,
                 remedy="Give input_ids and attention_mask",
             )
@@ -112,8 +131,16 @@ class UnmaskForMaskedDiffusion:
         logits_BTV = lm.logits(input_ids, attention_mask, hidden_BT=input_ids == lm.mask_token_id)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        return MaskedLMOutput(loss=loss, logits=logits_BTV)
+            how = "mean" if num_items_in_batch is None else "sum"
+            loss = F.cross_entropy(
+                logits_BTV.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=how
+            )
+            loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        output = MaskedLMOutput(loss=loss, logits=logits_BTV[:, kept])
+        return (
+            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        )
 
     def generate(
         self,
@@ -130,6 +157,34 @@ class UnmaskForMaskedDiffusion:
         prompts = inputs if input_ids is None else input_ids
         return generate_ids(self.diffusion_lm, prompts, attention_mask, generation_config, **settings)
 
+    def resize_token_embeddings(self, *arguments: Any, **named: Any) -> Any:
+        """As in transformers, which replaces the output head."""
+        stock: Any = super()
+        table = stock.resize_token_embeddings(*arguments, **named)
+        self.diffusion_lm.select_rows_of(stock.get_output_embeddings())
+        return table
+
+
+def _asks(value: Any) -> bool:
+    """Whether an argument asks for something: tokenizers give zeros as `token_type_ids`."""
+    return bool(value.any()) if isinstance(value, Tensor) else value is not None and value is not False
+
+
+def _refuse_changes(config: PreTrainedConfig, path: str | Path, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a field of a config, which has those among the arguments of the Auto classes, is
+    not the folder's. `options`: other arguments."""
+    own = UnmaskConfig.from_pretrained(path, **{name: options[name] for name in WHERE & options.keys()})
+    theirs, ours = ({**each.to_dict(), "num_labels": each.num_labels} for each in (config, own))
+    changed = sorted(
+        name for name in (theirs.keys() | ours.keys()) - NO_FIELDS if theirs.get(name) != ours.get(name)
+    )
+    if changed:
+        raise ConfigError(
+            "differs from the model's config.json, to which the weights belong",
+            where=", ".join(changed),
+            remedy="Leave it out, or change it there",
+        )
+
 
 def as_transformers(lm: DiffusionLM) -> PreTrainedModel:
     """The model of a DiffusionLM, with the forward pass and the generation of a diffusion model."""
@@ -145,6 +200,11 @@ def _diffusion_class(stock: type) -> type:
     """A subclass of both, with the registered name, by which pipelines know a model."""
     name = UnmaskForMaskedDiffusion.__name__
     return type(name, (UnmaskForMaskedDiffusion, stock), {"__module__": __name__})
+
+
+def _empty(stock: type) -> Any:
+    made: Any = _diffusion_class(stock)
+    return made.__new__(made)
 
 
 class UnmaskForOtherTasks:
