@@ -106,8 +106,8 @@ class UnmaskForMaskedDiffusion:
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
         *,
+        labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
@@ -138,9 +138,8 @@ class UnmaskForMaskedDiffusion:
             loss = loss if num_items_in_batch is None else loss / num_items_in_batch
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         output = MaskedLMOutput(loss=loss, logits=logits_BTV[:, kept])
-        return (
-            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-        )
+        named = self.config.return_dict if return_dict is None else return_dict
+        return output if named else output.to_tuple()
 
     def generate(
         self,
@@ -158,7 +157,7 @@ class UnmaskForMaskedDiffusion:
         return generate_ids(self.diffusion_lm, prompts, attention_mask, generation_config, **settings)
 
     def resize_token_embeddings(self, *arguments: Any, **named: Any) -> Any:
-        """As in transformers, which replaces the output head."""
+        """Resize the embeddings, as in transformers, which replaces the output head."""
         stock: Any = super()
         table = stock.resize_token_embeddings(*arguments, **named)
         self.diffusion_lm.select_rows_of(stock.get_output_embeddings())

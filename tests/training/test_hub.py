@@ -303,6 +303,7 @@ def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
     data = ModelCard(files["README.md"].decode()).data
     assert data.license == "mit" and "one" in data.tags and data.model_name == "name"
     assert torch.equal(logits(load(NAME, revision="next")), logits(lm))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(NAME, revision="next")(IDS_BT).logits, logits(lm))
     with raises(NoModelError, where=NAME):
         load(NAME, revision="nope")
     lm.save_pretrained(tmp_path / "second", push_to_hub=True)
