@@ -36,6 +36,7 @@ from tests.training.tiny_runs import make
 from unmask.auto_classes import UnmaskForMaskedDiffusion
 from unmask.errors import ConfigError, ModelError
 from unmask.models.adapters import with_adapters
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load
 
 
@@ -143,17 +144,18 @@ def test_a_loss_is_that_of_the_whole_batch_in_the_trainer_of_transformers(saved,
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("given", ["auto", "stock", "peft"])
+@pytest.mark.parametrize("given", ["auto", "stock", "peft", "own"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
 def test_embeddings_may_be_resized_for_more_tokens(saved, given, tmp_path):
     lm, folder = saved
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["xx"])
-    model = {"stock": LlamaForCausalLM}.get(given, AutoModelForCausalLM).from_pretrained(folder)
+    made = {"stock": LlamaForCausalLM, "own": DiffusionLM}.get(given, AutoModelForCausalLM)
+    model = made.from_pretrained(folder)
     if given != "stock":
         with pytest.raises(ModelError, match="processing_class: the tokenizer has 14 tokens"):
             as_diffusion_lm(model, tokenizer)
-    model.resize_token_embeddings(len(tokenizer))
+    (model.model if given == "own" else model).resize_token_embeddings(len(tokenizer))
     if given == "peft":
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     trainer = make("sft", tmp_path / "run", model, max_steps=1, processing_class=tokenizer)

@@ -641,6 +641,7 @@ def _with_tokenizer(lm: DiffusionLM, tokenizer: PreTrainedTokenizerBase | None) 
     if own != theirs:
         rows = lm.model.get_input_embeddings().weight.shape[0]
         check_vocabulary(tokenizer, rows, where="processing_class")
+        lm.select_rows_of(lm.model.get_output_embeddings())  # which resizing replaces
     lm = copy.copy(lm)
     lm.tokenizer = tokenizer
     return lm
