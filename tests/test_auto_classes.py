@@ -17,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -242,8 +243,9 @@ def test_pipelines_that_work_are_silent(saved, given, caplog, monkeypatch):
 @pytest.mark.parametrize("task", ["text-classification", "token-classification", "zero-shot-classification"])
 def test_other_pipelines_are_refused_in_a_sentence(saved, task):
     _, folder = saved
-    with raises(ModelError, where=str(folder)) as refused:
-        AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+    for head in (AutoModelForImageTextToText, AutoModelForSequenceClassification):
+        with raises(ModelError, where=str(folder)) as refused:
+            head.from_config(AutoConfig.from_pretrained(folder))
     with pytest.raises(PipelineException) as again:
         pipeline(task, model=str(folder))
     assert str(again.value) == str(refused.value) and len(str(refused.value)) < 200 + len(str(folder))

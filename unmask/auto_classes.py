@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     AutoModelForNextSentencePrediction,
@@ -41,6 +42,7 @@ NO_FIELDS = {"dtype", "use_cache", "transformers_version", "_name_or_path"}
 """What a config has besides the fields that the weights belong to."""
 IGNORED = -100  # a label
 OTHER_HEADS = (
+    AutoModelForImageTextToText,
     AutoModelForMultipleChoice,
     AutoModelForNextSentencePrediction,
     AutoModelForQuestionAnswering,
