@@ -385,6 +385,8 @@ def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bi
 def test_a_stream_of_pairs_is_refused(tmp_path):
     with raises(DataError, where="train_dataset"):
         convert(tmp_path, rows=Dataset.from_list(PAIRS).to_iterable_dataset())
+    with raises(DataError, where="train_dataset"):
+        convert(tmp_path, rows=iter(TEXTS))
 
 
 def test_progress_goes_once_from_start_to_end(tmp_path):

@@ -74,3 +74,16 @@ def test_bad_rows_are_errors_when_they_are_reached():
             list(rows)
     with raises(DataError, where="train_dataset"):
         next(iter(stream([{"text": ""}])))
+
+
+def test_a_pass_without_rows_is_an_error():
+    none = Dataset.from_dict({"text": ["abc"]}).to_iterable_dataset().filter(lambda row: False)
+    with raises(DataError, where="train_dataset"):
+        next(iter(stream(none)))
+    texts = iter([{"text": "abc"}])
+    once = stream(datasets.IterableDataset.from_generator(lambda: texts), max_length=9)
+    rows = iter(once)
+    assert next(rows)["sample_id"] == 0
+    for others in (rows, iter(once)):
+        with raises(DataError, where="train_dataset"):
+            next(others)

@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainingArguments
 
 from tests.errors import raises
@@ -504,6 +505,13 @@ def test_a_row_without_a_column_is_named_with_it(verb, good, columns, tmp_path):
         with raises(DataError, where="eval_dataset, row 5"):
             make(verb, tmp_path, eval_dataset=broken)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("verb", "more"), [("pretrain", {}), ("sft", {}), ("sft", {"formatting_func": str})])
+def test_a_stream_that_cannot_be_read_again_or_has_no_rows_is_refused(verb, more, tmp_path):
+    for rows in (iter(TEXTS), Dataset.from_list(TEXTS).to_iterable_dataset().filter(lambda row: False)):
+        with raises(DataError, where="train_dataset"):
+            make(verb, tmp_path, rows=rows, max_steps=2, **more)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -149,7 +149,8 @@ class Column:
 
 
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
-    """Raise DataError for several datasets, an empty one, and, unless `streams` are accepted, a stream."""
+    """Raise DataError for several datasets, an empty one, rows that can be read only once, and, unless
+    `streams` are accepted, a stream."""
     if isinstance(dataset, Mapping):
         raise DataError(
             f"are several datasets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them"
@@ -157,6 +158,12 @@ def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
     if not isinstance(dataset, Sized) and not streams:
         raise DataError(
             "is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset"
+        )
+    if isinstance(dataset, Iterator):
+        raise DataError(
+            f"a {type(dataset).__name__} can be read only once",
+            where=where,
+            remedy="Give its list, or datasets.IterableDataset.from_generator(FUNCTION)",
         )
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise DataError("the dataset is empty", where=where, remedy="Give at least one row")

@@ -6,7 +6,7 @@ import array
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import count, islice
+from itertools import chain, count, islice
 
 import torch
 from torch.utils.data import IterableDataset
@@ -27,11 +27,12 @@ class StreamedRows(IterableDataset):
     `datasets.IterableDataset` has another order in each pass.
 
     `make_rows` converts the texts to rows lazily; `skipped` rows at the beginning are left out. Iteration
-    raises DataError at a bad row, or where the rows are not the `expected` ones.
+    raises DataError at a bad row, in a pass without one, or where the rows are not the `expected` ones.
     """
 
     def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[TokenRow]]):
         self.texts, self.make_rows, self.skipped = texts, make_rows, 0
+        self._has_rows = False  # whether one was read
         self.expected: Mapping[str, int] | None = None
         """What `visited` returned in the run that is resumed."""
         # also with the process that makes the rows
@@ -58,10 +59,21 @@ class StreamedRows(IterableDataset):
         for epoch in count():
             if hasattr(self.texts.dataset, "set_epoch"):
                 self.texts.dataset.set_epoch(epoch)
-            for row in self.make_rows(self.texts):
+            texts = iter(self.texts)
+            if not (some := [*islice(texts, 1)]):
+                raise self._no_rows()
+            self._has_rows = True
+            for row in self.make_rows(chain(some, texts)):
                 number, digest = next(sample_ids), _hash_with(digest, row)
                 self._check(number + 1, digest)
                 yield {**row, "sample_id": number}
+
+    def _no_rows(self) -> DataError:
+        what, remedy = "the stream has no rows", "Give at least one row"
+        if self._has_rows:
+            what = "the stream had rows, and now has none: it cannot be read again"
+            remedy = "Give one that begins again in each pass"
+        return DataError(what, where=self.texts.where, remedy=remedy)
 
     def _check(self, rows: int, found: int) -> None:
         """Remember the hash of the first rows, and compare it."""

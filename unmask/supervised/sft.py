@@ -19,7 +19,7 @@ from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pack, pair_rows
 from unmask.data.row_store import TOKENS, stored_rows
-from unmask.data.rows import Column, TokenRow
+from unmask.data.rows import Column, TokenRow, check_dataset
 from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
@@ -212,7 +212,8 @@ class SFTTrainer(DiffusionTrainer):
         return lm if self.objective is None else self.objective.prepared(lm)
 
     def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:
-        if self.formatting_func is not None and not isinstance(dataset, Mapping | None):
+        if self.formatting_func is not None and dataset is not None:
+            check_dataset(dataset, where, streams=True)
             dataset = with_text(dataset, self.formatting_func)
         return super()._checked_rows(lm, args, dataset, where)
 
