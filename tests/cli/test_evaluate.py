@@ -200,10 +200,10 @@ def test_the_documents_are_those_of_a_split_and_a_config_as_datasets_reads_them(
             ["--task", "sudoku", "--data", "sudoku=a.csv", "--data", "sudoku=b.csv"],
             "data sudoku=b.csv: has two files",
         ),
-        (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset on the hub"),
+        (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset, and none is read"),
         (
             ["--likelihood", "docs/samples/stories.txt", "--split", "test"],
-            "--split: is of a dataset on the hub",
+            "docs/samples/stories.txt: no split 'test'. Present: 'train'",
         ),
         (
             ["--task", "sudoku", "--max-new-tokens", "5"],

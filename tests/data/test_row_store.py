@@ -28,7 +28,7 @@ from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
 from unmask.data.row_store import MANIFEST, ROWS, TOKENS, content_of, rows_hash, stored_rows
 from unmask.data.rows import iter_text_rows
-from unmask.data.sources import FileRows, load_rows
+from unmask.data.sources import FilePart, FileRows, load_rows
 from unmask.errors import ConfigError, DataError
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
@@ -134,14 +134,14 @@ def test_a_file_that_changes_is_read_again(home, tmp_path):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write(PAIRS)
-    first = pairs(FileRows((str(path),)))
+    first = pairs(FileRows((FilePart((str(path),)),)))
     stat = path.stat()
     write([PAIRS[0], PAIRS[1] | {"completion": "c" * 9}])  # as long as before, and at the same time
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert path.stat().st_size == stat.st_size
-    second = pairs(FileRows((str(path),)))
+    second = pairs(FileRows((FilePart((str(path),)),)))
     assert first[0] == second[0] and first[1] != second[1]
-    assert len(pairs(FileRows((str(path),), max_rows=1))) == 1
+    assert len(pairs(FileRows((FilePart((str(path),)),), max_rows=1))) == 1
 
 
 def test_a_dataset_whose_file_was_replaced_is_read_again(tmp_path):
@@ -411,7 +411,7 @@ def test_errors_of_the_source_are_its_own(home):
 def test_a_file_that_changes_while_it_is_read_is_refused(home, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(PAIRS[0]) + "\n")
-    rows = FileRows((str(path),))
+    rows = FileRows((FilePart((str(path),)),))
     assert len(rows) == 1
     path.write_text(json.dumps(PAIRS[1]) + "\n")
     with raises(DataError, where=str(path)):

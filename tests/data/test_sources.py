@@ -502,6 +502,69 @@ def test_patterns_name_the_files_that_datasets_finds(tmp_path, suffix, monkeypat
             load_rows(wrong)
 
 
+SPLITS = ("train", "train[:2]", "train[-25%:]", "test[1:]+train[:50%]", "train+test", "all", "train[:99]")
+WRONG_SPLITS = ("validation", "train+other", "train[:2", "train[:0]", "train[2:1]")
+
+
+def each_kind(folder):
+    """A folder, a pattern, and a saved dataset of the same two splits, of each kind of file."""
+    rows = {"train": [{"text": f"a{number}"} for number in range(5)], "test": [{"text": "b"}, {"text": "c"}]}
+    DatasetDict({name: Dataset.from_list(rows[name]) for name in rows}).save_to_disk(folder / "saved")
+    yield folder / "saved"
+    for suffix in ("jsonl", "parquet"):
+        (folder / suffix).mkdir()
+        for name, start, stop in (("train-0", 0, 3), ("train-1", 3, 5), ("test", 0, 2)):
+            some = Dataset.from_list(rows[name.partition("-")[0]][start:stop])
+            (some.to_json if suffix == "jsonl" else some.to_parquet)(folder / suffix / f"{name}.{suffix}")
+        yield from (folder / suffix, f"{folder}/{suffix}/*", f"{folder}/*{suffix[1:]}/t*.{suffix}")
+
+
+def test_splits_are_those_of_datasets_in_every_kind_of_source(tmp_path):
+    sources = [*each_kind(tmp_path)]
+    expected = {
+        split: list(
+            datasets.load_dataset(str(tmp_path / "jsonl"), split=split, cache_dir=tmp_path / "theirs")
+        )
+        for split in SPLITS
+    }
+    for source in sources:
+        assert {split: every_way(source, split=split) for split in SPLITS} == expected
+    for source in sources[:3]:
+        for split in WRONG_SPLITS:
+            with raises(DataError, where=str(source)):
+                load_examples(source, split=split)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "csv", "json", "parquet", "saved"])
+def test_one_file_or_saved_dataset_is_the_split_train(suffix, tmp_path):
+    path, rows = tmp_path / f"test.{suffix}", [{"text": f"a{number}"} for number in range(5)]
+    if suffix == "txt":
+        path.write_text("\n".join(row["text"] for row in rows))
+    elif suffix == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        dataset = Dataset.from_list(rows)
+        {"csv": dataset.to_csv, "parquet": dataset.to_parquet, "saved": dataset.save_to_disk}[suffix](path)
+    assert every_way(path) == every_way(path, split="all") == rows
+    assert every_way(path, split="train[1:3]+train[-1:]") == [*rows[1:3], rows[-1]]
+    for split in ("test", "train+test"):
+        with raises(DataError, where=str(path)):
+            load_rows(path, split=split)
+    with raises(DataError, where=str(path)):
+        load_mixture([DataSource(path=str(path), split="test")], seed=0)
+
+
+def test_files_of_a_pattern_whose_names_are_of_one_split_are_it_and_may_be_called_train(tmp_path):
+    for name in ("test-1", "test-2", "more"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    for pattern, count in (("test-*", 2), ("*", 3)):
+        source = f"{tmp_path}/{pattern}.jsonl"
+        assert len(every_way(source)) == len(every_way(source, split="test")) == count
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
+    with pytest.warns(UnmaskWarning, match=r"of no split, and they are not read: more\.jsonl"):
+        assert list(load_rows(f"{tmp_path}/*.jsonl")) == [{"text": "a"}]
+
+
 def test_configs_and_splits_of_a_folder_are_those_of_datasets(tmp_path, monkeypatch):
     home = tmp_path / "some" / "rows"
     home.mkdir(parents=True)

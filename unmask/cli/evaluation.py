@@ -326,10 +326,8 @@ def prepare(
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
     sources = [*evaluation.sources.values(), *filter(None, [evaluation.likelihood])]
-    if evaluation.split is not None and all(map(os.path.isfile, sources)):
-        raise ConfigError(
-            "is of a dataset on the hub, and none is read", where="--split", remedy="Leave it out"
-        )
+    if evaluation.split is not None and not sources:
+        raise ConfigError("is of a dataset, and none is read", where="--split", remedy="Leave it out")
     points = curve_samplers(sampler, evaluation.curve) if evaluation.curve else [sampler]
     settings = [point.model_dump() for point in points]
     parts: dict[str, EvaluationPart] = {}
@@ -369,7 +367,7 @@ def _problems(
         source,
         evaluation.rows + evaluation.shots,
         split="test",
-        hub_split=evaluation.split or "test",
+        hub_split=evaluation.split,
         seed=sampler.seed,
     )
     return pose(task, problems, evaluation.style, evaluation.shots)

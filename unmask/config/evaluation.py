@@ -41,7 +41,7 @@ class EvaluationConfig(Config):
     """The file of the task's problems, or a dataset on the hub; for several tasks NAME=FILE, repeated; unset:
     generated, held out."""
     split: str | None = None
-    """The split of a hub dataset, a saved one or a folder; unset: test of a task, train of `likelihood`."""
+    """The split, such as test[:10%] or all; unset: test of a task if there are several, else train."""
     style: Literal["plain", "chat"] = "plain"
     """The format of a task's problems."""
     shots: int = Field(default=0, ge=0)

@@ -140,7 +140,7 @@ class DataSource(Config):
     weight: float = Field(default=1.0, gt=0)
     """Its weight in the mixture of rows (documents), relative to the other sources."""
     split: str | None = None
-    """The split of a hub dataset; unset: `data.split`."""
+    """Its split; unset: `data.split`."""
     text_column: str | None = None
     """The column that holds its text; unset: `data.text_column`."""
 
@@ -162,7 +162,7 @@ class DataConfig(Config):
     """The format of a task's problems: plain text to complete, or messages for the model's chat template,
     with instructions."""
     split: str = "train"
-    """The split of a hub dataset, a saved one or a folder."""
+    """The split, such as train, train[:10%], train+test or all."""
     text_column: str = "text"
     """The column that holds plain text."""
     chat_template: Annotated[str | None, NEUTRAL] = None

@@ -12,13 +12,13 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from unmask.config.run import DataConfig, DataSource
 from unmask.data.row_store import ROWS_AT_ONCE, file_hash, rows_hash, stored_rows
@@ -69,23 +69,24 @@ def load_rows(
             directory written by `save_to_disk`, another directory with files (each is read as it is alone;
             splits are found as by `datasets.load_dataset`), or a hub id ("owner/name"). A directory or id
             whose README has several configs is followed by the name of one ("owner/name:config").
-        split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no splits.
+        split: as `datasets` writes it: "train[:10%]", "train+test", "all". A file, or a saved dataset, is the
+            split "train"; so are the files of a pattern, unless they have names of several splits.
         text_column: the name of the column of a .txt file.
         max_rows: keep only the first rows.
         streaming: read rows lazily, again on every pass. A malformed row is then reported only when it is
             reached.
 
     Raises:
-        DataError: the source is missing, empty, malformed or wrongly encoded.
+        DataError: the source is missing, empty, malformed or wrongly encoded, or has no such split.
     """
     source = str(path_or_id)
     check_source(source)
     name, config = _name_and_config(source)
-    files = _files(source, split)
-    if files and kind_of(files[0]) == ".parquet":
-        dataset = _from_parquet(source, files, streaming)
-    elif files:
-        dataset = _from_files(source, files, text_column, streaming)
+    parts = _parts(source, split)
+    if parts and kind_of(parts[0].files[0]) == ".parquet":
+        dataset = _from_parquet(source, parts, streaming)
+    elif parts:
+        dataset = _from_files(source, parts, text_column, streaming)
     elif Path(source).is_dir():
         dataset = _from_directory(source, split, streaming)
     else:
@@ -155,13 +156,22 @@ def load_records(
     path_or_id: str | os.PathLike[str], split: str = "train"
 ) -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source, each with its place for errors. Raises as `load_rows`."""
-    files = _record_files(path_or_id, split)
-    if files and all(kind_of(file) in RECORDS for file in files):
-        for file in files:
-            yield from read_records(file)
+    parts = _record_parts(path_or_id, split)
+    if parts and all(kind_of(file) in RECORDS for part in parts for file in part.files):
+        for part in parts:
+            yield from islice(chain.from_iterable(map(read_records, part.files)), part.start, part.stop)
         return
     for number, row in enumerate(load_rows(path_or_id, split=split), start=1):
         yield f"{path_or_id}, row {number}", row
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Rows of files that are read in turn, from number `start` up to `stop`, without it; None: to the end."""
+
+    files: tuple[str, ...]
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,23 +180,27 @@ class FileRows(Sequence[Any]):
     and stored for access by index.
 
     Args:
-        files: their paths.
+        parts: their paths, and which of their rows.
         text_column: the name of the column of a .txt file.
         max_rows: only as many of the first rows.
         bad_rows: "skip": the error of a malformed line of a .jsonl file replaces its row; "error": it says
             how to skip such rows; None: nothing skips them.
     """
 
-    files: tuple[str, ...]
+    parts: tuple[FilePart, ...]
     text_column: str = "text"
     max_rows: int | None = None
     bad_rows: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        yield from islice(chain.from_iterable(map(self._read, self.files)), self.max_rows)
+        yield from islice(chain.from_iterable(map(self._read_part, self.parts)), self.max_rows)
         if "_content" in vars(self) and self._content != self._hashes():
-            what = "changed while it was read"
-            raise DataError(what, where=" and ".join(self.files), remedy="Start again once it is complete")
+            what, files = "changed while it was read", chain.from_iterable(part.files for part in self.parts)
+            where = " and ".join(dict.fromkeys(files))
+            raise DataError(what, where=where, remedy="Start again once it is complete")
+
+    def _read_part(self, part: FilePart) -> Iterator[Any]:
+        return islice(chain.from_iterable(map(self._read, part.files)), part.start, part.stop)
 
     def _read(self, file: str) -> Iterator[dict[str, Any] | DataError]:
         if kind_of(file) == ".txt":
@@ -213,11 +227,14 @@ class FileRows(Sequence[Any]):
         return (*self._content, self.text_column, self.max_rows, self.bad_rows)
 
     @cached_property
-    def _content(self) -> tuple[str, ...]:
+    def _content(self) -> tuple[Any, ...]:
         return self._hashes()
 
-    def _hashes(self) -> tuple[str, ...]:
-        return tuple(file_hash(Path(file)) + kind_of(file) for file in self.files)
+    def _hashes(self) -> tuple[Any, ...]:
+        return tuple(
+            (part.start, part.stop, *(file_hash(Path(file)) + kind_of(file) for file in part.files))
+            for part in self.parts
+        )
 
 
 def _skippable(rows: Iterable[Any]) -> Iterator[Any]:
@@ -246,48 +263,48 @@ def load_examples(
     """Like `load_rows`, for columns that may mix types, or that no table can hold: text, CSV and JSON files
     become `FileRows`."""
     check_source(path_or_id)
-    files = _record_files(path_or_id, split)
-    if not files:
+    parts = _record_parts(path_or_id, split)
+    if not parts:
         return load_rows(path_or_id, split=split, text_column=text_column, max_rows=max_rows)
-    return FileRows(tuple(files), text_column, max_rows, bad_rows)
+    return FileRows(tuple(parts), text_column, max_rows, bad_rows)
 
 
-def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
-    """The files of a source if all hold records or text; else none."""
-    files = _files(str(source), split)
-    return files if all(kind_of(file) in TEXTS for file in files) else []
+def _record_parts(source: str | os.PathLike[str], split: str) -> list[FilePart]:
+    """The `_parts` of a source if all its files hold records or text; else none."""
+    parts = _parts(str(source), split)
+    return parts if all(kind_of(file) in TEXTS for part in parts for file in part.files) else []
 
 
-def _files(source: str, split: str) -> list[str]:
-    """The files of a source: itself, those of a pattern, or those of a split that `datasets` finds in a
-    folder, of the kind that most have; none for a saved dataset, a folder without files, and a name on the
-    hub.
+def _parts(source: str, split: str) -> list[FilePart]:
+    """The files of a split of a source, of the kind that most have, each a part if all its rows are in the
+    split; none for a saved dataset, a folder without files, and a name on the hub.
 
     Raises:
-        DataError: the folder has no such split, or in it a file of a kind that is not read.
+        DataError: the source has no such split, or in it a file of a kind that is not read.
     """
     name, config = _name_and_config(source)
     folder, matches = Path(name), _matches(source)
     if not folder.is_dir() and not matches:
-        return [source] if kind_of(source) in SUFFIXES else []
-    if any((folder / file).exists() for file in SAVED):
+        found = {"train": [source]} if kind_of(source) in SUFFIXES else {}
+    elif any((folder / file).exists() for file in SAVED):
+        found = {}
+    else:
+        found = _files_of_pattern(source, matches, split) if matches else _files_by_split(name, config)
+    if not found:
         return []
-    if not (found := {split: matches} if matches else _files_by_split(name, config)):
-        return []
-    if split not in found:
-        raise DataError(
-            f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, found))}."
-        )
-    by_family = [[file for file in found[split] if kind_of(file) in family] for family in FAMILIES]
+    if not (splits := _named_splits(split, found)):
+        raise _no_split(source, split, found)
+    named = [*chain.from_iterable(found[name] for name in splits)]
+    by_family = [[file for file in named if kind_of(file) in family] for family in FAMILIES]
     files = max(by_family, key=len)
-    unread = [file for file in found[split] if kind_of(file) in UNREAD] or ([] if files else found[split])
+    unread = [file for file in named if kind_of(file) in UNREAD] or ([] if files else named)
     if unread:
         raise _unknown_kind(unread[0])
     family = FAMILIES[by_family.index(files)]
     kinds = {*SUFFIXES, *UNREAD}.difference(family)
     others = [
         file.name
-        for file in (map(Path, found[split]) if matches or config else sorted(folder.rglob("*")))
+        for file in (map(Path, named) if matches or config else sorted(folder.rglob("*")))
         if kind_of(file) in kinds and file.name not in INFORMATION
     ]
     if others:
@@ -296,7 +313,90 @@ def _files(source: str, split: str) -> list[str]:
             f"but not {', '.join(others[:3])}"
         )
         warnings.warn(what + ", ..." * (len(others) > 3), UnmaskWarning, stacklevel=2)
-    return files
+    read = {name: [file for file in found[name] if file in files] for name in found}
+    parts = []
+    for name, start, stop in _ranges(source, split, found, lambda name: sum(map(_num_rows, read[name]))):
+        groups = [(file,) for file in read[name]] if stop is None else [tuple(read[name])]
+        parts += [FilePart(group, start, stop) for group in groups if group]
+    return parts
+
+
+def _is_one_split(source: str) -> bool:
+    """Whether a source is one split: a file, a saved dataset, or files whose names are not of several."""
+    if matches := _matches(source):
+        return len(_files_of_pattern(source, matches, "all")) == 1
+    return Path(source).is_file() or (Path(source) / SAVED[0]).exists()
+
+
+def _named_splits(split: str, present: Iterable[str]) -> list[str]:
+    """The splits that `split` names, such as "train[:10%]+test" or "all"."""
+    names = re.findall(r"\w[\w.]*", split)
+    return [name for name in present if split in (name, "all") or name in names]
+
+
+def _ranges(
+    source: str, split: str, present: Collection[str], count: Callable[[str], int]
+) -> list[tuple[str, int, int | None]]:
+    """The splits that `split` names, each with the number of its first row and of the first one that is not
+    read; None: all are. `count` gives the number of rows of a split. Raises DataError if there is none."""
+    import datasets
+
+    named = _named_splits(split, present)
+    if split in (*named, "all"):
+        return [(name, 0, None) for name in named]
+    sliced = "[" in split
+    lengths = {name: count(name) if sliced else 0 for name in named}
+    try:
+        found = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    except ValueError as error:
+        raise _no_split(source, split, present) from error
+    if not sliced:
+        return [(each.splitname, 0, None) for each in found]
+    ranges = [(each.splitname, each.from_, each.to) for each in found if each.from_ < each.to]
+    if not ranges:
+        raise DataError(f"the split {split!r} has no rows", where=source, remedy="Name some of its rows.")
+    return ranges
+
+
+def _no_split(source: str, split: str, present: Iterable[str]) -> DataError:
+    return DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, present))}.")
+
+
+def _num_rows(file: str) -> int:
+    if kind_of(file) == ".parquet":
+        import pyarrow.parquet
+
+        try:  # reads the footer, which a truncated file lacks
+            return int(pyarrow.parquet.read_metadata(file).num_rows)
+        except (pyarrow.ArrowException, OSError) as error:
+            _refuse_parquet(file, error)
+    return len(FileRows((FilePart((file,)),), bad_rows="skip"))
+
+
+def _files_of_pattern(pattern: str, files: list[str], split: str) -> dict[str, list[str]]:
+    """The files of each split of a pattern, by their names below its folder, as `datasets` finds those of a
+    folder. If they are of one split, all are of it, and this may be called train."""
+    from datasets.data_files import _get_data_files_patterns
+    from fsspec.utils import glob_translate
+
+    fixed = [*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)]
+    home = Path.cwd().joinpath(*fixed)
+
+    def matching(name: str) -> list[str]:
+        fits = re.compile(glob_translate(name)).match
+        return [file for file in files if fits(os.path.relpath(file, home))]
+
+    patterns = _get_data_files_patterns(matching)
+    found = {
+        str(split): [file for file in files if any(file in matching(name) for name in names)]
+        for split, names in patterns.items()
+    }
+    if len(found) == 1:
+        return {name: files for name in _named_splits(split, found) or ["train"]}
+    if left := [Path(file).name for file in files if file not in chain.from_iterable(found.values())]:
+        what = f"{pattern}: the names of some files are of no split, and they are not read: {', '.join(left)}"
+        warnings.warn(what, UnmaskWarning, stacklevel=2)
+    return found
 
 
 def _files_by_split(folder: str, config: str | None) -> dict[str, list[str]]:
@@ -453,19 +553,19 @@ def _blocks(lines: Iterable[str]) -> Iterator[Iterator[str]]:
     return (block for blank, block in groupby(lines, key=lambda line: not line.strip()) if not blank)
 
 
-def _file_rows(files: Sequence[str], text_column: str) -> Iterator[dict[str, Any]]:
-    yield from FileRows(tuple(files), text_column)
+def _file_rows(parts: Sequence[FilePart], text_column: str) -> Iterator[dict[str, Any]]:
+    yield from FileRows(tuple(parts), text_column)
 
 
 def _from_files(
-    source: str, files: list[str], text_column: str, streaming: bool
+    source: str, parts: list[FilePart], text_column: str, streaming: bool
 ) -> Dataset | IterableDataset:
     import datasets
 
     if streaming:
-        arguments = {"files": files, "text_column": text_column}
+        arguments = {"parts": parts, "text_column": text_column}
         return datasets.IterableDataset.from_generator(_file_rows, gen_kwargs=arguments)
-    rows = FileRows(tuple(files), text_column)
+    rows = FileRows(tuple(parts), text_column)
     return _table(rows, {name: name for row in rows for name in row}, source)
 
 
@@ -504,29 +604,54 @@ def _kinds(rows: FileRows, names: Mapping[str, str]) -> Iterator[dict[str, str]]
     yield {"features": json.dumps(features.to_dict())}
 
 
-def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | IterableDataset:
-    import datasets
-    import pyarrow.parquet
+def _from_parquet(source: str, parts: list[FilePart], streaming: bool) -> Dataset | IterableDataset:
+    if all(part.stop is None for part in parts):
+        return _parquet_rows(source, [file for part in parts for file in part.files], streaming)
+    ranges = [(_parquet_rows(source, part.files, streaming), part.start, part.stop) for part in parts]
+    return _joined(source, ranges)
 
-    file = source
+
+def _parquet_rows(source: str, files: Sequence[str], streaming: bool) -> Dataset | IterableDataset:
+    import datasets
+    import pyarrow
+
+    if not sum(map(_num_rows, files)):
+        raise _empty(source)
+    names: Any = [*map(glob.escape, files)]
     try:
-        rows = 0
-        for file in files:
-            # reads the footer, which a truncated file lacks
-            rows += pyarrow.parquet.read_metadata(file).num_rows
-        if not rows:
-            raise _empty(source)
-        names: Any = [*map(glob.escape, files)]
         if streaming:
             return _naming_files(datasets.IterableDataset.from_parquet(names), source)
         content = rows_hash(map(file_hash, map(Path, files)))  # `datasets` looks at times and sizes alone
         home = Path(datasets.config.HF_DATASETS_CACHE) / "unmask" / f"parquet-{content}"
         return datasets.Dataset.from_parquet(names, cache_dir=str(home))
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None):
-            raise  # the system's, such as a missing permission, and not of what the file holds
-        what = f"not a readable Parquet file: {first_line(error.__cause__ or error).rstrip('.')}"
-        raise DataError(what, where=file, remedy="Write the file again.") from error
+        _refuse_parquet(files[-1], error)
+
+
+def _refuse_parquet(file: str, error: Exception) -> NoReturn:
+    if getattr(error, "errno", None):
+        raise error  # the system's, such as a missing permission, and not of what the file holds
+    what = f"not a readable Parquet file: {first_line(error.__cause__ or error).rstrip('.')}"
+    raise DataError(what, where=file, remedy="Write the file again.") from error
+
+
+def _joined(source: str, ranges: Iterable[tuple[Any, int, int | None]]) -> Any:
+    """The rows, or streams, of which each is cut to those from the first number up to the second."""
+    import datasets
+
+    cut = [
+        rows
+        if stop is None
+        else rows.select(range(start, stop))
+        if isinstance(rows, datasets.Dataset)
+        else rows.skip(start).take(stop - start)
+        for rows, start, stop in ranges
+    ]
+    try:
+        return cut[0] if len(cut) == 1 else datasets.concatenate_datasets(cut)
+    except ValueError as error:
+        what = f"the splits have other columns or types: {first_line(error).rstrip('.')}"
+        raise DataError(what, where=source, remedy="Read one of them.") from error
 
 
 def _from_directory(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -547,13 +672,11 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
             where=source,
             remedy="Save it again.",
         ) from error
-    if isinstance(saved, datasets.DatasetDict):
-        if split not in saved:
-            raise DataError(
-                f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}."
-            )
-        saved = saved[split]
-    return saved.to_iterable_dataset() if streaming else saved
+    if not isinstance(saved, datasets.DatasetDict):
+        saved = {name: saved for name in _named_splits(split, [str(saved.split)]) or ["train"]}
+    ranges = _ranges(source, split, saved, lambda name: len(saved[name]))
+    rows = _joined(source, [(saved[name], start, stop) for name, start, stop in ranges])
+    return rows.to_iterable_dataset() if streaming else rows
 
 
 def _naming_files(rows: IterableDataset, source: str) -> IterableDataset:
@@ -617,17 +740,18 @@ def read_problems(
     Args:
         source: a file, a folder or a hub id; None: the task generates problems, of this `split` and `seed`.
         count: at most this many; None: all of the source.
-        hub_split: of a hub dataset; None: `split`.
+        hub_split: as in `load_rows`; None: `split`, or all of a source that is one split.
 
     Raises:
-        DataError: the source is missing or malformed.
+        DataError: the source is missing or malformed, or has no such split.
         ConfigError: several sources; or none, and the task generates no problems.
     """
     if isinstance(source, list):
         raise ConfigError("a task reads one source", where="data", remedy="Give no mixture, or no task")
     if source:
+        wanted = hub_split or ("train" if _is_one_split(source) else split)
         # closes the file after an error too
-        with closing(load_records(source, hub_split or split)) as records:
+        with closing(load_records(source, wanted)) as records:
             return list(islice(task.rows(records), count))
     return task.generate(split, count or 0, seed)
 
