@@ -154,6 +154,43 @@ def test_a_dataset_whose_file_was_replaced_is_read_again(tmp_path):
     assert [*pairs(datasets.load_from_disk(str(folder)))] != first
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows, number: rows.filter(number_is(number), new_fingerprint="same", keep_in_memory=True),
+        lambda rows, number: rows.select([number, 3], new_fingerprint="same"),
+        lambda rows, number: rows.select(range(number, 4), new_fingerprint="same"),
+        lambda rows, number: rows.map(
+            lambda row: {"completion": "ab"[number]}, new_fingerprint="same", keep_in_memory=True
+        ),
+        lambda rows, number: with_column(rows, [{"completion": "ab"[number]}] * 4),
+    ],
+)
+def test_datasets_with_the_fingerprint_of_others_are_read(change, tmp_path):
+    """`datasets` may not notice that the code of a function has changed."""
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list([{"prompt": letter, "completion": letter} for letter in "abcd"]).to_parquet(path)
+    found = []
+    for number in (0, 1):
+        rows = change(datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache")), number)
+        found.append((rows._fingerprint, [row["input_ids"] for row in pairs(rows)]))
+        assert found[-1][1] == [row["input_ids"] for row in pairs([*rows])]
+    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
+
+
+def number_is(number):
+    return lambda row: row["prompt"] == "ab"[number]
+
+
+def with_column(rows, others):
+    """Rows with columns that are in memory."""
+    both = datasets.concatenate_datasets(
+        [rows.remove_columns("completion"), Dataset.from_list(others)], axis=1
+    )
+    both._fingerprint = "same"
+    return both
+
+
 def test_a_tokenizer_finds_the_rows_of_its_copy(home, tmp_path):
     for name in ("one", "two"):
         TOKENIZER.save_pretrained(tmp_path / name)

@@ -25,7 +25,7 @@ from dataclasses import asdict, is_dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -234,9 +234,12 @@ def _identity(value: Any) -> Any:
         return _tokenizer_identity(value)
     if isinstance(value, Dataset) and (content := content_of(value)):
         return content
-    if isinstance(value, Dataset) and value.cache_files and value.format["type"] is None:
-        # not by its fingerprint alone: its file may have been replaced
-        return [value._fingerprint, *(file_hash(Path(file["filename"])) for file in value.cache_files)]
+    if isinstance(value, Dataset) and value.format["type"] is None and (files := _files(value.data)):
+        # not by its fingerprint alone: its file may have been replaced, or a function that chose its rows
+        # been edited
+        chosen = None if value._indices is None else value._indices.column(0).to_numpy()
+        indices = None if chosen is None else hashlib.sha256(chosen).hexdigest()
+        return [value._fingerprint, indices, *files]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if isinstance(value, Mapping):
@@ -246,6 +249,16 @@ def _identity(value: Any) -> Any:
     if isinstance(value, str | int | float | None):
         return value
     return rows_hash(value)
+
+
+def _files(table: Any) -> list[str]:
+    """The hash of each file of a table, with what is read of it; none if a part of the table is in memory."""
+    from datasets.table import ConcatenationTable, MemoryMappedTable
+
+    blocks = [*chain.from_iterable(table.blocks)] if isinstance(table, ConcatenationTable) else [table]
+    if not all(isinstance(block, MemoryMappedTable) for block in blocks):
+        return []
+    return [file_hash(Path(block.path)) + repr(block.replays) for block in blocks]
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
