@@ -164,6 +164,9 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
 def require_text(row: Mapping[str, Any], name: str, where: str, setting: str | None = None) -> None:
     """Like `require_values`, for the column of a text. `setting`: the setting that names the column, for the
     error."""
+    if not isinstance(row, Mapping):
+        remedy = f'Give objects with columns, as {{"{name}": ...}}'
+        raise DataError(f"a row cannot be {row!r:.80}", where=where, remedy=remedy, reason="wrong type")
     if setting and name not in row:
         what = f"no column {name!r} (present: {', '.join(map(repr, row)) or 'none'})"
         texts = [other for other, value in row.items() if isinstance(value, str)]

@@ -389,6 +389,11 @@ def test_a_stream_of_pairs_is_refused(tmp_path):
         convert(tmp_path, rows=iter(TEXTS))
 
 
+def test_rows_that_are_texts_are_refused(tmp_path):
+    with raises(DataError, where="train_dataset, row 0"):
+        convert(tmp_path, rows=["abc", "de"])
+
+
 def test_progress_goes_once_from_start_to_end(tmp_path):
     fractions: list[float] = []
 

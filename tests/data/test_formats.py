@@ -324,6 +324,22 @@ def test_a_prompt_under_another_name_is_refused(name):
     assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row
 
 
+@pytest.mark.parametrize("name", ["ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"])
+def test_log_probabilities_of_a_reference_in_rows_are_refused(name):
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": "b", "rejected": "c"},
+        {"conversations": CHAT[:1], "chosen": CHAT[1], "rejected": CHAT[1] | {"content": "c"}},
+        {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
+    ]
+    for formats, row in [
+        *((PREFERENCES, row) for row in rows),
+        (UNPAIRED, {"prompt": "a", "completion": "b", "label": 1}),
+    ]:
+        with raises(DataError, where=name):
+            Reader(formats).read(row | {name: -3.5})
+
+
 @pytest.mark.parametrize(
     "name",
     [

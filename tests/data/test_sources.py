@@ -583,7 +583,7 @@ def test_configs_and_splits_of_a_folder_are_those_of_datasets(tmp_path, monkeypa
         for wrong, split in ((f"{folder}:none", "train"), (f"{folder}:hard", "test"), (folder, "train")):
             with raises(DataError, where=wrong) as caught:
                 load_rows(wrong, split=split)
-        assert "['easy', 'hard']" in str(caught.value)
+        assert f"has several configs: easy, hard. Name one, as {folder}:easy" in str(caught.value)
 
 
 def test_files_of_a_folder_are_read_in_turn_and_those_of_another_kind_are_named(tmp_path):

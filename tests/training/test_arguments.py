@@ -342,6 +342,15 @@ def test_a_stream_of_pairs_trains_as_its_rows_do(packing, tmp_path):
     assert equal(ends[0], ends[1]) and equal(ends[0], ends[2])
 
 
+def test_bad_rows_of_a_stream_of_pairs_are_numbered_and_may_be_all_of_its_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.supervised.sft.PACKED_TOGETHER", 2)
+    rows = [*PAIRS[:4], {"prompt": "a" * 40, "completion": "b"}]
+    run = {"max_length": 32, "max_steps": 4, "per_device_train_batch_size": 2}
+    make("sft", tmp_path / "skipped", rows=stream(rows), bad_rows="skip", **run).train()
+    with raises(DataError, where="train_dataset, row 4"):
+        make("sft", tmp_path / "error", rows=stream(rows), **run).train()
+
+
 def test_a_resumed_run_on_a_stream_of_pairs_is_the_same_bit_for_bit(tmp_path):
     run = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, "per_device_train_batch_size": 2}
     whole = make("sft", tmp_path / "run", rows=stream(PAIRS), **run)
@@ -431,7 +440,7 @@ def test_masks_say_which_tokens_are_trained_on(tmp_path):
     ids = [5, 6, 7, 8, 9, end]
     rows = [
         {"input_ids": ids, "labels": [-100, -100, 7, -100, 9, end]},
-        {"input_ids": ids, "completion_mask": [0, 0, 1, 0, 1, 1]},
+        {"input_ids": ids, "completion_mask": [0, 0, 1, 0, 1, 1], "position_ids": [*range(6)]},
         {"input_ids": ids, "assistant_masks": [0, 0, 1, 0, 1, 1], "completion_mask": [0, 1, 1, 1, 1, 1]},
         {"input_ids": [*ids, 3], "labels": [-100, -100, 7, -100, 9, end, -100], "text": "not read"},
         {"input_ids": [3, *ids], "completion_mask": [0, 0, 0, 1, 0, 1, 1], "attention_mask": [0, *[1] * 6]},
@@ -453,6 +462,9 @@ def test_masks_say_which_tokens_are_trained_on(tmp_path):
         {"input_ids": [5, 6], "labels": [-100]},
         {"input_ids": [5, 6], "completion_mask": [1], "assistant_masks": [0, 1]},
         {"input_ids": [5, 6], "seq_lengths": [1, 1]},
+        {"input_ids": [5, 6, 5, 6], "position_ids": [0, 1, 0, 1]},
+        {"input_ids": [5, 6, 5, 6], "attention_mask": [1, 1, 2, 2]},
+        {"input_ids": [5, 6], "position_ids": [0]},
         {"input_ids": [5, 6], "labels": [5, -100]},
         {"input_ids": [5, 600]},
         {"input_ids": [], "labels": []},

@@ -36,6 +36,8 @@ from unmask.data.report import data_reports
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training import metrics
 from unmask.training.config_fields import NOT_READ
@@ -520,6 +522,24 @@ def test_an_empty_data_set_is_refused(verb, tmp_path):
         make(verb, tmp_path, eval_dataset=[])
     with raises(DataError, where="train_dataset"):
         SFTTrainer(llama_lm(), SFTConfig(**settings(tmp_path)), train_dataset=[])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_holds_no_rows_and_what_is_no_row_is_refused(verb, tmp_path):
+    for rows in ("rows.jsonl", 5):
+        with raises(DataError, where="train_dataset"):
+            make(verb, tmp_path, rows=rows)
+    with raises(DataError, where="eval_dataset"):
+        make(verb, tmp_path, eval_dataset=5)
+    with raises(DataError, where="train_dataset, row 0"):
+        make(verb, tmp_path, rows=["abc", "de"] * 4)
+
+
+def test_a_text_function_or_a_judge_that_is_no_function_is_refused(tmp_path):
+    with raises(ConfigError, where="formatting_func"):
+        make("sft", tmp_path, formatting_func="text")
+    with raises(ConfigError, where="judge"):
+        DPOTrainer(llama_lm(), args=DPOConfig(**settings(tmp_path)), train_dataset=PREFERENCES, judge=5)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -545,7 +545,8 @@ def conversion_rows(
     """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a
     stream."""
     check_dataset(dataset, where, streams=True)
-    if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
+    first_row = next(iter(dataset), None)
+    if isinstance(first_row, Mapping) and not {"completion", "messages"}.isdisjoint(first_row):
         if not isinstance(dataset, Sized):
             raise DataError(
                 "is a stream of prompts and completions",

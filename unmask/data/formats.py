@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, TypeGuard
 
 from unmask.errors import DataError, prepending_place, require_text, require_values
@@ -55,6 +55,11 @@ UNREAD_IN_MESSAGES = {
     **dict.fromkeys(("train_detail",), "Learn whole answers, with weight or train."),
     **MEDIA,
 }
+REFERENCE = dict.fromkeys(
+    ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"),
+    "Remove it: the log-probabilities of the reference are estimated, and stored with reference: stored.",
+)
+"""Columns that TRL adds to preferences, and what to do about them."""
 IGNORED = -100
 """The label of a token that is not trained on."""
 LABELS = {"true": True, "false": False, "1": True, "0": False}
@@ -147,7 +152,8 @@ def unpaired(row: Example) -> Example:
 
 def tokens(row: Example) -> Example:
     """The tokens of a row of TRL, and which are trained on: those with a label other than -100, or those that
-    all its masks name. Padding (`attention_mask` 0) is left out."""
+    all its masks name. Padding (`attention_mask` 0) is left out. Raises DataError for several packed texts,
+    as by `seq_lengths`, by `position_ids` that begin again, or by numbers in `attention_mask`."""
     ids = [int(each) for each in row["input_ids"]]
     if "labels" in row:
         labels = [int(each) for each in row["labels"]]
@@ -159,8 +165,12 @@ def tokens(row: Example) -> Example:
         masks = [row[name] for name in ("completion_mask", "assistant_masks") if name in row]
         trained = [all(bits) for bits in zip(*masks, strict=False)] if masks else [True] * len(ids)
     shown = row.get("attention_mask", [1] * len(ids))
-    if "seq_lengths" in row or not len(ids) == len(trained) == len(shown):
-        what = "are several packed texts" if "seq_lengths" in row else "are more or fewer than the masks say"
+    positions = row.get("position_ids", range(len(ids)))
+    order = [position for position, number in zip(positions, shown, strict=False) if number]
+    begins_again = any(after <= before for before, after in pairwise(order))
+    packed = "seq_lengths" in row or max(shown, default=0) > 1 or begins_again
+    if packed or not len(ids) == len(trained) == len(shown) == len(positions):
+        what = "are several packed texts" if packed else "are more or fewer than the masks say"
         remedy = "Give one text a row, with as many labels or mask values as tokens (packing=True packs them)"
         raise DataError(what, where="input_ids", remedy=remedy, reason="wrong type")
     kept = [each for each in zip(ids, trained, shown, strict=True) if each[2]]
@@ -239,7 +249,7 @@ class RecordFormat:
     # to TRL's columns, from a row whose messages have roles; None: they are TRL's
     convert: Callable[[Example], Example] | None = None
     reads: tuple[str, ...] = ()  # of `UNREAD`: the columns that it does read, or that cannot change its text
-    # further columns that would change the prompt; a row that has one is refused
+    # further columns that would change the training; a row that has one is refused
     others: tuple[str, ...] = ()
 
     def identity(self) -> tuple[str, ...]:
@@ -258,7 +268,7 @@ class RecordFormat:
             raise DataError(
                 f"the column {name} is not supported",
                 where=name,
-                remedy=UNREAD.get(name, UNREAD["system"]),
+                remedy=(UNREAD | REFERENCE).get(name, UNREAD["system"]),
                 reason=f"with {name}",
             )
         for name in in_text:
@@ -300,17 +310,27 @@ TOKENS = RecordFormat(("input_ids",), (), tokens, reads=tuple(UNREAD.keys() - ME
 SUPERVISED = (TOKENS, PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
 """For supervised fine-tuning. A row that has the columns of several formats is of the first."""
 PREFERENCES = (
-    RecordFormat(("prompt_ids", "chosen_ids", "rejected_ids"), ()),
+    RecordFormat(("prompt_ids", "chosen_ids", "rejected_ids"), (), others=tuple(REFERENCE)),
     RecordFormat(
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
         ("system",),
+        tuple(REFERENCE),
     ),
-    RecordFormat(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
-    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), others=PROMPTS),
+    RecordFormat(
+        ("prompt", "chosen", "rejected"),
+        ("prompt", "chosen", "rejected"),
+        preference,
+        others=tuple(REFERENCE),
+    ),
+    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), others=(*PROMPTS, *REFERENCE)),
 )
-UNPAIRED = (RecordFormat(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
+UNPAIRED = (
+    RecordFormat(
+        ("prompt", "completion", "label"), ("prompt", "completion"), unpaired, others=tuple(REFERENCE)
+    ),
+)
 PROMPT = RecordFormat(("prompt",), ("prompt",))
 """For reinforcement learning and evaluation."""
 

@@ -148,9 +148,21 @@ class Column:
             yield value
 
 
+def require_rows(dataset: Any, where: str) -> None:
+    """Raise DataError for what holds no rows, such as a path."""
+    try:
+        if isinstance(dataset, str | bytes):
+            raise TypeError
+        iter(dataset)
+    except TypeError as error:
+        remedy = "Give a list of rows or a datasets.Dataset: unmask.data.sources.load_rows reads files"
+        raise DataError(f"{dataset!r:.80} holds no rows", where=where, remedy=remedy) from error
+
+
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
-    """Raise DataError for several datasets, an empty one, rows that can be read only once, and, unless
-    `streams` are accepted, a stream."""
+    """Raise DataError for what holds no rows, several datasets, an empty one, rows that can be read only
+    once, and, unless `streams` are accepted, a stream."""
+    require_rows(dataset, where)
     if isinstance(dataset, Mapping):
         raise DataError(
             f"are several datasets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them"

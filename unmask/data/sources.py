@@ -313,7 +313,7 @@ def _parts(source: str, split: str) -> list[FilePart]:
             f"but not {', '.join(others[:3])}"
         )
         warnings.warn(what + ", ..." * (len(others) > 3), UnmaskWarning, stacklevel=2)
-    read = {name: [file for file in found[name] if file in files] for name in found}
+    read = {name: [file for file in found[name] if kind_of(file) in family] for name in found}
     parts = []
     for name, start, stop in _ranges(source, split, found, lambda name: sum(map(_num_rows, read[name]))):
         groups = [(file,) for file in read[name]] if stop is None else [tuple(read[name])]
@@ -381,27 +381,29 @@ def _files_of_pattern(pattern: str, files: list[str], split: str) -> dict[str, l
 
     fixed = [*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)]
     home = Path.cwd().joinpath(*fixed)
+    below = {file: os.path.relpath(file, home) for file in files}
 
     def matching(name: str) -> list[str]:
         fits = re.compile(glob_translate(name)).match
-        return [file for file in files if fits(os.path.relpath(file, home))]
+        return [file for file, path in below.items() if fits(path)]
 
-    patterns = _get_data_files_patterns(matching)
-    found = {
-        str(split): [file for file in files if any(file in matching(name) for name in names)]
-        for split, names in patterns.items()
-    }
+    found = {}
+    for name, patterns in _get_data_files_patterns(matching).items():
+        of_split = {*chain.from_iterable(map(matching, patterns))}
+        found[str(name)] = [file for file in files if file in of_split]
     if len(found) == 1:
         return {name: files for name in _named_splits(split, found) or ["train"]}
-    if left := [Path(file).name for file in files if file not in chain.from_iterable(found.values())]:
-        what = f"{pattern}: the names of some files are of no split, and they are not read: {', '.join(left)}"
-        warnings.warn(what, UnmaskWarning, stacklevel=2)
+    read = {*chain.from_iterable(found.values())}
+    if left := [Path(file).name for file in files if file not in read]:
+        what = f"{pattern}: the names of some files are of no split, and they are not read: {', '.join(left[:3])}"
+        warnings.warn(what + ", ..." * (len(left) > 3), UnmaskWarning, stacklevel=2)
     return found
 
 
 def _files_by_split(folder: str, config: str | None) -> dict[str, list[str]]:
     """The files of each split of a folder, whatever their kinds: those that its README names for a config, or
-    those that `datasets` finds by their names; none if it finds none."""
+    those that `datasets` finds by their names; none if it finds none. Raises DataError if its README has
+    several configs, none of which is named or the default one."""
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 
@@ -409,9 +411,15 @@ def _files_by_split(folder: str, config: str | None) -> dict[str, list[str]]:
     base = glob.escape(folder)
     try:
         if config or any(CONFIGS.search(path.read_bytes()) for path in cards):
+            names = datasets.get_dataset_config_names(folder)
+            if not config and len(names) > 1 and datasets.get_dataset_default_config_name(folder) is None:
+                what, remedy = f"has several configs: {', '.join(names)}", f"Name one, as {folder}:{names[0]}"
+                raise DataError(what, where=folder, remedy=remedy)
             found = datasets.load_dataset_builder(folder, config).config.data_files
         else:
             found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    except DataError:
+        raise
     except (datasets.exceptions.DatasetsError, OSError, ValueError):
         return {}  # `load_dataset` says why
     return {str(split): [*map(str, files)] for split, files in (found or {}).items()}

@@ -202,6 +202,12 @@ class DPOTrainer(DiffusionTrainer):
         # first, so that a failed import is reported before the model is loaded
         named = judge or args.judge
         self.judge: Judge | None = load_function(named) if isinstance(named, str) else named
+        if not (self.judge is None or callable(self.judge)):
+            what, remedy = (
+                f"{self.judge!r:.40} is not a function",
+                "Give one: docs/preferences.md says of what",
+            )
+            raise ConfigError(what, where="judge", remedy=remedy)
         unpaired = args.loss_type == "kto"
         if self.judge is not None and unpaired:
             raise ConfigError(

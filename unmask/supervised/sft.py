@@ -64,7 +64,7 @@ VIEW_FIELDS = (
 )
 """The settings of noised copies of a row."""
 PACKED_TOGETHER = 1000
-"""Rows of a stream that are read, and packed, together, as in TRL."""
+"""Rows of a stream that are made, and packed, together, as in TRL."""
 
 
 @described
@@ -182,6 +182,12 @@ class SFTTrainer(DiffusionTrainer):
         progress: ProgressTarget | None = None,
         phases: Phases | None = None,
     ):
+        if not (formatting_func is None or callable(formatting_func)):
+            what, remedy = (
+                f"{formatting_func!r:.40} is not a function",
+                "Give one that makes the text of a row",
+            )
+            raise ConfigError(what, where="formatting_func", remedy=remedy)
         self.formatting_func = formatting_func
         self.objective: Objective | None = None  # beside the masked loss, or in its place
         super().__init__(
@@ -225,10 +231,11 @@ class SFTTrainer(DiffusionTrainer):
         how: dict[str, Any] = {"ends": lm.eos_token_ids, "learn": args.learn}
 
         def rows_of_stream(examples: Iterable[Any]) -> Iterator[TokenRow]:
-            stream = iter(examples)
-            while some := list(islice(stream, PACKED_TOGETHER)):
-                rows = pair_rows(lm.tokenizer, some, fits, args.data_report(where), **how)
-                yield from pack([*rows], fits.max_length) if args.packing else rows
+            report = args.data_report(where)
+            rows = pair_rows(lm.tokenizer, examples, fits, report, processes=1, **how)
+            while some := list(islice(rows, PACKED_TOGETHER)):
+                report.unknown.check(where)
+                yield from pack(some, fits.max_length) if args.packing else some
 
         if not isinstance(dataset, Sized):
             return streamed_rows(Column(dataset, None, where), rows_of_stream, args)
@@ -287,7 +294,8 @@ def with_text(dataset: Any, formatting_func: Callable[[Any], str]) -> Any:
     def with_its_text(row: Any) -> dict[str, str]:
         return {"text": formatting_func(row)}
 
-    if "input_ids" in next(iter(dataset), ()):
+    first_row = next(iter(dataset), None)
+    if isinstance(first_row, Mapping) and "input_ids" in first_row:
         return dataset
     if hasattr(dataset, "map"):
         known = {"load_from_cache_file": False} if hasattr(dataset, "cache_files") else {}  # by its name

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from unmask.data.rows import require_rows
 from unmask.errors import ConfigError, did_you_mean
 from unmask.names import NAMES_ELSEWHERE
 from unmask.training.config import TrainingConfig
@@ -88,7 +89,12 @@ def map_held_out(held_out: Any, make_rows: Callable[[Any, str], Any]) -> Any:
     """The rows that are made of held-out rows and their place: of one dataset, or of each by its name. A
     stream is read to its end."""
     made = [
-        make_rows(rows if isinstance(rows, Sized | None) else list(rows), place)
+        make_rows(rows if isinstance(rows, Sized | None) else _read(rows, place), place)
         for place, rows in by_place(held_out).items()
     ]
     return dict(zip(held_out, made, strict=True)) if isinstance(held_out, Mapping) else made[0]
+
+
+def _read(rows: Any, place: str) -> list[Any]:
+    require_rows(rows, place)
+    return list(rows)

@@ -22,6 +22,7 @@ from unmask.artifacts import read_file
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
 from unmask.config.trackers import check_trackers
+from unmask.data.rows import require_rows
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_paths import ADAPTER_CONFIG, base_of_adapters, fetched
@@ -507,7 +508,9 @@ def rows_per_step(args: TrainingArguments) -> int:
 
 
 def first_of_stream(args: TrainingArguments, stream: Iterable[Any], rows: int) -> list[Any]:
-    """The first rows of a stream, those that a run visits. Raises ConfigError if `max_steps` is not set."""
+    """The first rows of a stream, those that a run visits. Raises ConfigError if `max_steps` is not set, and
+    DataError for what holds no rows."""
+    require_rows(stream, "train_dataset")
     if args.max_steps <= 0:
         raise ConfigError(
             "a stream has no end",
