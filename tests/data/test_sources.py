@@ -561,7 +561,7 @@ def test_files_of_a_pattern_whose_names_are_of_one_split_are_it_and_may_be_calle
         source = f"{tmp_path}/{pattern}.jsonl"
         assert len(every_way(source)) == len(every_way(source, split="test")) == count
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
-    with pytest.warns(UnmaskWarning, match=r"of no split, and they are not read: more\.jsonl"):
+    with pytest.warns(UnmaskWarning, match=r"names are of no split are not read: more\.jsonl"):
         assert list(load_rows(f"{tmp_path}/*.jsonl")) == [{"text": "a"}]
 
 

@@ -395,7 +395,7 @@ def _files_of_pattern(pattern: str, files: list[str], split: str) -> dict[str, l
         return {name: files for name in _named_splits(split, found) or ["train"]}
     read = {*chain.from_iterable(found.values())}
     if left := [Path(file).name for file in files if file not in read]:
-        what = f"{pattern}: the names of some files are of no split, and they are not read: {', '.join(left[:3])}"
+        what = f"{pattern}: files whose names are of no split are not read: {', '.join(left[:3])}"
         warnings.warn(what + ", ..." * (len(left) > 3), UnmaskWarning, stacklevel=2)
     return found
 
