@@ -19,8 +19,15 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.helpers import shared_path
-from unmask.config.run import DataSource
-from unmask.data.sources import load_examples, load_mixture, load_records, load_rows, split_documents
+from unmask.config.run import DataConfig, DataSource
+from unmask.data.sources import (
+    load_examples,
+    load_mixture,
+    load_records,
+    load_rows,
+    read_rows,
+    split_documents,
+)
 from unmask.errors import DataError, UnmaskWarning
 
 ROWS = [
@@ -653,3 +660,12 @@ def test_sources_that_cannot_be_mixed_are_named(streaming, tmp_path):
         mix("text", text_column="story")
     with raises(DataError, where=str(tmp_path / "absent.jsonl")):
         mix("text", "absent")
+
+
+def test_a_file_of_held_out_rows_is_read_whole_whatever_the_split_of_the_others(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(6)))
+    source = str(tmp_path / "rows.jsonl")
+    for held_out in (source, [DataSource(path=source)]):
+        data = DataConfig(train=source, eval=held_out, split="train[:2]")
+        assert [row["text"] for row in read_rows(data)] == ["0", "1"]
+        assert sorted(row["text"] for row in read_rows(data, held_out=True)) == [*"012345"]

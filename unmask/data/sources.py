@@ -511,12 +511,16 @@ def read_rows(data: DataConfig, *, held_out: bool = False, bad_rows: str | None 
     assert source is not None
     streaming = data.streaming and not held_out
     how: dict[str, Any] = {
-        "split": data.split,
+        "split": _split_of(source, data.split, held_out) if isinstance(source, str) else data.split,
         "text_column": data.text_column,
         "max_rows": data.eval_rows if held_out else data.max_rows,
     }
     if not isinstance(source, str):
-        rows: Any = load_mixture(source, seed=data.seed, streaming=streaming, **how)
+        each = [
+            one.model_copy(update={"split": one.split or _split_of(one.path, data.split, held_out)})
+            for one in source
+        ]
+        rows: Any = load_mixture(each, seed=data.seed, streaming=streaming, **how)
     elif streaming:
         rows = load_rows(source, streaming=True, **how)
     else:
@@ -524,6 +528,11 @@ def read_rows(data: DataConfig, *, held_out: bool = False, bad_rows: str | None 
     if data.shuffle_buffer is not None and streaming:
         return rows.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
     return rows
+
+
+def _split_of(source: str, split: str, held_out: bool) -> str:
+    """`data.split` as it holds for a source: held-out rows that have a file of their own are all read."""
+    return "all" if held_out and _is_one_split(source) else split
 
 
 def _select(rows: Any, names: dict[str, str], source: str) -> Dataset | IterableDataset:
@@ -775,7 +784,8 @@ def held_out_problems(task: Task, data: DataConfig) -> list[Row]:
     `read_problems`."""
     if task.needs_data and not data.eval:
         return []
-    return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
+    split = _split_of(data.eval, data.split, True) if isinstance(data.eval, str) else data.split
+    return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=split, seed=data.seed)
 
 
 def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:
