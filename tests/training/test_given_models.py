@@ -6,20 +6,26 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.errors import raises
-from tests.tiny import llama_lm
-from tests.training.tiny_runs import TEXTS, equal, prepared, settings, weights
+from tests.tiny import float64_causal, llama_lm
+from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
-from unmask.errors import ConfigError
-from unmask.models.load import load
+from unmask.errors import ConfigError, ModelError
+from unmask.models.load import as_diffusion_lm, load
+from unmask.supervised.sft import SFTConfig, SFTTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
+VERBS = ["sft", "dpo", "grpo", "convert"]
 
 
 def lora() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
 
 
 def as_in_memory(folder):
@@ -38,7 +44,116 @@ WAYS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
+def trainer_of(verb, folder, model, **more):
+    """A trainer of a block-causal model, or one that makes a bidirectional model of it."""
+    if verb == "convert":
+        args = ConvertConfig(**settings(folder, attention="bidirectional", max_steps=10, max_length=32))
+        return ConvertTrainer(model, args, train_dataset=TEXTS, **more)
+    return prepared(verb, folder, model, **more | ({"bound": "elbo"} if verb == "dpo" else {}))
+
+
+def probabilities(lm):
+    ids = torch.tensor([[4, 5, lm.mask_token_id, 6, lm.mask_token_id]])
+    return lm.logits(ids, hidden_BT=ids == lm.mask_token_id).detach().softmax(-1)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A model, and adapters on it."""
+    llama_lm("block_causal", block_size=2).save(tmp_path / "model")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), lora())
+    adapted.save_pretrained(tmp_path / "adapters")
+    return tmp_path / "model", tmp_path / "adapters"
+
+
+FORMS = {
+    "path": lambda model, _: str(model),
+    "auto class": lambda model, _: AutoModelForCausalLM.from_pretrained(model),
+    "adapters": lambda _, adapters: str(adapters),
+    "merged by the auto class": lambda _, adapters: AutoModelForCausalLM.from_pretrained(adapters),
+    "adapters by PEFT": lambda _, adapters: AutoPeftModelForCausalLM.from_pretrained(
+        adapters, is_trainable=True
+    ),
+    "adapters on the auto class": lambda model, _: get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), lora()
+    ),
+    "adapters and a head": lambda model, _: get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model),
+        LoraConfig(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"]),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_trainer_takes_every_form(verb, form, folders, tmp_path):
+    more = {"processing_class": AutoTokenizer.from_pretrained(folders[0])}
+    model = FORMS[form](*folders)
+    trainer = trainer_of(verb, tmp_path / "run", model, **more)
+    before = probabilities(trainer.lm)
+    trainer.train()
+    after = probabilities(trainer.lm)
+    assert not torch.allclose(before, after)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = load(tmp_path / "saved")
+    assert saved.attention == ("bidirectional" if verb == "convert" else "block_causal")
+    assert torch.allclose(probabilities(saved), after, atol=1e-6)
+    if hasattr(model, "diffusion_lm"):  # the user's object is the trained model
+        assert torch.allclose(probabilities(as_diffusion_lm(model)), after, atol=1e-6)
+        whole = model.merge_and_unload() if isinstance(model, PeftModel) else model
+        whole.save_pretrained(tmp_path / "by_transformers")
+        more["processing_class"].save_pretrained(tmp_path / "by_transformers")
+        again = load(tmp_path / "by_transformers")
+        assert torch.allclose(probabilities(again), after, atol=1e-6) and again.settings == saved.settings
+
+
+FROZEN = {
+    "DiffusionLM": lambda model, _: load(model).frozen_copy(),
+    "merged": lambda model, _: get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), lora()
+    ).merge_and_unload(),
+    "adapters": lambda _, adapters: AutoPeftModelForCausalLM.from_pretrained(adapters),
+}
+
+
+@pytest.mark.parametrize("form", FROZEN)
+@pytest.mark.parametrize("verb", VERBS)
+def test_frozen_models_are_refused_before_training(verb, form, folders, tmp_path):
+    where = "lora (peft_config), target_modules or modules_to_save" if form == "adapters" else "model"
+    with raises(ConfigError, where=where):
+        trainer_of(verb, tmp_path / "run", FROZEN[form](*folders))
+
+
+@pytest.mark.parametrize("form", FROZEN)
+def test_frozen_models_are_references(form, folders, tmp_path):
+    frozen = FROZEN[form](*folders)
+    trainer = make("dpo", tmp_path / "run", load(folders[0]), ref_model=frozen, bound="elbo")
+    before = weights(as_diffusion_lm(frozen))
+    trainer.train()
+    assert equal(weights(as_diffusion_lm(frozen)), before)
+
+
+def test_references_may_have_adapters_of_any_name(folders, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folders[0])
+    named = PeftModel.from_pretrained(model, folders[1], adapter_name="reference")
+    trainer = make("dpo", tmp_path / "run", load(folders[0]), ref_model=named, bound="elbo")
+    trainer.train()
+
+
+def test_frozen_models_are_evaluated(folders, tmp_path):
+    frozen = load(folders[0]).frozen_copy()
+    trainer = SFTTrainer(frozen, SFTConfig(**settings(tmp_path, max_length=32)), eval_dataset=PAIRS)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_table_with_adapters_gets_no_mask_token(tmp_path):
+    model, tokenizer = float64_causal()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with raises(ModelError, where="PhiForCausalLM"):
+        prepared("sft", tmp_path, adapted, processing_class=tokenizer)
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
@@ -71,7 +186,6 @@ def test_a_path_is_loaded_with_the_configs_arguments(tmp_path):
             prepared(verb, tmp_path / verb, llama_lm(), **more)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("why", ["not trainable", "prompt tuning", "another name"])
 def test_adapters_that_cannot_be_trained_are_refused(why, tmp_path):
     llama_lm("causal", logit_shift=True).save(tmp_path / "model")

@@ -32,7 +32,7 @@ from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
-from unmask.models.adapters import with_adapters, with_trained_mask_row
+from unmask.models.adapters import has_adapters, refuse_frozen, with_adapters, with_trained_mask_row
 from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
@@ -310,8 +310,11 @@ class ConvertTrainer(TrainerArguments):
         self.dtype = str(lm.dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._with_pattern(lm, stage) for stage in args.stages]
+        if peft_config is not None or has_adapters(lm):
+            args.refuse_adapters(timed=any(each.has_time_embedding for each in self.lms))
         if peft_config is not None:
             self._add_adapters(peft_config)
+        refuse_frozen(self.lms[-1])
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
             where = f"stages, stage {number}, train"
             if not any(parameter.requires_grad for parameter in stage.parameters(stage_lm, where=where)):
@@ -476,7 +479,6 @@ class ConvertTrainer(TrainerArguments):
 
     def _add_adapters(self, peft_config: peft.PeftConfig) -> None:
         """Add adapters, which all stages share."""
-        self.args.refuse_adapters(timed=any(lm.has_time_embedding for lm in self.lms))
         set_seed(self.args.seed)
         adapted = with_adapters(self.lms[-1], with_trained_mask_row(peft_config, self.lms[-1])).model
         self.lms = [lm.bind(adapted) for lm in self.lms]

@@ -56,26 +56,25 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     return adapted
 
 
-def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """A model whose adapters can be trained and saved. Raises ConfigError, as `with_adapters`, if they
+def checked_adapters(
+    adapted: DiffusionLM, peft_config: peft.PeftConfig, *, saved: bool = True
+) -> DiffusionLM:
+    """A model with adapters that can be read, and `saved`. Raises ConfigError, as `with_adapters`, if they
     cannot."""
     _refuse_kind(peft_config)
-    if [*adapted.model.peft_config] != ["default"]:
+    if saved and [*adapted.model.peft_config] != ["default"]:
         raise ConfigError(
             f"adapters of other names than default ({', '.join(adapted.model.peft_config)}) are saved in "
             "folders of their own",
             where=WHERE,
             remedy="Call get_peft_model without adapter_name, or merge them first",
         )
-    if reason := _unmergeable(adapted, peft_config):
+    if saved and (reason := _unmergeable(adapted, peft_config)):
         raise ConfigError(
             f"{_kind(peft_config)} adapters cannot be merged into the weights ({reason})",
             where="lora (peft_config)",
             remedy="Name other modules, or use adapters that can be, such as plain LoRA",
         )
-    if not any(weight.requires_grad for weight in adapted.model.parameters()):
-        remedy = "Name modules of this model (PeftModel.from_pretrained: is_trainable=True)"
-        raise ConfigError("they train nothing", where=WHERE, remedy=remedy)
     if _loses_bias(adapted.model.get_output_embeddings()):
         raise ConfigError(
             "PEFT leaves out the bias of a head with trained rows",
@@ -89,6 +88,20 @@ def checked_adapters(adapted: DiffusionLM, peft_config: peft.PeftConfig) -> Diff
             remedy="Name other modules, such as those of attention alone",
         )
     return adapted
+
+
+def refuse_frozen(lm: DiffusionLM) -> None:
+    """Raise ConfigError for a model that a trainer is to train, but of which nothing takes gradients."""
+    if any(weight.requires_grad for weight in lm.model.parameters()):
+        return
+    if has_adapters(lm):
+        remedy = "Name modules of this model (PeftModel.from_pretrained: is_trainable=True)"
+        raise ConfigError("they train nothing", where=WHERE, remedy=remedy)
+    raise ConfigError(
+        "none of its weights takes gradients, as after merge_and_unload or load_adapter",
+        where="model",
+        remedy="Call model.requires_grad_(True), or train adapters (peft_config)",
+    )
 
 
 def _stays_tied(lm: DiffusionLM) -> bool:
@@ -327,6 +340,9 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
     whole.model.config.tie_word_embeddings = head.weight is table.weight
     if not whole.model.config.tie_word_embeddings:
         _separate(whole.model)
+    whole.model.requires_grad_(True)
+    if whole.quality_head is not None:
+        whole.quality_head.requires_grad_(False)
     return whole
 
 

@@ -169,10 +169,13 @@ class DiffusionLM(ModuleMethods):
             self.publish_when_saved()
 
     def publish_when_saved(self) -> None:
-        """Let the model's own `save_pretrained` write it as this one reads it."""
+        """Let the model's own methods save it, and of a model of the Auto classes also call it, as this one
+        reads it."""
         adapted = hasattr(self.model, "merge_and_unload")
         base = self.model.get_base_model() if adapted else self.model
         publish_when_saved(base, None if self.stock else self.settings)
+        if hasattr(base, "diffusion_lm"):
+            base.diffusion_lm = self.bind(base) if adapted else self
 
     @property
     def model(self) -> Any:

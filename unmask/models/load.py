@@ -27,7 +27,7 @@ from transformers.integrations import deepspeed as zero
 
 from unmask.config.run import AttentionName
 from unmask.errors import ConfigError, ModelError, did_you_mean
-from unmask.models.adapters import checked_adapters, of_adapted
+from unmask.models.adapters import checked_adapters, has_adapters, of_adapted
 from unmask.models.agreement import REMEDY, first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, attention_layers
@@ -582,6 +582,8 @@ def as_diffusion_lm(
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     quantization_config: BitsAndBytesConfig | None = None,
     arguments: Mapping[str, Any] | None = None,
+    *,
+    saved: bool = True,
 ) -> DiffusionLM:
     """The model that a trainer is given.
 
@@ -591,6 +593,7 @@ def as_diffusion_lm(
         tokenizer: of a model of transformers, or in place of the model's own; or its path or hub id.
         quantization_config: of a path or hub id.
         arguments: of `load`, likewise.
+        saved: whether the trainer saves it.
 
     Raises:
         ModelError: anything else, a tokenizer of other tokens, or what `load` raises.
@@ -611,7 +614,7 @@ def as_diffusion_lm(
         return _with_tokenizer(model, tokenizer)
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         lm = as_diffusion_lm(model.get_base_model(), tokenizer)
-        return checked_adapters(of_adapted(lm, model), model.active_peft_config)
+        return checked_adapters(of_adapted(lm, model), model.active_peft_config, saved=saved)
     if isinstance(own := getattr(model, "diffusion_lm", None), DiffusionLM):  # of the Auto classes
         return _with_tokenizer(own, tokenizer)
     if isinstance(model, PreTrainedModel) and tokenizer is not None:
@@ -657,16 +660,30 @@ def with_pattern(
     **others: Any,
 ) -> DiffusionLM:
     """The same weights with another pattern, to convert them, or with `others` of `STOCK_SETTINGS`; those
-    that are None or left out stay as they are. `logit_shift` defaults as in `load`."""
-    kept = {name: lm.settings[name] for name in STOCK_SETTINGS}
+    that are None or left out stay as they are. `logit_shift` defaults as in `load`. Raises ModelError, as
+    `make_diffusion`, for a pattern that the architecture does not have."""
+    if has_adapters(lm):
+        base = lm.bind(lm.model.get_base_model())
+        changed = with_pattern(
+            base, attention, block_size, logit_shift, causal_context=causal_context, **others
+        )
+        return of_adapted(changed, lm.model)
+    check_recurrent(lm.model, attention)
+    lm.model.get_input_embeddings().padding_idx = lm.padding_idx  # also of a table that PEFT has wrapped
+    kept = {name: lm.settings[name] for name in STOCK_SETTINGS if name != "padding_idx"}
     pattern = {
         "attention": attention,
         "block_size": block_size,
-        "logit_shift": logit_shift,
+        "logit_shift": attention == "causal" if logit_shift is None else logit_shift,
         "causal_context": causal_context,
     }
-    changed = {name: value for name, value in others.items() if value is not None}
-    return make_diffusion(lm.model, lm.tokenizer, **kept | pattern | changed)
+    return DiffusionLM(
+        lm.model.eval(),
+        lm.tokenizer,
+        mask_token_id=lm.mask_token_id,
+        first_position=lm.first_position,
+        **kept | pattern | {name: value for name, value in others.items() if value is not None},
+    )
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype:
@@ -771,7 +788,14 @@ def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     if mask_id < rows and not new:
         return
     if mask_id >= rows:
-        model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+        try:
+            model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+        except TypeError as error:
+            raise ModelError(
+                "the tokenizer has no mask token, and adapters are on the tables that would get its row",
+                where=type(model).__name__,
+                remedy="Give the model without them, and their config as peft_config",
+            ) from error
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         table.weight[mask_id] = table.weight[: min(rows, mask_id)].mean(0)
 

@@ -123,7 +123,7 @@ def beside(lm: DiffusionLM, given: Any) -> DiffusionLM:
         dtype = str(lm.model.dtype).removeprefix("torch.")
         other = load(given, dtype=dtype, **({} if has_settings else pattern))
     else:
-        where, other = "ref_model", as_diffusion_lm(given, lm.tokenizer)
+        where, other = "ref_model", as_diffusion_lm(given, lm.tokenizer, saved=False)
         has_settings = isinstance(given, DiffusionLM) or getattr(given.config, SETTINGS_KEY, None) is not None
         other = other if has_settings else with_pattern(other, **pattern)
     tokens, own_tokens = (

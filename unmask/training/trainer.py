@@ -46,7 +46,7 @@ from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
-from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
+from unmask.models.adapters import has_adapters, merged, refuse_frozen, with_adapters, without_tables
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import accept_generation_config
 from unmask.models.compiled import taken_apart
@@ -203,6 +203,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         set_seed(args.seed)  # new adapters are initialized from it
         self.peft_config = peft_config
         self.lm = self._trained(lm, args)
+        if train_rows is not None:
+            refuse_frozen(self.lm)
         self.means, self.numbers, self.evaluating = Means(), Unread(), False
         self._step_tokens: list[Tensor] = []  # of the micro-batches of this step
         self._step_batches: list[Any] = []  # the micro-batches of this step so far

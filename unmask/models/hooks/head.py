@@ -141,6 +141,8 @@ class RowSelector:
                 where=type(model).__name__,
                 remedy="Load a causal language model",
             )
+        # PEFT trains a copy of the head beside it, which `of_adapted` follows
+        head = getattr(head, "original_module", head)
         if (existing := hook_owner(head, cls)) is not None:
             return existing
         selector = cls(model.config)
