@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 from functools import partial
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import SchedulerType, get_scheduler
+from transformers import SchedulerType, TrainingArguments, get_scheduler
 
 from tests.errors import raises
 from tests.helpers import require_bfloat16
@@ -285,6 +286,17 @@ def test_another_model_is_not_assigned_to_a_trainer(verb, tmp_path):
 
 
 @pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
+def test_arguments_without_names_are_those_of_transformers(cls, tmp_path):
+    stock, own = ([*inspect.signature(each.__init__).parameters] for each in (TrainingArguments, cls))
+    assert own[: len(stock)] == stock
+    named = cls(output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, label_names=[])
+    given = cls(str(tmp_path), 4, 2, label_names=[])
+    assert dataclasses.asdict(given) == dataclasses.asdict(named) and given.given == named.given
+    with raises(ConfigError, where="output_dir"):
+        cls(5)
+
+
+@pytest.mark.parametrize("cls", [PretrainConfig, SFTConfig, DPOConfig, GRPOConfig, ConvertConfig])
 def test_a_config_is_copied(cls, tmp_path):
     config = cls(output_dir=str(tmp_path), seed=3)
     for copied in (dataclasses.replace(config, max_steps=2), cls(**config.to_dict() | {"max_steps": 2})):

@@ -21,7 +21,7 @@ from unmask.training.text_config import TextConfig
 
 
 @described
-@dataclass(kw_only=True)
+@dataclass
 class ConvertConfig(NoisingConfig, TextConfig):
     """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` returns those of a recipe."""
 

@@ -40,7 +40,7 @@ PAIRED, COMPARED, COMBINED = (
 
 
 @described
-@dataclass(kw_only=True)
+@dataclass
 class DPOConfig(PairConfig):
     """Settings of `DPOTrainer`. `per_device_train_batch_size` counts pairs; with `loss_type: kto`
     responses."""

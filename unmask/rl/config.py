@@ -60,7 +60,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 
 
 @described
-@dataclass(kw_only=True)
+@dataclass
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 

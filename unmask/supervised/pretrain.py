@@ -18,7 +18,7 @@ from unmask.training.trainer import Batch, DiffusionTrainer
 
 
 @described
-@dataclass(kw_only=True)
+@dataclass
 class PretrainConfig(TextConfig):
     """Settings of `PretrainTrainer`."""
 

@@ -68,7 +68,7 @@ PACKED_TOGETHER = 1000
 
 
 @described
-@dataclass(kw_only=True)
+@dataclass
 class SFTConfig(PairConfig, NoisingConfig):
     """Settings of `SFTTrainer`."""
 

@@ -77,7 +77,7 @@ METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric o
 
 
 @described
-@dataclass(kw_only=True)
+@dataclass
 class TrainingConfig(TrainingArguments):
     """The settings of all verbs, in addition to those of `transformers.TrainingArguments`, which are all
     accepted."""
@@ -170,9 +170,11 @@ class TrainingConfig(TrainingArguments):
     and `to_dict` do, none of them counts as given. Of each config; a class has none."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Refuses unknown settings, all at once, with the names that they have here."""
+        """Refuses unknown settings, all at once, with the names that they have here. Without names they are
+        in the order of `TrainingArguments`."""
         cls._refuse_unknown(given)
         config = super().__new__(cls)
+        given |= zip((each.name for each in fields(cls) if each.init), args, strict=False)
         unset = {each.name for each in fields(cls) if each.init} - given.keys()
         is_copy = unset <= CHECKED_LATER | {"hub_token"}
         config.given = frozenset(name for name, value in given.items() if value is not None and not is_copy)
@@ -227,6 +229,8 @@ class TrainingConfig(TrainingArguments):
             )
 
     def __post_init__(self) -> None:
+        if not isinstance(folder := self.output_dir, str | os.PathLike | None):
+            raise ConfigError(f"{folder!r} is no path", where="output_dir", remedy="Give the folder of the run")
         check_types(self)
         check_not_read(self.given, partial(getattr, self))
         check_trackers(self.report_to, self.logging_dir)

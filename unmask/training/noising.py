@@ -27,7 +27,7 @@ TIME_FIELDS = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 """Settings of times, which exact counts have not."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 

@@ -14,7 +14,7 @@ from unmask.training.config import NEUTRAL, TrainingConfig, canvas_length, row_l
 from unmask.training.config_fields import setting
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PairConfig(TrainingConfig):
     """Settings of the trainers that train on answers to prompts."""
 

@@ -17,7 +17,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig, row_length, rows_per_step
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TextConfig(TrainingConfig):
     """Settings of the trainers that train on plain text."""
 
