@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config
+from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.errors import raises
 from tests.generation.cases import every_pattern
-from tests.tiny import adapted, float64_lm, save_adapters
+from tests.tiny import adapted, float64_lm, llama_lm, save_adapters
+from tests.training.tiny_runs import moved
 from unmask.errors import ModelError
 from unmask.models.adapters import with_adapters, with_trained_mask_row
 from unmask.models.diffusion_lm import DiffusionLM
@@ -51,6 +52,34 @@ def test_adapters_compute_as_those_that_were_saved(settings: dict, lm: Diffusion
     trained = adapted(lm, **settings)
     loaded = load_adapters(lm, save_adapters(trained, tmp_path))
     assert torch.equal(logits(loaded), logits(trained)) and not torch.allclose(logits(loaded), logits(lm))
+
+
+@pytest.mark.filterwarnings("ignore:.*(eva|is_gradient_checkpointing)")  # of PEFT
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora"])
+def test_adapters_are_loaded_however_they_started(start, tmp_path: Path) -> None:
+    llama_lm().save(tmp_path / "base")
+    lm = load(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=start, lora_dropout=0)
+    trained = moved(with_adapters(lm, config), among="lora_")
+    trained.save(tmp_path / "adapters")
+    again = load(tmp_path / "adapters")
+    assert torch.allclose(logits(again), logits(trained), atol=1e-6)
+    if start not in ("pissa", "olora"):  # which change the weights that others share
+        shared = load_adapters(load(tmp_path / "base"), tmp_path / "adapters")
+        assert torch.allclose(logits(shared), logits(trained), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.parametrize("start", ["pissa_niter_4", "corda", "loftq", "lora_ga"])
+def test_adapters_on_weights_that_their_start_changed_are_refused(start, tmp_path: Path) -> None:
+    llama_lm().save(tmp_path / "base")
+    with_adapters(load(tmp_path / "base"), LoraConfig(r=2, target_modules=["q_proj"])).save(tmp_path / "run")
+    config = json.loads((tmp_path / "run" / SETTINGS).read_text()) | {"init_lora_weights": start}
+    if start in ("corda", "loftq", "lora_ga"):
+        config |= {f"{start}_config": {"loftq_bits": 4} if start == "loftq" else {}}
+    (tmp_path / "run" / SETTINGS).write_text(json.dumps(config))
+    with raises(ModelError, where=str(tmp_path / "run")):
+        load(tmp_path / "run")
 
 
 @every_pattern

@@ -250,6 +250,8 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # `merged` takes care of that
         warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`")
+        # its way to initialize them from data is the caller's
+        warnings.filterwarnings("ignore", "lora with eva initialization")
         # which it writes for stacked experts
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         return get_peft_model(model, peft_config, revision=getattr(model, "revision", None))

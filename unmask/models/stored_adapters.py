@@ -42,6 +42,7 @@ READ |= {
     "rank_pattern",
     "alpha_pattern",
     "init_lora_weights",
+    "eva_config",
 }
 READ |= {
     "target_modules",
@@ -56,8 +57,10 @@ READ |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
 more than the adapters."""
 COMPARED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 """Settings with which the same weights compute something else."""
-DETERMINED = (True, False, "gaussian", "orthogonal", "pissa", "olora")
-"""Starts of LoRA that leave the weights under the adapters as they are, or change them alike every time."""
+UNCHANGING = (True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Starts of LoRA that leave the weights under the adapters as they are."""
+DETERMINED = (*UNCHANGING, "pissa", "olora")
+"""Those, and the starts that change these weights alike every time."""
 REMEDY = (
     "Give a folder with LoRA adapters for this model, which save_pretrained of PEFT or a run with lora "
     "wrote (a checkpoint)"
@@ -185,11 +188,7 @@ def _foreign_settings(config: peft.LoraConfig, default: peft.LoraConfig) -> list
         name for name, value in vars(default).items() if name not in READ and getattr(config, name) != value
     ]
     starts = config.init_lora_weights
-    return (
-        foreign
-        if isinstance(starts, bool) or starts in ("gaussian", "orthogonal")
-        else [*foreign, f"init_lora_weights {starts}"]
-    )
+    return foreign if starts in UNCHANGING else [*foreign, f"init_lora_weights {starts}"]
 
 
 def _check_pattern(lm: DiffusionLM, folder: Path) -> None:

@@ -230,7 +230,8 @@ class TrainingConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         if not isinstance(folder := self.output_dir, str | os.PathLike | None):
-            raise ConfigError(f"{folder!r} is no path", where="output_dir", remedy="Give the folder of the run")
+            remedy = "Give the folder of the run"
+            raise ConfigError(f"{folder!r} is no path", where="output_dir", remedy=remedy)
         check_types(self)
         check_not_read(self.given, partial(getattr, self))
         check_trackers(self.report_to, self.logging_dir)
