@@ -63,6 +63,7 @@ EARLIER = [
     "max_seq_length",
     "rpo_alpha",
     "reference_free",
+    "dataset_batch_size",
 ]
 """Fields that transformers and TRL had."""
 

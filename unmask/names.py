@@ -127,8 +127,8 @@ NOT_NEEDED = _by_name(
     {
         "dropout is off in dpo and grpo": "disable_dropout",
         "the loss of a mixture's router is the model's own": "router_aux_loss_coef",
-        "rows are always prepared, and stored": "dataset_kwargs",
-        "padding is EOS": "pad_token padding_value label_pad_token_id",
+        "rows are always prepared, and stored": "dataset_kwargs dataset_batch_size",
+        "padding is never read": "pad_token padding_value label_pad_token_id",
         "prompts and users' turns are never trained on": "completion_only_loss assistant_only_loss",
         "packing is best-fit, order random, padding that of the batch": (
             "packing_strategy eval_packing padding_free pad_to_multiple_of shuffle_dataset sortish_sampler"

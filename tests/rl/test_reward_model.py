@@ -14,7 +14,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
 from unmask.models.alignment import ALIGNMENT
 from unmask.rl.reward_model import RewardModel
-from unmask.rl.weighted_rewards import reward_functions_named
+from unmask.rl.weighted_rewards import Rewards, reward_functions_named, reward_identities
 
 SIZES = {"width": 8, "layers": 1, "intermediate_size": 16, "num_labels": 1, "ids": ()}
 
@@ -31,6 +31,10 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
     model.config.pad_token_id = tokenizer.pad_token_id
     expected = [model(**tokenizer([text], return_tensors="pt")).logits.item() for text in ("abc", "caba")]
     assert reward(["ab", "c"], ["c", "aba"]) == pytest.approx(expected)
+    assert RewardModel(tmp_path)(["ab", "c"], ["c", "aba"]) == pytest.approx(expected)
+    assert reward_identities([tmp_path]) == reward_identities(str(tmp_path))
+    for path in (tmp_path, [tmp_path]):
+        assert isinstance(Rewards(path).functions[0], RewardModel)
 
     LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 2})).save_pretrained(
         tmp_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class RewardModel:
         tokenizer: None: the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase | None = None):
+    def __init__(self, model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None = None):
+        model = str(model) if isinstance(model, Path) else model
         path = model if isinstance(model, str) else getattr(model, "name_or_path", "")
         if isinstance(model, str):
             folder = fetched(path)

@@ -44,9 +44,9 @@ from unmask.training.run.fingerprints import code_fingerprint, content_hash, sou
 
 RewardFunction = Callable[..., Any]
 RewardFunctions: TypeAlias = (
-    Sequence[RewardFunction | PreTrainedModel | str] | RewardFunction | PreTrainedModel | str
+    Sequence[RewardFunction | PreTrainedModel | str | Path] | RewardFunction | PreTrainedModel | str | Path
 )
-"""Functions, reward models or names, of which a single one needs no list."""
+"""Functions, reward models, or names or paths, of which a single one needs no list."""
 RewardTokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 """The tokenizer of each reward model, beside None for each function; or of a single one."""
 BoundCall = Callable[[CallArguments, float], list[Any]]
@@ -116,12 +116,12 @@ def _load_function(target: str) -> RewardFunction:
 
 
 def as_list(functions: RewardFunctions | None) -> list[RewardFunction | PreTrainedModel | str]:
-    """The functions, models or names as a list."""
+    """The functions, models or names as a list. A path is a name."""
     if functions is None:
         return []
-    if isinstance(functions, Sequence) and not isinstance(functions, str):
-        return list(functions)
-    return [functions]
+    several = isinstance(functions, Sequence) and not isinstance(functions, str)
+    each_one: Any = functions if several else [functions]
+    return [str(each) if isinstance(each, Path) else each for each in each_one]
 
 
 def distinct(names: Iterable[str]) -> list[str]:
