@@ -207,6 +207,18 @@ def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those
     get_scheduler(name, optimizer, 1, 1000, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("dataloader_persistent_workers", True), ("dataloader_prefetch_factor", 2)]
+)
+def test_settings_of_processes_that_load_rows_are_refused_without_any(name, value, tmp_path):
+    with raises(ConfigError, where=name):
+        SFTConfig(**settings(tmp_path, **{name: value}))
+    SFTConfig(**settings(tmp_path, dataloader_num_workers=1, **{name: value}))
+    override = f"training.{name}={str(value).lower()}"
+    done = unmask("sft", "--model", "m", "--output", tmp_path, "--data", "d", override, "--print-config")
+    assert done.exit_code and f"training.{name} (command line): there are no processes" in done.output
+
+
 def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):
     for strategy in ("no", "epoch"):
         with raises(ConfigError, where="eval_steps"):

@@ -33,6 +33,7 @@ from unmask.errors import ConfigError, ModelError, TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.kernels import flash
 from unmask.models.load import load
+from unmask.supervised.sft import SFTConfig
 from unmask.training import hardware_checks
 from unmask.training.hardware_checks import bounded_memory, check_split
 from unmask.training.run.folder import RunFolder
@@ -531,6 +532,14 @@ def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypat
     torch.backends.fp32_precision = "tf32"  # as transformers does for torch_compile
     make("sft", tmp_path)
     assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+
+
+def test_kernels_of_a_library_that_is_missing_are_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware_checks, "is_liger_kernel_available", lambda: False)
+    with raises(ConfigError, where="use_liger_kernel"):
+        SFTConfig(output_dir=str(tmp_path), use_liger_kernel=True)
+    monkeypatch.setattr(hardware_checks, "is_liger_kernel_available", lambda: True)
+    SFTConfig(output_dir=str(tmp_path), use_liger_kernel=True)
 
 
 @pytest.mark.parametrize("verb", TRAINERS)

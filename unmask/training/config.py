@@ -40,7 +40,7 @@ from unmask.training.config_fields import (
     unmet,
 )
 from unmask.training.distributed import check_processes, started_processes
-from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
+from unmask.training.hardware_checks import amp_faster, amp_supported, check_kernels, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.run.resume import stock_kind
 from unmask.training.settings.listing import remedy_elsewhere
@@ -269,6 +269,7 @@ class TrainingConfig(TrainingArguments):
         else:
             _try_schedule(args)
         set_backends(args)
+        check_kernels(args)
         check_optimizer(args)
         check_offload(args)
         self.assigned: set[str] = set()  # the settings that are changed from here on

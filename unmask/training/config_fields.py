@@ -190,6 +190,10 @@ def check_stock(value_of: Callable[[str], Any]) -> None:
         )
     if not 0 < (epochs := value_of("num_train_epochs")) < math.inf:
         raise ConfigError(f"{epochs} is not valid", where="num_train_epochs", remedy="Use a number above 0")
+    for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
+        if value_of(name) and not value_of("dataloader_num_workers"):
+            remedy = "Set dataloader_num_workers to 1 or more, or leave it out"
+            raise ConfigError("there are no processes that load rows", where=name, remedy=remedy)
     if value_of("eval_steps") is not None and (strategy := value_of("eval_strategy") or "no") != "steps":
         remedy = "Set eval_strategy to steps, or leave it out"
         raise ConfigError(f"has no effect with eval_strategy {strategy}", where="eval_steps", remedy=remedy)

@@ -12,6 +12,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, extract_model_from_parallel
 from transformers.training_args import OptimizerNames
+from transformers.utils import is_liger_kernel_available
 
 from unmask.config.run import HardwareConfig
 from unmask.errors import ConfigError, TrainingError, first_line
@@ -73,6 +74,16 @@ def set_backends(args: Any) -> None:
         if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
             raise ConfigError("there is no GPU with cuDNN", where="cudnn_benchmark", remedy="Leave it out")
         torch.backends.cudnn.benchmark = True
+
+
+def check_kernels(args: Any) -> None:
+    """Raise ConfigError for `use_liger_kernel` without its library."""
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ConfigError(
+            "needs liger-kernel, which is not installed",
+            where="use_liger_kernel",
+            remedy="Install it with pip install liger-kernel, or leave it out",
+        )
 
 
 @dataclass(frozen=True)
