@@ -108,6 +108,26 @@ def test_every_trainer_takes_every_form(verb, form, folders, tmp_path):
         assert torch.allclose(probabilities(again), after, atol=1e-6) and again.settings == saved.settings
 
 
+@pytest.mark.parametrize("attention", ["block_causal", "causal"])
+def test_adapters_that_a_model_added_to_itself_are_saved(attention, tmp_path):
+    more = {"block_size": 2} if attention == "block_causal" else {"logit_shift": True}
+    llama_lm(attention, **more).save(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.add_adapter(lora())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    trainer = prepared("sft", tmp_path / "run", model, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "by_trainer"))
+    trainer.lm.save(tmp_path / "by_lm")
+    model.save_pretrained(tmp_path / "by_transformers")
+    tokenizer.save_pretrained(tmp_path / "by_transformers")
+    trainer.lm.config.save_pretrained(tmp_path / "by_transformers")
+    for name in ("by_trainer", "by_lm", "by_transformers"):
+        again = load(tmp_path / name)
+        assert again.pattern == trainer.lm.pattern and hasattr(again.model, "peft_config")
+        assert torch.allclose(probabilities(again), probabilities(trainer.lm), atol=1e-6), name
+
+
 FROZEN = {
     "DiffusionLM": lambda model, _: load(model).frozen_copy(),
     "merged": lambda model, _: get_peft_model(

@@ -36,8 +36,10 @@ class UnmaskConfig(PreTrainedConfig):
 
 
 def publish_config(folder: str | Path) -> None:
-    """Give the config.json of a saved model the type of a diffusion model."""
+    """Give the config.json of a saved model the type of a diffusion model. Adapters have none."""
     path = Path(folder) / "config.json"
+    if not path.is_file():
+        return
     config = json.loads(read_file(path))
     if config["model_type"] == MODEL_TYPE:
         return

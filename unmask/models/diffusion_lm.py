@@ -632,17 +632,22 @@ class DiffusionLM(ModuleMethods):
         self, path: str | pathlib.Path, *, max_shard_size: int | str = SHARD, card: CardFields | None = None
     ) -> None:
         """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model
-        bit for bit. Of a model with adapters only these are written, and their base is read again from where
-        it was. `max_shard_size`: of a file of weights, in bytes or as "5GB"; `card`: further fields of the
-        card."""
+        bit for bit. Of a model with adapters (of PEFT, or its own) only these are written, and their base is
+        read again from where it was. `max_shard_size`: of a file of weights, in bytes or as "5GB"; `card`:
+        further fields of the card."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         if hasattr(self.model, "merge_and_unload"):
             self.model.save_pretrained(str(path), save_embedding_layers=False)
             self.model.config.save_pretrained(path)
         else:
             accept_generation_config(self.model.generation_config)
+            added = getattr(self.model, "_hf_peft_config_loaded", False)  # by its own `add_adapter`
+            if added:
+                self.model.config.save_pretrained(path)
             type(self.model).save_pretrained(self.model, path, max_shard_size=max_shard_size)
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):  # of an earlier save, which would be read
+            for name in (
+                () if added else (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+            ):  # of an earlier save, which would be read
                 pathlib.Path(path, name).unlink(missing_ok=True)
         self.publish_config(path)
         share(path)
