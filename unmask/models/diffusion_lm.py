@@ -641,14 +641,12 @@ class DiffusionLM(ModuleMethods):
             self.model.config.save_pretrained(path)
         else:
             accept_generation_config(self.model.generation_config)
-            added = getattr(self.model, "_hf_peft_config_loaded", False)  # by its own `add_adapter`
-            if added:
+            if getattr(self.model, "_hf_peft_config_loaded", False):  # by its own `add_adapter`
                 self.model.config.save_pretrained(path)
+            else:
+                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):  # of an earlier save, which would be read
+                    pathlib.Path(path, name).unlink(missing_ok=True)
             type(self.model).save_pretrained(self.model, path, max_shard_size=max_shard_size)
-            for name in (
-                () if added else (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
-            ):  # of an earlier save, which would be read
-                pathlib.Path(path, name).unlink(missing_ok=True)
         self.publish_config(path)
         share(path)
         self.tokenizer.save_pretrained(path)

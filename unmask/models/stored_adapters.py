@@ -60,7 +60,7 @@ COMPARED = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "t
 UNCHANGING = (True, False, "gaussian", "orthogonal", "eva", "mica")
 """Starts of LoRA that leave the weights under the adapters as they are."""
 DETERMINED = (*UNCHANGING, "pissa", "olora")
-"""Those, and the starts that change these weights alike every time."""
+"""Starts of LoRA that leave these weights as they are, or change them alike every time."""
 REMEDY = (
     "Give a folder with LoRA adapters for this model, which save_pretrained of PEFT or a run with lora "
     "wrote (a checkpoint)"
