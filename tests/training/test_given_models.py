@@ -128,6 +128,19 @@ def test_adapters_that_a_model_added_to_itself_are_saved(attention, tmp_path):
         assert torch.allclose(probabilities(again), probabilities(trainer.lm), atol=1e-6), name
 
 
+@pytest.mark.parametrize("more", [{"max_gap": 4}, {"quality_head": "joint"}], ids=["gaps", "quality head"])
+def test_what_training_adds_is_part_of_the_users_object(more, tmp_path):
+    llama_lm().save(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trainer = prepared("sft", tmp_path / "run", model, **more)
+    trainer.train()
+    model.save_pretrained(tmp_path / "saved")
+    trainer.processing_class.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.settings == trainer.lm.settings
+    assert torch.allclose(probabilities(again), probabilities(trainer.lm), atol=1e-6)
+
+
 FROZEN = {
     "DiffusionLM": lambda model, _: load(model).frozen_copy(),
     "merged": lambda model, _: get_peft_model(

@@ -263,7 +263,7 @@ class ConvertTrainer(TrainerArguments):
     the middle of any stage.
 
     Args:
-        model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
+        model: as in DiffusionTrainer. Its weights are changed in place.
         args: pattern, steps, rates and stages. `max_steps` (or the epochs) are divided among the stages.
         train_dataset: rows with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and
             `completion`, of which only the completion is noised.
@@ -273,8 +273,8 @@ class ConvertTrainer(TrainerArguments):
         rest: as in DiffusionTrainer, and in the same order.
 
     Raises:
-        ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that
-            trains nothing or has no steps.
+        ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, a frozen model, or a
+            stage that trains nothing or has no steps.
         DataError: a row lacks a column, or there is no text.
     """
 
