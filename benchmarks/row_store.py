@@ -55,7 +55,7 @@ def rows_of(verb: str, words: list[str], count: int) -> Iterator[str]:
         if verb == "pretrain":
             yield text(200) + "\n"
         elif verb == "dpo":
-            yield json.dumps({"prompt": f"{number} {text(40)}", "chosen": text(60), "rejected": text(60)})
+            yield json.dumps({"prompt": f"{number} {text(40)}", "chosen": text(60), "rejected": text(59)})
         else:
             asked, answer = {"role": "user", "content": f"{number} {text(25)}"}, text(60)
             yield json.dumps({"messages": [asked, {"role": "assistant", "content": answer}]})
@@ -63,12 +63,15 @@ def rows_of(verb: str, words: list[str], count: int) -> Iterator[str]:
 
 def measured(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
     """The seconds and the gigabytes of a process. Raises RuntimeError if it fails."""
-    started = time.perf_counter()
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise RuntimeError(f"{' '.join(command)} failed")
-    return time.perf_counter() - started, usage.ru_maxrss / 2**20
+    with tempfile.TemporaryFile("w+") as log:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - started
+        if status:
+            log.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed: {log.read()[-1000:]}")
+    return seconds, usage.ru_maxrss / 2**20
 
 
 def main() -> None:
