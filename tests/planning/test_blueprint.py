@@ -173,6 +173,14 @@ def every_layer(model: Any) -> list[list[int]]:
     return [[number] for number in range(model.config.num_hidden_layers)]
 
 
+def test_what_is_counted_does_not_depend_on_what_was_counted_before(tmp_path: Path) -> None:
+    work = Workload(sequence_length=16, lora_rank=4)
+    blueprint, other = (saved(tmp_path / name, CONFIGURATIONS["llama"]) for name in ("one", "other"))
+    costs = blueprint.pass_costs(work)
+    assert blueprint.network(work) == other.network(work)
+    assert other.pass_costs(work) == costs
+
+
 def test_layers_of_a_kind_have_the_same_modules(tmp_path: Path) -> None:
     config = HYBRIDS["falcon_h1"]  # two lists of its config are as long as it has layers
     assert config.num_hidden_layers == len(config.mlp_multipliers)

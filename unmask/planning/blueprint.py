@@ -435,6 +435,7 @@ def saved_bytes(
 ) -> list[int]:
     """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one
     row, and of two."""
+    model.requires_grad_(True)  # `count_passes` leaves it to adapters
     return [_saved_bytes(model, pattern, work, reading, rows) for rows in (1, 2)]
 
 
