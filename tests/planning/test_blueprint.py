@@ -181,6 +181,14 @@ def test_what_is_counted_does_not_depend_on_what_was_counted_before(tmp_path: Pa
     assert other.pass_costs(work) == costs
 
 
+def test_layers_that_no_list_holds_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload(sequence_length=16)
+    blueprint, other = (saved(tmp_path / name, CONFIGURATIONS["llama"]) for name in ("one", "other"))
+    expected = blueprint.network(work)
+    monkeypatch.setattr("unmask.planning.blueprint.layer_stacks", lambda model: {})
+    assert other.network(work) == expected
+
+
 def test_layers_of_a_kind_have_the_same_modules(tmp_path: Path) -> None:
     config = HYBRIDS["falcon_h1"]  # two lists of its config are as long as it has layers
     assert config.num_hidden_layers == len(config.mlp_multipliers)

@@ -387,13 +387,15 @@ def layer_stacks(model: Any) -> dict[str, nn.ModuleList]:
     """The lists of layers, by name; a few architectures have one for each part of a layer."""
     layers, found = model.config.get_text_config().num_hidden_layers, dict[str, nn.ModuleList]()
     for name, module in model.base_model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers and not name.startswith(tuple(found)):
+        within = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == layers and not within:
             found[name] = module
     return found
 
 
 def layer_kinds(model: Any) -> list[list[int]]:
-    """The numbers of the layers of each kind: of the same modules and weights."""
+    """The numbers of the layers of each kind: of the same modules and weights. Where no list holds them, each
+    layer is a kind of its own."""
     kinds = dict[Any, list[int]]()
     for number, parts in enumerate(zip(*layer_stacks(model).values(), strict=True)):
         kind = tuple(
@@ -402,7 +404,9 @@ def layer_kinds(model: Any) -> list[list[int]]:
             for name, module in part.named_modules()
         )
         kinds.setdefault(kind, []).append(number)
-    return list(kinds.values())
+    return [*kinds.values()] or [
+        [number] for number in range(model.config.get_text_config().num_hidden_layers)
+    ]
 
 
 @contextmanager
