@@ -226,12 +226,23 @@ def encode_pair(
         )
     _require_answer(prompt, completion)
     completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
-    asked: Sequence[MessageFields] = as_text(tokenizer, prompt)
-    options = as_text(tokenizer, options)
-    start = _prompt_text(tokenizer, asked, options)
-    whole = render_template(tokenizer, [*asked, *completion], **options)
+    return _encode_answer(
+        tokenizer, as_text(tokenizer, prompt), completion, ends, as_text(tokenizer, options)
+    )
+
+
+def _encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[MessageFields],
+    answer: Sequence[MessageFields],
+    ends: Ends,
+    options: Options,
+) -> tuple[list[int], list[int]]:
+    """The ids of messages that `as_text` has marked, and of the one message that answers them."""
+    start = _prompt_text(tokenizer, prompt, options)
+    whole = render_template(tokenizer, [*prompt, *answer], **options)
     _require_prefix(start, whole, prompt)
-    _require_written(tokenizer, [*asked, *completion], options, whole)
+    _require_written(tokenizer, [*prompt, *answer], options, whole)
     return encode(tokenizer, start), _finish(
         tokenizer, _encode_marked(tokenizer, whole[len(start) :], (), continues=bool(start)), ends
     )
@@ -332,11 +343,11 @@ def encode_turns(
             "all answers have weight 0", where="weight", remedy="Remove the row.", reason="without an answer"
         )
     messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in messages])
+    options = as_text(tokenizer, options)
     last = answers.pop()
-    prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends, options)
+    prompt, answer = _encode_answer(tokenizer, messages[:last], messages[last : last + 1], ends, options)
     trained = [False] * len(prompt)
     if learn == "all" and answers:
-        options = as_text(tokenizer, options)
         whole = _prompt_text(tokenizer, messages[:last], options)
         for turn in answers:
             before = _prompt_text(tokenizer, messages[:turn], options)
@@ -637,11 +648,16 @@ def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: End
     if known.isdisjoint(ids):
         return length
     for index in reversed([index for index, token in enumerate(ids) if token in known]):
-        between = ids[index + 1 : checked]
-        if between and str(tokenizer.decode(between)).strip():
+        if not _is_space(tokenizer, len(tokenizer), tuple(ids[index + 1 : checked])):
             break
         length, checked = index + 1, index
     return length
+
+
+@lru_cache(maxsize=64)  # what a template writes after an answer is the same for most rows
+def _is_space(tokenizer: PreTrainedTokenizerBase, size: int, ids: Ends) -> bool:
+    """Whether tokens, if there are any, are only white space."""
+    return not (ids and str(tokenizer.decode(ids)).strip())
 
 
 def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> list[int]:

@@ -32,7 +32,9 @@ def parses_special_tokens(tokenizer: PreTrainedTokenizerBase) -> bool:
 def as_text(tokenizer: PreTrainedTokenizerBase, value: Any, keep: Collection[str | None] = ()) -> Any:
     """A string, or messages, whose special tokens are marked as text, except those in `keep`. Marking twice
     changes nothing."""
-    return value if parses_special_tokens(tokenizer) else mark_control_tokens(value, pattern(tokenizer, keep))
+    if not value or parses_special_tokens(tokenizer):
+        return value
+    return mark_control_tokens(value, pattern(tokenizer, keep))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
