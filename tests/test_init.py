@@ -37,6 +37,8 @@ def test_a_type_checker_knows_the_names_and_their_arguments(tmp_path: Path) -> N
         "unmask.SFTTrainer('m', 'settings')": "arg-type",
         "unmask.load('m').train(False).half().eval().evla()": "attr-defined",
         "unmask.load('m').eval(1)": "call-arg",
+        "unmask.load('m', dtypo='auto')": "arg-type",
+        "unmask.load('m', dtype='auto', cache_dir='c')": None,
         "sum(p.numel() for p in unmask.load('m').parameters())": None,
         "unmask.GRPOTrainer('m', len, eval_dataset={'a': [], 'b': []}).train()": None,
     }

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from safetensors import safe_open
@@ -151,7 +151,7 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
-    **others: Any,
+    **others: Never,
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, a released diffusion model (docs/models.md), or
     adapters (PEFT) on their base, which trainers train further.
@@ -183,7 +183,7 @@ def load(
         subfolder: of the folder or repository.
         variant: of the weights: `fp16` for model.fp16.safetensors.
         token, cache_dir, local_files_only, force_download: of downloads from the hub.
-        others: refused, with the reason.
+        others: refused, with the reason; an error for type checkers.
 
     Returns:
         The model in eval mode. Its mask token is the tokenizer's, or a new one.

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import networkx
 import numpy as np
 
 from unmask.errors import GenerationError, require
@@ -193,6 +192,8 @@ def _with_depth(productions: Productions) -> Productions:
 
 def _components(productions: Productions) -> dict[str, frozenset[str]]:
     """For each rule, the rules that it stands in and that stand in it, with itself."""
+    import networkx
+
     graph = networkx.DiGraph()
     graph.add_nodes_from(productions)
     for rule, rules in productions.items():
