@@ -80,6 +80,21 @@ def partly_slow(names: str, values: Iterable[Any], *fast: int, **options: Any) -
     )
 
 
+def partly_nightly(names: str, values: Iterable[Any], every: int, **options: Any) -> pytest.MarkDecorator:
+    """Parameters of slow tests that cover the same code: one of so many is left to `make test-slow`, the others
+    to `make test-nightly`."""
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(
+                *(value if "," in names else (value,)), marks=[pytest.mark.nightly] * (index % every > 0)
+            )
+            for index, value in enumerate(values)
+        ],
+        **options,
+    )
+
+
 def cost(function: Callable[..., Any], *arguments: Any) -> float:
     """The time of a call, as a multiple of `work_unit`: the best of three."""
     return min(timeit.repeat(functools.partial(function, *arguments), number=1, repeat=3)) / work_unit()

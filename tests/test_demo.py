@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import unmask
 from tests.errors import raises
 from tests.helpers import REPOSITORY
+from tests.training.tiny_runs import TINY_DEMO
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
 from unmask.demo import QUICK, STAGES, Demo, DemoSettings, run_demo
@@ -25,15 +26,11 @@ from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
 
-TINY = DemoSettings(
-    rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2
-)
-
 
 @pytest.mark.parametrize("task", ["sudoku", pytest.param("countdown", marks=pytest.mark.slow)])
 def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
     output = tmp_path / "demo"
-    report = run_demo(task=task, output=output, seed=3, settings=TINY)
+    report = run_demo(task=task, output=output, seed=3, settings=TINY_DEMO)
     names = list(STAGES)
     assert list(report.entries) == names
     charts = [(series.name, chart.title) for chart in report.charts() for series in chart.series]
@@ -97,7 +94,7 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["config"]["seed"] == 3 and manifest["config"]["settings"]["rows"] == 64
 
-    test_rows = get_task(task).generate("test", TINY.test_rows, 4)
+    test_rows = get_task(task).generate("test", TINY_DEMO.test_rows, 4)
     for name in names:
         lm = unmask.load(output / name)
         assert lm.attention == ("causal" if name == "pretrain" else "bidirectional")
@@ -111,19 +108,19 @@ def stopping(self: Demo, phase: object) -> None:
 
 @pytest.mark.parametrize("stage", ["pretrain", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp_path, monkeypatch, capsys):
-    run_demo(output=tmp_path / "whole", settings=TINY)
+    run_demo(output=tmp_path / "whole", settings=TINY_DEMO)
     with monkeypatch.context() as patch:
         patch.setattr(Demo, stage, stopping)
         with pytest.raises(
             RunStopped, match=rf"stopped in {stage}. Continue with unmask demo --task sudoku --output "
         ) as stopped:
-            run_demo(output=tmp_path / "parts", settings=TINY)
+            run_demo(output=tmp_path / "parts", settings=TINY_DEMO)
     assert stopped.value.code == 130
     before = list(STAGES)[: list(STAGES).index(stage)]
     times = {name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before}
     with raises(TrainingError, where=str(tmp_path / "parts")):  # of another demo
-        run_demo(output=tmp_path / "parts", settings=TINY, seed=1)
-    run_demo(output=tmp_path / "parts", settings=TINY)
+        run_demo(output=tmp_path / "parts", settings=TINY_DEMO, seed=1)
+    run_demo(output=tmp_path / "parts", settings=TINY_DEMO)
     assert times == {
         name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before
     }
@@ -135,9 +132,9 @@ def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp
         ]
         assert weights[0] == weights[1] and results[0] == results[1]
     with raises(TrainingError, where=str(tmp_path / "parts")):
-        run_demo(output=tmp_path / "parts", settings=TINY)
+        run_demo(output=tmp_path / "parts", settings=TINY_DEMO)
     # nothing of the demo before is used
-    run_demo(output=tmp_path / "parts", settings=TINY, seed=4, overwrite=True)
+    run_demo(output=tmp_path / "parts", settings=TINY_DEMO, seed=4, overwrite=True)
 
 
 @pytest.mark.parametrize("name", ["sft/config.json", "report.html", "data/mine.txt", "manifest.json"])
@@ -145,7 +142,7 @@ def test_only_the_folder_of_a_demo_is_written_over(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
     with raises(TrainingError, where=str(tmp_path)):
-        run_demo(output=tmp_path, settings=TINY, overwrite=True)
+        run_demo(output=tmp_path, settings=TINY_DEMO, overwrite=True)
     assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -188,7 +185,7 @@ than Sudoku's."""
 def test_a_task_of_ones_own_runs_to_the_end(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my tasks.py").write_text(MIRRORED)
-    report = run_demo(task=f"my tasks.py:{name}", output="demo", settings=TINY)
+    report = run_demo(task=f"my tasks.py:{name}", output="demo", settings=TINY_DEMO)
     assert list(report.entries) == list(STAGES)
     [commands] = [block.lines for block in report.sections[-1].blocks if isinstance(block, Commands)]
     *_, (command, _) = commands
@@ -205,24 +202,24 @@ def test_a_task_that_no_model_can_be_made_for_is_refused_at_once(name, tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(re.sub(rf"    {name} = .*\n", "", MIRRORED))
     with raises(ConfigError, where="mine.py:Mirrored"):
-        run_demo(task="mine.py:Mirrored", output="demo", settings=TINY)
+        run_demo(task="mine.py:Mirrored", output="demo", settings=TINY_DEMO)
     assert not Path("demo").exists()
 
 
 def test_no_solution_is_both_trained_on_and_tested(tmp_path):
-    demo = Demo("sudoku", tmp_path, 0, TINY)
+    demo = Demo("sudoku", tmp_path, 0, TINY_DEMO)
     assert not {row["group"] for row in demo.train} & {row["group"] for row in demo.test}
     mistakes = sum(
         row["completion"] != shown["completion"]
         for row, shown in zip(demo.train, demo.demonstrations, strict=True)
     )
-    assert 0.1 < mistakes / TINY.rows < 0.5
+    assert 0.1 < mistakes / TINY_DEMO.rows < 0.5
 
 
 def test_an_existing_output_is_refused_and_left_alone(tmp_path):
     (tmp_path / "report.html").write_text("mine")
     with raises(TrainingError, where=str(tmp_path)):
-        run_demo(output=tmp_path, settings=TINY)
+        run_demo(output=tmp_path, settings=TINY_DEMO)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "mine"
 
@@ -238,7 +235,6 @@ def test_quick_is_no_larger_in_anything_and_says_what_it_is():
 def test_what_the_quick_demo_suggests_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run(
         [sys.executable, "-m", "unmask", "demo", "--quick"], check=True, capture_output=True, text=True
     )

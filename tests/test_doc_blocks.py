@@ -34,6 +34,7 @@ import unmask as package
 from tests.helpers import REPOSITORY
 from tests.serving.servers import http_post, served
 from tests.tiny import PLAIN_TEMPLATE
+from tests.training.tiny_runs import TINY_DEMO
 from unmask.cli.entry import app
 from unmask.cli.run import training_arguments
 from unmask.config.layers import read_layers
@@ -130,11 +131,6 @@ def is_variable(words: list[str], index: int) -> bool:
 COMMANDS = [block for block in BLOCKS if block.language == "bash"]
 
 
-def is_quick(block: Block) -> bool:
-    """Whether a block is tried by the fast tests: those of README but the demo, which takes a minute."""
-    return block.page == "README.md" and "unmask demo" not in block.text
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_is_fenced_and_names_its_language(page):
     assert {block.language for block in blocks_of(page)} <= LANGUAGES
@@ -196,12 +192,16 @@ def here(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 @pytest.mark.parametrize(
     "block",
-    [block if is_quick(block) else pytest.param(block, marks=pytest.mark.slow) for block in COMMANDS],
+    [
+        block if block.page == "README.md" else pytest.param(block, marks=pytest.mark.slow)
+        for block in COMMANDS
+    ],
     ids=str,
 )
 def test_commands_can_be_given(block, here, monkeypatch):
     # which makes steps to time this machine
     monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)
+    monkeypatch.setattr("unmask.demo.QUICK", TINY_DEMO)  # tests/test_demo.py runs the quick demo
     for words in commands(block):
         give_words(words, run=block.not_run is None)
 

@@ -15,24 +15,23 @@ from tests.helpers import REPOSITORY
 from tests.serving.commands import command
 from tests.test_doc_blocks import SHORTER, TRAINING, blocks_of, commands, run_python
 from tests.test_docs import anchors
+from tests.training.tiny_runs import TINY_DEMO
 from unmask.artifacts import MetricsLog
 from unmask.cli.entry import app
-from unmask.demo import DemoSettings, run_demo
+from unmask.demo import run_demo
 
 README = REPOSITORY / "README.md"
-SMALL = DemoSettings(
-    rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2
-)
 SHORT = ["training.max_steps=10", "training.use_cpu=true", "data.eval_rows=4"]
 SAID = "What does a cow say?\n/quit\n"
 
 
 @pytest.mark.slow
-def test_every_block_runs_twice_from_an_empty_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_every_block_runs_from_an_empty_folder_and_runs_again(times, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "docs" / "samples", "docs/samples")
-    run_demo(output="runs/demo", settings=SMALL)
-    for _ in range(2):
+    run_demo(output="runs/demo", settings=TINY_DEMO)
+    for _ in range(times):
         names: dict[str, Any] = {"__name__": __name__, "unmask": package}
         for block in blocks_of(README):
             for words in commands(block) if block.language == "bash" else []:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.helpers import REPOSITORY
+from tests.training.tiny_runs import TINY_DEMO
 from unmask import __version__
 
 EXTRAS = "train,rewards,eval,serve,constraints"
@@ -34,6 +35,10 @@ for name in names:
     importlib.import_module(name)
 assert limits == {name: resource.getrlimit(getattr(resource, name)) for name in limits}
 print(len(names), unmask.__file__)
+"""
+DEMO = f"""
+from unmask.demo import DemoSettings, run_demo
+run_demo(output="demo", settings={TINY_DEMO!r})
 """
 
 
@@ -143,8 +148,8 @@ def test_what_is_installed_for_use_is_little_and_enough(tmp_path):
             run(
                 command, "generate", "mine/tiny-model", "--prompt", "a", "--max-new-tokens", "4", cwd=tmp_path
             )
-    run(command, "demo", "--quick", cwd=tmp_path)
-    assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000
+    run(python, "-c", DEMO, cwd=tmp_path)
+    assert (tmp_path / "demo/report.html").stat().st_size > 10_000
     installed = {
         entry["name"].lower()
         for entry in json.loads(run(python, "-m", "pip", "list", "--format", "json", cwd=tmp_path))
@@ -164,7 +169,9 @@ def test_what_is_installed_for_use_is_little_and_enough(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("constraints", ["constraints.txt", "constraints-lowest.txt"])
+@pytest.mark.parametrize(
+    "constraints", ["constraints-lowest.txt", pytest.param("constraints.txt", marks=pytest.mark.nightly)]
+)
 def test_the_wheel_works_in_a_clean_environment_far_from_the_checkout(constraints, built, tmp_path):
     python, elsewhere = tmp_path / "env" / "bin" / "python", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -175,7 +182,7 @@ def test_the_wheel_works_in_a_clean_environment_far_from_the_checkout(constraint
     assert int(modules) > 300 and Path(where).is_relative_to(tmp_path)
     command = python.with_name("unmask")
     assert run(command, "--version", cwd=elsewhere).strip() == __version__
-    run(command, "demo", "--quick", "--output", "demo", cwd=elsewhere)
+    run(python, "-c", DEMO, cwd=elsewhere)
     assert (elsewhere / "demo/report.html").stat().st_size > 10_000
     assert run(
         command,

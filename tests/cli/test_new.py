@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_nightly
 from tests.training.tiny_runs import unmask
 from unmask.cli.new import PARTS, TINY_MODEL, write_tiny_model
 from unmask.cli.verbs import VERBS
@@ -225,7 +225,7 @@ def check_what_was_made(kind: str, mine: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PARTS)
+@partly_nightly("kind", PARTS, 2)
 def test_each_command_runs_to_its_end(kind, here):
     assert unmask("new", "mine", "--kind", kind).exit_code == 0
     for target in ("train", "evaluate", "generate", "report"):

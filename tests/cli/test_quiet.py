@@ -197,7 +197,6 @@ SFT = ["sft", "--model", "convert/model", *TASK]
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["grpo", "--model", "convert/model", "--output", "grpo", *TASK, *GRPO],
         [
             "evaluate",
             "convert/model",
@@ -213,6 +212,7 @@ SFT = ["sft", "--model", "convert/model", *TASK]
         *(
             pytest.param(arguments, marks=pytest.mark.nightly)
             for arguments in (
+                ["grpo", "--model", "convert/model", "--output", "grpo", *TASK, *GRPO],
                 ["dpo", "--model", "convert/model", "--data", "PREFERENCES.jsonl", "--output", "dpo", *QUICK],
                 [
                     "convert",

@@ -296,7 +296,9 @@ def test_few_samples_give_no_interval_except_of_what_is_known():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [17, 33, 128])
+@pytest.mark.parametrize(
+    "samples", [33, *(pytest.param(count, marks=pytest.mark.nightly) for count in (17, 128))]
+)
 def test_the_interval_holds_the_bound_as_often_as_it_says(samples):
     """2,000 requests, whose bounds are the sums over all masks."""
     lm, inside = toy_lm(), 0

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from tests.generation.cases import PROMPTS, every_pattern
+from tests.generation.cases import PATTERNS, PROMPTS
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.generation import sampler
@@ -15,7 +15,10 @@ pytestmark = pytest.mark.usefixtures("dynamo_as_it_was")
 
 
 @pytest.mark.slow
-@every_pattern
+@pytest.mark.parametrize(
+    "attention, block_size",
+    [pytest.param(*pattern, marks=[pytest.mark.nightly] * (pattern[1] in (1, 3))) for pattern in PATTERNS],
+)
 def test_few_graphs_serve_a_whole_generation(attention, block_size):
     plain, graphs = float64_lm("phi", attention, block_size, eos_bias=-9.0), []
     config = SamplerConfig(

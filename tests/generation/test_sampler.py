@@ -61,7 +61,7 @@ def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size
 
 @partly_slow("name", list(HYBRIDS), 3)
 @pytest.mark.parametrize("block_size, logit_shift", [(4, False), (3, True)])
-@examples(60)
+@examples(20)
 @given(data=st.data())
 def test_the_tokens_of_recurrent_layers_are_those_of_the_naive_sampler(name, block_size, logit_shift, data):
     lm = tiny_lm(name, "block_causal", block_size, shift=logit_shift)

@@ -150,7 +150,7 @@ def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("block_size, length", [(3, 60), pytest.param(4, 30, marks=pytest.mark.slow)])
-@partly_slow("name", ["lfm2", "qwen3_5_text", "bamba"], 0)
+@partly_slow("name", ["lfm2", "qwen3_5_text", pytest.param("bamba", marks=pytest.mark.nightly)], 0)
 def test_few_layers_and_steps_tell_what_all_take(
     name: str, block_size: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.helpers import partly_nightly
 from tests.rl.hostile_rewards import BODIES, source
 from tests.training.tiny_runs import PAIRS, make
 from unmask.errors import RunStopped, TrainingError
@@ -99,7 +100,7 @@ def test_no_hostile_reward_ends_anything(tmp_path, name, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BODIES)
+@partly_nightly("name", BODIES, 3)
 def test_a_run_ends_or_goes_on_with_a_hostile_reward(tmp_path, name):
     path = tmp_path / "hostile.py"
     path.write_text(source(name))

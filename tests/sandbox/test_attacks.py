@@ -21,12 +21,15 @@ SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that 
 
 
 def batches(together: Iterable[str], attacks: Iterable[str]) -> list[Any]:
-    """Parameters: some attacks side by side, and, slow, each attack by itself."""
-    many = [(1, pytest.mark.slow), (20, pytest.mark.nightly)]
+    """Parameters: some attacks side by side, and each attack by itself: slow, or nightly."""
     often = [
-        pytest.param([name] * times, id=f"{name}-{times}", marks=mark)
-        for name in attacks
-        for times, mark in many
+        pytest.param(
+            [name] * times,
+            id=f"{name}-{times}",
+            marks=pytest.mark.slow if times == 1 and number % 3 == 0 else pytest.mark.nightly,
+        )
+        for number, name in enumerate(attacks)
+        for times in (1, 20)
     ]
     return [pytest.param([*together], id="together"), *often]
 

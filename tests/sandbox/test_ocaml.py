@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import partly_slow, require_ocaml
+from tests.helpers import partly_nightly, partly_slow, require_ocaml
 from tests.sandbox.ocaml_attacks import BLIT_PIPES, REPLIES, takeover, without_refusals
 from unmask.sandbox import ocaml
 from unmask.sandbox.isolation import INSIDE
@@ -204,7 +204,7 @@ def test_a_candidate_of_any_power_passes_only_what_it_answers(pool, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REPLIES if name not in FEW])
+@partly_nightly("name", [name for name in REPLIES if name not in FEW], 3)
 def test_a_candidate_of_any_power_passes_only_what_it_answers_at_length(pool, monkeypatch, name):
     check_replies(pool, monkeypatch, [name])
 

@@ -78,7 +78,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return ends
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [5, pytest.param(100, marks=pytest.mark.nightly)])
 def test_ten_times_as_many_clients_as_there_is_room_for(count: int, clock: list[float]) -> None:
     """Times are measured in steps of the engine, which are as slow as the load makes them; what HTTP takes is
     seen in those refused."""

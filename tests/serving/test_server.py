@@ -154,8 +154,8 @@ def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_command_serves_models_and_adapters_by_name(tmp_path: Path) -> None:
-    """In one process, and by workers."""
+@pytest.mark.parametrize("workers", [["--workers", 2], pytest.param([], marks=pytest.mark.nightly)])
+def test_the_command_serves_models_and_adapters_by_name(workers: list[str | int], tmp_path: Path) -> None:
     lm, other = float64_lm(attention="bidirectional"), float64_lm(attention="block_causal", block_size=3)
     expected = {"base": lm, "red": adapted(lm, 0), "blue": adapted(lm, 1), "other": other}
     lm.save(tmp_path / "base")
@@ -165,12 +165,11 @@ def test_the_command_serves_models_and_adapters_by_name(tmp_path: Path) -> None:
     ]
     words += [f"--model=other={tmp_path / 'other'}", "--dtype", "float64"]
     config = SamplerConfig(max_new_tokens=32)
-    for workers in ([], ["--workers", 2]):
-        with command(tmp_path / "base", *words, *workers) as (_, url):
-            texts = {name: complete(url, "abc", model=name).json()["choices"][0]["text"] for name in expected}
-        assert texts == {
-            name: unmask.generate(model, ["abc"], config).texts[0] for name, model in expected.items()
-        }
+    with command(tmp_path / "base", *words, *workers) as (_, url):
+        texts = {name: complete(url, "abc", model=name).json()["choices"][0]["text"] for name in expected}
+    assert texts == {
+        name: unmask.generate(model, ["abc"], config).texts[0] for name, model in expected.items()
+    }
 
 
 def test_what_is_done_at_the_start_finds_the_port_open() -> None:

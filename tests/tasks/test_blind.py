@@ -82,7 +82,7 @@ def test_the_search_finds_what_passes_and_cases_that_tell():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [48, pytest.param(1, marks=pytest.mark.nightly)])
 def test_what_passes_mbpp_without_reading_it_is_right(step):
     command = [
         sys.executable,

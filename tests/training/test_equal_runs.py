@@ -3,6 +3,7 @@ evaluation and weights."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -27,9 +28,17 @@ def alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alone", ["llama", "qwen3_5_text"], indirect=True)
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("processes", "mode", "alone"),
+    [
+        pytest.param(
+            *case,
+            marks=[] if case in {(2, "ddp", "qwen3_5_text"), (2, "fsdp", "llama")} else pytest.mark.nightly,
+        )
+        for case in itertools.product([2, 4], ["ddp", "fsdp"], ["llama", "qwen3_5_text"])
+    ],
+    indirect=["alone"],
+)
 def test_several_processes_make_the_run_of_one(processes, mode, alone, tmp_path):
     script = REPOSITORY / "tests" / "training" / "equal_runs.py"
     environment = {

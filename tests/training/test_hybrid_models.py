@@ -34,7 +34,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "kto": {},
     "grpo": {"reward": low_ids, "beta": 0.04, "kl_to": "reference", "num_iterations": 2},
 }
-every_model = partly_slow("name", NAMES, 0)
+every_model = partly_slow("name", [*NAMES[:2], pytest.param(NAMES[2], marks=pytest.mark.nightly)], 0)
 
 
 def by_turns(completions: list[str], **_: Any) -> list[float]:

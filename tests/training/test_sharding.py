@@ -39,6 +39,9 @@ needs_deepspeed = pytest.mark.skipif(
 NIGHTLY = {
     *[("sft", mode) for mode in ("fsdp", "zero1", "zero2", "zero2-offload", "fsdp-offload")],
     ("sft-hybrid", "zero2"),
+    ("kto-blocks", "fsdp"),
+    ("dpo", "zero2"),
+    ("convert-blocks", "fsdp"),
     *[("kto", mode) for mode in ("fsdp", "zero2")],
     *[("convert", mode) for mode in ("ddp", "fsdp", "zero1", "zero2", "zero3")],
     *[("tokens", mode) for mode in ("ddp", "fsdp", "zero3")],
@@ -50,8 +53,8 @@ NIGHTLY = {
         ("dpo", "fsdp"),
     ],
 }
-"""What other runs cover in part: each trainer, FSDP with offload and without it, ZeRO 2 and ZeRO 3 are among
-those that remain."""
+"""What other runs cover in part: FSDP with offload and without it, and ZeRO 3, are among those that remain, and
+`test_equal_runs.py` has all verbs under FSDP."""
 SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.tiny import llama_lm
 from unmask.cli import app
+from unmask.demo import DemoSettings
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.preference.config import MAX_EXACT_BLOCK, DPOConfig, exact_block_size
 from unmask.preference.trainer import DPOTrainer
@@ -155,6 +156,9 @@ QUICK = [
     *("data.max_rows=16", "data.eval_rows=4"),
 ]
 """Settings of a run of the command line that takes a blink."""
+TINY_DEMO = DemoSettings(
+    rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2
+)
 SMALL = [
     *("model.attention=bidirectional", "data.style=plain", "lora.r=2", "sampler.block_size=null"),
     *("training.max_completion_length=17", "training.steps=9", "training.block_size=null"),

@@ -194,7 +194,7 @@ def test_a_stopped_evaluation_goes_on(folder, monkeypatch):
     assert len(calls) < 6 + 15 and not list(folder.glob("*.db"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/cli/test_evaluate.py kills one of our own tasks
 def test_a_killed_evaluation_goes_on(folder):
     expected = finished(folder, *ALL)
     words = ["evaluate", folder / "model", "--include-path", folder, *ALL, "--output", folder / "killed.json"]

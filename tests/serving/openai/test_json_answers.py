@@ -103,7 +103,7 @@ async def check(schedulers: list[Scheduler], count: int, schemas: list[tuple[dic
     ("count", "schemas"),
     [
         pytest.param(1, SCHEMAS[::2], id="20"),
-        pytest.param(2, SCHEMAS, marks=pytest.mark.slow, id="80"),
+        pytest.param(1, SCHEMAS, marks=pytest.mark.slow, id="40"),
         pytest.param(250, SCHEMAS, marks=pytest.mark.nightly, id="10,000"),
     ],
 )

@@ -748,9 +748,7 @@ def test_some_settings_of_each_kind_act_as_declared(name, runs, tmp_path, monkey
 @pytest.mark.parametrize(
     ("verb", "name"),
     [
-        pytest.param(
-            *case, marks=[pytest.mark.nightly] * (case[0] not in ("sft", "grpo") and case[1] in STOCK)
-        )
+        pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] != "sft" and case[1] in STOCK))
         for case in ALL
     ],
 )

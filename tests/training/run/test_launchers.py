@@ -81,10 +81,18 @@ def with_two_processes(launch: str) -> list[str]:
 
 WITH_TWO_PROCESSES = {frozenset(with_two_processes(launch)): launch for launch in sorted(DOCUMENTED | MORE)}
 """One of those that are the same command with two processes."""
+OFTEN = {"torchrun --nproc-per-node 2 -m ", "accelerate launch --cpu --num_processes 2 -m ", *ALONE}
+"""Those that `make test-slow` starts."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", WITH_TWO_PROCESSES.values())
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(launch, marks=[] if launch in OFTEN else pytest.mark.nightly)
+        for launch in WITH_TWO_PROCESSES.values()
+    ],
+)
 def test_every_launcher_that_the_docs_name_trains_with_its_processes_or_refuses(launch, model, tmp_path):
     (tmp_path / "multi-cpu.yaml").write_text(MULTI_CPU)
     settings = [

@@ -222,21 +222,25 @@ class Watched:
         self.wait(lambda: self.unfinished.exists())
 
 
+MOMENTS = [Watched.joining, Watched.amid_a_step, Watched.amid_a_save]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "first"),
+    ("mode", "first", "moments"),
     [
-        ("ddp", 0),
-        pytest.param("ddp", 1, marks=pytest.mark.nightly),
-        pytest.param("fsdp", 1, marks=pytest.mark.nightly),
+        ("ddp", 0, [Watched.joining, Watched.amid_a_save]),
+        pytest.param("ddp", 1, [Watched.importing, *MOMENTS], marks=pytest.mark.nightly),
+        pytest.param(
+            "fsdp", 1, MOMENTS, marks=pytest.mark.nightly
+        ),  # as_gpus.py imports all before it begins
     ],
 )
-def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, first, model, tmp_path):
+def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, first, moments, model, tmp_path):
     output, settings = tmp_path / "killed", [*SAVING, *(SHARDED if mode == "fsdp" else [])]
     finish(mode, command("sft", model, tmp_path / "straight", *settings))
     run = command("sft", model, output, *settings)
-    moments = [Watched.importing] if mode == "ddp" else []  # as_gpus.py imports all before the command begins
-    for number, moment in enumerate([*moments, Watched.joining, Watched.amid_a_step, Watched.amid_a_save]):
+    for number, moment in enumerate(moments):
         with start(mode, run) as launcher:
             watched = Watched(launcher, output, (first + number) % 2)
             moment(watched)
