@@ -81,8 +81,7 @@ def partly_slow(names: str, values: Iterable[Any], *fast: int, **options: Any) -
 
 
 def partly_nightly(names: str, values: Iterable[Any], every: int, **options: Any) -> pytest.MarkDecorator:
-    """Parameters of slow tests that cover the same code: one of so many is left to `make test-slow`, the others
-    to `make test-nightly`."""
+    """Parameters that cover the same code: all but one of so many are left to `make test-nightly`."""
     return pytest.mark.parametrize(
         names,
         [

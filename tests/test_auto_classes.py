@@ -171,6 +171,7 @@ def test_embeddings_may_be_resized_for_more_tokens(saved, given, tmp_path):
         assert model.generate(ids[:, :3], max_new_tokens=2).shape[0] == 1
 
 
+@pytest.mark.parametrize("saved", ["blocks of three"], indirect=True)
 def test_other_processes_refuse_it_without_unmask(saved):
     _, folder = saved
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(folder)!r})"
@@ -178,6 +179,7 @@ def test_other_processes_refuse_it_without_unmask(saved):
     assert done.returncode and "model type `unmask`" in done.stderr
 
 
+@pytest.mark.parametrize("saved", ["blocks of three"], indirect=True)
 @pytest.mark.parametrize("first", ["unmask", "transformers"])
 def test_importing_unmask_is_enough(saved, first):
     _, folder = saved

@@ -106,7 +106,8 @@ def stopping(self: Demo, phase: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("stage", ["pretrain", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [pytest.param("pretrain", marks=pytest.mark.nightly), "dpo"])
 def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp_path, monkeypatch, capsys):
     run_demo(output=tmp_path / "whole", settings=TINY_DEMO)
     with monkeypatch.context() as patch:

@@ -29,6 +29,7 @@ def test_the_public_names_are_those_that_type_checkers_see() -> None:
     assert set(unmask.__all__) == set(dir(unmask)) == declared.keys() | {"__version__"}
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_the_names_and_their_arguments(tmp_path: Path) -> None:
     lines = {
         "unmask.nonexistent": "attr-defined",

@@ -198,6 +198,7 @@ def test_a_tokenizer_finds_the_rows_of_its_copy(home, tmp_path):
     assert len(folders(home)) == 1
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_rows_of_this_one(home):
     script = f"""
 import tests.conftest, datasets
@@ -249,6 +250,7 @@ def test_without_caching_rows_are_kept_only_for_this_process(home):
         datasets.enable_caching()
 
 
+@pytest.mark.slow
 def test_processes_that_need_the_same_rows_at_once_make_them_once(home):
     script = f"""
 import tests.conftest, datasets

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
+from tests.helpers import partly_nightly
 from unmask.errors import DataError
 from unmask.evaluation import statistics
 from unmask.evaluation.statistics import (
@@ -76,7 +77,7 @@ def coverage(draw, truth: float, trials: int = 2000) -> float:
     return sum(not draw(rng).excludes(truth) for _ in range(trials)) / trials
 
 
-@pytest.mark.parametrize("count", [5, 10, 50])
+@partly_nightly("count", [5, 10, 50], 3)
 @pytest.mark.parametrize("population", list(POPULATIONS))
 def test_the_interval_of_a_mean_holds_it_as_often_as_it_says(population, count):
     draw, truth = POPULATIONS[population]
@@ -84,7 +85,7 @@ def test_the_interval_of_a_mean_holds_it_as_often_as_it_says(population, count):
     assert COVERAGE[0] - 0.01 * (population == "heavy tail") <= found <= COVERAGE[1]
 
 
-@pytest.mark.parametrize("count", [5, 10, 50])
+@partly_nightly("count", [5, 10, 50], 3)
 @pytest.mark.parametrize("population", list(SCORES))
 def test_the_interval_of_a_score_holds_it_at_least_as_often_as_it_says(population, count):
     draw, truth = SCORES[population]
@@ -99,7 +100,7 @@ def chances(values, probabilities, count):
             yield np.repeat(values, numbers), scipy.stats.multinomial.pmf(numbers, count, probabilities)
 
 
-@pytest.mark.parametrize("count", [5, 8, 15])
+@partly_nightly("count", [5, 8, 15], 3)
 @pytest.mark.parametrize(
     ("values", "probabilities"),
     [
@@ -121,7 +122,7 @@ def test_the_interval_of_graded_scores_leaves_room_for_a_rare_one(values, probab
     assert found >= 0.95 - 1e-9
 
 
-@pytest.mark.parametrize("count", [5, 15, 40])
+@partly_nightly("count", [5, 15, 40], 3)
 @pytest.mark.parametrize(
     ("values", "probabilities"),
     [((1.0, 1.1, 10.0), (0.1, 0.85, 0.05)), ((2.0, 3.0, 7.0), (0.5, 0.3, 0.2)), ((0.0, 10.0), (0.9, 0.1))],
@@ -159,7 +160,7 @@ def test_the_interval_of_scores_is_a_quantile_of_means_under_exponential_weights
         assert (means <= bound).mean() == pytest.approx(quantile, abs=0.005)
 
 
-@pytest.mark.parametrize("count", [5, 10, 20])
+@partly_nightly("count", [5, 10, 20], 3)
 def test_the_interval_of_a_rate_holds_it_as_often_as_it_says(count):
     """Over all rates: of a single one no interval can, as few counts are possible."""
     rates = np.linspace(0.005, 0.995, 199)
@@ -177,7 +178,7 @@ def test_the_interval_of_a_rate_holds_it_as_often_as_it_says(count):
     assert 0.93 <= held.mean() <= 0.97
 
 
-@pytest.mark.parametrize("count", [5, 10, 40])
+@partly_nightly("count", [5, 10, 40], 3)
 def test_the_interval_of_a_rate_in_groups_holds_it_as_often_as_it_says(count):
     def draw(rng):
         sizes = rng.integers(1, 8, count)
@@ -191,7 +192,7 @@ def test_the_interval_of_a_rate_in_groups_holds_it_as_often_as_it_says(count):
     assert rows < 0.9  # rows alone would say too much
 
 
-@pytest.mark.parametrize("count", [5, 10, 40])
+@partly_nightly("count", [5, 10, 40], 3)
 def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(count):
     def verdicts(rng):
         solved = rng.random((2, count)) < np.array([[0.4], [0.6]])
@@ -232,7 +233,7 @@ def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(count):
     assert coverage(graded, 0.0, trials=600) >= 0.95
 
 
-@pytest.mark.parametrize("count", [5, 10, 40])
+@partly_nightly("count", [5, 10, 40], 3)
 @pytest.mark.parametrize("shape", [1, 4, 16])
 def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says(shape, count):
     """As of nats per token, over documents of other lengths."""

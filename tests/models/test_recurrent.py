@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.errors import raises
-from tests.helpers import GPU, REPOSITORY
+from tests.helpers import GPU, REPOSITORY, partly_slow
 from tests.models.configurations import (
     ALPHABET,
     HYBRIDS,
@@ -85,7 +85,7 @@ def test_blocks_of_one_token_compute_the_causal_model(name):
 
 
 @every_type
-@pytest.mark.parametrize("copies, block_size, shift", [(1, 4, False), (2, 3, True)])
+@partly_slow("copies, block_size, shift", [(1, 4, False), (2, 3, True)], 1)
 @pytest.mark.parametrize(
     "documents_BT", [torch.ones(2, 9, dtype=torch.long), PACKED], ids=["whole", "packed"]
 )

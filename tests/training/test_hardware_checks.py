@@ -427,11 +427,14 @@ def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path)
 @pytest.mark.parametrize(
     ("verb", "attention", "block_size"),
     [
-        ("sft", "bidirectional", None),
-        pytest.param("dpo", "bidirectional", None, marks=pytest.mark.slow),
         *[
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("pretrain", "causal", None), ("sft", "block_causal", 2))
+            for case in (
+                ("sft", "bidirectional", None),
+                ("dpo", "bidirectional", None),
+                ("pretrain", "causal", None),
+                ("sft", "block_causal", 2),
+            )
         ],
         pytest.param("grpo", *ATTENTIONS[0], marks=pytest.mark.slow),
         pytest.param("grpo", "causal", None, marks=pytest.mark.nightly),

@@ -388,7 +388,7 @@ def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
     assert refused.exit_code == 2 and "the model has adapters" in refused.output
 
 
-@pytest.mark.parametrize("way", ["folder", "hub"])
+@partly_slow("way", ["folder", "hub"], 0)
 def test_the_command_line_knows_adapters_wherever_they_are(way, hub, base, causal, tmp_path):
     rows = {"sft": PAIRS, "dpo": PREFERENCES, "grpo": PAIRS}
     (tmp_path / "mine.py").write_text(

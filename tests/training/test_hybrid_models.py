@@ -88,7 +88,9 @@ def test_a_compiled_model_trains_alike(tmp_path):
     torch.testing.assert_close(weights(other.lm), weights(plain.lm), rtol=0, atol=1e-5)
 
 
-@every_model
+@partly_slow(
+    "name", [NAMES[1], *(pytest.param(name, marks=pytest.mark.nightly) for name in (NAMES[0], NAMES[2]))]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_of_reinforcement_learning_trains_them(method, name, tmp_path):
     run = make(

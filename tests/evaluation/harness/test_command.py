@@ -165,6 +165,7 @@ def test_other_modules_of_lm_evals_name_do_not_break_the_import_of_torch(found):
         register()
 
 
+@pytest.mark.slow
 def test_the_bits_depend_on_neither_batch_size_nor_order(folder):
     expected = finished(folder, *ALL)
     for size in (3, 8):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import needs_cuda, partly_slow
+from tests.helpers import needs_cuda, partly_nightly
 from unmask.models.hooks.head import token_log_probs
 from unmask.models.kernels import log_softmax
 
@@ -70,8 +70,9 @@ def test_logits_in_16_bits_count_as_float32(dtype, targets, temperature):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor uses it
-@partly_slow("dtype", [torch.float32, torch.bfloat16], 1)
-@partly_slow("temperature", [1.0, 0.7], 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@partly_nightly("temperature", [0.7, 1.0], 2)
 def test_compiled_kernels_compute_the_same(dtype, temperature, monkeypatch):
     logits_NV, target_N1, grad_N1 = rows(dtype, 1)
     expected, compiled, compile_one = (
