@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.data.test_encoding import ASKED, CHATML, SPACED, _tokenizer, _turn
 from tests.errors import raises
@@ -18,7 +21,7 @@ from unmask.data.encoding import (
     encode_turns,
 )
 from unmask.data.rows import iter_text_rows
-from unmask.data.special_tokens import encode_texts
+from unmask.data.special_tokens import encode, encode_texts
 from unmask.errors import DataError
 
 CHAT = _tokenizer(CHATML)
@@ -117,6 +120,26 @@ def test_they_are_tokens_if_asked() -> None:
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     with raises(DataError, where="train_dataset, row 0"):
         list(iter_text_rows(tokenizer, ["a<|mask|>"], 8))
+
+
+class Lower(PreTrainedTokenizerFast):
+    """Of a repository with code of its own."""
+
+    def __call__(self, text: str, *arguments: Any, **options: Any) -> Any:
+        return super().__call__(text.lower(), *arguments, **options)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=st.text(st.sampled_from("aB é\n</s>")))
+def test_ids_are_those_of_a_call_in_every_state_of_a_tokenizer(name: str, text: str) -> None:
+    plain = copy.deepcopy(TOKENIZERS[name])
+    split, own = copy.deepcopy(plain), Lower(tokenizer_object=plain.backend_tokenizer)
+    split.split_special_tokens = True
+    for tokenizer in (plain, split, own):
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for _ in range(2):
+            assert encode(tokenizer, text) == expected
+            tokenizer("a longer text", truncation=True, max_length=2)
 
 
 def test_kept_tokens_are_tokens() -> None:

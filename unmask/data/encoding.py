@@ -29,6 +29,8 @@ from functools import lru_cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
+import numpy as np
+
 from unmask.data.decoding import has_text
 from unmask.data.formats import is_ids, with_decoded_calls
 from unmask.data.special_tokens import END, START, as_text, encode, encode_texts, pattern, without_marks
@@ -187,7 +189,8 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         ids = encode(tokenizer, start + text)
         if ids[: len(before)] == before:
             found.append(ids[len(before) :])
-            decoded = str(tokenizer.decode([*letter, *found[-1]]))
+            # an array: of a list, each item would be looked at first
+            decoded = str(tokenizer.decode(np.array([*letter, *found[-1]])))
             if decoded == expected or (more and decoded.startswith(expected)):
                 return found[-1]
     return found[0] if found else encode(tokenizer, text)
@@ -225,10 +228,9 @@ def encode_pair(
             reason="wrong type",
         )
     _require_answer(prompt, completion)
-    completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
-    return _encode_answer(
-        tokenizer, as_text(tokenizer, prompt), completion, ends, as_text(tokenizer, options)
-    )
+    answer = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
+    asked: Sequence[MessageFields] = as_text(tokenizer, prompt)
+    return _encode_answer(tokenizer, asked, answer, ends, as_text(tokenizer, options))
 
 
 def _encode_answer(

@@ -261,7 +261,7 @@ class RecordFormat:
         or of another type, or the row has a column that would change the prompt, but is not read."""
         texts = {name: _messages(row[name]) for name in self.texts}
         rendered = template_columns(row) if texts else {}
-        in_text = () if any(map(_is_chat, texts.values())) else rendered
+        in_text = () if not rendered or any(map(_is_chat, texts.values())) else rendered
         for name in (
             name for name in (*UNREAD, *self.others) if name not in self.reads and _is_given(row.get(name))
         ):

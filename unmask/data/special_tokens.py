@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from unmask.errors import DataError
@@ -43,7 +44,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     surrogate."""
     try:
         if START not in text and END not in text:
-            return list(tokenizer(text, **ONLY_IDS)["input_ids"])
+            return _ids(tokenizer, text)
         return list(encode_marked_chat(tokenizer, text))
     # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
     except TypeError as error:
@@ -60,6 +61,30 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
             remedy="Remove it, or write it differently",
             reason="special token in the text",
         ) from error
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids that a call of the tokenizer gives. Where the call only passes the text to its backend, that is
+    called: half of the time goes into the rest."""
+    if _passes_to_backend(tokenizer):
+        backend = tokenizer.backend_tokenizer
+        if (
+            backend.truncation is backend.padding is None
+            and backend.encode_special_tokens == tokenizer.split_special_tokens
+        ):
+            return list(backend.encode(text, add_special_tokens=False).ids)
+    return list(tokenizer(text, **ONLY_IDS)["input_ids"])
+
+
+@lru_cache(maxsize=8)  # asked for every text
+def _passes_to_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    calls = ("__call__", "_encode_plus", "backend_tokenizer")
+    return (
+        isinstance(tokenizer, plain)
+        and not hasattr(kind, "_switch_to_input_mode")
+        and all(getattr(kind, name) is getattr(plain, name) for name in calls)
+    )
 
 
 def without_marks(text: str) -> str:
