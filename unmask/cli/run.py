@@ -224,11 +224,11 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
         ConfigError: `where` holds the keys of both settings, joined by " and ".
     """
     with naming_sections(args):
-        args.check_run(config)
+        adapters = lora_rank(config) is not None
+        args.check_run(config, has_adapters=adapters)
         model, patterns = config.model, args.patterns()
         if not patterns and args.flash_attention and not model.from_scratch:
             patterns = [read_pattern(model)["attention"]]
-        adapters = lora_rank(config) is not None
         quantized, split = (part is not None for part in (model.quantization, model.device_map))
         for attention in patterns or ["causal"]:
             subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)

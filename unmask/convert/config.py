@@ -160,8 +160,8 @@ class ConvertConfig(NoisingConfig, TextConfig):
         args: Any = self  # mypy does not read the fields of TrainingArguments
         return next((name for name in ("time_embedding", "fsdp", "deepspeed") if getattr(args, name)), None)
 
-    def check_run(self, run: RunConfig) -> None:
-        super().check_run(run)
+    def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
+        super().check_run(run, has_adapters=has_adapters)
         if run.lora:
             self.refuse_adapters(timed=self.time_embedding)
 

@@ -16,7 +16,7 @@ from unmask.errors import ConfigError
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import FDivergence, PreferenceLoss
-from unmask.training.config import lora_rank, rows_per_step, steps_per_epoch
+from unmask.training.config import rows_per_step, steps_per_epoch
 from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
 from unmask.training.sharding import weight_sharding_setting
@@ -205,9 +205,9 @@ class DPOConfig(PairConfig):
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
         return {"first_rows": steps * rows_per_step(self)}
 
-    def check_run(self, run: RunConfig) -> None:
-        super().check_run(run)
-        self.check_reference(has_adapters=lora_rank(run) is not None)
+    def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
+        super().check_run(run, has_adapters=has_adapters)
+        self.check_reference(has_adapters=has_adapters)
 
     def check_reference(self, *, has_adapters: bool, sharded: bool = False) -> None:
         """Raise ConfigError for a reference under adapters, of a policy without them, and for one that moves

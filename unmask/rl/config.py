@@ -21,7 +21,7 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
-from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig, lora_rank
+from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, TrainingConfig
 from unmask.training.config_fields import described, naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
@@ -532,10 +532,18 @@ class GRPOConfig(TrainingConfig):
         """A recipe for another method leaves out the settings in which methods differ."""
         return for_method(settings, chosen)
 
-    def check_run(self, run: RunConfig) -> None:
-        super().check_run(run)
-        if (shards := weight_sharding_setting(self)) and lora_rank(run) is None:
+    def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
+        super().check_run(run, has_adapters=has_adapters)
+        if has_adapters:
+            return
+        if shards := weight_sharding_setting(self):
             self.refuse_sharded_weights(shards)
+        if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora":
+            raise ConfigError(
+                "there are no adapters to send",
+                where="rollout.sync and lora",
+                remedy="Train with lora, or set rollout.sync to disk",
+            )
 
     def refuse_sharded_weights(self, *shards: str) -> None:
         """Raise ConfigError for settings that exclude sharded weights. `shards`: the setting that shards
@@ -556,7 +564,7 @@ class GRPOConfig(TrainingConfig):
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and
-        vllm for a diffusion model, or without what it is sent."""
+        vllm for a diffusion model."""
         read = read_attention()
         causal = read["attention"] == "causal"
         unit = 1 if causal else read["block_size"]
@@ -577,13 +585,6 @@ class GRPOConfig(TrainingConfig):
                 f"vllm decodes token by token, and this model is {read['attention']}{shift}",
                 where="rollout.backend and model.path",
                 remedy="Use rollout.backend server or local",
-            )
-        sends = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora"
-        if sends and lora_rank(run) is None:
-            raise ConfigError(
-                "there are no adapters to send",
-                where="rollout.sync and lora",
-                remedy="Train with lora, or set rollout.sync to disk",
             )
 
     def refuse_for_causal_models(self) -> None:

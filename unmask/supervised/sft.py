@@ -124,8 +124,8 @@ class SFTConfig(PairConfig, NoisingConfig):
             "quality_head" if self.quality_head != "off" else "max_gap" if self.max_gap is not None else None
         )
 
-    def check_run(self, run: RunConfig) -> None:
-        super().check_run(run)
+    def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
+        super().check_run(run, has_adapters=has_adapters)
         if (key := self.excludes_adapters) and run.lora:
             raise ConfigError(
                 "trains weights that adapters leave as they are",

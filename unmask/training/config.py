@@ -343,9 +343,9 @@ class TrainingConfig(TrainingArguments):
         """The setting with which the verb cannot train adapters; None: it can."""
         return None
 
-    def check_run(self, run: RunConfig) -> None:
+    def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
         """Raise ConfigError for settings of the verb and the run that exclude each other; `where` joins their
-        keys by " and "."""
+        keys by " and ". `has_adapters`: the run trains adapters."""
         model, one = run.model, "Leave one of the two out"
         if model.from_scratch and not self.from_scratch:
             what = "only pretrain takes a model without training"
