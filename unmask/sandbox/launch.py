@@ -288,15 +288,19 @@ class Cell:
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()
-        meter = Meter(self.limits, self._usages(), time.monotonic())
+        usages = self._usages()
         self.tester.send(payload)
         self.candidate.send(program)
+        meter = Meter(self.limits, usages, time.monotonic())  # before, they wait for this process
         while (frame := self.tester.receive(POLL_SECONDS)) is None:
             before = time.monotonic()
             if before > deadline:
                 raise SandboxError(BATCH_OVER, where="sandbox", remedy="Give the batch more time")
-            if limit := meter.exceeded(self._usages(), before, time.monotonic()):
+            limit = meter.exceeded(self._usages(), before, time.monotonic())
+            if limit and not (frame := self.tester.receive(0.0)):
                 return {"exceeded": limit}
+            if frame:  # it came while this process waited for a processor
+                break
         return json.loads(frame or b"{}")
 
     def _usages(self) -> list[Usage]:
