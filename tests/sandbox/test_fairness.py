@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import select
 import threading
 import time
 
 import pytest
 
 from tests.helpers import partly_slow, require_sandbox
+from unmask.sandbox import launch
 from unmask.sandbox.isolation import SandboxLimits, probe
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import PythonTests, SandboxPool, python_job
@@ -161,6 +163,32 @@ def test_programs_may_not_sleep_for_long(program, tests, status):
     found, seconds = status_of(program, tests, limits)
     assert found == status
     assert seconds < limits.wall_seconds, "it was not the limit on sleep that ended the program"
+
+
+def test_time_before_a_program_has_its_job_is_not_its_sleep(monkeypatch):
+    send = launch.Member.send
+
+    def send_late(member, payload):
+        time.sleep(1.0)
+        send(member, payload)
+
+    monkeypatch.setattr(launch.Member, "send", send_late)
+    limits = SandboxLimits(seconds=5.0, idle_seconds=0.5)
+    assert status_of(SLEEPS.format(seconds=0.2), TESTS, limits)[0] == "ok"
+
+
+def test_results_that_have_come_count_though_a_limit_is_found_later(monkeypatch):
+    receive, late = launch.Member.receive, []
+
+    def receive_late(member, seconds):
+        if seconds != launch.POLL_SECONDS or late:
+            return receive(member, seconds)
+        late.append(select.select([member.control], [], [], 30.0)[0])
+        return None
+
+    monkeypatch.setattr(launch.Member, "receive", receive_late)
+    monkeypatch.setattr(launch.Meter, "exceeded", lambda *_: "a limit")
+    assert status_of(DOUBLE, TESTS, SandboxLimits(seconds=5.0))[0] == "ok" and late[0]
 
 
 CROWD = """

@@ -231,9 +231,8 @@ MOMENTS = [Watched.joining, Watched.amid_a_step, Watched.amid_a_save]
     [
         ("ddp", 0, [Watched.joining, Watched.amid_a_save]),
         pytest.param("ddp", 1, [Watched.importing, *MOMENTS], marks=pytest.mark.nightly),
-        pytest.param(
-            "fsdp", 1, MOMENTS, marks=pytest.mark.nightly
-        ),  # as_gpus.py imports all before it begins
+        # as_gpus.py imports all before the command begins
+        pytest.param("fsdp", 1, MOMENTS, marks=pytest.mark.nightly),
     ],
 )
 def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, first, moments, model, tmp_path):
