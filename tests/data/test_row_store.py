@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
 import string
 import subprocess
 import sys
+import time
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from tests.training.tiny_runs import make
 from unmask.data.characters import character_tokenizer
 from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
-from unmask.data.row_store import MANIFEST, ROWS, TOKENS, content_of, rows_hash, stored_rows
+from unmask.data.row_store import MANIFEST, ROWS, TOKENS, content_of, file_hash, rows_hash, stored_rows
 from unmask.data.rows import iter_text_rows
 from unmask.data.sources import FilePart, FileRows, load_rows
 from unmask.errors import ConfigError, DataError
@@ -142,6 +144,21 @@ def test_a_file_that_changes_is_read_again(home, tmp_path):
     second = pairs(FileRows((FilePart((str(path),)),)))
     assert first[0] == second[0] and first[1] != second[1]
     assert len(pairs(FileRows((FilePart((str(path),)),), max_rows=1))) == 1
+
+
+def test_an_old_file_is_hashed_once_until_it_changes(home, tmp_path, monkeypatch):
+    path, now = tmp_path / "rows.jsonl", time.time_ns()
+    path.write_text("ab")
+    monkeypatch.setattr("time.time_ns", lambda: now + 10**11)
+    first = file_hash(path)
+    with monkeypatch.context() as patched:
+        patched.setattr("hashlib.file_digest", None)
+        assert file_hash(path) == first
+    stat = path.stat()
+    time.sleep(0.05)  # a step of the clock
+    path.write_text("ac")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file_hash(path) == hashlib.sha256(b"ac").hexdigest() != first
 
 
 def test_a_dataset_whose_file_was_replaced_is_read_again(tmp_path):

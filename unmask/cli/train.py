@@ -173,11 +173,13 @@ def train(
     ] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    from unmask.migration.formats import refuse_old
     from unmask.training.settings.older_variables import older_layers, with_whole_groups
 
     verb = str(ctx.info_name)
-    refuse_old(config or [])
+    if config:
+        from unmask.migration.formats import refuse_old
+
+        refuse_old(config)
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
     layers = read_layers(
         recipes=recipes,

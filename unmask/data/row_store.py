@@ -19,6 +19,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
@@ -368,6 +369,16 @@ def _other(value: Any) -> str:
 
 
 def file_hash(path: Path) -> str:
-    """A hash of a file's content."""
+    """A hash of a file's content. It is computed once as long as the file has the same time of last change,
+    which no program can set, and the file is older than the steps of that clock."""
+    now = path.stat()
+    state = (now.st_dev, now.st_ino, now.st_size, now.st_ctime_ns)
+    return (_hash_once if time.time_ns() - now.st_ctime_ns > 10**9 else _hash)(path, state)
+
+
+def _hash(path: Path, state: tuple[int, ...]) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_hash_once = functools.lru_cache(maxsize=1024)(_hash)
