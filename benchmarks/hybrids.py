@@ -4,6 +4,11 @@ reading the prefix again.
 
     python -m benchmarks.hybrids [--threads 1] [--rounds 5] [--block 32]
 
+    python -m benchmarks.hybrids --learn STORIES.txt --tokenizer FOLDER
+
+`--learn` compares the bounds of converted models instead: both shapes with about a million parameters are
+pre-trained on the same stories and converted to blocks of 4 by `block-sdar`.
+
 Shapes: B batch, T tokens.
 """
 
@@ -11,16 +16,20 @@ from __future__ import annotations
 
 import argparse
 import copy
+import tempfile
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoTokenizer, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+import unmask
 from benchmarks.conversion import BATCH, LENGTH, NOISE, Diffusion, llama
 from benchmarks.harness import peak_bytes, ratio, report, turns
+from benchmarks.stories import SETTINGS, nats_per_token, train
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
+from unmask.data.sources import load_rows
 from unmask.diffusion.log_probs import noise_groups, view_log_probs
 from unmask.diffusion.views import MaskRNG, random_views
 from unmask.generation import naive, sampler
@@ -31,19 +40,20 @@ VOCABULARY, WIDTH, LAYERS = 8000, 256, 4
 NEW_TOKENS, PROMPT = 64, 256
 
 
-def qwen() -> Qwen3_5ForCausalLM:
+def qwen(vocabulary: int = VOCABULARY, hidden: int = WIDTH, layers: int = LAYERS) -> Qwen3_5ForCausalLM:
     """Three Gated DeltaNet layers and one of attention, in the proportions of Qwen3.5-0.8B."""
     torch.manual_seed(0)
+    heads = hidden // 64
     config = Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         head_dim=64,
-        linear_num_key_heads=4,
-        linear_num_value_heads=4,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         max_position_embeddings=LENGTH,
@@ -104,6 +114,26 @@ def check(step: Diffusion) -> None:
         torch.testing.assert_close(found_N, by_loop(lm, batch, views), rtol=0, atol=1e-3)
 
 
+def learn(stories: str, tokenizer: Any, pretrain_steps: int, steps: int) -> None:
+    """Print how well each shape has learned, before and after conversion."""
+    texts = load_rows(stories)["text"]
+    trained, held_out = texts[:-200], texts[-200:]
+    rows = [{"text": text} for text in trained]
+    for name, make in (("Qwen3.5", qwen), ("Llama", llama)):
+        causal = make_diffusion(make(len(tokenizer), 128, LAYERS), tokenizer)
+        size = sum(parameter.numel() for parameter in causal.model.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = {"max_steps": pretrain_steps, "per_device_train_batch_size": 16, "learning_rate": 3e-3}
+            args = unmask.PretrainConfig(folder, **SETTINGS | sizes)
+            unmask.PretrainTrainer(causal, args, train_dataset=rows).train()
+            causal.save(folder)
+            exact = nats_per_token(causal, held_out, 1)
+            lm, _ = train(folder, "block-sdar", trained, steps, 16, 3e-3)
+            bound = nats_per_token(lm, held_out, 8)
+        figures = f"causal {exact:.3f} nats per token, converted at most {bound:.3f}, {bound / exact:.3f} x"
+        print(f"{name}, {size / 1e6:.2f}M parameters: {figures}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -111,8 +141,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--learn", metavar="STORIES.txt", help="compare what is learned instead")
+    parser.add_argument("--tokenizer", help="the folder of a tokenizer, for --learn")
+    parser.add_argument("--pretrain-steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.learn:
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        return learn(options.learn, tokenizer, options.pretrain_steps, options.steps)
     ids_BT = torch.randint(4, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = {
         "input_ids": ids_BT,
