@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 
+import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -39,8 +40,9 @@ from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.generation import sampler
+from unmask.models.adapters import merged
 from unmask.models.attention import AttentionMask, Layout, make_mask
-from unmask.models.load import make_diffusion
+from unmask.models.load import as_diffusion_lm, make_diffusion, with_pattern
 from unmask.models.recurrent import RecurrentLayer, read_in_blocks, recurrent_layers
 
 TOLERANCE = 1e-10
@@ -281,6 +283,23 @@ def test_the_hooks_of_a_model_that_is_split_over_devices_are_called():
             each.forward(each.stacked_inputs(ids_BT, hidden_BMT, None, hidden_BMT)) for each in (lm, plain)
         )
     assert hook.calls == 2 and torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # of PEFT
+@pytest.mark.parametrize("name", ["qwen3_5_text", "nemotron_h"])
+def test_a_layer_whose_convolution_is_trained_beside_adapters_is_recurrent(name):
+    kinds = {"target_modules": ["q_proj"], "modules_to_save": ["conv1d"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(tiny_model(name), peft.LoraConfig(r=2, **kinds))
+    lm = with_pattern(as_diffusion_lm(adapted, character_tokenizer(ALPHABET)), "block_causal", 3)
+    ids_BT, hidden_BMT = random_ids(2, 9), torch.ones(2, 1, 9, dtype=torch.bool)
+    with torch.no_grad():
+        found, expected = (
+            each.log_probs(each.stacked_inputs(ids_BT, hidden_BMT, None, hidden_BMT), ids_BT.flatten())
+            for each in (lm, merged(lm))
+        )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with raises(ModelError, where=type(adapted.get_base_model()).__name__):
+        with_pattern(lm, "bidirectional")
 
 
 def test_a_mask_is_read_on_the_device_of_the_layer():

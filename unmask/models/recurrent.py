@@ -343,7 +343,9 @@ class OneStep:
 def cache_name(module: nn.Module) -> str:
     """The argument by which a recurrent layer takes its cache, whose name depends on the version of
     transformers; "": it is no recurrent layer."""
-    convolves = any(isinstance(part, nn.Conv1d) for part in module.children())
+    # PEFT wraps a convolution that is trained
+    parts = (getattr(part, "original_module", part) for part in module.children())
+    convolves = any(isinstance(part, nn.Conv1d) for part in parts)
     if not (convolves and hasattr(module, "layer_idx")) or hasattr(module, "is_causal"):
         return ""  # attention is causal or not
     names = signature(type(module).forward).parameters
