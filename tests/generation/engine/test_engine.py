@@ -372,6 +372,28 @@ def test_states_of_recurrent_layers_survive_an_interrupted_pass(monkeypatch):
     assert finished == expected
 
 
+@pytest.mark.parametrize("shift", [False, True])
+def test_states_of_an_interrupted_step_are_not_those_of_a_prompt(shift, monkeypatch):
+    lm = tiny_lm("qwen3_5_text", "block_causal", 4, shift=shift)
+    config = SamplerConfig(max_new_tokens=8, tokens_per_step=2, stop_at_eos=False, trace=True)
+    (request,) = make_requests(lm, [[5, 6, 7, 8]], config)
+    expected = naive.complete(lm, [request], config).trace[0].canvas
+    engine = Engine(lm)
+    tickets = [engine.submit(request, config)]
+    engine.step()
+    engine.step()  # the first block ends
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr("unmask.generation.engine.engine.reveal", interrupted)
+        engine.step()
+    tickets.append(engine.submit(request, config))  # of the same prompt
+    results = dict(engine.run())
+    assert [results[ticket].canvas for ticket in tickets] == [expected, expected]
+
+
 def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
     lm, config = (
         float64_lm("phi", "block_causal", 4, eos_bias=-9.0),

@@ -272,9 +272,9 @@ class Engine:
             base, causal = self._prefix(sequence), sequence.config.self_speculative
             if base == 0 or (sequence not in entering and sequence.num_cached < base):
                 continue
-            if self.lm.recurrent and sequence not in entering and sequence.num_cached > base:
-                continue  # its recurrent states have read more than the prompt
             for slot, ids in zip(sequence.slots, sequence.texts, strict=True):
+                if self.lm.recurrent and self.slots.cache.num_read[slot] > base - int(self.lm.logit_shift):
+                    continue  # its states have read more than the prompt, perhaps in an interrupted step
                 source = known.setdefault((sequence.config.deterministic, causal, tuple(ids[:base])), slot)
                 if sequence not in entering:
                     continue
