@@ -76,7 +76,8 @@ def test_what_is_given_by_itself_may_be_told():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)]
+    ("name", "value"),
+    [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3), ("kind", ["a"])],
 )
 def test_what_is_of_another_type_is_refused(name, value):
     with raises(ConfigError, where=name):

@@ -66,6 +66,16 @@ def folders(tmp_path):
     return tmp_path / "model", tmp_path / "adapters"
 
 
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
+@pytest.mark.parametrize("saved", ["block_causal", "causal"])
+def test_a_model_keeps_the_pattern_that_it_was_loaded_with(saved, attention, tmp_path):
+    size = {"block_size": 2}
+    llama_lm(saved, **size if saved == "block_causal" else {}).save(tmp_path / "model")
+    lm = load(tmp_path / "model", attention=attention, **size if attention == "block_causal" else {})
+    for given in (lm.model, get_peft_model(lm.model, lora())):
+        assert as_diffusion_lm(given, lm.tokenizer).pattern == lm.pattern
+
+
 FORMS = {
     "path": lambda model, _: str(model),
     "auto class": lambda model, _: AutoModelForCausalLM.from_pretrained(model),

@@ -25,6 +25,8 @@ MODEL_TYPE = "unmask"
 ARCHITECTURE = "UnmaskForMaskedDiffusion"
 SETTINGS_KEY = "unmask"
 """Where a config has the settings of Unmask."""
+READ_AS = "unmask_pattern"
+"""Where a model in memory has the pattern of the DiffusionLM that reads it."""
 STOCK = ("model_type", "auto_map")
 """Fields of the stock config that stand among the settings."""
 

@@ -36,7 +36,7 @@ from unmask.models.attention import (
     stacked_rows,
     unpadded_mask,
 )
-from unmask.models.auto_config import SETTINGS_KEY, publish_config, publish_when_saved
+from unmask.models.auto_config import READ_AS, SETTINGS_KEY, publish_config, publish_when_saved
 from unmask.models.chat_template import (
     TEMPLATES,
     accept_generation_config,
@@ -167,6 +167,7 @@ class DiffusionLM(ModuleMethods):
             self.compile(**compile_options)
         if not self.stock:
             self.publish_when_saved()
+        setattr(model, READ_AS, self.pattern)
 
     def publish_when_saved(self) -> None:
         """Let the model's own methods save it, and of a model of the Auto classes also call it, as this one

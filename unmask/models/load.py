@@ -31,7 +31,7 @@ from unmask.models.adapters import checked_adapters, has_adapters, of_adapted
 from unmask.models.agreement import REMEDY, first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, attention_layers
-from unmask.models.auto_config import SETTINGS_KEY, UnmaskConfig, stock_config
+from unmask.models.auto_config import READ_AS, SETTINGS_KEY, UnmaskConfig, stock_config
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import DiffusionLM
@@ -384,6 +384,14 @@ def pattern_settings(
     return {name: saved[name] for name in STOCK_SETTINGS} | chosen
 
 
+def settings_in_memory(model: PreTrainedModel) -> dict[str, Any]:
+    """The settings of a model of transformers: as saved, but the pattern is that of a DiffusionLM which reads
+    the model."""
+    pattern = getattr(model, READ_AS, {})
+    saved = pattern_settings(model.config, None, None, None)
+    return {name: pattern.get(name, value) for name, value in saved.items()}
+
+
 def initialize(
     path: str | Path,
     *,
@@ -618,7 +626,7 @@ def as_diffusion_lm(
     if isinstance(own := getattr(model, "diffusion_lm", None), DiffusionLM):  # of the Auto classes
         return _with_tokenizer(own, tokenizer)
     if isinstance(model, PreTrainedModel) and tokenizer is not None:
-        settings = pattern_settings(model.config, None, None, None)
+        settings = settings_in_memory(model)
         if parts := [name for name in ("time_embedding", "quality_head") if settings[name]]:
             raise ModelError(
                 f"its {parts[0].replace('_', ' ')} was not loaded with it",

@@ -89,9 +89,10 @@ def check_types(args: Any) -> None:
     ConfigError for a value of another type."""
     hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
-        # choices are words
-        if ("needs" in each.metadata and not each.metadata["choices"]) or hints[each.name] in NUMBERS:
-            setattr(args, each.name, checked_value(each.name, getattr(args, each.name), hints[each.name]))
+        value, hint = getattr(args, each.name), hints[each.name]
+        word = each.metadata.get("choices") and not isinstance(value, list)  # `check_settings` knows them
+        if ("needs" in each.metadata and not word) or hint in NUMBERS:
+            setattr(args, each.name, checked_value(each.name, value, hint))
 
 
 def checked_value(name: str, value: Any, kind: Any, prefix: str = "") -> Any:
