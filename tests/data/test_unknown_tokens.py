@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import timeit
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.errors import raises
 from tests.helpers import shared_path
-from tests.tiny import LLAMA_ALPHABET, llama_lm
+from tests.tiny import LLAMA_ALPHABET, byte_lm, llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
@@ -194,3 +197,32 @@ def test_counting_takes_little_beside_encoding():
     encoded = encode_texts(tokenizer, texts)
     took = min(timeit.repeat(lambda: encode_texts(tokenizer, texts), number=1, repeat=3))
     assert min(timeit.repeat(count, number=1, repeat=3)) < took / 4
+
+
+RENDERED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "parse", "warns"),
+    [
+        ([RENDERED] * 3, False, True),
+        ([RENDERED] * 3, True, False),
+        ([RENDERED, "hi", "yo"], False, False),
+        (["hi<|im_end|>", "yo</s>\n"], False, False),
+        (['{"a": 1}', "a < b > c"], False, False),
+    ],
+)
+def test_rendered_texts_are_warned_of_once_also_when_their_rows_are_stored(texts, parse, warns):
+    tokenizer = copy.deepcopy(byte_lm().tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.parse_special_tokens = parse
+    found, again = counted(tokenizer, texts), UnknownTokens()
+    again.restore(json.loads(json.dumps(found.state())))
+    for each in (found, again):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            each.check("train_dataset")
+            each.check("train_dataset")
+        assert [str(one.message)[:80] for one in caught] == warns * [
+            "train_dataset: the special tokens that the texts spell (<|im_start|>, <|im_end|>"
+        ]

@@ -1,14 +1,16 @@
 """Counts the tokens that stand for text that a tokenizer does not know (`<unk>`). A model that is trained on
-them learns nothing else."""
+them learns nothing else. Also warns of texts that spell special tokens, which stay text."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unmask.errors import DataError
+from unmask.data.special_tokens import parses_special_tokens, pattern
+from unmask.errors import DataError, UnmaskWarning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 EXAMPLES = 8
 """Unknown words or characters that an error or a report names."""
 SEARCHED, SEARCHED_LENGTH = 64, 2000
-"""Texts in which they are looked for, and the characters of each."""
+"""Texts in which they, and special tokens, are looked for, and the characters of each."""
 
 
 class UnknownTokens:
@@ -31,6 +33,8 @@ class UnknownTokens:
         self.limit, self.lazily = limit, lazily
         self.tokens = self.unknown = self.searched = 0
         self.found: Counter[str] = Counter()  # unknown words or characters, in the texts that were searched
+        self.first = self.spelling = 0  # of the first texts, and those of them that spell special tokens
+        self.spelled: Counter[str] = Counter()  # special tokens in the first texts
 
     def count(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], texts: Any) -> None:
         """Count the tokens of a text, of messages, or of several of these."""
@@ -41,18 +45,31 @@ class UnknownTokens:
             self.searched += 1
             for text in _strings(texts):
                 self.found.update(_unknown_parts(tokenizer, text[:SEARCHED_LENGTH]))
+        if self.first < SEARCHED and not parses_special_tokens(tokenizer):
+            spelled = {token for text in _strings(texts) for token in _special_tokens(tokenizer, text)}
+            self.first += 1
+            self.spelling += bool(spelled)
+            self.spelled.update(spelled)
 
     def identity(self) -> None:
         """What rows depend on: nothing of this."""
 
     def state(self) -> dict[str, Any]:
         """The counts, of JSON types."""
-        return {"tokens": self.tokens, "unknown": self.unknown, "found": self.found.most_common()}
+        return {
+            "tokens": self.tokens,
+            "unknown": self.unknown,
+            "found": self.found.most_common(),
+            "first": self.first,
+            "spelling": self.spelling,
+            "spelled": self.spelled.most_common(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over the counts of rows that are stored."""
         self.tokens, self.unknown = state["tokens"], state["unknown"]
-        self.found = Counter(dict(state["found"]))
+        self.first, self.spelling = state["first"], state["spelling"]
+        self.found, self.spelled = (Counter(dict(state[name])) for name in ("found", "spelled"))
 
     @property
     def fraction(self) -> float:
@@ -65,7 +82,14 @@ class UnknownTokens:
         return [part for part, _ in self.found.most_common(EXAMPLES)]
 
     def check(self, where: str) -> None:
-        """Raise DataError if more tokens of the dataset `where` are unknown than `limit` allows."""
+        """Raise DataError if more tokens of the dataset `where` are unknown than `limit` allows. Warns, once,
+        if most of its first texts spell special tokens, as those do that a chat template has rendered."""
+        if where and 2 * self.spelling > self.first:
+            names = ", ".join(token for token, _ in self.spelled.most_common(EXAMPLES))
+            what = f"{where}: the special tokens that the texts spell ({names}) stay text"
+            remedy = "If a chat template has rendered them, set parse_special_tokens (docs/data.md)"
+            warnings.warn(f"{what}. {remedy}.", UnmaskWarning, stacklevel=2)
+            self.spelling = 0
         if self.fraction <= self.limit:
             return
         others = " and others" if len(self.found) > EXAMPLES else ""
@@ -100,6 +124,12 @@ def _unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[st
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if token == unknown:
             yield text[start:end]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
+    """The special tokens that a text spells before its end, where Unmask reads an end token."""
+    start, end = text[:SEARCHED_LENGTH], len(text.rstrip())
+    return (found.group() for found in pattern(tokenizer).finditer(start) if found.end() < end)
 
 
 def _strings(value: Any) -> Iterator[str]:
