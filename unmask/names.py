@@ -214,6 +214,25 @@ CLASSES_ELSEWHERE = _by_name(
 """What does here what classes of TRL, transformers and PEFT do elsewhere, by their names."""
 
 
+METHODS_ELSEWHERE = {
+    "compute_loss": "loss_on",
+    "micro_loss": "loss_on",
+    **_by_name(
+        {
+            "loss_on": (
+                "_compute_loss _get_per_token_logps_and_entropies concatenated_forward dpo_loss kto_loss "
+                "get_batch_loss_metrics"
+            ),
+            "make_rows": "_prepare_dataset tokenize_row",
+            "generate_and_score": "_generate_and_score_completions _calculate_rewards",
+            "sample": "_generate _generate_single_turn",
+        }
+    ),
+}
+"""Methods that subclasses of transformers' and TRL's trainers override, and those that are called in their
+place here, where a trainer has these."""
+
+
 def remedy_of_class(name: str, trainers: Iterable[str]) -> str | None:
     """What to do about a name that only another library has; None: no library is known to have it.
     `trainers`: the names of those that are here."""

@@ -577,3 +577,28 @@ def test_the_docstring_of_the_sampler_lists_its_fields():
     assert all(
         any(line.startswith(f"    {name} (") for line in lines) for name in unmask.SamplerConfig.model_fields
     )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "method", "called"),
+    [
+        ("SFTTrainer", "_prepare_dataset", "make_rows"),
+        ("SFTTrainer", "compute_loss", None),
+        ("SFTTrainer", "micro_loss", None),
+        ("DPOTrainer", "compute_loss", "loss_on"),
+        ("DPOTrainer", "micro_loss", "loss_on"),
+        ("DPOTrainer", "loss_on", None),
+        ("GRPOTrainer", "_compute_loss", "loss_on"),
+        ("GRPOTrainer", "_generate_and_score_completions", "generate_and_score"),
+    ],
+)
+def test_a_method_of_a_subclass_is_called_or_refused(trainer, method, called):
+    def of_a_user(*_, **__): ...
+
+    subclass = type("Mine", (getattr(unmask, trainer),), {method: of_a_user})
+    if called is None:
+        subclass.__new__(subclass)
+        return
+    with raises(ConfigError, where=f"Mine.{method}") as refused:
+        subclass.__new__(subclass)
+    assert f"Override {called}" in str(refused.value)

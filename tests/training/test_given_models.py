@@ -219,10 +219,11 @@ def test_its_own_settings_count(verb, way, adapters, tmp_path):
     assert "block-causal, in blocks of 2 tokens" in (tmp_path / "saved" / "README.md").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:torch_dtype is deprecated")
 def test_a_path_is_loaded_with_the_configs_arguments(tmp_path):
     llama_lm().save(tmp_path / "model")
-    for verb in ("sft", "dpo", "grpo"):
-        more = {"model_init_kwargs": {"dtype": "bfloat16"}} | ({"bound": "elbo"} if verb == "dpo" else {})
+    for verb, name in (("sft", "dtype"), ("sft", "torch_dtype"), ("dpo", "dtype"), ("grpo", "dtype")):
+        more = {"model_init_kwargs": {name: "bfloat16"}} | ({"bound": "elbo"} if verb == "dpo" else {})
         trainer = prepared(verb, tmp_path / verb, str(tmp_path / "model"), **more)
         assert trainer.lm.dtype == torch.bfloat16
         with raises(ConfigError, where="model_init_kwargs"):

@@ -610,7 +610,9 @@ def as_diffusion_lm(
     if isinstance(tokenizer, str | Path):
         tokenizer = read_tokenizer(fetched(tokenizer, weights=False, model=False))
     if isinstance(model, str | Path):
-        given = {"dtype": "float32", "quantization_config": quantization_config, **(arguments or {})}
+        given = {"quantization_config": quantization_config, **(arguments or {})}
+        if not given.keys() & {"dtype", "torch_dtype"}:
+            given["dtype"] = "float32"
         return _with_tokenizer(load(model, **given), tokenizer)
     if quantization_config is not None:
         remedy = "Give the model's path, or quantize it when it is loaded"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from unmask.data.rows import require_rows
 from unmask.errors import ConfigError, did_you_mean
-from unmask.names import NAMES_ELSEWHERE
+from unmask.names import METHODS_ELSEWHERE, NAMES_ELSEWHERE
 from unmask.training.config import TrainingConfig
 
 WITHOUT_PREDICTIONS = "is never called, because the logits of a row depend on which tokens are hidden"
@@ -18,11 +18,13 @@ OWN_LOSS = "Leave it out; a subclass may override measure and micro_loss"
 
 
 class TrainerArguments:
-    """Base of the trainers, which refuses unknown arguments with the name that is meant."""
+    """Base of the trainers, which refuses unknown arguments with the name that is meant, and a subclass with
+    methods that are not called."""
 
     config_class: ClassVar[type[TrainingConfig]] = TrainingConfig
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
+        refuse_uncalled(cls)
         known = inspect.signature(cls.__init__).parameters
         if all(each.kind is not each.VAR_KEYWORD for each in known.values()):
             refuse_unknown_arguments(cls.config_class, given, known)
@@ -55,6 +57,17 @@ def refuse_unknown_arguments(
             of_args = f"It is a setting: {config.__name__}({near}=...), the trainer's args"
             remedy = of_args if near in settings else did_you_mean(name, known, "Leave it out")
             raise ConfigError("is no argument of the trainer", where=name, remedy=remedy)
+
+
+def refuse_uncalled(trainer: type) -> None:
+    """Raise ConfigError for a method of a user's trainer that only transformers' or TRL's trainer calls."""
+    for name, ours in METHODS_ELSEWHERE.items():
+        method = getattr(trainer, name, None)
+        library = str(getattr(method, "__module__", "unmask")).partition(".")[0]
+        if hasattr(trainer, ours) and library != "unmask":
+            raise ConfigError(
+                "is never called", where=f"{trainer.__name__}.{name}", remedy=f"Override {ours}"
+            )
 
 
 def refuse_given(given: Mapping[str, Any], what: str, remedy: str) -> None:
