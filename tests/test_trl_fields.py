@@ -114,6 +114,19 @@ def test_a_default_is_that_of_trl_or_has_a_reason(name):
             assert reasons[field.name] == (theirs, getattr(args, field.name)), field.name
 
 
+@pytest.mark.parametrize("theirs", CONFIGS)
+def test_what_asks_for_something_when_it_is_off_has_a_reason(theirs):
+    config = getattr(unmask, theirs.replace("KTO", "DPO"))
+    known = {field.name for field in fields(config)}
+    for field in fields(getattr(trl, theirs)):
+        if field.name in known or "bool" not in str(field.type) or field.default is False:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            config(**{field.name: False})
+        plain = f"{field.name}: Leave it out. " in str(caught.value.remedy)
+        assert plain == (field.name in ("ds3_gather_for_generation", "log_multimodal")), field.name
+
+
 @pytest.mark.parametrize("own", ["PretrainConfig", "SFTConfig", "DPOConfig", "GRPOConfig"])
 def test_the_error_for_a_field_of_another_library_says_what_to_do(own):
     """It is the table's text, the verbs that have the setting, or another name of ours for the same."""

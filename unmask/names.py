@@ -161,6 +161,11 @@ NOT_NEEDED = _by_name(
     }
 )
 """Why settings of other trainers are not needed, or not there, by their names."""
+ASKS_WHEN_OFF = {
+    *("assistant_only_loss", "completion_only_loss", "disable_dropout", "eval_packing", "save_safetensors"),
+    *("shuffle_dataset", "vllm_importance_sampling_correction"),
+}
+"""Switches of other trainers that ask for something when they are off."""
 LOADING = _by_name(
     {
         'Give quantization="4bit", or a quantization_config': (

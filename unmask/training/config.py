@@ -26,6 +26,7 @@ from unmask.data.rows import require_rows
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_paths import ADAPTER_CONFIG, base_of_adapters, fetched
+from unmask.names import ASKS_WHEN_OFF
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
@@ -221,7 +222,8 @@ class TrainingConfig(TrainingArguments):
         if unknown := [name for name in names if name not in known]:
             hints = [(name, remedy_elsewhere(name) or did_you_mean(name, known, "")) for name in unknown]
             if isinstance(names, Mapping):  # what is off is not to be switched on
-                hints = [(name, hint if names[name] is not False else "Leave it out") for name, hint in hints]
+                off = {name for name in names.keys() - ASKS_WHEN_OFF if names[name] is False}
+                hints = [(name, "Leave it out" if name in off else hint) for name, hint in hints]
             remedies = [f"{name}: {hint}{'' if hint[-1] in '?.' else '.'}" for name, hint in hints if hint]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
             raise ConfigError(

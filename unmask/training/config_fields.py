@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
-from unmask.config.base import OnResume, list_fields
+from unmask.config.base import OnResume, list_fields, type_args
 from unmask.config.run import checked
 from unmask.errors import ConfigError
 from unmask.names import VALUES_ELSEWHERE, remedy_of_value
@@ -90,7 +90,8 @@ def check_types(args: Any) -> None:
     hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
         value, hint = getattr(args, each.name), hints[each.name]
-        word = each.metadata.get("choices") and not isinstance(value, list)  # `check_settings` knows them
+        several = isinstance(value, list) and not any(get_origin(part) is list for part in type_args(hint))
+        word = each.metadata.get("choices") and not several  # `check_settings` knows them
         if ("needs" in each.metadata and not word) or hint in NUMBERS:
             setattr(args, each.name, checked_value(each.name, value, hint))
 
