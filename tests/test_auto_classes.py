@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from tests.errors import raises
 from tests.tiny import KINDS, llama_lm
 from tests.training.tiny_runs import make
 from unmask.auto_classes import UnmaskForMaskedDiffusion
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ConfigError, ModelError, UnmaskWarning
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load
@@ -99,6 +100,18 @@ def test_arguments_of_forward_act_or_are_refused_by_name(saved):
         assert refused.value.what.startswith(name)
 
 
+def test_a_likelihood_as_of_a_causal_model_is_warned_of(saved):
+    lm, folder = saved
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[4, 5, 6]])
+    with pytest.warns(UnmaskWarning, match="no token is the mask token"):
+        model(ids, labels=ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.cat([ids, torch.full((1, 3), lm.mask_token_id)], 1))
+        model.generate(ids, max_new_tokens=3)
+
+
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
 def test_it_is_copied_as_any_module(saved, how, tmp_path):
     lm, folder = saved
@@ -123,10 +136,11 @@ def test_it_is_copied_as_any_module(saved, how, tmp_path):
 
 
 def test_a_loss_is_that_of_the_whole_batch_in_the_trainer_of_transformers(saved, tmp_path):
-    _, folder = saved
+    lm, folder = saved
+    hidden = lm.mask_token_id
     rows = [
-        {"input_ids": [1, 4, 5], "labels": [-100, 4, 5]},
-        {"input_ids": [1, 6, 7], "labels": [-100, -100, 7]},
+        {"input_ids": [1, hidden, hidden], "labels": [-100, 4, 5]},
+        {"input_ids": [1, 6, hidden], "labels": [-100, -100, 7]},
     ]
     losses = []
     for size in (1, 2):

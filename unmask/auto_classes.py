@@ -6,12 +6,13 @@ Shapes: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, compiler
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -30,7 +31,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import MaskedLMOutput
 
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ConfigError, ModelError, UnmaskWarning
 from unmask.models.auto_config import UnmaskConfig
 
 if TYPE_CHECKING:
@@ -118,8 +119,9 @@ class UnmaskForMaskedDiffusion:
     ) -> Any:
         """Logits [B, T, V], of which row i predicts token i, where tokens are the mask token or not, and with
         labels [B, T] the mean cross-entropy where these are not -100, or its sum over `num_items_in_batch`.
-        `logits_to_keep` and `return_dict` as in transformers. Raises ModelError for other arguments, unless
-        they ask for nothing."""
+        `logits_to_keep` and `return_dict` as in transformers. Warns if no token is the mask token, as where
+        a likelihood is computed as a causal model's. Raises ModelError for other arguments, unless they ask
+        for nothing."""
         if unmask_mask is not None:
             stock: Any = super()
             return stock.forward(input_ids=input_ids, unmask_mask=unmask_mask, **rest)
@@ -130,7 +132,12 @@ class UnmaskForMaskedDiffusion:
                 remedy="Give input_ids and attention_mask",
             )
         lm = self.diffusion_lm
-        logits_BTV = lm.logits(input_ids, attention_mask, hidden_BT=input_ids == lm.mask_token_id)
+        hidden_BT = input_ids == lm.mask_token_id
+        if not (compiler.is_compiling() or hidden_BT.is_meta or hidden_BT.any()):
+            what = "no token is the mask token: neither logits nor loss say how likely the tokens are"
+            remedy = "Use unmask.log_likelihood, lm_eval --model unmask, or Unmask's trainers"
+            warnings.warn(f"{what}. {remedy}.", UnmaskWarning, stacklevel=2)
+        logits_BTV = lm.logits(input_ids, attention_mask, hidden_BT=hidden_BT)
         loss = None
         if labels is not None:
             how = "mean" if num_items_in_batch is None else "sum"
