@@ -450,3 +450,10 @@ def test_a_limit_of_prompts_has_no_equal(tmp_path):
     for kind in (GRPOConfig, DPOConfig):
         with raises(ConfigError, where=f"{kind.__name__}: max_prompt_length"):
             kind(output_dir=str(tmp_path), max_prompt_length=32)
+
+
+def test_a_switch_of_transformers_is_read_as_one(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), bf16="no", use_cpu="true", eval_on_start="false")
+    assert (args.bf16, args.use_cpu, args.eval_on_start) == (False, True, False)
+    with raises(ConfigError, where="use_cpu"):
+        SFTConfig(output_dir=str(tmp_path), use_cpu="maybe")

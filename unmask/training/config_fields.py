@@ -80,19 +80,19 @@ RANGES: dict[str, dict[str, Any]] = {
     "seed": {"low": 0, "high": 2**32 - 1},
 }
 """The bounds of settings of transformers."""
-NUMBERS = (int, float, int | None, float | None)
-"""The types of settings that are numbers, those of transformers included."""
+CONVERTED = (int, float, int | None, float | None, bool, bool | None)
+"""Types of settings whose values are converted, those of transformers included: "no" would be true."""
 
 
 def check_types(args: Any) -> None:
-    """Convert fields that were declared by `setting`, and all numbers, to their declared types. Raises
+    """Convert fields that were declared by `setting`, and all of `CONVERTED`, to their types. Raises
     ConfigError for a value of another type."""
     hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
         value, hint = getattr(args, each.name), hints[each.name]
         several = isinstance(value, list) and not any(get_origin(part) is list for part in type_args(hint))
         word = each.metadata.get("choices") and not several  # `check_settings` knows them
-        if ("needs" in each.metadata and not word) or hint in NUMBERS:
+        if ("needs" in each.metadata and not word) or hint in CONVERTED:
             setattr(args, each.name, checked_value(each.name, value, hint))
 
 
