@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import get_type_hints
 
 import pytest
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
 import unmask
 from tests.errors import raises
@@ -230,3 +230,31 @@ def test_no_remedy_is_for_a_setting():
         for field in fields(getattr(unmask, name))
     }
     assert not names & REMEDIES.keys() and not INSTEAD.keys() & NOT_NEEDED.keys()
+
+
+@pytest.mark.parametrize("own", ["PretrainConfig", "SFTConfig", "DPOConfig", "GRPOConfig", "ConvertConfig"])
+@pytest.mark.parametrize("of_trl", [False, True])
+def test_the_parsers_of_transformers_and_trl_read_every_config(own, of_trl, tmp_path):
+    config = getattr(unmask, own)
+    given = ["--output_dir", str(tmp_path), "--learning_rate", "0.5", "--use_cpu"]
+    if of_trl:
+        parser = trl.TrlParser((trl.ScriptArguments, config, trl.ModelConfig))
+        _, args, _ = parser.parse_args_and_config([*given, "--dataset_name", "rows"])
+    else:
+        parser = HfArgumentParser(config)
+        [args] = parser.parse_args_into_dataclasses(given)
+    expected = config(output_dir=str(tmp_path), learning_rate=0.5, use_cpu=True)
+    for field in fields(config):
+        assert getattr(args, field.name) == getattr(expected, field.name), field.name
+    assert "--learning_rate" in parser.format_help()
+
+
+def test_words_and_switches_are_parsed(tmp_path):
+    def parse(config, *given):
+        return HfArgumentParser(config).parse_args_into_dataclasses(["--output_dir", str(tmp_path), *given])[
+            0
+        ]
+
+    assert parse(unmask.DPOConfig, "--loss_type", "ipo").loss_type == "ipo"
+    grpo = parse(unmask.GRPOConfig, "--scale_rewards", "False", "--loss_type", "grpo", "--log_completions")
+    assert (grpo.scale_rewards, grpo.loss_type, grpo.log_completions) == ("none", "grpo", True)

@@ -86,7 +86,9 @@ def type_name(annotation: Any) -> str:
     if origin is Annotated:
         return type_name(arguments[0])
     if origin is Literal:
-        return " | ".join(map(str, arguments))
+        both = any(word is True for word in arguments) and any(word is False for word in arguments)
+        words = ("bool" if both and isinstance(word, bool) else str(word) for word in arguments)
+        return " | ".join(dict.fromkeys(words))
     if origin in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(map(type_name, sorted(arguments, key=lambda one: one is type(None)))))
     if origin is not None:

@@ -46,7 +46,7 @@ class DPOConfig(PairConfig):
     responses."""
 
     learning_rate: float = setting(1e-6, "The peak learning rate of AdamW")
-    loss_type: PreferenceLoss | list[PreferenceLoss] = setting(
+    loss_type: PreferenceLoss | str | list[PreferenceLoss] = setting(
         "sigmoid",
         "sigmoid (DPO), ipo, hinge, bco_pair, sft, simpo or kto, or a list of them (docs/preferences.md)",
         choices=get_args(PreferenceLoss),
@@ -272,7 +272,8 @@ class DPOConfig(PairConfig):
     @property
     def losses(self) -> list[PreferenceLoss]:
         """The losses that are added up."""
-        return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
+        every: Any = self.loss_type  # which are `choices`
+        return every if isinstance(every, list) else [every]
 
     def per_token(self, loss: PreferenceLoss) -> bool:
         """Whether a loss reads log-ratios per token."""

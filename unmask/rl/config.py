@@ -118,7 +118,7 @@ class GRPOConfig(TrainingConfig):
         ),
         choices=get_args(LossType),
     )
-    scale_rewards: ScaleRewards | bool | None = of_method(
+    scale_rewards: Literal[ScaleRewards, True, False] | None = of_method(
         Method.scale_rewards,
         (
             "How advantages are scaled, all of which are less the group's mean: none, group (by the "

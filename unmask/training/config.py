@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from accelerate.state import AcceleratorState
@@ -88,7 +88,7 @@ class TrainingConfig(TrainingArguments):
     )
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between log lines."})
-    report_to: str | list[str] = field(
+    report_to: list[str] | str | None = field(
         default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."}
     )
     logging_dir: str | None = setting(
@@ -96,7 +96,7 @@ class TrainingConfig(TrainingArguments):
         "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir",
         on_resume=NEUTRAL,
     )
-    fsdp: bool | str | None = field(
+    fsdp: Literal[True, False] | str | None = field(
         default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."}
     )
     cudnn_benchmark: bool = setting(
@@ -234,6 +234,7 @@ class TrainingConfig(TrainingArguments):
         if not isinstance(folder := self.output_dir, str | os.PathLike | None):
             remedy = "Give the folder of the run"
             raise ConfigError(f"{folder!r} is no path", where="output_dir", remedy=remedy)
+        self.report_to = "none" if self.report_to is None else self.report_to
         check_types(self)
         check_not_read(self.given, partial(getattr, self))
         check_trackers(self.report_to, self.logging_dir)

@@ -17,6 +17,17 @@ from unmask.names import VALUES_ELSEWHERE, remedy_of_value
 Config = TypeVar("Config", bound=type[Any])
 
 
+class Metadata(dict[str, Any]):
+    """What `setting` declares, by name. As a mapping it has the help alone, because the parsers of
+    transformers and TRL (`HfArgumentParser`) give all of it to argparse."""
+
+    def keys(self) -> Any:
+        return self.copy().keys()
+
+    def copy(self) -> dict[str, Any]:
+        return {"help": self["help"]}
+
+
 def setting(
     default: Any,
     help: str,
@@ -42,7 +53,7 @@ def setting(
     """
     described = f"{help}; needs {' and '.join(map(_described, needs))}." if needs else f"{help}."
     checks = {"low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
-    return field(default=default, metadata={"help": described, "on_resume": on_resume, **checks})
+    return field(default=default, metadata=Metadata(help=described, on_resume=on_resume, **checks))
 
 
 def described(config: Config) -> Config:
