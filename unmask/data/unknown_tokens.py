@@ -46,7 +46,8 @@ class UnknownTokens:
             for text in _strings(texts):
                 self.found.update(_unknown_parts(tokenizer, text[:SEARCHED_LENGTH]))
         if self.first < SEARCHED and not parses_special_tokens(tokenizer):
-            spelled = {token for text in _strings(texts) for token in _special_tokens(tokenizer, text)}
+            found = (token for text in _strings(texts) for token in _special_tokens(tokenizer, text))
+            spelled = [*dict.fromkeys(found)]  # in their order
             self.first += 1
             self.spelling += bool(spelled)
             self.spelled.update(spelled)
