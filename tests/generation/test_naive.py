@@ -4,13 +4,14 @@ pass."""
 from __future__ import annotations
 
 import inspect
+import math
 from typing import get_args
 
 import pytest
 import torch
 
 from tests.generation.cases import PATTERNS
-from tests.tiny import float64_causal, float64_lm
+from tests.tiny import add_to_logits, float64_causal, float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.models.load import make_diffusion
@@ -71,6 +72,21 @@ def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, atten
         lm, PROMPTS, SamplerConfig(max_new_tokens=7, threshold=0.9, forbidden_tokens=[lm.eos_token_id])
     )
     assert generation.steps == [list(range(7))] * 4 and generation.forward_passes == [7] * 4
+
+
+@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+@pytest.mark.parametrize("factor, together", [(0.5, 1), (1.0, 2), (1.3, 3), (9.0, 7)])
+def test_a_factor_reveals_equals_while_they_are_probable_enough(generate, factor, together):
+    """Of n revealed together the n-th must be at least 1 - factor / (n + 1) probable; here all are at 0.7."""
+    stock_model, tokenizer = float64_causal()
+    stock_model.get_output_embeddings().weight.data.zero_()
+    lm = make_diffusion(stock_model, tokenizer, attention="bidirectional")
+    others = len(stock_model.get_output_embeddings().weight) - 2  # neither this token nor the mask token
+    add_to_logits(lm, {5: math.log(others * 0.7 / 0.3)})
+    generation = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=7, factor=factor))
+    assert generation.tokens == [[5] * 7] * 4
+    assert generation.log_probs == [pytest.approx([math.log(0.7)] * 7)] * 4
+    assert generation.steps == [[place // together for place in range(7)]] * 4
 
 
 def test_the_policies_differ():

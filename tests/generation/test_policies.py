@@ -23,6 +23,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.policies import (
+    GivenTokens,
     best,
     count_remasked,
     decide,
@@ -174,6 +175,16 @@ def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, remaski
     is_last_N = torch.tensor([token in last for token in after.token_N.tolist()])
     assert (after.priority_N[is_last_N] == torch.finfo(torch.float32).min).all()
     torch.testing.assert_close(after.priority_N[~is_last_N], expected_N[~is_last_N])
+
+
+@pytest.mark.parametrize("remasking", ["low_confidence", "margin", "entropy"])
+def test_a_token_without_a_confidence_is_revealed_last(remasking):
+    """A given token need not be among those that the filters keep, and these may be all of `reveal_last`."""
+    config = SamplerConfig(remasking=remasking, filtered_confidence=True, top_k=1, reveal_last=[0])
+    logits_NV, zero_N = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), torch.zeros(2, dtype=torch.long)
+    given = GivenTokens(torch.tensor([1, 2]), None, None, logits_NV)
+    priority_N = decide(logits_NV, config, zero_N, zero_N, zero_N, given=given).priority_N
+    assert priority_N[0] == torch.finfo(torch.float32).min < priority_N[1]
 
 
 @pytest.mark.parametrize(
