@@ -3,6 +3,7 @@ arrives."""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import string
@@ -17,6 +18,7 @@ from unmask.data.decoding import (
     DECODED_AGAIN,
     GrowingText,
     has_text,
+    num_at_start,
     text_after,
     token_bytes,
     token_name,
@@ -135,6 +137,14 @@ def test_parts_of_a_character_have_their_bytes_and_names_of_their_own(kind):
     assert (token_name(made, made.eos_token_id), token_bytes(made, made.eos_token_id)) == ("</s>", b"")
 
 
+def test_a_token_may_be_text_and_a_part_of_a_character():
+    """As tokens of GPT-2 are, which have a space and the first bytes of a dash."""
+    made = copy.deepcopy(tokenizer("bytes"))
+    made.add_tokens("Ġaç")
+    ids = made.convert_tokens_to_ids(["Ġaç", "Į", "«"])
+    assert token_texts(made, encode_prompt(made, "Once"), ids) == [" a", "", "猫"]
+
+
 @pytest.mark.parametrize("kind", ["bytes", "llama", "mistral"])
 @given(text=st.sampled_from(["猫", "🙂", "é", "a猫"]), cut=st.integers(1, 3))
 def test_a_completion_may_begin_within_a_character(kind, text, cut):
@@ -142,6 +152,18 @@ def test_a_completion_may_begin_within_a_character(kind, text, cut):
     ids = [*encode_prompt(made, "Once\n"), *encode_completion(made, "Once\n", text)]
     if cut < len(encode_completion(made, "O", text[-1])):
         assert text_after(made, ids[:-cut], ids[-cut:]) == text[-1]
+
+
+def test_no_text_precedes_the_tokens_up_to_the_first_that_is_hidden_or_has_text():
+    made = tokenizer("llama")
+    bos, end, mask = made.bos_token_id, made.eos_token_id, made.mask_token_id
+    word = made.convert_tokens_to_ids("▁the")
+    assert has_text(made, [word]) and not has_text(made, [bos, end, mask])
+    assert num_at_start(made, [bos, word], [end, word]) == 0
+    assert num_at_start(made, [bos], [end, word, word]) == 2
+    assert num_at_start(made, [], [end, mask, word], [False, True]) == 2
+    assert num_at_start(made, [], [end, mask, word], [False, False]) == 3
+    assert num_at_start(made, [bos], [end, end]) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,6 +89,16 @@ def test_a_factor_reveals_equals_while_they_are_probable_enough(generate, factor
     assert generation.steps == [[place // together for place in range(7)]] * 4
 
 
+@pytest.mark.parametrize("logit_shift", [False, True])
+def test_drafts_are_those_of_a_block_of_one_mask_more(logit_shift):
+    """Here a further mask would change which are kept."""
+    lm = float64_lm("gpt2", "block_causal", 4, logit_shift, causal_context=True, eos_bias=-9.0)
+    config = SamplerConfig(mode="self-speculative", max_new_tokens=8, num_speculative_tokens=1)
+    generation, expected = (make(lm, PROMPTS, config) for make in (naive.generate, sampler.generate))
+    assert generation.tokens == expected.tokens and generation.steps == expected.steps
+    assert 0 < generation.accepted_drafts == expected.accepted_drafts < 1
+
+
 def test_the_policies_differ():
     """Otherwise other tests would not notice a remasking without effect."""
     lm = float64_lm("phi", "bidirectional")
