@@ -182,15 +182,20 @@ def test_one_end_may_stand_alone(tmp_path):
     assert load(write(tmp_path), eos_token_ids=IM_END).eos_token_ids == (EOS, IM_END)
 
 
-def test_another_chat_template_brings_its_end(tmp_path):
-    lm = load(write(tmp_path / "stock"))
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_another_chat_template_brings_its_end(attention, tmp_path):
+    lm = load(write(tmp_path / "stock"), attention=attention)
     lm.set_chat_template(CHATML)
     assert lm.eos_token_ids == (EOS, IM_END)
     lm.set_chat_template("simple")
     assert lm.tokenizer.chat_template == TEMPLATES["simple"]
     assert lm.eos_token_ids == (EOS, IM_END)
     lm.save(tmp_path / "own")
-    assert load(tmp_path / "own").eos_token_ids == (EOS, IM_END)
+    lm.model.save_pretrained(tmp_path / "by_transformers")
+    lm.tokenizer.save_pretrained(tmp_path / "by_transformers")
+    for folder in ("own", "by_transformers"):
+        loaded = load(tmp_path / folder)
+        assert (loaded.attention, loaded.eos_token_ids) == (attention, (EOS, IM_END))
 
 
 def test_new_weights_have_the_ends_of_their_tokenizer(tmp_path):

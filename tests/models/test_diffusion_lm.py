@@ -9,13 +9,24 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import RobertaConfig, RobertaForCausalLM
 
 from tests.errors import raises
 from tests.helpers import partly_slow
-from tests.models.configurations import CONFIGURATIONS, NAMES, VOCABULARY, WINDOW, random_ids, tiny_lm
+from tests.models.configurations import (
+    ALPHABET,
+    CONFIGURATIONS,
+    NAMES,
+    SIZES,
+    VOCABULARY,
+    WINDOW,
+    random_ids,
+    tiny_lm,
+)
+from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.models.attention import PATTERNS
-from unmask.models.load import with_pattern
+from unmask.models.load import make_diffusion, with_pattern
 from unmask.models.model_state import disable_dropout, evaluating, fingerprint
 
 BLOCK = 3
@@ -168,6 +179,15 @@ def test_a_row_longer_than_the_context_is_an_error():
     lm.logits(random_ids(1, 64))
     with raises(ModelError, where="input_ids"):
         lm.logits(random_ids(1, 65))
+
+
+def test_the_context_of_robertas_kind_begins_after_the_padding_token():
+    model = RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True)).eval()
+    lm = make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
+    assert lm.context_length == 63
+    lm.logits(random_ids(1, 63))
+    with raises(ModelError, where="input_ids"):
+        lm.logits(random_ids(1, 64))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
