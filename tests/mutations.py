@@ -31,7 +31,7 @@ CORE = {
     "unmask/models/attention.py": "tests/models/test_attention.py tests/models/test_diffusion_lm.py",
     "unmask/models/diffusion_lm.py": "tests/models/test_diffusion_lm.py tests/models/test_load.py",
     "unmask/rl/losses.py": "tests/rl/test_losses.py tests/rl/test_trl.py",
-    "unmask/rl/policy_loss.py": "tests/rl/test_losses.py tests/rl/test_trl.py tests/rl/methods",
+    "unmask/rl/policy_loss.py": "tests/rl/test_policy_loss.py tests/rl/test_trl.py tests/rl/methods",
     "unmask/rl/methods": "tests/rl/methods tests/rl/test_masks_kept.py",
     "unmask/preference/losses.py": "tests/preference/test_losses.py tests/preference/test_trl.py",
     "unmask/training/per_view_backward.py": "tests/training/test_per_view_backward.py tests/supervised",

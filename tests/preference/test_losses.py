@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unmask.preference.losses import divergence_scores, dpo, hinge, ipo, kto, margins, simpo
+from unmask.preference.losses import divergence_scores, dpo, hinge, ipo, kto, log_ratios, margins, simpo
 
 nats = st.floats(-200, 200)
 betas = st.floats(0.01, 5)
@@ -207,7 +207,7 @@ def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalized):
     }
     check(
         lambda log_prob_B, length_B: loss(
-            margins((log_prob_B - reference_B) / (length_B if normalized else 1)), beta=BETA
+            margins(log_ratios(log_prob_B, reference_B, length_B if normalized else None)), beta=BETA
         ),
         lambda log_prob_BT: with_trl(
             trl.DPOTrainer._compute_loss, inputs, log_prob_BT, f_divergence_type="reverse_kl", **settings
@@ -247,8 +247,11 @@ def test_losses_without_a_reference_are_those_of_trls_cpo_trainer(name, smoothin
         loss = cpo.CPOTrainer.cpo_loss(trainer, chosen_P, rejected_P)[0].mean()
         return loss, torch.autograd.grad(loss, log_prob_BT)[0]
 
+    none_B = torch.zeros(6, dtype=torch.float64)
     check(
-        lambda log_prob_B, length_B: losses[name](margins(log_prob_B / (length_B if per_token else 1))),
+        lambda log_prob_B, length_B: losses[name](
+            margins(log_ratios(log_prob_B, none_B, length_B if per_token else None))
+        ),
         theirs,
         policy_BT,
     )
@@ -276,7 +279,9 @@ def test_kto_is_that_of_trls_kto_trainer(shift):
         **weights,
     }
     check(
-        lambda log_prob_B, _: kto(log_prob_B - reference_B, desirable_B, baseline, beta=BETA, **weights),
+        lambda log_prob_B, _: kto(
+            log_ratios(log_prob_B, reference_B), desirable_B, baseline, beta=BETA, **weights
+        ),
         lambda log_prob_BT: with_trl(trl.KTOTrainer._compute_loss, inputs, log_prob_BT, **settings),
         policy_BT,
     )
