@@ -278,6 +278,26 @@ def test_the_interval_of_a_skewed_mean_is_longer_on_the_side_of_its_tail():
     assert interval.high - interval.mean > 1.5 * (interval.mean - interval.low)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("count", [5, 12, 60])
+def test_the_bound_on_the_side_of_the_tail_is_halls(count, sign):
+    """Hall's transformation maps its deviation to Student's. The other bound is Student's itself."""
+    values = np.random.default_rng(count).lognormal(1, 1, count)
+    interval, student = (
+        mean_interval(sign * values, range(count)),
+        scipy.stats.t.ppf(0.975, count - 2) / math.sqrt(count),
+    )
+    skewness = scipy.stats.skew(values, bias=False) * (1 + 4 / count)
+    # of the mean from the bounds, in standard deviations
+    highest, lowest = (
+        (values.mean() - bound) / np.std(values, ddof=1)
+        for bound in sorted([sign * interval.low, sign * interval.high])
+    )
+    assert highest == pytest.approx(student) and lowest < -student
+    hall = lowest + skewness * lowest**2 / 3 + skewness**2 * lowest**3 / 27 + skewness / (6 * count)
+    assert hall == pytest.approx(-student)
+
+
 @pytest.mark.parametrize(
     "values", [np.random.default_rng(4).normal(size=50), np.random.default_rng(4).integers(0, 2, 50)]
 )
