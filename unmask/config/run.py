@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Arguments = TypeVar("Arguments")
 AttentionName = Literal["causal", "block_causal", "bidirectional"]
+NoiseName = Literal["masked", "uniform", "hybrid"]
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
 TRAIN = "train:"
 # from the bytes and special tokens to what memory can be reserved for

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unmask.diffusion.mixing import negative_divergence
 from unmask.diffusion.views import Views
 from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -52,7 +53,8 @@ def view_log_probs(
         measure: what is computed at each target in place of its log-probability, such as `entropies`.
     """
     check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, **views.tensors)
-    if views.causal and not (lm.causal_context and views.count > 1):
+    together = lm.causal_context and views.count > 1 and views.replaced is None
+    if views.causal and not together:
         noised, causal = views.split_causal()
         parts = [(lm, noised)] if noised.count else []
         parts.append((lm.as_causal(), replace(causal, causal=False)))
@@ -116,17 +118,30 @@ class ViewPasses:
         )
 
     def _log_probs(self, rows: slice, copies: slice, targets: Targets) -> Tensor:
-        ids_BT, hidden_BMT = self._part(self.ids_BT, rows), self._part(self.views.hidden_BMT, rows)[:, copies]
+        ids_BT, views = self._part(self.ids_BT, rows), self.views
+        hidden_BMT = self._part(views.hidden_BMT, rows)[:, copies]
         padding_BT = self._part(self.attention_mask_BT, rows)
         causal_N = targets.token_N[len(targets.noised_N) :]
         key = (rows.start, rows.stop, hidden_BMT.shape[1])
         if key not in self._patterns:
             self._patterns[key] = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1])
         causal_target_N = causal_N if len(causal_N) else None
+        seen_BMT = None
+        if views.replaced is not None:
+            seen_BMT = self._part(views.replaced.ids_BMT, rows)[:, copies]
         inputs = forward_inputs(
-            self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N, self._patterns[key]
+            *(self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N),
+            pattern=self._patterns[key],
+            seen_BMT=seen_BMT,
         )
-        return self.measure(self.lm, inputs, ids_BT.take(targets.token_N), self.temperature)
+        target_N = ids_BT.take(targets.token_N)
+        if views.divergence:
+            assert views.replaced is not None
+            planes_N = (plane_BMT.take(targets.place_N) for plane_BMT in views.replaced)
+            setting = (self.temperature, self.lm.mask_token_id)
+            reduction = Reduction(negative_divergence, (target_N, *planes_N), setting)
+            return self.lm.reduced(inputs, reduction)[0]
+        return self.measure(self.lm, inputs, target_N, self.temperature)
 
     def _part(self, each: Any, rows: slice) -> Any:
         return each if each is None or (rows.start == 0 and rows.stop >= len(each)) else each[rows]
@@ -164,21 +179,24 @@ def forward_inputs(
     target_BMT: Tensor,
     causal_target_BT: Tensor | None = None,
     pattern: Pattern | None = None,
+    seen_BMT: Tensor | None = None,
 ) -> ForwardInputs:
     """The inputs with which a model predicts the targets (boolean, or flat indices) from the visible tokens
-    (and, by blocks, the clean past). `pattern`: the `attention_pattern` of these arguments, if it is
-    known."""
+    (and, by blocks, the clean past). `pattern`: the `attention_pattern` of these arguments, if it is known;
+    `seen_BMT`: what the model sees of each copy; None: the mask token at hidden positions."""
     copies = hidden_BMT.shape[1]
     pattern = pattern or attention_pattern(lm, clean_BT, attention_mask_BT, copies)
     if _stacks_copies(lm):
-        return lm.stacked_inputs(clean_BT, hidden_BMT, None, target_BMT, causal_target_BT, known=pattern)
+        return lm.stacked_inputs(
+            clean_BT, hidden_BMT, None, target_BMT, causal_target_BT, known=pattern, seen_BMT=seen_BMT
+        )
     clean_RT = _repeated(clean_BT, copies)
     if lm.autoregressive:
         return lm.noised_inputs(clean_RT, None, target_BMT, known=pattern)
     hidden_RT = hidden_BMT.flatten(0, 1)
-    return lm.noised_inputs(
-        torch.where(hidden_RT, lm.mask_token_id, clean_RT), None, target_BMT, hidden_RT, known=pattern
-    )
+    masked = seen_BMT is None
+    seen_RT = torch.where(hidden_RT, lm.mask_token_id, clean_RT) if masked else seen_BMT.flatten(0, 1)
+    return lm.noised_inputs(seen_RT, None, target_BMT, hidden_RT, known=pattern)
 
 
 def attention_pattern(

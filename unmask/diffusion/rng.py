@@ -37,6 +37,9 @@ class RngStream(IntEnum):
     ACCEPT = 9
     REVISION = 10
     GAP = 11
+    KIND = 12
+    NOISE = 13
+    LEVEL = 14
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

@@ -17,6 +17,7 @@ hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unmask.diffusion.mixing import Mixing, Replaced, Vocabulary, replaced
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.schedules import Noise
 from unmask.errors import ConfigError
@@ -38,11 +40,15 @@ CART_CUT = 1e-6  # the tail of a geometric distribution
 class Views:
     """Noised copies of a batch."""
 
-    hidden_BMT: Tensor  # True where the model sees the mask token
+    hidden_BMT: Tensor  # True where the model sees the mask token, or the token of `replaced`
     target_BMT: Tensor  # True for targets, whose log-probability is computed
     weight_BMT: Tensor  # of the targets, float32; 0 elsewhere
     # whether the last view hides nothing, and each of its tokens is predicted from those before it
     causal: bool = False
+    # what the model sees, if that is not masks alone
+    replaced: Replaced | None = None
+    # whether targets are measured by the bound of `unmask.diffusion.mixing`, not by their log-probability
+    divergence: bool = False
 
     @property
     def count(self) -> int:
@@ -50,14 +56,16 @@ class Views:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Hidden tokens, targets and weights, by name."""
-        return {"hidden_BMT": self.hidden_BMT, "target_BMT": self.target_BMT, "weight_BMT": self.weight_BMT}
+        """Hidden tokens, targets, weights and what replaces tokens, by name."""
+        planes = {"hidden_BMT": self.hidden_BMT, "target_BMT": self.target_BMT, "weight_BMT": self.weight_BMT}
+        return planes | (self.replaced._asdict() if self.replaced is not None else {})
 
     def equals(self, other: Views) -> bool:
-        """Whether hidden tokens, targets and weights are equal."""
-        return self.causal == other.causal and all(
-            torch.equal(part, other.tensors[name]) for name, part in self.tensors.items()
-        )
+        """Whether hidden tokens, targets, weights and what replaces tokens are equal."""
+        own, others = self.tensors, other.tensors
+        return (
+            (self.causal, self.divergence, own.keys()) == (other.causal, other.divergence, others.keys())
+        ) and all(torch.equal(part, others[name]) for name, part in own.items())
 
     @cached_property
     def target_on_host(self) -> np.ndarray:
@@ -76,22 +84,31 @@ class Views:
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences, all marked as noised (`causal` is False)."""
-        return Views(self.hidden_BMT[rows, views], self.target_BMT[rows, views], self.weight_BMT[rows, views])
+        return self.of_planes(lambda plane_BMT: plane_BMT[rows, views])
+
+    def of_planes(self, change: Callable[[Tensor], Tensor]) -> Views:
+        """These views with each of their tensors changed in the same way, all marked as noised."""
+        other = None if self.replaced is None else Replaced(*map(change, self.replaced))
+        planes = map(change, (self.hidden_BMT, self.target_BMT, self.weight_BMT))
+        return Views(*planes, replaced=other, divergence=self.divergence)
 
     def with_causal(self, target_BT: Tensor, weight: float) -> Views:
         """These views, then a causal one with these targets."""
         target_B1T = target_BT[:, None]
-        return Views(
-            torch.cat([self.hidden_BMT, torch.zeros_like(target_B1T)], 1),
-            torch.cat([self.target_BMT, target_B1T], 1),
-            torch.cat([self.weight_BMT, weight * target_B1T.float()], 1),
+        one_more = self.of_planes(lambda plane_BMT: torch.cat([plane_BMT, plane_BMT[:, -1:]], 1))
+        return replace(
+            one_more,
+            hidden_BMT=torch.cat([self.hidden_BMT, torch.zeros_like(target_B1T)], 1),
+            target_BMT=torch.cat([self.target_BMT, target_B1T], 1),
+            weight_BMT=torch.cat([self.weight_BMT, weight * target_B1T.float()], 1),
             causal=True,
         )
 
     def split_causal(self) -> tuple[Views, Views]:
         """The noised views, and the causal one."""
         every = slice(None)
-        return self.select(every, slice(-1)), replace(self.select(every, slice(-1, None)), causal=True)
+        causal = replace(self.select(every, slice(-1, None)), causal=True, replaced=None, divergence=False)
+        return self.select(every, slice(-1)), causal
 
 
 @dataclass(frozen=True)
@@ -256,6 +273,73 @@ def elbo_views(group_BT: Tensor, draw: MaskRNG, *, num_views: int, number_BT: Te
     return _weighted(
         torch.cat([valid_B1T, partial_BMT], 1), torch.cat([1 / size_B1T, weight_BMT, complement_BMT], 1)
     )
+
+
+def mixed_views(
+    clean_BT: Tensor,
+    group_BT: Tensor,
+    draw: MaskRNG,
+    noise: Noise,
+    mixing: Mixing,
+    vocabulary: Vocabulary,
+    *,
+    num_views: int = 1,
+    complementary: bool = False,
+    exact_count: bool = False,
+) -> Views:
+    """Views in which tokens are replaced by random ones and by masks (`unmask.diffusion.mixing`); all tokens
+    of a group are targets.
+
+    Args:
+        noise: the schedule says how many tokens are hidden. The weighting is elbo, the bound, or uniform, the
+            mean log-probability.
+        num_views: views; with `complementary` half of them hide what the others show, in pairs (m, m + M/2).
+        exact_count: k of the L tokens of a group are hidden, k ~ U{0..L} stratified over the views, and the
+            level is drawn given k, Beta(k + 1, L - k + 1): those of an independent hiding of each token at a
+            level drawn uniformly.
+    """
+    _check(group_BT, draw, num_views=num_views)
+    first = num_views // 2 if complementary else num_views
+    valid_B1T = (group_BT >= 0)[:, None]
+    if exact_count:
+        level_BMT, hidden_BMT = _counted(group_BT, draw, first)
+        speed_BMT = torch.ones_like(level_BMT)
+    else:
+        time_BMT = noise.paired().time(stratified(draw, group_BT, first))
+        level_BMT = noise.schedule.mask_rate(time_BMT)
+        hidden_BMT = draw.uniform(columns(group_BT), first, RngStream.MASK) < level_BMT
+        speed_BMT = noise.schedule.weight(time_BMT) * level_BMT
+    if complementary:
+        level_BMT = torch.cat([level_BMT, 1 - level_BMT], 1)
+        hidden_BMT, speed_BMT = torch.cat([hidden_BMT, ~hidden_BMT], 1), speed_BMT.repeat(1, 2, 1)
+    hidden_BMT &= valid_B1T
+    kind_BMT = draw.uniform(columns(group_BT), num_views, RngStream.KIND)
+    token_BMT = draw.uniform(columns(group_BT), num_views, RngStream.NOISE)
+    found, weight_BMT = replaced(clean_BT, hidden_BMT, level_BMT, kind_BMT, token_BMT, mixing, vocabulary)
+    elbo = noise.weighting == "elbo"
+    weight_BMT = speed_BMT * weight_BMT if elbo else torch.ones_like(weight_BMT)
+    target_BMT = valid_B1T.expand_as(hidden_BMT)
+    weight_BMT = torch.where(target_BMT, weight_BMT / num_views, 0).float()
+    return Views(hidden_BMT, target_BMT, weight_BMT, replaced=found, divergence=elbo)
+
+
+def _counted(group_BT: Tensor, draw: MaskRNG, num_views: int) -> tuple[Tensor, Tensor]:
+    """The levels, and the hidden tokens, of views with exact counts [B, M, T]. Of L + 1 uniform numbers the
+    one of rank k is Beta(k + 1, L - k + 1): of L sorted ones, and one more that is put among them."""
+    size_B1T = group_sizes(group_BT)[:, None]
+    count_BMT = (stratified(draw, group_BT, num_views) * (size_B1T + 1)).long()
+    uniform_BMT = draw.uniform(columns(group_BT), num_views, RngStream.ORDER)
+    more_BMT = draw.uniform(group_BT.clamp_min(0), num_views, RngStream.LEVEL)
+    sorted_BMT = (group_BT[:, None] + uniform_BMT).sort(-1).values - group_BT.sort(-1).values[:, None]
+    start_BMT = torch.searchsorted(group_BT.sort(-1).values, group_BT.contiguous())[:, None].expand_as(
+        count_BMT
+    )
+    last = group_BT.shape[1] - 1
+    below_BMT = sorted_BMT.gather(2, (start_BMT + count_BMT - 1).clamp(0, last))
+    above_BMT = sorted_BMT.gather(2, (start_BMT + count_BMT).clamp(0, last))
+    low_BMT = torch.where(count_BMT == 0, 0.0, below_BMT)
+    high_BMT = torch.where(count_BMT == size_B1T, 1.0, above_BMT)
+    return more_BMT.clamp(low_BMT, high_BMT), hide(group_BT, draw, count_BMT)
 
 
 def exact_views(group_BT: Tensor, width: int) -> Views:

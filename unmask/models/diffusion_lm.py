@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import CommitInfo
@@ -24,7 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils.hub import hf_api
 
 from unmask.artifacts import share
-from unmask.config.run import AttentionName
+from unmask.config.run import AttentionName, NoiseName
 from unmask.errors import ConfigError, ModelError, require_known
 from unmask.models.attention import (
     AttentionMask,
@@ -86,6 +86,24 @@ class ForwardInputs:
     pruned: bool = False
 
 
+def check_noise(noise: str, p_uniform: float | None, attention: str) -> None:
+    """Raise ConfigError for an unknown kind of noise, for a probability that it does not have, and for noise
+    of a causal model."""
+    if noise not in get_args(NoiseName):
+        remedy = f"Use one of {', '.join(get_args(NoiseName))}"
+        raise ConfigError(f"unknown noise {noise!r}", where="noise", remedy=remedy)
+    if noise != "masked" and attention == "causal":
+        remedy = "Use attention: bidirectional or block_causal"
+        raise ConfigError(f"{noise} noise in a causal model", where="noise", remedy=remedy)
+    if (noise == "hybrid") != (p_uniform is not None):
+        what = "needs a probability of random tokens" if noise == "hybrid" else f"has none with {noise} noise"
+        remedy = "Give one between 0 and 1, such as 0.1" if noise == "hybrid" else "Leave it out"
+        raise ConfigError(what, where="p_uniform", remedy=remedy)
+    if p_uniform is not None and not 0 < p_uniform < 1:
+        remedy = "Use a number between 0 and 1, such as 0.1"
+        raise ConfigError(f"{p_uniform} is not between 0 and 1", where="p_uniform", remedy=remedy)
+
+
 class DiffusionLM(ModuleMethods):
     """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift.
 
@@ -106,6 +124,9 @@ class DiffusionLM(ModuleMethods):
             i.
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal
             model does, and only the current block in both directions (NBDiff, Tian et al. 2025).
+        noise: what stands for tokens that are not known yet: masked, uniform (random tokens) or hybrid
+            (`unmask.diffusion.mixing`).
+        p_uniform: of hybrid noise, the greatest probability of a random token; else None.
         first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
         config: of the unwrapped model.
         quality_head: estimates whether visible tokens are right; None: the model has none.
@@ -135,8 +156,18 @@ class DiffusionLM(ModuleMethods):
         delete_token_id: int | None = None,
         max_gap: int | None = None,
         first_position: int = 0,
+        noise: NoiseName = "masked",
+        p_uniform: float | None = None,
     ):
         check_pattern(attention, block_size, causal_context)
+        check_noise(noise, p_uniform, attention)
+        if noise != "masked" and (time_embedding or quality_head or max_gap is not None):
+            raise ConfigError(
+                "a time embedding, a quality head and gaps know which tokens are hidden, which random tokens "
+                "do not show",
+                where="noise",
+                remedy="Use noise: masked, or leave them out",
+            )
         model, compile_options = taken_apart(model)
         self.recurrent = read_in_blocks(model)
         self._model: Any = model
@@ -151,6 +182,8 @@ class DiffusionLM(ModuleMethods):
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
         self.causal_context = causal_context
+        self.noise: NoiseName = noise
+        self.p_uniform = p_uniform
         self.first_position = first_position
         self.config = model.config
         self.padding_idx: int | None = model.get_input_embeddings().padding_idx
@@ -266,6 +299,8 @@ class DiffusionLM(ModuleMethods):
             "time_embedding": self.has_time_embedding,
             "expand_token_id": self.expand_token_id,
             "delete_token_id": self.delete_token_id,
+            "noise": self.noise,
+            "p_uniform": self.p_uniform,
         }
 
     def set_chat_template(self, template: str, *, ends: bool = True) -> None:
@@ -317,6 +352,7 @@ class DiffusionLM(ModuleMethods):
             HiddenFraction(),
             None,
         )
+        causal.noise, causal.p_uniform = "masked", None
         return causal
 
     def annealed(self, visible_fraction: float, key: int) -> DiffusionLM:
@@ -406,6 +442,7 @@ class DiffusionLM(ModuleMethods):
         target_BMT: Tensor,
         causal_target_BT: Tensor | None = None,
         known: tuple[Layout, AttentionMask] | None = None,
+        seen_BMT: Tensor | None = None,
     ) -> ForwardInputs:
         """The inputs of one pass over `[x_t ; ... ; x_0]`: M noised copies of each row, then its clean
         tokens. One pass predicts all blocks of a block-causal model.
@@ -421,9 +458,12 @@ class DiffusionLM(ModuleMethods):
             causal_target_BT: with a causal context, tokens that the causal model predicts from earlier clean
                 ones; their rows come last.
             known: the `layout_and_mask` of these copies, if they are.
+            seen_BMT: the tokens of the copies; None: the mask token at the hidden positions.
         """
         copies, length = hidden_BMT.shape[1:]
-        noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
+        noisy_BMT = seen_BMT
+        if noisy_BMT is None:
+            noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
         layout, mask = known or self.layout_and_mask(clean_BT, attention_mask_BT, copies)
         index_N = stacked_rows(
             flat_indices(target_BMT), layout, copies, self.block_size, logit_shift=self.logit_shift

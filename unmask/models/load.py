@@ -67,6 +67,8 @@ STOCK_SETTINGS: dict[str, Any] = {
     "max_gap": None,
     "eos_token_ids": None,
     "padding_idx": None,
+    "noise": "masked",
+    "p_uniform": None,
 }
 Quantization = Literal["4bit", "8bit"]
 WITHOUT_EFFECT = {
