@@ -16,19 +16,17 @@ import torch
 from scipy.integrate import solve_ivp
 
 from tests import enumeration
-from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import toy_lm
-from unmask.diffusion.likelihood import exact_log_likelihood
+from unmask.diffusion.likelihood import elbo, exact_log_likelihood
 from unmask.diffusion.log_probs import noise_groups, sum_over_views, view_log_probs
-from unmask.diffusion.mixing import Mixing, Vocabulary, negative_divergence, replaced
+from unmask.diffusion.mixing import Mixing, RandomTokens, negative_divergence, replaced
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import MaskRNG, mixed_views
-from unmask.errors import ConfigError
 
 MIXINGS = [Mixing("uniform"), Mixing("hybrid", 0.1), Mixing("hybrid", 0.5)]
 PATTERNS = {"bidirectional": ("bidirectional", None, False), "blocks of two": ("block_causal", 2, False)}
 mixings = pytest.mark.parametrize("mixing", MIXINGS, ids=str)
-kinds = pytest.mark.parametrize("kind", PATTERNS)
 
 
 def gidd(r, p_uniform):
@@ -68,8 +66,8 @@ class Enumerated:
     """A model's predictions of L tokens after a prompt, for all that it can see of them."""
 
     def __init__(self, lm, row, positions):
-        self.vocabulary, self.positions = Vocabulary.of(lm), positions
-        allowed = [token for token in range(self.vocabulary.rows) if token not in lm.never_predicted]
+        self.tokens, self.positions = RandomTokens.of(lm), positions
+        allowed = [token for token in range(self.tokens.rows) if token not in lm.never_predicted]
         self.seen = [*allowed, lm.mask_token_id]
         self.texts = list(itertools.product(range(len(self.seen)), repeat=len(positions)))
         stop = positions[-1] + 1
@@ -83,8 +81,7 @@ class Enumerated:
         """The integral of the bound's definition."""
         nodes, weights = np.polynomial.legendre.leggauss(points)
         return sum(
-            weight / 2 * self._at(mixing, (node + 1) / 2)
-            for node, weight in zip(nodes, weights, strict=True)
+            weight / 2 * self._at(mixing, (node + 1) / 2) for node, weight in zip(nodes, weights, strict=True)
         )
 
     def _at(self, mixing, level):
@@ -155,38 +152,60 @@ def estimates(lm, row, mixing, count, **plan):
     """Estimates of the bound, each of one row of views."""
     maskable = (torch.arange(len(row)) >= 2)[None]
     group = noise_groups(lm, maskable, None)
-    draw, noise = MaskRNG(0, torch.arange(count)), Noise(get_schedule(plan.pop("schedule", "linear")), low=1e-5)
+    draw, noise = (
+        MaskRNG(0, torch.arange(count)),
+        Noise(get_schedule(plan.pop("schedule", "linear")), low=1e-5),
+    )
     every = count, len(row)
     views = mixed_views(
-        row.expand(every), group.expand(every), draw, noise, mixing, Vocabulary.of(lm), **plan
+        row.expand(every), group.expand(every), draw, noise, mixing, RandomTokens.of(lm), **plan
     )
     with torch.no_grad():
         found = view_log_probs(lm, row.expand(every), None, views, chunk=20_000)
     return sum_over_views(found, views).sum(1).double()
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {},
-        {"num_views": 3},
-        {"num_views": 2, "complementary": True},
-        {"num_views": 2, "exact_count": True},
-        {"num_views": 4, "exact_count": True, "complementary": True},
-        {"schedule": "cosine"},
-    ],
-    ids=str,
-)
-@mixings
-@kinds
+PLANS = [
+    {},
+    {"num_views": 2, "complementary": True},
+    {"num_views": 2, "exact_count": True},
+    {"num_views": 3},
+    {"num_views": 4, "exact_count": True, "complementary": True},
+    {"schedule": "cosine"},
+]
+
+
+@partly_slow("plan", PLANS, 0, 4, ids=str)
+@partly_slow("mixing", MIXINGS, 1, ids=str)
+@partly_slow("kind", PATTERNS, 0)
 def test_the_mean_of_the_estimates_is_the_bound(kind, mixing, plan):
-    lm, row, count = toy_lm(attention=PATTERNS[kind]), enumeration.random_row(4, seed=2), 20_000
+    lm, row, count = toy_lm(attention=PATTERNS[kind]), enumeration.random_row(4, seed=2), 8_000
     with torch.no_grad():
         groups = enumeration.groups(lm, 2, 4)
         expected = sum(Enumerated(lm, row, positions).bound(mixing) for positions in groups)
     found = estimates(lm, row, mixing, count, **plan)
     error = (found.mean() - expected) / (found.std() / count**0.5)
     assert abs(error) < 4.5
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 8])
+@mixings
+def test_the_bound_of_a_completion_is_estimated_without_bias(mixing, samples):
+    """And its standard error is right."""
+    lm = toy_lm(attention=PATTERNS["bidirectional"]).with_noise(mixing.name, mixing.p_uniform)
+    row, count = enumeration.random_row(4, seed=2), 4000
+    maskable = (torch.arange(4) >= 2).expand(count, -1)
+    with torch.no_grad():
+        expected = Enumerated(lm, row, [2, 3]).bound(mixing)
+        draw = MaskRNG(0, torch.arange(count))
+        found = elbo(lm, row.expand(count, -1), None, maskable, draw, samples=samples)
+    values = found.value_B.double()
+    assert abs((values.mean() - expected) / (values.std() / count**0.5)) < 4.5
+    if samples == 8:
+        variance = found.standard_error_B.double().square().mean().item()
+        assert variance == pytest.approx(values.var().item(), rel=0.2)
+    else:
+        assert found.standard_error_B.isnan().all()
 
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published_mixing.json").read_text())
@@ -205,11 +224,11 @@ def test_losses_are_those_of_the_published_code(name):
         kept, speed = 1 - kept, (below - above) / (2 * step)
     clean_BT, seen_BT = torch.tensor(PUBLISHED["clean"]), torch.tensor(record["seen"])
     logits = torch.tensor(PUBLISHED["logits"], dtype=torch.float64)[..., : 8 + (p_uniform is not None)]
-    vocabulary = Vocabulary(8, (), 8)
+    tokens = RandomTokens(8, (), 8)
     level_B1T = kept[:, None, None].expand(-1, 1, clean_BT.shape[1])
     hidden, kind = (seen_BT != clean_BT)[:, None], torch.where(seen_BT == 8, 0.0, 1.0)[:, None]
     found, weight = replaced(
-        clean_BT, hidden, level_B1T, kind, ((seen_BT + 0.5) / 8)[:, None], mixing, vocabulary
+        clean_BT, hidden, level_B1T, kind, ((seen_BT + 0.5) / 8)[:, None], mixing, tokens
     )
     assert found.ids_BMT[:, 0].equal(seen_BT)
     logits.requires_grad_()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import unmask
 from tests.errors import raises
 from tests.tiny import llama_lm
-from tests.training.tiny_runs import batch, make, settings
+from tests.training.tiny_runs import TEXTS, batch, make, settings
 from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
 from unmask.training.noising import NoisingConfig, noised_views
@@ -24,6 +26,12 @@ from unmask.training.noising import NoisingConfig, noised_views
         ({"exact_count": True, "min_time": 0.4}, "exact_count"),
         ({"min_time": 0.9, "max_time": 0.1}, "min_time, max_time"),
         ({"num_timesteps": 3, "min_time": 0.4, "max_time": 0.5}, "num_timesteps"),
+        ({"noise": "uniform", "weighting": "1/t"}, "weighting"),
+        ({"noise": "hybrid", "weighting": "cart"}, "weighting"),
+        ({"noise": "uniform", "num_timesteps": 8}, "num_timesteps"),
+        ({"noise": "random"}, "noise"),
+        ({"noise": "hybrid", "p_uniform": 1.0}, "p_uniform"),
+        ({"noise": "uniform", "p_uniform": 0.1}, "p_uniform"),
     ],
 )
 def test_noise_that_makes_no_sense_is_refused(refused, where, tmp_path):
@@ -47,7 +55,7 @@ def test_a_trainer_hides_what_the_settings_say(schedule, tmp_path):
     examples = batch(trainer, *range(64))
     views = trainer.plan(examples, trainer.draw(examples))
     maskable = examples["maskable"][:, None].expand_as(views.hidden_BMT)
-    rate = trainer.args.noise.schedule.mask_rate(torch.tensor(0.5, dtype=torch.float64)).item()
+    rate = trainer.args.noising.schedule.mask_rate(torch.tensor(0.5, dtype=torch.float64)).item()
     assert views.hidden_BMT[maskable].double().mean().item() == pytest.approx(rate, abs=0.05)
     assert not (views.hidden_BMT & ~maskable).any()
     assert views.weight_BMT[views.hidden_BMT].unique().tolist() == pytest.approx([1 / views.count])
@@ -61,8 +69,63 @@ def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
         )
         lm, everything = llama_lm(attention, block_size), torch.ones(2, 12, dtype=torch.long)
         plans[attention] = plan = noised_views(
-            args, lm, torch.zeros_like(everything), everything, MaskRNG(0, torch.arange(2))
+            *(args, lm, everything, torch.zeros_like(everything), everything, MaskRNG(0, torch.arange(2)))
         )
         assert (plan.weight_BMT >= 0).all() and plan.weight_BMT.unique().numel() > 3
     one, other = plans.values()
     assert torch.equal(one.hidden_BMT, other.hidden_BMT) and not torch.equal(one.weight_BMT, other.weight_BMT)
+
+
+def made(verb, folder, **chosen):
+    if verb == "sft":
+        return make("sft", folder, **chosen)
+    args = ConvertConfig(**settings(folder, max_length=32, max_steps=10) | chosen)
+    return ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS)
+
+
+RANDOM_TOKENS = [{"noise": "uniform"}, {"noise": "hybrid"}, {"noise": "uniform", "exact_count": True}]
+
+
+@pytest.mark.parametrize("verb", ["sft", "convert"])
+@pytest.mark.parametrize("chosen", RANDOM_TOKENS, ids=str)
+def test_a_model_is_trained_with_random_tokens_and_remembers_it(verb, chosen, tmp_path):
+    trainer = made(verb, tmp_path, **chosen)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    kept = unmask.load(tmp_path / "model")
+    assert (kept.noise, kept.p_uniform) == (chosen["noise"], {"hybrid": 0.1}.get(chosen["noise"]))
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses and all(0 < loss < 100 for loss in losses)
+
+
+def test_random_tokens_stand_where_tokens_are_hidden(tmp_path):
+    rows = [{"prompt": "ab", "completion": "cdefgh" * 4}] * 64
+    trainer = make("sft", tmp_path, rows=rows, noise="hybrid", p_uniform=0.5)
+    examples = batch(trainer, *range(64))
+    views = trainer.plan(examples, trainer.draw(examples))
+    clean, maskable = examples["input_ids"][:, None], examples["maskable"][:, None]
+    seen, hidden = views.replaced.ids_BMT, views.hidden_BMT
+    assert (seen == clean)[~hidden].all() and views.target_BMT.equal(maskable)
+    masks = seen == trainer.lm.mask_token_id
+    assert masks.any() and (hidden & ~masks & (seen != clean)).any() and not (masks & ~hidden).any()
+
+
+@pytest.mark.parametrize("verb", ["dpo", "kto", "grpo"])
+def test_methods_that_need_masks_refuse_models_of_random_tokens(verb, tmp_path):
+    lm = llama_lm("bidirectional").with_noise("uniform")
+    with raises(ConfigError, where="GRPOConfig" if verb == "grpo" else "DPOConfig"):
+        make(verb, tmp_path, lm)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "where"),
+    [
+        ({"distillation": 0.5}, "distillation"),
+        ({"alignment": 0.5}, "alignment"),
+        ({"on_policy": 0.5}, "on_policy"),
+        ({"time_embedding": True}, "noise"),
+    ],
+)
+def test_what_needs_masks_in_a_conversion_is_refused_with_random_tokens(chosen, where, tmp_path):
+    with raises(ConfigError, where=where):
+        made("convert", tmp_path, noise="uniform", **chosen)

@@ -8,7 +8,7 @@ from typing import Any
 
 from unmask.config.base import OnResume
 from unmask.config.layers import read_recipe
-from unmask.config.run import AttentionName, RunConfig
+from unmask.config.run import AttentionName, NoiseName, RunConfig
 from unmask.convert.stages import STAGES, ConversionStage
 from unmask.errors import ConfigError
 from unmask.models.attention import DEFAULT_BLOCK, check_pattern
@@ -121,7 +121,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
         check_pattern(self.attention, self.block_size, self.causal_context)
         super().__post_init__()
         if self.complementary:
-            self.noise.paired()
+            self.noising.paired()
 
     def shortened(self, steps: int) -> dict[str, Any]:
         even = [stage.model_copy(update={"share": 1.0}).model_dump() for stage in self.stages]
@@ -159,6 +159,13 @@ class ConvertConfig(NoisingConfig, TextConfig):
     def excludes_adapters(self) -> str | None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
         return next((name for name in ("time_embedding", "fsdp", "deepspeed") if getattr(args, name)), None)
+
+    def check_kind(self, noise: NoiseName) -> None:
+        super().check_kind(noise)
+        for name in ("distillation", "alignment", "on_policy") if noise != "masked" else ():
+            if getattr(self, name):
+                what = f"needs masks, and the noise is {noise}"
+                raise ConfigError(what, where=name, remedy="Leave it out, or use noise: masked")
 
     def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
         super().check_run(run, has_adapters=has_adapters)

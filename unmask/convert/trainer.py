@@ -171,7 +171,9 @@ class StageTrainer(DiffusionTrainer):
     def plan(self, batch: Batch, draw: MaskRNG) -> Views:
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         pair = self.args.complementary
-        views = noised_views(self.args, self.lm, group_BT, batch["documents"], draw, complementary=pair)
+        views = noised_views(
+            self.args, self.lm, batch["input_ids"], group_BT, batch["documents"], draw, complementary=pair
+        )
         return views.with_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
@@ -487,7 +489,7 @@ class ConvertTrainer(TrainerArguments):
         args, attention = self.args, stage.attention or self.args.attention
         by_blocks = attention == "block_causal"
         block_size = stage.block_size or (args.block_size or DEFAULT_BLOCK if by_blocks else None)
-        return with_pattern(
+        changed = with_pattern(
             lm,
             attention,
             block_size,
@@ -495,6 +497,7 @@ class ConvertTrainer(TrainerArguments):
             causal_context=args.causal_context and by_blocks,
             time_embedding=args.time_embedding or None,  # None keeps an existing one
         )
+        return changed.with_noise(args.noise, args.p_uniform)
 
     def _run_stage(self, number: int, resume: str | bool) -> StageTrainer:
         """Train a stage. `resume`: as in `DiffusionTrainer.train`; True also takes over a finished stage."""

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.diffusion.log_probs import COPIES_AT_ONCE, noise_groups, view_log_probs
+from unmask.diffusion.mixing import Mixing, RandomTokens
+from unmask.diffusion.schedules import Noise
 from unmask.diffusion.views import (
     MaskRNG,
     Views,
@@ -23,6 +25,7 @@ from unmask.diffusion.views import (
     elbo_views,
     exact_views,
     group_sizes,
+    mixed_views,
     place_in_group,
 )
 from unmask.errors import GenerationError
@@ -63,10 +66,11 @@ def elbo(
     views.
 
     The views are those of `elbo_views`: one with everything hidden, then complementary pairs, so that of an
-    even number one view is left out. Masks depend on the draw and on the positions from the first maskable
-    token, not on what is before it: two rows with the same draw and equally long groups have the same masks,
-    and others as nearly as their lengths allow (`_common_numbers`). `shared`: the number of first maskable
-    tokens that a row has in common with those that it will be compared with, for that purpose.
+    even number one view is left out. With random tokens all are pairs of `mixed_views`. Masks depend on the
+    draw and on the positions from the first maskable token, not on what is before it: two rows with the same
+    draw and equally long groups have the same masks, and others as nearly as their lengths allow
+    (`_common_numbers`). `shared`: the number of first maskable tokens that a row has in common with those
+    that it will be compared with, for that purpose.
 
     Counts are stratified over the P pairs. The pairs m and P - 1 - m hide k and L - k tokens, and L - k and
     k: they are identically distributed and independent, and the squares of their differences estimate the
@@ -76,18 +80,28 @@ def elbo(
     check_tensors(
         ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT, key_B=draw.key_B
     )
-    samples -= samples > 2 and samples % 2 == 0
+    first = int(lm.noise == "masked")  # the view with everything hidden
+    samples -= samples > 1 + first and (samples - first) % 2
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
     relative_BT, number_BT = _common_numbers(group_BT, shared)
-    views = elbo_views(relative_BT, draw, num_views=samples, number_BT=number_BT)
+    if lm.noise == "masked":
+        views = elbo_views(relative_BT, draw, num_views=samples, number_BT=number_BT)
+    else:
+        views = mixed_views(
+            *(ids_BT, relative_BT, draw, Noise(), Mixing.of(lm), RandomTokens.of(lm)),
+            num_views=samples,
+            complementary=samples > 1,
+            exact_count=True,
+            number_BT=number_BT,
+        )
     part_BM = (views.weight_BMT * _log_probs(lm, ids_BT, attention_mask_BT, views, chunk)).sum(2)
-    pairs = (samples - 1) // 2
-    part_BP = part_BM[:, 1 : 1 + pairs] + part_BM[:, 1 + pairs :]
+    pairs = (samples - first) // 2
+    part_BP = part_BM[:, first : first + pairs] + part_BM[:, first + pairs : first + 2 * pairs]
     half = pairs // 2
     difference_BP = (part_BP[:, :half] - part_BP.flip(1)[:, :half]) * math.sqrt(pairs / max(2 * half, 1))
     if half == 0:
         # the first view is the bound
-        known_B1 = (group_sizes(group_BT).amax(1, keepdim=True) == 1) & (samples > 1)
+        known_B1 = (group_sizes(group_BT).amax(1, keepdim=True) == 1) & (samples > 1) & (first == 1)
         difference_BP = torch.where(known_B1, 0.0, math.nan).to(part_BM)
     return Bound(part_BM.sum(1), difference_BP)
 
@@ -120,10 +134,9 @@ def _log_probs(
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk)
     rows = -(-count // COPIES_AT_ONCE)
     padding = (0, 0, 0, rows * COPIES_AT_ONCE - count)
-    planes = (
-        F.pad(plane_BMT, padding) for plane_BMT in (views.hidden_BMT, views.target_BMT, views.weight_BMT)
+    spread = views.of_planes(
+        lambda plane_BMT: F.pad(plane_BMT, padding).unflatten(1, (rows, COPIES_AT_ONCE)).flatten(0, 1)
     )
-    spread = Views(*(plane_BMT.unflatten(1, (rows, COPIES_AT_ONCE)).flatten(0, 1) for plane_BMT in planes))
     mask_BT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(rows, 0)
     log_prob_RCT = view_log_probs(lm, ids_BT.repeat_interleave(rows, 0), mask_BT, spread, chunk=chunk)
     return log_prob_RCT.unflatten(0, (len(ids_BT), rows)).flatten(1, 2)[:, :count]
@@ -140,6 +153,12 @@ def exact_log_likelihood(
     """log p(maskable tokens | the others) [B], in nats, exactly: one pass of a causal model, else
     `any_order`. Raises GenerationError for a group of more than 12 maskable tokens."""
     check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT)
+    if lm.noise != "masked":
+        raise GenerationError(
+            f"no exact likelihood is known with {lm.noise} noise",
+            where="estimator='exact'",
+            remedy="Use estimator='elbo'",
+        )
     if lm.autoregressive:
         views = all_masked_views(maskable_BT)
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))

@@ -194,8 +194,10 @@ def forward_inputs(
     if lm.autoregressive:
         return lm.noised_inputs(clean_RT, None, target_BMT, known=pattern)
     hidden_RT = hidden_BMT.flatten(0, 1)
-    masked = seen_BMT is None
-    seen_RT = torch.where(hidden_RT, lm.mask_token_id, clean_RT) if masked else seen_BMT.flatten(0, 1)
+    if seen_BMT is None:
+        seen_RT = torch.where(hidden_RT, lm.mask_token_id, clean_RT)
+    else:
+        seen_RT = seen_BMT.flatten(0, 1)
     return lm.noised_inputs(seen_RT, None, target_BMT, hidden_RT, known=pattern)
 
 

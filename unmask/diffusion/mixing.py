@@ -6,8 +6,8 @@ with probability m(s), or a token drawn uniformly from U tokens, with probabilit
     q_s(z | x) = (1 - s) [z = x] + m(s) [z = mask] + (s - m(s)) / U.
 
 m = s is masked noise, m = 0 uniform noise (UDLM, Schiff et al. 2024; Duo, Sahoo et al. 2025), and what lies
-between is hybrid noise (GIDD, von Rütte et al. 2025). With the prediction p of the clean token, and q_s(z | p)
-its mean over p, a bound on the log-likelihood is the integral over s of
+between is hybrid noise (GIDD, von Rütte et al. 2025). With the prediction p of the clean token, and the mean
+q_s(z | p) over p, a bound on the log-likelihood is the integral over s of
 
     -w_s(z, x) (KL(q_s(. | x) || q_s(. | p)) + r - log r - 1),   r = q_s(z | x) / q_s(z | p),
 
@@ -70,7 +70,7 @@ class Mixing:
         return Masking(kept * r / (1 - r), kept * slope_of_r / (1 - r) ** 2)
 
 
-class Vocabulary(NamedTuple):
+class RandomTokens(NamedTuple):
     """The tokens of uniform noise: all that a model predicts."""
 
     rows: int  # of the logits
@@ -78,7 +78,7 @@ class Vocabulary(NamedTuple):
     mask_token_id: int
 
     @classmethod
-    def of(cls, lm: DiffusionLM) -> Vocabulary:
+    def of(cls, lm: DiffusionLM) -> RandomTokens:
         """The tokens that a model predicts."""
         return cls(lm.config.vocab_size, lm.never_predicted, lm.mask_token_id)
 
@@ -86,7 +86,7 @@ class Vocabulary(NamedTuple):
     def size(self) -> int:
         return self.rows - len(self.never)
 
-    def token(self, uniform: Tensor) -> Tensor:
+    def drawn(self, uniform: Tensor) -> Tensor:
         """The tokens of uniform numbers in [0, 1)."""
         token = (uniform * self.size).long()
         for excluded in sorted(self.never):
@@ -111,7 +111,7 @@ def replaced(
     kind_BMT: Tensor,
     token_BMT: Tensor,
     mixing: Mixing,
-    vocabulary: Vocabulary,
+    tokens: RandomTokens,
 ) -> tuple[Replaced, Tensor]:
     """What the model sees where tokens are hidden, and the weight w_s of each token [B, M, T] in the bound.
 
@@ -122,10 +122,10 @@ def replaced(
     """
     share, rate = mixing.masking(level_BMT)
     is_mask_BMT = hidden_BMT & (kind_BMT * level_BMT < share)
-    drawn_BMT = torch.where(hidden_BMT, vocabulary.token(token_BMT), clean_BT[:, None])
-    ids_BMT = torch.where(is_mask_BMT, vocabulary.mask_token_id, drawn_BMT)
-    kept_BMT, each_BMT = 1 - level_BMT, (level_BMT - share) / vocabulary.size
-    jumps_BMT = torch.where(is_mask_BMT, rate, (1 / kept_BMT - rate) / vocabulary.size)
+    drawn_BMT = torch.where(hidden_BMT, tokens.drawn(token_BMT), clean_BT[:, None])
+    ids_BMT = torch.where(is_mask_BMT, tokens.mask_token_id, drawn_BMT)
+    kept_BMT, each_BMT = 1 - level_BMT, (level_BMT - share) / tokens.size
+    jumps_BMT = torch.where(is_mask_BMT, rate, (1 / kept_BMT - rate) / tokens.size)
     same_BMT = ids_BMT == clean_BT[:, None]
     likely_BMT = torch.where(is_mask_BMT, share, each_BMT + kept_BMT * same_BMT)
     return Replaced(ids_BMT, kept_BMT / each_BMT, each_BMT), jumps_BMT / likely_BMT

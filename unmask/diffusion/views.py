@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.diffusion.mixing import Mixing, Replaced, Vocabulary, replaced
+from unmask.diffusion.mixing import Mixing, RandomTokens, Replaced, replaced
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.schedules import Noise
 from unmask.errors import ConfigError
@@ -89,8 +89,13 @@ class Views:
     def of_planes(self, change: Callable[[Tensor], Tensor]) -> Views:
         """These views with each of their tensors changed in the same way, all marked as noised."""
         other = None if self.replaced is None else Replaced(*map(change, self.replaced))
-        planes = map(change, (self.hidden_BMT, self.target_BMT, self.weight_BMT))
-        return Views(*planes, replaced=other, divergence=self.divergence)
+        return Views(
+            change(self.hidden_BMT),
+            change(self.target_BMT),
+            change(self.weight_BMT),
+            replaced=other,
+            divergence=self.divergence,
+        )
 
     def with_causal(self, target_BT: Tensor, weight: float) -> Views:
         """These views, then a causal one with these targets."""
@@ -281,11 +286,12 @@ def mixed_views(
     draw: MaskRNG,
     noise: Noise,
     mixing: Mixing,
-    vocabulary: Vocabulary,
+    tokens: RandomTokens,
     *,
     num_views: int = 1,
     complementary: bool = False,
     exact_count: bool = False,
+    number_BT: Tensor | None = None,
 ) -> Views:
     """Views in which tokens are replaced by random ones and by masks (`unmask.diffusion.mixing`); all tokens
     of a group are targets.
@@ -297,25 +303,27 @@ def mixed_views(
         exact_count: k of the L tokens of a group are hidden, k ~ U{0..L} stratified over the views, and the
             level is drawn given k, Beta(k + 1, L - k + 1): those of an independent hiding of each token at a
             level drawn uniformly.
+        number_BT: as of `hide`.
     """
-    _check(group_BT, draw, num_views=num_views)
+    _check(group_BT, draw, number_BT, num_views)
+    number_BT = columns(group_BT) if number_BT is None else number_BT
     first = num_views // 2 if complementary else num_views
     valid_B1T = (group_BT >= 0)[:, None]
     if exact_count:
-        level_BMT, hidden_BMT = _counted(group_BT, draw, first)
+        level_BMT, hidden_BMT = _counted(group_BT, draw, first, number_BT)
         speed_BMT = torch.ones_like(level_BMT)
     else:
         time_BMT = noise.paired().time(stratified(draw, group_BT, first))
         level_BMT = noise.schedule.mask_rate(time_BMT)
-        hidden_BMT = draw.uniform(columns(group_BT), first, RngStream.MASK) < level_BMT
+        hidden_BMT = draw.uniform(number_BT, first, RngStream.MASK) < level_BMT
         speed_BMT = noise.schedule.weight(time_BMT) * level_BMT
     if complementary:
         level_BMT = torch.cat([level_BMT, 1 - level_BMT], 1)
         hidden_BMT, speed_BMT = torch.cat([hidden_BMT, ~hidden_BMT], 1), speed_BMT.repeat(1, 2, 1)
     hidden_BMT &= valid_B1T
-    kind_BMT = draw.uniform(columns(group_BT), num_views, RngStream.KIND)
-    token_BMT = draw.uniform(columns(group_BT), num_views, RngStream.NOISE)
-    found, weight_BMT = replaced(clean_BT, hidden_BMT, level_BMT, kind_BMT, token_BMT, mixing, vocabulary)
+    kind_BMT = draw.uniform(number_BT, num_views, RngStream.KIND)
+    token_BMT = draw.uniform(number_BT, num_views, RngStream.NOISE)
+    found, weight_BMT = replaced(clean_BT, hidden_BMT, level_BMT, kind_BMT, token_BMT, mixing, tokens)
     elbo = noise.weighting == "elbo"
     weight_BMT = speed_BMT * weight_BMT if elbo else torch.ones_like(weight_BMT)
     target_BMT = valid_B1T.expand_as(hidden_BMT)
@@ -323,12 +331,12 @@ def mixed_views(
     return Views(hidden_BMT, target_BMT, weight_BMT, replaced=found, divergence=elbo)
 
 
-def _counted(group_BT: Tensor, draw: MaskRNG, num_views: int) -> tuple[Tensor, Tensor]:
+def _counted(group_BT: Tensor, draw: MaskRNG, num_views: int, number_BT: Tensor) -> tuple[Tensor, Tensor]:
     """The levels, and the hidden tokens, of views with exact counts [B, M, T]. Of L + 1 uniform numbers the
     one of rank k is Beta(k + 1, L - k + 1): of L sorted ones, and one more that is put among them."""
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = (stratified(draw, group_BT, num_views) * (size_B1T + 1)).long()
-    uniform_BMT = draw.uniform(columns(group_BT), num_views, RngStream.ORDER)
+    uniform_BMT = draw.uniform(number_BT, num_views, RngStream.ORDER)
     more_BMT = draw.uniform(group_BT.clamp_min(0), num_views, RngStream.LEVEL)
     sorted_BMT = (group_BT[:, None] + uniform_BMT).sort(-1).values - group_BT.sort(-1).values[:, None]
     start_BMT = torch.searchsorted(group_BT.sort(-1).values, group_BT.contiguous())[:, None].expand_as(
@@ -339,7 +347,7 @@ def _counted(group_BT: Tensor, draw: MaskRNG, num_views: int) -> tuple[Tensor, T
     above_BMT = sorted_BMT.gather(2, (start_BMT + count_BMT).clamp(0, last))
     low_BMT = torch.where(count_BMT == 0, 0.0, below_BMT)
     high_BMT = torch.where(count_BMT == size_B1T, 1.0, above_BMT)
-    return more_BMT.clamp(low_BMT, high_BMT), hide(group_BT, draw, count_BMT)
+    return more_BMT.clamp(low_BMT, high_BMT), hide(group_BT, draw, count_BMT, number_BT)
 
 
 def exact_views(group_BT: Tensor, width: int) -> Views:

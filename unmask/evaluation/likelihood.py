@@ -84,8 +84,9 @@ def _half_width(differences: Sequence[float]) -> float:
 
 
 def default_estimator(lm: DiffusionLM) -> LikelihoodEstimator:
-    """exact for a causal model, and over the orders of blocks of at most 4 tokens; else elbo."""
-    return "exact" if lm.autoregressive or (lm.block_size or EXACT_BLOCK + 1) <= EXACT_BLOCK else "elbo"
+    """exact for a causal model, and over the orders of masked blocks of at most 4 tokens; else elbo."""
+    orders = lm.noise == "masked" and (lm.block_size or EXACT_BLOCK + 1) <= EXACT_BLOCK
+    return "exact" if lm.autoregressive or orders else "elbo"
 
 
 def log_likelihood(

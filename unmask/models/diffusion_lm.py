@@ -160,14 +160,6 @@ class DiffusionLM(ModuleMethods):
         p_uniform: float | None = None,
     ):
         check_pattern(attention, block_size, causal_context)
-        check_noise(noise, p_uniform, attention)
-        if noise != "masked" and (time_embedding or quality_head or max_gap is not None):
-            raise ConfigError(
-                "a time embedding, a quality head and gaps know which tokens are hidden, which random tokens "
-                "do not show",
-                where="noise",
-                remedy="Use noise: masked, or leave them out",
-            )
         model, compile_options = taken_apart(model)
         self.recurrent = read_in_blocks(model)
         self._model: Any = model
@@ -195,6 +187,7 @@ class DiffusionLM(ModuleMethods):
         self.quality_head = add_quality_head(model) if quality_head else None
         self._fraction = HiddenFraction() if self._time is None else self._time.fraction
         self._annealing: tuple[float, int] | None = None
+        self._check_noise()
         self.compile_options: dict[str, Any] | None = None
         if compile_options is not None:
             self.compile(**compile_options)
@@ -288,7 +281,7 @@ class DiffusionLM(ModuleMethods):
         return self.pattern | own | {"quality_head": self.quality_head is not None}
 
     @property
-    def pattern(self) -> dict[str, str | int | bool | None]:
+    def pattern(self) -> dict[str, str | float | bool | None]:
         """The settings that log-probabilities depend on."""
         return {
             "attention": self.attention,
@@ -354,6 +347,28 @@ class DiffusionLM(ModuleMethods):
         )
         causal.noise, causal.p_uniform = "masked", None
         return causal
+
+    def with_noise(self, noise: NoiseName | None, p_uniform: float | None = None) -> DiffusionLM:
+        """The same model with another kind of noise; None: as it is. Raises ConfigError if it cannot have
+        it."""
+        if noise is None:
+            return self
+        other = copy.copy(self)
+        other.noise, other.p_uniform = noise, p_uniform
+        other._check_noise()
+        if not other.stock:
+            other.publish_when_saved()
+        return other
+
+    def _check_noise(self) -> None:
+        check_noise(self.noise, self.p_uniform, self.attention)
+        if self.noise != "masked" and (self.has_time_embedding or self.quality_head or self.max_gap):
+            raise ConfigError(
+                "a time embedding, a quality head and gaps know which tokens are hidden, which random tokens "
+                "do not show",
+                where="noise",
+                remedy="Use noise: masked, or leave them out",
+            )
 
     def annealed(self, visible_fraction: float, key: int) -> DiffusionLM:
         """The same model in which each key after a query is also visible with this probability (DiffuLLaMA,

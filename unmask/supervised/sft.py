@@ -53,6 +53,8 @@ VIEW_FIELDS = (
     "views",
     "loss_type",
     "quality_head",
+    "noise",
+    "p_uniform",
     "schedule",
     "weighting",
     "min_time",
@@ -215,7 +217,9 @@ class SFTTrainer(DiffusionTrainer):
             self.objective = GapObjective(args)
         elif args.quality_head != "off":
             self.objective = QualityObjective(args)
-        return lm if self.objective is None else self.objective.prepared(lm)
+        if self.objective is not None:
+            lm = self.objective.prepared(lm)
+        return lm.with_noise(args.noise, args.p_uniform)
 
     def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:
         if self.formatting_func is not None and dataset is not None:
@@ -254,7 +258,8 @@ class SFTTrainer(DiffusionTrainer):
         else:
             group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
             views = noised_views(
-                self.args, self.lm, group_BT, batch["documents"], draw, views=self.args.views
+                *(self.args, self.lm, batch["input_ids"], group_BT, batch["documents"], draw),
+                views=self.args.views,
             )
         if self.args.loss_type == "nll":
             return views

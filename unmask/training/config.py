@@ -20,7 +20,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from unmask.artifacts import read_file
 from unmask.config.base import OnResume
-from unmask.config.run import AttentionName, DataConfig, RunConfig
+from unmask.config.run import AttentionName, DataConfig, NoiseName, RunConfig
 from unmask.config.trackers import check_trackers
 from unmask.data.rows import require_rows
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
@@ -340,6 +340,12 @@ class TrainingConfig(TrainingArguments):
     def patterns(self) -> list[AttentionName] | None:
         """The attention patterns that the parts train; None: the model's own."""
         return None
+
+    def check_kind(self, noise: NoiseName) -> None:
+        """Raise ConfigError if a model of this noise cannot be trained with these settings."""
+        if noise != "masked":
+            what = f"hides tokens behind masks, and the model's noise is {noise}"
+            raise ConfigError(what, where=type(self).__name__, remedy="Use SFT, or a model of masked noise")
 
     @property
     def excludes_adapters(self) -> str | None:

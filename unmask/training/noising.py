@@ -1,12 +1,16 @@
 """How training hides tokens: the settings that conversion and SFT share, and the view plan that they
 describe."""
+# ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from torch import Tensor
 
+from unmask.config.run import NoiseName
+from unmask.diffusion.mixing import Mixing, RandomTokens
 from unmask.diffusion.schedules import SCHEDULES, Noise, Weighting, get_schedule
 from unmask.diffusion.views import (
     MaskRNG,
@@ -15,22 +19,34 @@ from unmask.diffusion.views import (
     complementary_pair,
     exact_count_pair,
     exact_count_views,
+    mixed_views,
     random_views,
 )
 from unmask.errors import ConfigError
 from unmask.models.attention import Layout, segments
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM, check_noise
 from unmask.training.config import TrainingConfig
 from unmask.training.config_fields import setting
 
 TIME_FIELDS = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 """Settings of times, which exact counts have not."""
+P_UNIFORM = 0.1
+"""The middle one of the published models of GIDD, which have 0, 0.1 and 0.2."""
 
 
 @dataclass
 class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 
+    noise: NoiseName | None = setting(
+        None,
+        "What stands for hidden tokens: masked (the mask token), uniform (random tokens) or hybrid (both); "
+        "unset: the model's kind",
+        choices=get_args(NoiseName),
+    )
+    p_uniform: float | None = setting(
+        None, "The greatest probability of a random token, as in GIDD; unset: 0.1", needs=("noise=hybrid",)
+    )
     schedule: str = setting(
         "linear", "The noise schedule: linear, cosine, geometric or mdlm-cosine", choices=(*SCHEDULES,)
     )
@@ -69,7 +85,12 @@ class NoisingConfig(TrainingConfig):
             raise ConfigError(
                 f"{self.min_time} is not above 0", where="min_time", remedy="Use a small time, such as 1e-3"
             )
-        _ = self.noise  # raises ConfigError for invalid settings
+        if self.noise == "hybrid" and self.p_uniform is None:
+            self.p_uniform = P_UNIFORM
+        if self.noise is not None:
+            check_noise(self.noise, self.p_uniform, "bidirectional")
+            self.check_kind(self.noise)
+        _ = self.noising  # raises ConfigError for invalid settings
         if self.exact_count and not self.given.isdisjoint(TIME_FIELDS):
             what = "exact counts have no schedule, band of times or weighting"
             raise ConfigError(
@@ -79,9 +100,20 @@ class NoisingConfig(TrainingConfig):
     def unread(self) -> set[str]:
         return super().unread() | ({*TIME_FIELDS} if self.exact_count else set())
 
+    def check_kind(self, noise: NoiseName) -> None:
+        """Raise ConfigError for settings that this kind of noise does not have."""
+        if noise == "masked":
+            return
+        if self.weighting not in ("elbo", "uniform"):
+            what = f"{self.weighting} weights hidden tokens, and {noise} noise does not show which they are"
+            raise ConfigError(what, where="weighting", remedy="Use elbo, or uniform")
+        if self.num_timesteps is not None:
+            what = f"{noise} noise has no discrete times here"
+            raise ConfigError(what, where="num_timesteps", remedy="Leave it out")
+
     @property
-    def noise(self) -> Noise:
-        """The noise that the settings describe."""
+    def noising(self) -> Noise:
+        """The schedule, times and weights that the settings describe."""
         return Noise(
             get_schedule(self.schedule), self.min_time, self.max_time, self.num_timesteps, self.weighting
         )
@@ -90,6 +122,7 @@ class NoisingConfig(TrainingConfig):
 def noised_views(
     args: NoisingConfig,
     lm: DiffusionLM,
+    ids_BT: Tensor,
     group_BT: Tensor,
     document_BT: Tensor,
     draw: MaskRNG,
@@ -97,15 +130,22 @@ def noised_views(
     views: int = 1,
     complementary: bool = False,
 ) -> Views:
-    """`views` random views of each row, or a complementary pair, with the noise of a config."""
+    """`views` random views of each row, or a complementary pair, with the noise of a config and a model."""
+    if lm.noise != "masked":
+        return mixed_views(
+            *(ids_BT, group_BT, draw, args.noising, Mixing.of(lm), RandomTokens.of(lm)),
+            num_views=2 if complementary else views,
+            complementary=complementary,
+            exact_count=args.exact_count,
+        )
     if args.exact_count:
         if complementary:
             return exact_count_pair(group_BT, draw)
         return exact_count_views(group_BT, draw, num_views=views)
     if complementary:
-        plan = complementary_pair(group_BT, draw, args.noise)
+        plan = complementary_pair(group_BT, draw, args.noising)
     else:
-        plan = random_views(group_BT, draw, args.noise, num_views=views)
+        plan = random_views(group_BT, draw, args.noising, num_views=views)
     if args.weighting != "cart":
         return plan
     segment_BT = segments(Layout.of(document_BT), lm.attention, lm.block_size)
