@@ -39,6 +39,8 @@ DENOISING_FIELDS = (
 )
 """The settings that say in which order and how many tokens are revealed, or change the predictions of hidden
 tokens."""
+CANVAS_FIELDS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
+"""The settings of canvases of random tokens (`unmask.generation.canvas`), under the names of transformers."""
 
 
 class SamplerConfig(Config):
@@ -87,7 +89,7 @@ class SamplerConfig(Config):
     + 1) probable."""
     entropy_bound: float | None = Field(default=None, ge=0)
     """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats,
-    and at least one."""
+    and at least one. Uniform noise: likewise keep them, without the largest entropy; unset: 0.1."""
     entropy_rule: Literal["sum", "sum-minus-max"] = "sum"
     """What `entropy_bound` bounds: the sum of the entropies, or the sum without the largest one (the EB
     sampler, Ben-Hamu et al. 2025)."""
@@ -98,6 +100,18 @@ class SamplerConfig(Config):
     """Revealed tokens are hidden again by what the present forward pass says of them, where
     `remask_fraction` goes by their probability when they were revealed. The number of steps does not
     change."""
+    max_denoising_steps: int | None = Field(default=None, ge=1)
+    """Uniform noise: the most denoising steps of a block. Unset: 48."""
+    t_min: float | None = Field(default=None, ge=0)
+    """Uniform noise: the temperature of the last step, to which it falls from `t_max` in equal parts. Unset:
+    0.4."""
+    t_max: float | None = Field(default=None, gt=0)
+    """Uniform noise: the temperature before the first step. Unset: 0.8."""
+    stability_threshold: int | None = Field(default=None, ge=0)
+    """Uniform noise: a block is done when its most probable tokens have not changed for this many steps, and
+    `confidence_threshold` is met. Unset: 1."""
+    confidence_threshold: float | None = Field(default=None, gt=0)
+    """Uniform noise: the mean entropy, in nats, below which a block can be done. Unset: 0.005."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -227,7 +241,7 @@ class SamplerConfig(Config):
         if self.revise is not None:
             self._check_revise(rules)
         needed = "entropy" if self.entropy_bound is not None else "low_confidence"
-        if self.parallel and self.remasking != needed:
+        if self.parallel and self.remasking != needed and not self.of_canvas:
             raise ConfigError(
                 f"cannot be combined with remasking {self.remasking!r}",
                 where=rules[0],
@@ -285,6 +299,11 @@ class SamplerConfig(Config):
         """The settings given that say how many tokens a step reveals."""
         names = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound")
         return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def of_canvas(self) -> bool:
+        """Whether settings of canvases of random tokens are given."""
+        return any(getattr(self, name) is not None for name in CANVAS_FIELDS)
 
     @property
     def filters(self) -> bool:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from unmask.config.sampler import SamplerConfig
+from unmask.generation.canvas import CanvasSettings, accept, is_confident, propose, random_tokens
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
-from unmask.generation.policies import Decision, count_remasked, decide, guide
+from unmask.generation.policies import Decision, count_remasked, decide, guide, refuse_nan
 from unmask.generation.requests import (
     Request,
     block_start,
@@ -68,7 +69,8 @@ def complete(
         if config.self_speculative:
             traces = [_speculate(lm, verifier, request, config) for request in requests]
         else:
-            traces = [_denoise(lm, request, config) for request in requests]
+            denoise = _denoise if lm.noise == "masked" else _denoise_canvas
+            traces = [denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
 
 
@@ -229,6 +231,50 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
         if request.stop_at_eos and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
             break
     return _trace(request, config, ids, steps, revealed, passes)
+
+
+def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
+    """The most probable tokens of canvases that begin as random tokens, block by block."""
+    settings, ids, steps, passes = CanvasSettings.of(config), list(request.ids), [-1] * request.length, 0
+    decided: dict[int, Decision] = {}
+    for start, stop in request.blocks:
+        hidden = [position for position in range(start, stop) if request.hidden[position]]
+        position_N = torch.tensor(hidden, device=lm.device)
+        key_N, visible = torch.full_like(position_N, request.key), request.length
+        if lm.attention != "bidirectional":
+            visible = min(block_start(start, lm.block_size) + (lm.block_size or 1), request.length)
+        canvas_N = random_tokens(lm, config.seed, key_N, torch.full_like(key_N, passes), position_N)
+        earlier: list[list[int]] = []
+        for step in range(settings.max_denoising_steps):
+            shown_1T = torch.tensor([ids[:visible]], device=lm.device)
+            shown_1T[0, position_N] = canvas_N
+            is_hidden_1T = torch.zeros_like(shown_1T, dtype=torch.bool)
+            is_hidden_1T[0, position_N] = True
+            logits_NV = lm.logits(shown_1T, hidden_BT=is_hidden_1T)[0, position_N]
+            temperature_N = torch.full_like(logits_NV[:, 0], settings.temperature(step))
+            step_N = torch.full_like(key_N, passes)
+            found = propose(logits_NV, config, temperature_N, key_N, step_N, position_N)
+            refuse_nan(found.entropy_N)
+            best, entropy_1N = found.decision.token_N.tolist(), found.entropy_N[None]
+            passes += 1
+            recent = earlier[max(step - settings.stability_threshold, 0) :]
+            stable = recent == [best] * settings.stability_threshold
+            confident = is_confident(
+                entropy_1N, position_N.new_tensor([len(hidden)]), settings.confidence_threshold
+            )
+            if stable and bool(confident):
+                break
+            earlier.append(best)
+            renewed_N = random_tokens(lm, config.seed, key_N, step_N + 1, position_N)
+            kept_N = accept(entropy_1N, settings.entropy_bound)[0]
+            canvas_N = torch.where(kept_N, found.drawn_N, renewed_N)
+        for index, position in enumerate(hidden):
+            row = (None if each is None else each[index : index + 1] for each in found.decision)
+            decided[position] = Decision(*row)  # type: ignore[arg-type]
+            ids[position], steps[position] = best[index], passes - 1
+        if request.stop_at_eos and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
+            break
+    return _trace(request, config, ids, steps, decided, passes)
 
 
 def _trace(

@@ -194,9 +194,9 @@ def _decide(
     top: tuple[Tensor | None, Tensor | None] = (None, None)
     forbidden: tuple[Tensor | None, Tensor | None] = (None, None)
     if config.top_log_probs:
-        top = _most_probable(logits_NV, normalizer_N1)
+        top = most_probable(logits_NV, normalizer_N1)
     if given is not None and given.forbidden_NV is not None:
-        forbidden = _most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normalizer_N1)
+        forbidden = most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normalizer_N1)
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, *top, *forbidden, margin_N)
 
 
@@ -229,7 +229,7 @@ def _normalized(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight_NV, total_N1, largest_N1 + total_N1.log(), group_N1
 
 
-def _most_probable(logits_NV: Tensor, normalizer_N1: Tensor) -> tuple[Tensor, Tensor]:
+def most_probable(logits_NV: Tensor, normalizer_N1: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of the largest logits, and their log-probabilities."""
     top_NK, top_id_NK = logits_NV.topk(min(MOST_TOP, logits_NV.shape[1]))
     return top_id_NK, top_NK - normalizer_N1

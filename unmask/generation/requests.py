@@ -18,6 +18,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import RngStream, sequence_keys, uniform
 from unmask.errors import GenerationError
+from unmask.generation.canvas import check_canvas
 from unmask.generation.constraints.gaps import Gap, constrained_gaps
 from unmask.generation.revise import even_counts, loop_counts, plan_revisions
 from unmask.generation.speculation import num_columns
@@ -75,6 +76,8 @@ def _request(
     completion = prompt is not None
     revisions: tuple[list[int], ...] = ()
     counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config, key if completion else 0)
+    if lm.noise == "uniform":
+        counts = None
     if config.revise is not None and counts is not None:
         planned = [plan_revisions(block, config.revise) for block in counts]
         counts, revisions = [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)
@@ -176,6 +179,7 @@ def without_ends(lm: DiffusionLM, config: SamplerConfig) -> SamplerConfig:
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises
     GenerationError for settings that do not fit the model."""
+    check_canvas(lm, config)
     attention_block = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
     if config.self_speculative and (not lm.causal_context or attention_block == 1):
         what = (

@@ -20,6 +20,7 @@ import torch
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
+from unmask.generation.engine.canvas_steps import begin_canvases, denoise_canvases
 from unmask.generation.engine.drafts import denoise_with_drafts
 from unmask.generation.engine.forward import buckets, predict
 from unmask.generation.engine.guidance import guided_predictions, show_in_copies
@@ -98,7 +99,7 @@ class Engine:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
         self.slots = BatchState(lm.device, lm.mask_token_id)
-        self.exact_cache = lm.attention != "bidirectional"
+        self.exact_cache, self.canvas = lm.attention != "bidirectional", lm.noise == "uniform"
         if self.exact_cache:
             self.slots.create_cache(passes_of(lm).memory if lm.cuda_graphs else None)
         if verifier is not None:
@@ -132,7 +133,8 @@ class Engine:
         if self.verifier is not None:
             check_verified(self.verifier, request.length, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
-        if given != (config.parallel, config.constraint is not None, config.revise is not None):
+        decided = config.parallel or self.canvas
+        if given != (decided, config.constraint is not None, config.revise is not None):
             raise GenerationError(
                 "the request was made with other settings", where="config", remedy="Make it with these"
             )
@@ -146,7 +148,8 @@ class Engine:
             sequence.speculation = begin(self.lm, request, config)
         else:
             sequence.num_columns += config.num_speculative_tokens * (self.lm.block_size or 1)
-            self.slots.create_noise(num_numbers(request, config))
+            if not self.canvas:
+                self.slots.create_noise(num_numbers(request, config))
         columns = sequence.num_columns
         if self.max_batch_tokens is not None and len(sequence.texts) * columns > self.max_batch_tokens:
             what = (
@@ -183,7 +186,7 @@ class Engine:
         config, forbidden = sequence.config, None
         if sequence.speculation is not None:
             num_final = sequence.speculation.position
-        elif sequence.hides_again:
+        elif sequence.hides_again or self.canvas:
             num_final = sequence.span[0]
         else:
             num_final = [*self.slots.hidden_SC[at].tolist(), True].index(True)
@@ -312,6 +315,8 @@ class Engine:
         """Logits at every hidden position of the current blocks, after guidance."""
         entries = [self._entry(sequence, sequence.slots[0]) for sequence in sequences]
         entries += [self._entry(each, slot) for each in sequences for slot in each.slots[1:]]
+        if self.canvas:
+            begin_canvases(self.lm, self.slots, sequences, entries)
         run = predict_with_quality if any(entry.revise == "quality" for entry in entries) else predict
         predictions = run(self.lm, self.slots, entries, alone=self._alone)
         self.num_forward_passes += 1
@@ -322,8 +327,11 @@ class Engine:
 
     def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> None:
         """Decide on tokens, reveal the best, and advance."""
-        step = hide_and_reveal if any(sequence.hides_again for sequence in sequences) else reveal
-        step(self.slots, sequences, predictions)
+        if self.canvas:
+            denoise_canvases(self.lm, self.slots, sequences, predictions)
+        else:
+            step = hide_and_reveal if any(sequence.hides_again for sequence in sequences) else reveal
+            step(self.slots, sequences, predictions)
         if guided := [sequence for sequence in sequences if sequence.config.cfg_scale]:
             show_in_copies(self.slots, guided)
         self._advance(sequences)
@@ -335,7 +343,7 @@ class Engine:
         entry = BatchEntry(slot, length, start, stop, num_predicted, sequence.num_cached, revise=revise)
         if config.cache != "exact":
             return entry._replace(recompute=stale_positions(sequence))
-        if self.exact_cache:
+        if self.exact_cache or self.canvas:
             return entry._replace(draft=sequence.draft)
         is_copy = slot != sequence.slots[0]
         state = tuple(sequence.request.prompt), is_copy, start, stop, sequence.steps_done, revise

@@ -43,6 +43,8 @@ TABLES = {
     "forbidden_log_prob_SCK": torch.float64,
     "noise_SU": torch.float64,
     "sum_S": torch.float64,
+    "best_SC": torch.long,
+    "unchanged_S": torch.long,
 }
 RECORDS = {
     "log_prob_SC": "log_prob_N",
@@ -166,6 +168,8 @@ class BatchState:
         top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until
             `create_top`.
         noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
+        best_SC, unchanged_S: on canvases of random tokens, the most probable tokens, and for how many steps
+            they have been the same.
         sum_S: of the log-probabilities of all tokens that were considered so far; NaN if some predictions
             were.
     """
@@ -178,6 +182,8 @@ class BatchState:
     entropy_SC: Tensor
     noise_SU: Tensor
     sum_S: Tensor
+    best_SC: Tensor
+    unchanged_S: Tensor
 
     def __init__(self, device: torch.device, mask_token_id: int):
         self.mask_token_id = mask_token_id
@@ -287,7 +293,9 @@ class BatchState:
             table[added].zero_()
         return list(range(added.start, added.stop))
 
-    def write(self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor, step_J: Tensor) -> None:
+    def write(
+        self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor | slice, step_J: Tensor
+    ) -> None:
         """Reveal tokens of a decision, of its index `index_J`, at these slots and positions."""
         self.ids_SC[at], self.hidden_SC[at] = decision.token_N[index_J], self.shown
         self.step_SC[at] = step_J.to(self.step_SC.dtype)

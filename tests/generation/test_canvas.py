@@ -1,0 +1,229 @@
+"""Canvases of random tokens: the steps are those of transformers, and the engine's tokens those of `naive`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as published
+
+import unmask
+from tests.errors import raises
+from tests.helpers import examples
+from tests.tiny import float64_lm
+from unmask.config.sampler import SamplerConfig
+from unmask.diffusion.rng import RngStream, uniform
+from unmask.errors import GenerationError
+from unmask.generation import naive, sampler
+from unmask.generation.canvas import OF_MASKS, CanvasSettings, random_tokens
+from unmask.generation.engine.engine import Engine
+from unmask.generation.policies import draw
+from unmask.generation.requests import make_infill_requests, make_requests, without_ends
+
+PATTERNS = {
+    "bidirectional": ("bidirectional", None, False),
+    "with a shift": ("bidirectional", None, True),
+    "blocks": ("block_causal", 4, False),
+    "blocks with a shift": ("block_causal", 4, True),
+}
+
+
+def canvas_lm(kind="bidirectional"):
+    attention, block_size, shift = PATTERNS[kind]
+    return float64_lm("phi", attention, block_size, logit_shift=shift).with_noise("uniform")
+
+
+def by_transformers(lm, request, config):
+    """The canvas by the denoising step of transformers, with the keyed random numbers in place of its own,
+    and the steps that it took."""
+    settings, (start, stop) = CanvasSettings.of(config), request.blocks[0]
+    position_N, rows = torch.arange(start, stop), len(lm.model.get_output_embeddings().weight)
+    key_N, count = torch.full_like(position_N, request.key), stop - start
+    passes = 0
+
+    def randint(**_):
+        return random_tokens(lm, config.seed, key_N, torch.full_like(key_N, passes), position_N)[None]
+
+    def multinomial(share_NV, **_):
+        step_N = torch.full_like(key_N, passes - 1)
+        how = {"step": step_N, "position": position_N, "stream": RngStream.TOKEN}
+        return draw(share_NV, uniform(config.seed, key_N, **how))[:, None]
+
+    def decoder_forward(decoder_input_ids, **_):
+        ids_1T = torch.tensor([request.ids])
+        ids_1T[0, start:stop] = decoder_input_ids[0]
+        return SimpleNamespace(logits=lm.logits(ids_1T)[:, start:stop])
+
+    weight = lm.model.get_input_embeddings().weight
+    model = SimpleNamespace(
+        config=SimpleNamespace(text_config=SimpleNamespace(vocab_size=rows)),
+        model=SimpleNamespace(decoder=SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight))),
+    )
+    bound = published.EntropyBoundSamplerConfig(entropy_bound=settings.entropy_bound)
+    steps = settings.max_denoising_steps
+    drawn = published.EntropyBoundSampler(bound, count, rows, steps)
+    heat = published.LinearTemperatureScheduleLogitsProcessor(settings.t_min, settings.t_max, steps)
+    stopping = published.StableAndConfidentStoppingCriteria(
+        settings.stability_threshold, settings.confidence_threshold
+    )
+    with mock.patch("torch.randint", randint), mock.patch("torch.multinomial", multinomial):
+        canvas = best = drawn.initialize_canvas(1, torch.device("cpu"))
+        logits, finished = None, torch.zeros(1, dtype=torch.bool)
+        for step in reversed(range(1, steps + 1)):
+            passes += 1
+            canvas, best, logits, finished = published.DiffusionGemmaGenerationMixin._denoising_step(
+                *(model, decoder_forward, canvas, best, torch.tensor([request.ids]), None, logits, {}, None),
+                *(finished, step, drawn, LogitsProcessorList([heat]), stopping),
+            )
+            if finished.all():
+                break
+    return best[0].tolist(), passes
+
+
+SETTINGS = [
+    {},
+    {"max_denoising_steps": 1},
+    {"max_denoising_steps": 7, "entropy_bound": 0.5},
+    {"entropy_bound": 2.0, "t_min": 0.1, "t_max": 0.3},
+    {"entropy_bound": 8.0, "confidence_threshold": 1.0, "t_max": 3.0},
+    {"stability_threshold": 0, "confidence_threshold": 0.9},
+    {"stability_threshold": 3, "confidence_threshold": 2.0, "entropy_bound": 20.0},
+    {"stability_threshold": 2, "confidence_threshold": 0.5, "t_min": 0.01, "t_max": 0.02},
+    {"t_min": 0.0, "t_max": 0.4, "max_denoising_steps": 12},
+    {"entropy_bound": 1e-9, "t_min": 1.0, "t_max": 1.5},
+    {"entropy_bound": 4.0, "stability_threshold": 1, "confidence_threshold": 1.5, "t_max": 1.2},
+    {"t_min": 0.3, "t_max": 0.5, "entropy_bound": 1.0, "confidence_threshold": 0.3},
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what transformers imports
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@torch.no_grad()
+def test_tokens_and_steps_are_those_of_transformers(settings):
+    lm = canvas_lm()
+    for seed, prompt in enumerate(("abc", "f", "deadbeef")):
+        given = settings | {"entropy_bound": settings.get("entropy_bound", 0.1), "seed": seed, "t_max": 0.8}
+        config = SamplerConfig(max_new_tokens=16, stop_at_eos=False, **given | settings)
+        [request] = make_requests(lm, [prompt], config)
+        found = naive.complete(lm, [request], config)
+        expected, passes = by_transformers(lm, request, config)
+        assert found.tokens[0] == expected and found.forward_passes == [passes]
+
+
+configs = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 14),
+        "max_denoising_steps": st.integers(1, 9),
+        "entropy_bound": st.floats(0.01, 6),
+        "t_max": st.floats(0.5, 2),
+        "stability_threshold": st.integers(0, 2),
+        "confidence_threshold": st.floats(0.01, 2),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.7]),
+        "forbidden_tokens": st.sampled_from([None, [4]]),
+        "stop_at_eos": st.booleans(),
+        "seed": st.integers(0, 5),
+        "trace": st.booleans(),
+        "top_log_probs": st.sampled_from([0, 2]),
+    }
+).map(lambda fields: SamplerConfig(**fields))
+prompts = st.text("abcdef", min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+@given(
+    batch=st.lists(st.tuples(prompts, configs, st.integers(0, 3)), min_size=1, max_size=4),
+    size=st.integers(1, 3),
+)
+@examples(25)
+def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(kind, batch, size):
+    lm = canvas_lm(kind)
+    engine, found, tickets = Engine(lm, batch_size=size), {}, {}
+    waiting = sorted(enumerate(batch), key=lambda entry: entry[1][2])
+    for moment in range(1000):
+        while waiting and waiting[0][1][2] <= moment:
+            number, (prompt, config, _) = waiting.pop(0)
+            tickets[engine.submit(make_requests(lm, [prompt], config)[0], config)] = number
+        found |= dict(engine.step())
+        if len(found) == len(batch):
+            break
+    for ticket, number in tickets.items():
+        prompt, config, _ = batch[number]
+        [expected] = naive.generate(lm, [prompt], config.model_copy(update={"trace": True})).trace
+        trace = found[ticket]
+        assert (trace.canvas, trace.steps) == (expected.canvas, expected.steps)
+        assert trace.forward_passes == expected.forward_passes
+        assert trace.log_probs == pytest.approx(expected.log_probs, abs=1e-9)
+        assert trace.top_ids == expected.top_ids
+        if config.trace:
+            assert trace.entropies == pytest.approx(expected.entropies, abs=1e-9)
+
+
+def test_gaps_of_given_length_are_filled_on_a_canvas():
+    lm, mask = canvas_lm(), canvas_lm().tokenizer.mask_token
+    text = f"ab{mask}{mask}cd{mask}"
+    config = SamplerConfig(max_denoising_steps=6)
+    found = unmask.infill(lm, [text], config)
+    allowed = without_ends(lm, config)
+    expected = naive.complete(lm, make_infill_requests(lm, [text], allowed), allowed)
+    assert found.tokens == expected.tokens
+    assert found.texts[0][:2] == "ab" and "cd" in found.texts[0]
+
+
+def test_the_end_token_ends_a_text():
+    lm = float64_lm("phi", "block_causal", 4, logit_shift=False, eos_bias=2.0).with_noise("uniform")
+    found = sampler.generate(lm, ["abc"] * 9, SamplerConfig(max_new_tokens=24, max_denoising_steps=4))
+    ended = [tokens for tokens in found.tokens if tokens[-1] in lm.eos_token_ids]
+    assert ended and all(lm.eos_token_id not in tokens[:-1] for tokens in found.tokens)
+    assert min(found.forward_passes) < 4 * 7
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"steps": 4},
+        {"tokens_per_step": 2},
+        {"temperature": 0.7},
+        {"threshold": 0.9},
+        {"factor": 1.0},
+        {"remask_fraction": 0.1},
+        {"revise": {"by": "probability"}},
+        {"reveal_last": [2]},
+        {"block_size": 4},
+        {"cfg_scale": 1.0},
+        {"cache": "dual"},
+        {"early_commit": 0.9},
+        {"constraint": {"regex": "a*"}},
+        {"repetition_penalty": 1.1},
+    ],
+    ids=str,
+)
+def test_settings_that_need_masks_are_refused_by_name(given):
+    [name] = given
+    assert name in OF_MASKS
+    with raises(GenerationError, where=name):
+        unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, **given))
+
+
+@pytest.mark.parametrize("name", ["max_denoising_steps", "stability_threshold"])
+def test_settings_of_canvases_are_refused_for_masks(name):
+    with raises(GenerationError, where=name):
+        unmask.generate(
+            float64_lm("phi", "bidirectional"), ["abc"], SamplerConfig(max_new_tokens=8, **{name: 2})
+        )
+
+
+def test_temperatures_must_fall():
+    with raises(GenerationError, where="t_min"):
+        unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, t_min=0.9))
+
+
+def test_hybrid_noise_has_no_sampler():
+    lm = float64_lm("phi", "bidirectional").with_noise("hybrid", 0.1)
+    with raises(GenerationError, where="noise"):
+        unmask.generate(lm, ["abc"], SamplerConfig(max_new_tokens=8))

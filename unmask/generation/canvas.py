@@ -1,0 +1,174 @@
+"""Denoising a canvas of random tokens, for models of uniform noise.
+
+Every step predicts all positions of the block. Each draws a token; those of lowest entropy are accepted, as
+long as their entropies without the largest stay within `entropy_bound` (Ben-Hamu et al. 2025), and the others
+become new random tokens. The block ends, with the most probable token of each position, when these have not
+changed for `stability_threshold` steps and the mean entropy is below `confidence_threshold`, or after the
+last step. It is the sampler of DiffusionGemma.
+
+Shapes: N positions, B sequences, M the most positions of one, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unmask.config.sampler import CANVAS_FIELDS, SamplerConfig
+from unmask.diffusion.mixing import RandomTokens
+from unmask.diffusion.rng import RngStream, uniform
+from unmask.errors import GenerationError
+from unmask.generation.policies import (
+    CPU_LOGITS_AT_ONCE,
+    GPU_LOGITS_AT_ONCE,
+    Decision,
+    best,
+    draw,
+    keep_likely,
+    most_probable,
+    normalizer,
+    penalize_and_ban,
+    weights,
+)
+from unmask.models.diffusion_lm import DiffusionLM
+
+EVERY_TOKEN = "Leave it out: every step may change every token"
+BY_ENTROPY = "Use entropy_bound"
+OF_MASKS = {
+    **dict.fromkeys(("remask_fraction", "revise"), EVERY_TOKEN),
+    **dict.fromkeys(("threshold", "factor", "schedule", "order_temperature"), BY_ENTROPY),
+    **dict.fromkeys(("filtered_confidence", "entropy_rule"), BY_ENTROPY),
+    **dict.fromkeys(("steps", "tokens_per_step"), "Use max_denoising_steps"),
+    "temperature": "Use t_min and t_max",
+    "early_commit": "Use confidence_threshold",
+    "reveal_last": "Use forbidden_tokens",
+    **dict.fromkeys(("block_size", "sub_block_size"), "Leave it out: a canvas is denoised as a whole"),
+    **dict.fromkeys(("cache", "refresh_interval"), "Leave it out: what can be kept is kept"),
+    **dict.fromkeys(
+        ("mode", "num_speculative_tokens", "num_branches", "cfg_scale", "constraint", "repetition_penalty"),
+        "Leave it out, or use a model of masked noise",
+    ),
+    "top_forbidden": "Leave it out",
+}
+"""Settings that need masks, and what to do on a canvas of random tokens."""
+
+
+class CanvasSettings(NamedTuple):
+    """The settings of a canvas; the defaults are DiffusionGemma's."""
+
+    max_denoising_steps: int = 48
+    t_min: float = 0.4
+    t_max: float = 0.8
+    entropy_bound: float = 0.1
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
+
+    @classmethod
+    def of(cls, config: SamplerConfig) -> CanvasSettings:
+        """The settings of a config, with DiffusionGemma's where they are not given."""
+        given: dict[str, Any] = {name: getattr(config, name) for name in cls._fields}
+        return cls()._replace(**{name: value for name, value in given.items() if value is not None})
+
+    def temperature(self, step: int) -> float:
+        """The temperature of a step of a block, from 0 on, in float32 as in transformers."""
+        return _temperature(self.max_denoising_steps, self.t_min, self.t_max, step)
+
+
+@lru_cache
+def _temperature(steps: int, t_min: float, t_max: float, step: int) -> float:
+    left = torch.tensor(steps - step, dtype=torch.int32, device="cpu") / steps
+    return float(t_min + (t_max - t_min) * left)
+
+
+class Proposal(NamedTuple):
+    """What the predictions of a step propose for each position."""
+
+    decision: Decision  # of the most probable token
+    drawn_N: Tensor
+    entropy_N: Tensor  # float64, of the distribution that tokens are drawn from, in nats
+
+
+def check_canvas(lm: DiffusionLM, config: SamplerConfig) -> None:
+    """Raise GenerationError for settings that the noise of the model does not have."""
+    given = set(config.of_texts)
+    if lm.noise == "masked":
+        for name in CANVAS_FIELDS:
+            if name in given:
+                what = "belongs to canvases of random tokens, and this model's noise is masked"
+                raise GenerationError(what, where=name, remedy="Leave it out for this model")
+        return
+    if lm.noise == "hybrid":
+        what = "no sampler is there for hybrid noise"
+        raise GenerationError(what, where="noise", remedy="Use a model of uniform or masked noise")
+    for name, meant in OF_MASKS.items():
+        if name in given:
+            what = "needs masks, and this model's canvas has random tokens"
+            raise GenerationError(what, where=name, remedy=meant)
+    settings = CanvasSettings.of(config)
+    if not settings.t_min < settings.t_max:
+        what = f"{settings.t_min} is not below t_max, {settings.t_max}"
+        raise GenerationError(what, where="t_min", remedy="Lower it, or raise t_max")
+
+
+def random_tokens(lm: DiffusionLM, seed: int, key_N: Tensor, step_N: Tensor, position_N: Tensor) -> Tensor:
+    """The random tokens that a step shows."""
+    numbers_N = uniform(seed, key_N, step=step_N, position=position_N, stream=RngStream.NOISE)
+    return RandomTokens.of(lm).drawn(numbers_N)
+
+
+def propose(
+    logits_NV: Tensor,
+    config: SamplerConfig,
+    temperature_N: Tensor,
+    key_N: Tensor,
+    step_N: Tensor,
+    position_N: Tensor,
+) -> Proposal:
+    """What a step proposes. All randomness is keyed by (seed, key, step, position).
+
+    Args:
+        logits_NV: aligned logits of all positions of a canvas.
+        temperature_N: in the logits' type.
+        key_N, step_N, position_N: the sequence's key and denoising steps so far, and the position in it.
+    """
+    uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=RngStream.TOKEN)
+    at_once = CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE
+    rows = max(1, at_once // logits_NV.shape[1])
+    parts = zip(logits_NV.split(rows), temperature_N.split(rows), uniform_N.split(rows), strict=True)
+    columns = zip(*(_proposed(*part, config) for part in parts), strict=True)
+    joined: list[Any] = [None if values[0] is None else torch.cat(values) for values in columns]
+    *decided, drawn_N, entropy_N = joined
+    return Proposal(Decision(*decided), drawn_N, entropy_N)
+
+
+def _proposed(
+    logits_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor, config: SamplerConfig
+) -> tuple[Any, ...]:
+    """The fields of the decision, the drawn tokens, and the entropies."""
+    own_NV = penalize_and_ban(logits_NV / temperature_N[:, None], config)
+    weight_NV = weights(own_NV, own_NV.amax(-1, keepdim=True))
+    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
+    share_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
+    entropy_N, token_N = torch.special.entr(share_NV).sum(-1).double(), best(own_NV)
+    normalizer_N = normalizer(logits_NV)
+    at_token = (logits_NV.gather(1, token_N[:, None]).squeeze(1) - normalizer_N).double()
+    sampled_N = share_NV.gather(1, token_N[:, None]).squeeze(1).log() if config.trace else None
+    top = most_probable(logits_NV, normalizer_N[:, None]) if config.top_log_probs else (None, None)
+    decision = Decision(token_N, at_token, -entropy_N.float(), sampled_N, entropy_N, *top)
+    return (*decision, draw(weight_NV, uniform_N), entropy_N)
+
+
+def accept(entropy_BM: Tensor, bound: float) -> Tensor:
+    """The positions [B, M] whose drawn tokens are kept; padding has infinite entropy."""
+    sorted_BM, order_BM = entropy_BM.sort(dim=-1, stable=True)
+    kept_BM = sorted_BM.cumsum(-1) - sorted_BM <= bound
+    return torch.zeros_like(kept_BM).scatter(1, order_BM, kept_BM)
+
+
+def is_confident(entropy_BM: Tensor, count_B: Tensor, threshold: float) -> Tensor:
+    """Whether the mean entropy of each sequence is below the threshold [B]."""
+    sum_B = entropy_BM.cumsum(-1).gather(1, count_B[:, None] - 1).squeeze(1)
+    return sum_B / count_B < threshold

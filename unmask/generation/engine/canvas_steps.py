@@ -1,0 +1,92 @@
+"""Denoising steps on canvases of random tokens (`unmask.generation.canvas`). The host reads one thing: which
+blocks are done.
+
+Shapes: B sequences, N positions of their blocks, J those of some sequences, M the most of one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from unmask.generation.canvas import CanvasSettings, accept, is_confident, propose, random_tokens
+from unmask.generation.engine.host import moved, moved_together, padded, ranks
+from unmask.generation.engine.sequence import SequenceState, by_settings
+from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
+from unmask.models.diffusion_lm import DiffusionLM
+
+
+def begin_canvases(
+    lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], entries: list[BatchEntry]
+) -> None:
+    """Fill the blocks that begin with random tokens."""
+    chosen = [index for index, sequence in enumerate(sequences) if sequence.step == 0]
+    if not chosen:
+        return
+    member_N, slot_N, position_N = slots.hidden_positions([entries[index] for index in chosen])
+    own = [sequences[index] for index in chosen]
+    key_B, step_B, seed_B = np.array(
+        [(each.request.key, each.steps_done, each.config.seed) for each in own]
+    ).T
+    for seed in np.unique(seed_B).tolist():
+        index_J = np.flatnonzero(seed_B[member_N] == seed)
+        at_J = moved(index_J, slot_N.device)
+        key_J, step_J = moved_together(slot_N.device, key_B[member_N[index_J]], step_B[member_N[index_J]])
+        slot_J, position_J = slot_N[at_J], position_N[at_J]
+        slots.ids_SC[slot_J, position_J] = random_tokens(lm, seed, key_J, step_J, position_J)
+
+
+def denoise_canvases(
+    lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], predictions: Predictions
+) -> None:
+    """One denoising step, without its forward pass."""
+    done: list[torch.Tensor] = []
+    order: list[SequenceState] = []
+    for _, uses_B in by_settings(sequences):
+        chosen = np.flatnonzero(uses_B)
+        number_B = np.full(len(sequences), -1)
+        number_B[chosen] = np.arange(len(chosen))
+        own = predictions.at(np.flatnonzero(uses_B[predictions.member_N]), number_B)
+        group = [sequences[member] for member in chosen]
+        done.append(_denoise(lm, slots, group, own))
+        order += group
+    for sequence, is_done in zip(order, torch.cat(done).tolist(), strict=True):
+        if is_done:
+            sequence.num_hidden = 0
+
+
+def _denoise(
+    lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], predictions: Predictions
+) -> torch.Tensor:
+    """A step of sequences with the same settings. Returns which are done [B]."""
+    config, device = sequences[0].config, predictions.position_N.device
+    settings, member_N = CanvasSettings.of(config), predictions.member_N
+    at, logits_NV = (predictions.slot_N, predictions.position_N), predictions.logits_NV
+    count_B = predictions.counts(len(sequences))
+    row_N = moved(member_N, device)
+    key_B, steps_B, step_B, slot_B = moved_together(
+        device,
+        *np.array([(each.request.key, each.steps_done, each.step, each.slots[0]) for each in sequences]).T,
+    )
+    key_N, step_N = key_B[row_N], steps_B[row_N]
+    heat = np.array([settings.temperature(each.step) for each in sequences])
+    temperature_N = moved(heat[member_N], device).to(logits_NV.dtype)
+    found = propose(logits_NV, config, temperature_N, key_N, step_N, at[1])
+    entropy_BM = padded(found.entropy_N, count_B, torch.inf)
+
+    changed_B = torch.zeros_like(step_B).index_add_(
+        0, row_N, (found.decision.token_N != slots.best_SC[at]).long()
+    )
+    same_B = torch.where((changed_B > 0) | (step_B == 0), 0, slots.unchanged_S[slot_B] + 1)
+    slots.best_SC[at], slots.unchanged_S[slot_B] = found.decision.token_N, same_B
+    confident_B = is_confident(entropy_BM, moved(count_B, device), settings.confidence_threshold)
+    last_B = step_B == settings.max_denoising_steps - 1
+    done_B = (same_B >= settings.stability_threshold) & confident_B | last_B
+
+    kept_N = accept(entropy_BM, settings.entropy_bound)[row_N, moved(ranks(count_B), device)]
+    renewed_N = random_tokens(lm, config.seed, key_N, step_N + 1, at[1])
+    canvas_N, done_N = torch.where(kept_N, found.drawn_N, renewed_N), done_B[row_N]
+    slots.write(at, found.decision, slice(None), torch.where(done_N, step_N, -1))
+    slots.ids_SC[at], slots.hidden_SC[at] = torch.where(done_N, slots.ids_SC[at], canvas_N), ~done_N
+    slots.sum_S.index_add_(0, at[0], found.entropy_N)
+    return done_B
