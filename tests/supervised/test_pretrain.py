@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
+import unmask
 from tests.errors import raises
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import TEXTS, batch, equal, make, weights
@@ -169,3 +170,22 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
         make("pretrain", tmp_path, rows=stream(), dataloader_num_workers=2)
     with raises(DataError, where="train_dataset, row 0"):
         make("pretrain", tmp_path, rows=stream(), text_column="story")
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+@pytest.mark.parametrize("noise", ["masked", "uniform", "hybrid"])
+def test_a_diffusion_model_can_be_trained_from_the_start(attention, noise, tmp_path):
+    rows = [{"text": "abcdefgh"}] * 8
+    trainer = make("pretrain", tmp_path, rows=rows, noise=noise, attention=attention, max_steps=60)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    kept = unmask.load(tmp_path / "model")
+    assert (kept.attention, kept.noise) == (attention, noise)
+    bound = unmask.log_likelihood(kept, ["a"], ["bcdefgh"], estimator="elbo", samples=64).item()
+    assert bound > 0.9 * -7 * math.log(len(kept.tokenizer) - 1)  # better than guessing
+
+
+def test_noise_of_a_causal_model_is_refused(tmp_path):
+    for given in ({"noise": "uniform"}, {"schedule": "cosine"}):
+        with raises(ConfigError, where=next(iter(given))):
+            make("pretrain", tmp_path, **given)

@@ -94,7 +94,7 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
     if data.task and isinstance(data.train, str):
         task += ["--data", data.train]
     following = {
-        "pretrain": "convert",
+        "pretrain": "sft" if config.training.get("attention", "causal") != "causal" else "convert",
         "convert": "sft",
         "sft": "grpo" if task else "dpo",
         "dpo": "grpo" if task else None,

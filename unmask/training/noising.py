@@ -30,6 +30,8 @@ from unmask.training.config_fields import setting
 
 TIME_FIELDS = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 """Settings of times, which exact counts have not."""
+NOISING_FIELDS = {"noise", "p_uniform", *TIME_FIELDS, "exact_count", "cart_p"}
+"""Settings of noise, which causal models have not."""
 P_UNIFORM = 0.1
 """The middle one of the published models of GIDD, which have 0, 0.1 and 0.2."""
 
