@@ -13,6 +13,7 @@ tensor whose shape or kind does not fit the others, and names it.
 from unmask.convert.distillation import TeacherComparison, compare, distillation_loss, forward_kl
 from unmask.diffusion.likelihood import Bound, any_order, elbo, exact_log_likelihood
 from unmask.diffusion.log_probs import noise_groups, sum_over_views, view_log_probs, weighted_cross_entropy
+from unmask.diffusion.mixing import Mixing, RandomTokens
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import (
     MaskRNG,
@@ -24,6 +25,7 @@ from unmask.diffusion.views import (
     exact_count_pair,
     exact_count_views,
     exact_views,
+    mixed_views,
     random_views,
 )
 from unmask.preference.losses import (
@@ -51,7 +53,9 @@ __all__ = [
     "LossInputs",
     "MaskRNG",
     "Method",
+    "Mixing",
     "Noise",
+    "RandomTokens",
     "Rollout",
     "TeacherComparison",
     "Views",
@@ -88,6 +92,7 @@ __all__ = [
     "make_canvases",
     "make_rollout",
     "margins",
+    "mixed_views",
     "noise_groups",
     "overlong_penalty",
     "policy_loss",

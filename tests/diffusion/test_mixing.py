@@ -16,13 +16,15 @@ import torch
 from scipy.integrate import solve_ivp
 
 from tests import enumeration
+from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import toy_lm
 from unmask.diffusion.likelihood import elbo, exact_log_likelihood
 from unmask.diffusion.log_probs import noise_groups, sum_over_views, view_log_probs
 from unmask.diffusion.mixing import Mixing, RandomTokens, negative_divergence, replaced
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.views import MaskRNG, mixed_views
+from unmask.diffusion.views import MaskRNG, mixed_views, random_views
+from unmask.errors import ConfigError, GenerationError
 
 MIXINGS = [Mixing("uniform"), Mixing("hybrid", 0.1), Mixing("hybrid", 0.5)]
 PATTERNS = {"bidirectional": ("bidirectional", None, False), "blocks of two": ("block_causal", 2, False)}
@@ -179,7 +181,8 @@ PLANS = [
 @partly_slow("mixing", MIXINGS, 1, ids=str)
 @partly_slow("kind", PATTERNS, 0)
 def test_the_mean_of_the_estimates_is_the_bound(kind, mixing, plan):
-    lm, row, count = toy_lm(attention=PATTERNS[kind]), enumeration.random_row(4, seed=2), 8_000
+    lm = toy_lm(attention=PATTERNS[kind]).with_noise(mixing.name, mixing.p_uniform)
+    row, count = enumeration.random_row(4, seed=2), 8_000
     with torch.no_grad():
         groups = enumeration.groups(lm, 2, 4)
         expected = sum(Enumerated(lm, row, positions).bound(mixing) for positions in groups)
@@ -239,3 +242,20 @@ def test_losses_are_those_of_the_published_code(name):
     loss.sum().backward()
     assert loss.tolist() == pytest.approx(np.ravel(record["loss"]).tolist(), rel=1e-6, abs=1e-8)
     assert logits.grad.sum((0, 1)).tolist() == pytest.approx(record["gradient"], rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("noise", ["masked", "uniform"])
+def test_views_of_another_kind_of_noise_are_refused(noise):
+    row, group = torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)
+    lm, draw = toy_lm(), MaskRNG(0, torch.arange(1))
+    views = random_views(group, draw, Noise())
+    if noise == "masked":
+        views = mixed_views(row, group, draw, Noise(), Mixing("uniform"), RandomTokens.of(lm))
+    with raises(ConfigError, where="views"):
+        view_log_probs(lm.with_noise(noise), row, None, views)
+
+
+def test_an_exact_likelihood_is_refused():
+    lm, row = toy_lm().with_noise("uniform"), enumeration.random_row(4)[None]
+    with raises(GenerationError, where="estimator='exact'"):
+        exact_log_likelihood(lm, row, None, torch.ones_like(row).bool())

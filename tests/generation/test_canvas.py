@@ -18,12 +18,15 @@ from tests.helpers import examples
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
-from unmask.errors import GenerationError
+from unmask.errors import GenerationError, ModelError
 from unmask.generation import naive, sampler
 from unmask.generation.canvas import OF_MASKS, CanvasSettings, random_tokens
 from unmask.generation.engine.engine import Engine
 from unmask.generation.policies import draw
+from unmask.generation.prompt_log_probs import prompt_log_probs
 from unmask.generation.requests import make_infill_requests, make_requests, without_ends
+from unmask.models.export import export
+from unmask.models.load import with_pattern
 
 PATTERNS = {
     "bidirectional": ("bidirectional", None, False),
@@ -227,3 +230,23 @@ def test_hybrid_noise_has_no_sampler():
     lm = float64_lm("phi", "bidirectional").with_noise("hybrid", 0.1)
     with raises(GenerationError, where="noise"):
         unmask.generate(lm, ["abc"], SamplerConfig(max_new_tokens=8))
+
+
+def test_what_reads_masks_is_refused(tmp_path):
+    lm = canvas_lm()
+    with raises(GenerationError, where="length"):
+        unmask.infill(lm, ["ab<gap>cd"], length="auto")
+    with raises(GenerationError, where="prompt log-probabilities"):
+        prompt_log_probs(lm, [4, 5, 6], 1, lambda scored: scored())
+    with raises(ModelError, where="layout"):
+        export(lm, tmp_path, "llada")
+
+
+def test_a_model_read_as_causal_has_no_noise(tmp_path):
+    lm = canvas_lm()
+    lm.save(tmp_path)
+    assert unmask.load(tmp_path).noise == "uniform"
+    assert "| noise | uniform" in (tmp_path / "README.md").read_text()
+    assert lm.as_causal().noise == with_pattern(lm, "causal").noise == "masked"
+    assert unmask.load(tmp_path, attention="causal").noise == "masked"
+    assert unmask.load(tmp_path, attention="block_causal", block_size=4).noise == "uniform"

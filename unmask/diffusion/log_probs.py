@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unmask.diffusion.mixing import negative_divergence
 from unmask.diffusion.views import Views
+from unmask.errors import ConfigError
 from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.hooks.head import Reduction
@@ -94,6 +95,12 @@ class ViewPasses:
     temperature: float = 1.0
     measure: TargetValue = DiffusionLM.log_probs
     _patterns: dict[tuple[int, int, int], Pattern] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.views.replaced is None) != (self.lm.noise == "masked"):
+            kind = "behind masks" if self.views.replaced is None else "by random tokens"
+            what = f"hide tokens {kind}, and the model's noise is {self.lm.noise}"
+            raise ConfigError(what, where="views", remedy="Use mixed_views for random tokens alone")
 
     def all_log_probs(self, chunk: int | None) -> Tensor:
         """Log-probabilities [B, M, T] of all views, with at most `chunk` noised rows together."""

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from unmask.errors import GenerationError
 from unmask.generation.gap_lengths import TOKENS_PER_PASS
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
@@ -49,6 +50,9 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Scoring
         top: the number of most probable tokens.
         run: makes a forward pass, when and where the model is free.
     """
+    if lm.noise != "masked":
+        what = f"hides tokens behind masks, and the model's noise is {lm.noise}"
+        raise GenerationError(what, where="prompt log-probabilities", remedy="Leave them out for this model")
     size = len(ids) if lm.autoregressive else max(1, TOKENS_PER_PASS // max(1, len(ids)))
     found: ScoredTokens = []
     for start in range(1, len(ids), size):

@@ -70,6 +70,7 @@ STOCK_SETTINGS: dict[str, Any] = {
     "noise": "masked",
     "p_uniform": None,
 }
+NO_NOISE = {name: STOCK_SETTINGS[name] for name in ("noise", "p_uniform")}
 Quantization = Literal["4bit", "8bit"]
 WITHOUT_EFFECT = {
     *("low_cpu_mem_usage", "use_safetensors", "weights_only", "adapter_kwargs", "use_cache"),
@@ -382,6 +383,7 @@ def pattern_settings(
             "block_size": block_size,
             "logit_shift": logit_shift,
             "causal_context": False,
+            **(NO_NOISE if attention == "causal" else {}),
         }
     return {name: saved[name] for name in STOCK_SETTINGS} | chosen
 
@@ -683,6 +685,7 @@ def with_pattern(
     check_recurrent(lm.model, attention)
     lm.model.get_input_embeddings().padding_idx = lm.padding_idx  # also of a table that PEFT has wrapped
     kept = {name: lm.settings[name] for name in STOCK_SETTINGS if name != "padding_idx"}
+    kept |= NO_NOISE if attention == "causal" else {}
     pattern = {
         "attention": attention,
         "block_size": block_size,

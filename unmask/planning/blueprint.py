@@ -112,6 +112,7 @@ class ModelSpec:
             "attention block": str(lm.block_size or "-"),
             "mask token": f"{mask} ({lm.mask_token_id})"
             + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
+            "noise": lm.noise,
             "logit shift": "yes: the output at position i - 1 predicts token i" if lm.logit_shift else "no",
         }
 

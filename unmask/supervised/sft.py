@@ -219,6 +219,8 @@ class SFTTrainer(DiffusionTrainer):
             self.objective = QualityObjective(args)
         if self.objective is not None:
             lm = self.objective.prepared(lm)
+        if args.noise is None:  # also checks what the model has
+            return lm.with_noise(lm.noise, lm.p_uniform)
         return lm.with_noise(args.noise, args.p_uniform)
 
     def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:
