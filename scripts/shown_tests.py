@@ -15,10 +15,11 @@ from typing import Any
 
 from unmask.records import read_records
 
+MANY = 4  # tests: problems with as many share a line
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "humaneval.md"
 HEAD = """# Tests that HumanEval's prompts do not show
 
-Some examples in the docstrings are also tests. If a problem has no other test, a program that only looks them up passes. For each problem this page has the number of tests (assertions; one in a loop counts once) whose arguments do not occur in the prompt. `python scripts/shown_tests.py HumanEval.jsonl.gz` writes it.
+Some examples in the docstrings are also tests. If a problem has no other test, a program that only looks them up passes. This page has the problems with few tests (assertions; one in a loop counts once) whose arguments do not occur in the prompt. `python scripts/shown_tests.py HumanEval.jsonl.gz` writes it.
 
 The prompts are as published. To train on verdicts that cannot be looked up, use `mbpp`, which decides by tests that it does not show ([tasks](tasks.md)).
 
@@ -37,13 +38,17 @@ def not_shown(problem: Mapping[str, Any]) -> int:
 
 
 def page(problems: Iterable[Mapping[str, Any]]) -> str:
-    """The page: a line for each number of tests that are not shown."""
+    """The page: a line for each small number of tests that are not shown."""
     numbers = defaultdict(list)
     for problem in problems:
         numbers[not_shown(problem)].append(problem["task_id"].rpartition("/")[2])
-    return HEAD + "".join(
-        f"| {count} | {len(ids)} | {', '.join(ids)} |\n" for count, ids in sorted(numbers.items())
+    few = "".join(
+        f"| {count} | {len(ids)} | {', '.join(ids)} |\n"
+        for count, ids in sorted(numbers.items())
+        if count < MANY
     )
+    rest = sum(len(ids) for count, ids in numbers.items() if count >= MANY)
+    return f"{HEAD}{few}| {MANY} or more | {rest} | the others |\n"
 
 
 def _calls(test: ast.expr, names: set[str]) -> list[ast.Call]:
