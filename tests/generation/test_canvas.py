@@ -226,10 +226,10 @@ def test_temperatures_must_fall():
         unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, t_min=0.9))
 
 
-def test_hybrid_noise_has_no_sampler():
-    lm = float64_lm("phi", "bidirectional").with_noise("hybrid", 0.1)
-    with raises(GenerationError, where="noise"):
-        unmask.generate(lm, ["abc"], SamplerConfig(max_new_tokens=8))
+def test_models_of_hybrid_noise_write_with_masks():
+    lm, config = float64_lm("phi", "bidirectional"), SamplerConfig(max_new_tokens=8, steps=4)
+    found = unmask.generate(lm.with_noise("hybrid", 0.1), ["abc"], config)
+    assert found.tokens == unmask.generate(lm, ["abc"], config).tokens
 
 
 def test_what_reads_masks_is_refused(tmp_path):

@@ -94,15 +94,12 @@ class Proposal(NamedTuple):
 def check_canvas(lm: DiffusionLM, config: SamplerConfig) -> None:
     """Raise GenerationError for settings that the noise of the model does not have."""
     given = set(config.of_texts)
-    if lm.noise == "masked":
+    if lm.noise != "uniform":
         for name in CANVAS_FIELDS:
             if name in given:
-                what = "belongs to canvases of random tokens, and this model's noise is masked"
+                what = f"belongs to canvases of random tokens, and this model's noise is {lm.noise}"
                 raise GenerationError(what, where=name, remedy="Leave it out for this model")
         return
-    if lm.noise == "hybrid":
-        what = "no sampler is there for hybrid noise"
-        raise GenerationError(what, where="noise", remedy="Use a model of uniform or masked noise")
     for name, meant in OF_MASKS.items():
         if name in given:
             what = "needs masks, and this model's canvas has random tokens"

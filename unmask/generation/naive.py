@@ -69,7 +69,7 @@ def complete(
         if config.self_speculative:
             traces = [_speculate(lm, verifier, request, config) for request in requests]
         else:
-            denoise = _denoise if lm.noise == "masked" else _denoise_canvas
+            denoise = _denoise_canvas if lm.noise == "uniform" else _denoise
             traces = [denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
 

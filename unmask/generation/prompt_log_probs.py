@@ -50,7 +50,7 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Scoring
         top: the number of most probable tokens.
         run: makes a forward pass, when and where the model is free.
     """
-    if lm.noise != "masked":
+    if lm.noise == "uniform":
         what = f"hides tokens behind masks, and the model's noise is {lm.noise}"
         raise GenerationError(what, where="prompt log-probabilities", remedy="Leave them out for this model")
     size = len(ids) if lm.autoregressive else max(1, TOKENS_PER_PASS // max(1, len(ids)))

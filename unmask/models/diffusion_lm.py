@@ -125,7 +125,7 @@ class DiffusionLM(ModuleMethods):
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal
             model does, and only the current block in both directions (NBDiff, Tian et al. 2025).
         noise: what stands for tokens that are not known yet: masked, uniform (random tokens) or hybrid
-            (`unmask.diffusion.mixing`).
+            (`unmask.diffusion.mixing`). Text is generated with masks, unless it is uniform.
         p_uniform: of hybrid noise, the greatest probability of a random token; else None.
         first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
         config: of the unwrapped model.

@@ -65,7 +65,7 @@ def export(
             where="layout",
             remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}",
         )
-    if lm.noise != "masked" and layout != STOCK_FORMAT:
+    if lm.noise == "uniform" and layout != STOCK_FORMAT:
         what = f"{layout} models hide tokens behind masks, and this model's noise is {lm.noise}"
         raise ModelError(what, where="layout", remedy=f"Use layout {STOCK_FORMAT}")
     if base is not None and layout != STOCK_FORMAT:
