@@ -98,8 +98,8 @@ class Engine:
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
-        self.slots = BatchState(lm.device, lm.mask_token_id)
         self.exact_cache, self.canvas = lm.attention != "bidirectional", lm.noise == "uniform"
+        self.slots = BatchState(lm.device, lm.mask_token_id, canvas=self.canvas)
         if self.exact_cache:
             self.slots.create_cache(passes_of(lm).memory if lm.cuda_graphs else None)
         if verifier is not None:

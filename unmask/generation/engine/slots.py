@@ -43,9 +43,8 @@ TABLES = {
     "forbidden_log_prob_SCK": torch.float64,
     "noise_SU": torch.float64,
     "sum_S": torch.float64,
-    "best_SC": torch.long,
-    "unchanged_S": torch.long,
 }
+CANVAS_TABLES = {"best_SC": torch.long, "unchanged_S": torch.long}
 RECORDS = {
     "log_prob_SC": "log_prob_N",
     "sampled_SC": "sampled_log_prob_N",
@@ -185,22 +184,23 @@ class BatchState:
     best_SC: Tensor
     unchanged_S: Tensor
 
-    def __init__(self, device: torch.device, mask_token_id: int):
+    def __init__(self, device: torch.device, mask_token_id: int, *, canvas: bool = False):
         self.mask_token_id = mask_token_id
+        self.tables = TABLES | CANVAS_TABLES if canvas else TABLES
         self.count = 0
         # what a pass needs of the host, by what the host knows of its sequences
         self.plans: MaskCache = MaskCache(PLANS_KEPT, CELLS_KEPT)
         self.cache: SlotCache | None = None
         # of another model, which verifies the drafts of this one
         self.verifier_cache: SlotCache | None = None
-        for name, dtype in TABLES.items():
+        for name, dtype in self.tables.items():
             axes = name.rsplit("_", 1)[1]
             setattr(self, name, torch.zeros([0] * len(axes), dtype=dtype, device=device))
         self.shown = torch.zeros((), dtype=torch.bool, device=device)
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; those in use keep their values."""
-        for name in TABLES:
+        for name in self.tables:
             old = getattr(self, name)
             shape = (slots, columns, *old.shape[2:]) if "_SC" in name else (slots, *old.shape[1:])
             new = old.new_full(shape, self.mask_token_id if name == "ids_SC" else 0)
@@ -307,7 +307,7 @@ class BatchState:
         """Free a slot: the last one in use moves there. Returns its old index."""
         self.count -= 1
         if slot != self.count:
-            for table in (getattr(self, name) for name in TABLES):
+            for table in (getattr(self, name) for name in self.tables):
                 if table.numel():
                     table[slot] = table[self.count]
             for cache in self.caches:
