@@ -259,3 +259,10 @@ def test_an_exact_likelihood_is_refused():
     lm, row = toy_lm().with_noise("uniform"), enumeration.random_row(4)[None]
     with raises(GenerationError, where="estimator='exact'"):
         exact_log_likelihood(lm, row, None, torch.ones_like(row).bool())
+
+
+def test_pairs_of_an_odd_number_are_refused():
+    group, draw = torch.zeros(1, 4, dtype=torch.long), MaskRNG(0, torch.arange(1))
+    plan = (group, group, draw, Noise(), Mixing("uniform"), RandomTokens(6, (), 6))
+    with raises(ConfigError, where="num_views"):
+        mixed_views(*plan, num_views=3, complementary=True)

@@ -113,8 +113,14 @@ def test_random_tokens_stand_where_tokens_are_hidden(tmp_path):
 @pytest.mark.parametrize("verb", ["dpo", "kto", "grpo"])
 def test_methods_that_need_masks_refuse_models_of_random_tokens(verb, tmp_path):
     lm = llama_lm("bidirectional").with_noise("uniform")
-    with raises(ConfigError, where="GRPOConfig" if verb == "grpo" else "DPOConfig"):
+    with raises(ConfigError, where="model"):
         make(verb, tmp_path, lm)
+
+
+@pytest.mark.parametrize("chosen", [{"quality_head": "joint"}, {"max_gap": 4}], ids=str)
+def test_objectives_that_need_masks_refuse_models_of_random_tokens(chosen, tmp_path):
+    with raises(ConfigError, where=next(iter(chosen))):
+        make("sft", tmp_path, llama_lm("bidirectional").with_noise("uniform"), **chosen)
 
 
 @pytest.mark.parametrize(

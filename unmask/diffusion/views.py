@@ -306,6 +306,9 @@ def mixed_views(
         number_BT: as of `hide`.
     """
     _check(group_BT, draw, number_BT, num_views)
+    if complementary and num_views % 2:
+        what = f"{num_views} views are no pairs"
+        raise ConfigError(what, where="num_views", remedy="Give an even number, or leave complementary out")
     number_BT = columns(group_BT) if number_BT is None else number_BT
     first = num_views // 2 if complementary else num_views
     valid_B1T = (group_BT >= 0)[:, None]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from unmask.config.run import RunConfig
+from unmask.config.run import NoiseName, RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pack, pair_rows
 from unmask.data.row_store import TOKENS, stored_rows
@@ -117,6 +117,12 @@ class SFTConfig(PairConfig, NoisingConfig):
                 what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
                 raise ConfigError(what, where=f"{name} and max_gap", remedy="Leave one of them out")
 
+    def check_kind(self, noise: NoiseName) -> None:
+        super().check_kind(noise)
+        if noise != "masked" and (name := self.excludes_adapters):
+            what = f"needs masks, and the noise is {noise}"
+            raise ConfigError(what, where=name, remedy="Leave it out, or use noise: masked")
+
     def unread(self) -> set[str]:
         return super().unread() | ({*VIEW_FIELDS} if self.max_gap is not None else set())
 
@@ -217,11 +223,9 @@ class SFTTrainer(DiffusionTrainer):
             self.objective = GapObjective(args)
         elif args.quality_head != "off":
             self.objective = QualityObjective(args)
-        if self.objective is not None:
-            lm = self.objective.prepared(lm)
-        if args.noise is None:  # also checks what the model has
-            return lm.with_noise(lm.noise, lm.p_uniform)
-        return lm.with_noise(args.noise, args.p_uniform)
+        lm = lm.with_noise(args.noise, args.p_uniform)
+        args.check_kind(lm.noise)
+        return lm if self.objective is None else self.objective.prepared(lm)
 
     def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:
         if self.formatting_func is not None and dataset is not None:

@@ -344,8 +344,8 @@ class TrainingConfig(TrainingArguments):
     def check_kind(self, noise: NoiseName) -> None:
         """Raise ConfigError if a model of this noise cannot be trained with these settings."""
         if noise != "masked":
-            what = f"hides tokens behind masks, and the model's noise is {noise}"
-            raise ConfigError(what, where=type(self).__name__, remedy="Use SFT, or a model of masked noise")
+            what = f"its noise is {noise}, and this training hides tokens behind masks"
+            raise ConfigError(what, where="model", remedy="Use SFT, or a model of masked noise")
 
     @property
     def excludes_adapters(self) -> str | None:
