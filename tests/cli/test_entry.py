@@ -398,6 +398,9 @@ SAMPLERS = [
     SamplerConfig(
         **{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2
     ),
+    SamplerConfig(
+        max_denoising_steps=9, t_min=0.1, t_max=0.9, stability_threshold=2, confidence_threshold=0.1
+    ),
     SamplerConfig(mode="self-speculative", num_speculative_tokens=3, num_branches=2, temperature=1.0),
 ]
 

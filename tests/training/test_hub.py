@@ -255,6 +255,7 @@ def test_adapters_are_trained_further(verb, hub, base, causal, tmp_path):
     assert torch.equal(logits(load(NAME)), before)
 
 
+@pytest.mark.filterwarnings("ignore:no token is the mask token")
 def test_peft_and_the_auto_classes_read_them(hub, base, tmp_path):
     trainer = trainer_of("sft", tmp_path / "run", str(base), adapters=True)
     trainer.train()
@@ -286,6 +287,7 @@ def test_adapters_of_other_trainers_are_read(hub, tmp_path):
     torch.testing.assert_close(logits(loaded)[:, 1:, :size], expected[:, :-1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:no token is the mask token")
 def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
     lm = load(base)
     lm.push_to_hub(

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from tests.errors import raises
 from tests.helpers import partly_slow
-from tests.tiny import llama_lm
+from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import (
     PAIRS,
     PREFERENCES,
@@ -618,17 +618,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(t
 
 
 def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
-    lm = llama_lm()
+    model, tokenizer = llama_causal()
     trainer = SFTTrainer(
-        lm.model,
+        model,
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32),
         train_dataset=PAIRS,
-        processing_class=lm.tokenizer,
+        processing_class=tokenizer,
     )
-    assert trainer.lm.attention == "causal" and trainer.lm.model is lm.model
+    assert trainer.lm.attention == "causal" and trainer.lm.model is model
     with raises(ModelError, where="model"):
         SFTTrainer(
-            lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), train_dataset=PAIRS
+            model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), train_dataset=PAIRS
         )
 
 

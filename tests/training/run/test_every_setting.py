@@ -26,6 +26,7 @@ from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
 from unmask.training.config_fields import NOT_READ
+from unmask.training.noising import NOISING_FIELDS
 from unmask.training.run.log import LOG_NAME
 from unmask.training.run.record import RunRecord
 from unmask.training.run.resume import ACTS, NEUTRAL
@@ -101,6 +102,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "undesirable_weight": {"loss_type": "kto"},
     "stale_reference": {},
     "quality_tokens": {"quality_head": "joint"},
+    "p_uniform": {"noise": "hybrid"},
 }
 """The settings without which a setting has no effect, or another first value."""
 
@@ -171,6 +173,8 @@ SECOND: dict[str, Any] = {
         "max_time": 0.8,
     },
     **{
+        "noise": "uniform",
+        "p_uniform": 0.3,
         "num_timesteps": 4,
         "canvas_length": 8,
         "max_length": 16,
@@ -293,6 +297,11 @@ FIRST_OF |= {
         ("convert", name): {"attention": "block_causal", "block_size": 4}
         for name in ("block_size", "causal_context")
     },
+    **{
+        ("pretrain", name): {"attention": "bidirectional"} | FIRST.get(name, {})
+        for name in sorted(NOISING_FIELDS)
+    },
+    ("pretrain", "block_size"): {"attention": "block_causal"},
     **{("grpo", name): {"method": "spg", "epsilon": None} for name in ("eubo_beta", "eubo_share")},
     ("grpo", "metric_for_best_model"): BY_REWARD,
     ("grpo", "greater_is_better"): BY_REWARD | {"greater_is_better": True, "load_best_model_at_end": True},
@@ -647,7 +656,7 @@ WITHOUT_A_DECLARATION = {
         "undesirable_weight",
         "views",
     ),
-    "weighting",
+    *("weighting", "noise", "p_uniform"),
     # Settings of the sections.
     *(
         "data.max_rows",
