@@ -108,6 +108,17 @@ def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
     assert hidden_BMT.sum(1).eq(1).all()
 
 
+@pytest.mark.parametrize("noise", [("uniform", None), ("hybrid", 0.1)])
+def test_a_step_with_random_tokens_predicts_all(noise) -> None:
+    names = ("noise", "p_uniform")
+    settings = {**SETTINGS, "attention": "bidirectional", **dict(zip(names, noise, strict=True))}
+    spec = ModelSpec("tiny", llama(64, 1, 64).config, character_tokenizer(ALPHABET), settings)
+    work = spec.workload("bidirectional", 8, 2, None)
+    step = Step(build_model(spec, work), work)
+    assert step.views.target_BMT.sum() == work.predicted == 16
+    step()
+
+
 class Touched(TorchDispatchMode):
     """A clock that counts the elements that operations read and write, so other processes do not affect
     it."""

@@ -177,6 +177,7 @@ class ModelSpec:
         return Workload(
             sequence_length=sequence_length,
             attention=chosen,
+            noise=self.settings_for(chosen).get("noise", "masked"),
             copies=copies,
             lora_rank=lora_rank,
             quantization=quantization,

@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from unmask.config.run import LoraSettings
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
-from unmask.diffusion.views import Views
+from unmask.diffusion.mixing import Mixing, RandomTokens
+from unmask.diffusion.schedules import Noise
+from unmask.diffusion.views import MaskRNG, Views, mixed_views
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
@@ -37,7 +39,7 @@ CALIBRATION_SECONDS = 1.0
 
 
 class Step:
-    """A training step as in the trainers, on random tokens, half of which are hidden."""
+    """A training step as in the trainers, on random tokens; of masked ones half are hidden."""
 
     def __init__(self, lm: DiffusionLM, work: Workload):
         self.lm, self.work = lm, work
@@ -60,6 +62,13 @@ class Step:
         self.views = self._views(generator)
 
     def _views(self, generator: torch.Generator) -> Views:
+        if self.lm.noise != "masked":
+            draw = MaskRNG(0, torch.arange(self.work.batch, device=self.lm.device))
+            return mixed_views(
+                *(self.ids_BT, torch.zeros_like(self.ids_BT), draw, Noise()),
+                *(Mixing.of(self.lm), RandomTokens.of(self.lm)),
+                num_views=self.work.copies,
+            )
         shape = (self.work.batch, 1, self.work.sequence_length)
         hidden_BMT = torch.rand(shape, generator=generator).argsort(-1) < self.work.sequence_length // 2
         if self.lm.autoregressive:

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from unmask.config.run import AttentionName
+from unmask.config.run import AttentionName, NoiseName
 from unmask.models.hooks.head import LOGITS_AT_ONCE
 from unmask.models.load import Quantization
 
@@ -18,7 +18,7 @@ Precision = Literal["float32", "mixed", "bfloat16"]
 Optimizer = Literal["adamw", "adamw_8bit"]
 
 # Constants of the implementation. Measure them again when the attention function or the output head changes.
-HIDDEN_FRACTION = 0.5  # fraction of the tokens predicted in a noised row; a causal row predicts all
+HIDDEN_FRACTION = 0.5  # of the tokens, predicted in a row with masks; other rows predict all
 # float32 copies of a chunk of logits in the backward pass of its softmax; half as many in that of the head
 LOGIT_COPIES = 2
 # activation gradients within a layer's backward pass, as a fraction of the bytes the layer saved
@@ -89,6 +89,7 @@ class Workload:
     batch: int = 1  # sequences per device and step
     # block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`
     attention: AttentionName = "bidirectional"
+    noise: NoiseName = "masked"
     copies: int = 1  # noised copies of a sequence: 2 for complementary masks
     # mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too
     precision: Precision = "float32"
@@ -152,7 +153,8 @@ class Workload:
     @property
     def predicted(self) -> float:
         """Number of predicted tokens, that is rows of logits."""
-        fraction = 1 if self.attention == "causal" else HIDDEN_FRACTION
+        masked = self.attention != "causal" and self.noise == "masked"
+        fraction = HIDDEN_FRACTION if masked else 1
         return self.batch * self.copies * self.sequence_length * fraction
 
 
