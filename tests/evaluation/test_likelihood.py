@@ -361,6 +361,20 @@ def test_the_greedy_completion_is_what_generation_writes(kind):
             assert not is_greedy(lm, prompt, other)
 
 
+def test_the_greedy_completion_of_random_tokens_is_what_generation_writes():
+    lm = toy_lm().with_noise("uniform")
+    prompt, config = enumeration.random_row(3, 0).tolist(), SamplerConfig(max_new_tokens=5, stop_at_eos=False)
+    [written] = generate(lm, [prompt], config).tokens
+    assert is_greedy(lm, prompt, written) and not is_greedy(lm, prompt, [written[0] ^ 1, *written[1:]])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_few_random_tokens_have_more_than_a_few_views(size):
+    lm = toy_lm().with_noise("uniform")
+    found = log_likelihoods(lm, [[4, 5]], [[4, 5][:size]], samples=9)
+    assert found.differences[0].numel() and found.differences[0].abs().sum() > 0
+
+
 def test_asking_for_the_greedy_completion_leaves_the_model_as_it_was():
     lm = toy_lm()
     lm.model.train()

@@ -27,6 +27,7 @@ from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.statistics import student_quantile
 from unmask.generation.requests import check_ids, make_requests
+from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.model_state import evaluating
 
@@ -194,8 +195,9 @@ def _of_pair(
         return Bound(exact_log_likelihood(lm, ids_1T, None, maskable_1T, chunk=chunk), certain_BP)
     draw = replace(draw, key_B=draw.key_B.to(lm.device))
     found = elbo(lm, ids_1T, None, maskable_1T, draw, samples=samples, chunk=chunk, shared=shared)
-    # Of two tokens, everything hidden and the two halves of a pair are all views that there are.
-    certain = min(len(ids), lm.block_size or len(ids)) <= (2 if samples > 2 else samples - 1)
+    # Of two masked tokens, everything hidden and the two halves of a pair are all views that there are.
+    most = 2 if samples > 2 else samples - 1
+    certain = lm.noise == "masked" and min(len(ids), lm.block_size or len(ids)) <= most
     return Bound(found.value_B, certain_BP) if certain else found
 
 
@@ -212,8 +214,8 @@ def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:
 @torch.no_grad()
 def is_greedy(lm: DiffusionLM, prompt: Sequence[int], completion: Sequence[int]) -> bool:
     """Whether `generate` writes exactly these tokens after the prompt, with one token a step, the most
-    confident first, and a canvas of their number. It stops at the first other token. Arguments are token ids.
-    Of a causal model the last one may lie beyond the context."""
+    confident first, and a canvas of their number; with uniform noise, as it does by default. It stops at the
+    first other token. Arguments are token ids. Of a causal model the last one may lie beyond the context."""
     goal = [*prompt, *completion]
     with evaluating(lm):
         if lm.autoregressive:
@@ -221,7 +223,10 @@ def is_greedy(lm: DiffusionLM, prompt: Sequence[int], completion: Sequence[int])
             return lm.forward(causal_inputs(lm, ids_1T, len(completion))).argmax(-1).tolist() == list(
                 completion
             )
-        request = make_requests(lm, [list(prompt)], SamplerConfig(max_new_tokens=len(completion)))[0]
+        config = SamplerConfig(max_new_tokens=len(completion), stop_at_eos=False)
+        if lm.noise == "uniform":
+            return generate(lm, [list(prompt)], config).tokens[0] == list(completion)
+        request = make_requests(lm, [list(prompt)], config)[0]
         ids, hidden = list(request.ids), list(request.hidden)
         for start, stop in request.blocks:
             visible = len(goal) if lm.attention == "bidirectional" else stop
