@@ -110,6 +110,19 @@ def test_random_tokens_stand_where_tokens_are_hidden(tmp_path):
     assert masks.any() and (hidden & ~masks & (seen != clean)).any() and not (masks & ~hidden).any()
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.3, 1.0), (0.8, 0.9), (1.0, 1.0)])
+def test_random_tokens_are_hidden_at_the_times_of_the_settings(low, high, tmp_path):
+    rows = [{"prompt": "ab", "completion": "cdefgh" * 4}] * 256
+    trainer = make("sft", tmp_path, rows=rows, noise="uniform", min_time=low, max_time=high)
+    examples = batch(trainer, *range(256))
+    views = trainer.plan(examples, trainer.draw(examples))
+    maskable = examples["maskable"][:, None]
+    assert views.hidden_BMT[maskable].double().mean().item() == pytest.approx((low + high) / 2, abs=0.03)
+    assert views.weight_BMT.isfinite().all()
+    loss = trainer.cross_entropy(trainer.lm, examples, views)
+    assert loss.isfinite()
+
+
 @pytest.mark.parametrize("verb", ["dpo", "kto", "grpo"])
 def test_methods_that_need_masks_refuse_models_of_random_tokens(verb, tmp_path):
     lm = llama_lm("bidirectional").with_noise("uniform")

@@ -34,6 +34,7 @@ from unmask.tensor_checks import check_tensors
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 CART_CUT = 1e-6  # the tail of a geometric distribution
+MAX_LEVEL = 1 - 1e-6  # of random tokens, whose weights divide by what is kept
 
 
 @dataclass(frozen=True)
@@ -316,8 +317,9 @@ def mixed_views(
         level_BMT, hidden_BMT = _counted(group_BT, draw, first, number_BT)
         speed_BMT = torch.ones_like(level_BMT)
     else:
-        time_BMT = noise.paired().time(stratified(draw, group_BT, first))
-        level_BMT = noise.schedule.mask_rate(time_BMT)
+        noise = noise.paired() if complementary else noise
+        time_BMT = noise.time(stratified(draw, group_BT, first))
+        level_BMT = noise.schedule.mask_rate(time_BMT).clamp_max(MAX_LEVEL)
         hidden_BMT = draw.uniform(number_BT, first, RngStream.MASK) < level_BMT
         speed_BMT = noise.schedule.weight(time_BMT) * level_BMT
     if complementary:
