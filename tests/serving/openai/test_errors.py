@@ -615,6 +615,7 @@ def test_limits_of_the_server(service):
         ({"max_tokens": 9}, "max_tokens"),
         ({"n": 3}, "n"),
         ({"max_tokens": 8, "diffusion": {"steps": 5}}, "diffusion.steps"),
+        ({"diffusion": {"max_denoising_steps": 5}}, "diffusion.max_denoising_steps"),
         ({"diffusion": {"constraint": {"regex": "a" * 40}}}, "diffusion.constraint"),
     ):
         response = ask(service(), "completions", limits, **TEXT | more)

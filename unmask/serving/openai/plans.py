@@ -464,7 +464,8 @@ def sampler_config(
         given["constraint"] = constraint
     config = SamplerConfig(**given)
     check_limit(config.max_new_tokens, limits.max_tokens, "max_new_tokens", "tokens")
-    check_limit(config.steps or 0, limits.steps, "steps", "steps")
+    for name in ("steps", "max_denoising_steps"):
+        check_limit(getattr(config, name) or 0, limits.steps, name, "steps")
     if config.constraint is not None:
         check_limit(len(config.constraint.model_dump_json()), limits.schema_bytes, "constraint", "bytes")
         check_depth(config.constraint.schema_object(), "constraint.json_schema")  # which may be given as text
