@@ -19,7 +19,8 @@ class Revealed(NamedTuple):
 
     position: int  # in the whole sequence
     token: int
-    log_prob: float  # when it was revealed, in nats, at temperature 1
+    # when it was revealed, in nats, at temperature 1; on a canvas of random tokens of the most probable token
+    log_prob: float
     # with `top_forbidden`: likewise the most probable tokens that the constraint forbids there
     forbidden: Sequence[tuple[int, float]] = ()
 
@@ -30,7 +31,7 @@ class Frame:
 
     Attributes:
         step: denoising steps so far.
-        revealed: tokens that were revealed, or replaced.
+        revealed: tokens that were revealed, replaced, or predicted again.
         hidden: positions that were hidden again.
         num_final: positions from the first one on that no later step changes.
     """
@@ -46,7 +47,7 @@ class Watched:
 
     def __init__(self, request: Request, mask_token_id: int):
         self.request, self.mask_token_id = request, mask_token_id
-        self.ids, self.step = list(request.ids), 0
+        self.ids, self.log_probs, self.step = list(request.ids), [0.0] * request.length, 0
 
     def look(self, engine: Engine, ticket: int) -> Frame | None:
         """What changed in a running sequence; None if it has not begun, has ended, or has made no step since
@@ -68,10 +69,9 @@ class Watched:
         )
 
     def _frame(self, view: SequenceView) -> Frame:
-        changed = [
-            position for position, (old, new) in enumerate(zip(self.ids, view.ids, strict=True)) if old != new
-        ]
-        hidden = [position for position in changed if view.ids[position] == self.mask_token_id]
+        before, after = zip(self.ids, self.log_probs, strict=True), zip(view.ids, view.log_probs, strict=True)
+        changed = [place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+        hidden = [place for place in changed if self.ids[place] != view.ids[place] == self.mask_token_id]
         revealed = []
         for position in changed:
             if (token := view.ids[position]) != self.mask_token_id:
@@ -80,7 +80,7 @@ class Watched:
                     ids, log_probs = view.forbidden
                     forbidden = list(zip(ids[position], log_probs[position], strict=True))
                 revealed.append(Revealed(position, token, view.log_probs[position], forbidden))
-        self.ids, self.step = view.ids, view.steps
+        self.ids, self.log_probs, self.step = view.ids, view.log_probs, view.steps
         return Frame(view.steps, revealed, hidden, view.num_final)
 
 
