@@ -114,7 +114,9 @@ def test_points_keep_the_rest_of_the_sampler():
         "prefix",
         "dual",
     ]
-    assert [each.steps for each in curve_samplers(SamplerConfig(), "steps=8,16")] == [8, 16]
+    for name in ("steps", "max_denoising_steps"):
+        points = curve_samplers(SamplerConfig(), f"{name}=8,16")
+        assert [getattr(each, name) for each in points] == [8, 16]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_points_keep_the_rest_of_the_sampler():
         ("steps=8,,16", "curve"),
         ("steps=8,x", "steps"),
         ("threshold=0.5,2", "threshold"),
-        ("entropy_bound=0.1,0.5", "entropy_bound"),
+        ("entropy_bound=0.1,x", "entropy_bound"),
         ("cache=exact,lossy", "cache"),
     ],
 )

@@ -22,6 +22,7 @@ from unmask.errors import GenerationError, ModelError
 from unmask.generation import naive, sampler
 from unmask.generation.canvas import OF_MASKS, CanvasSettings, random_tokens
 from unmask.generation.engine.engine import Engine
+from unmask.generation.frames import watch
 from unmask.generation.policies import draw
 from unmask.generation.prompt_log_probs import prompt_log_probs
 from unmask.generation.requests import make_infill_requests, make_requests, without_ends
@@ -203,6 +204,8 @@ def test_the_end_token_ends_a_text():
         {"early_commit": 0.9},
         {"constraint": {"regex": "a*"}},
         {"repetition_penalty": 1.1},
+        {"remasking": "random"},
+        {"remasking": "entropy"},
     ],
     ids=str,
 )
@@ -219,6 +222,31 @@ def test_settings_of_canvases_are_refused_for_masks(name):
         unmask.generate(
             float64_lm("phi", "bidirectional"), ["abc"], SamplerConfig(max_new_tokens=8, **{name: 2})
         )
+
+
+def test_the_bound_of_entropies_needs_no_other_setting():
+    found = [
+        unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, entropy_bound=bound)).tokens
+        for bound in (0.1, 4.0)
+    ]
+    assert found[0] == unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8)).tokens
+    assert found[0] != found[1]
+    with raises(GenerationError, where="entropy_bound"):
+        unmask.generate(float64_lm("phi", "bidirectional"), ["abc"], SamplerConfig(entropy_bound=0.1))
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_frames_end_with_the_log_probabilities_of_the_result(kind):
+    lm = canvas_lm(kind)
+    for seed in range(4):
+        settings = {"max_denoising_steps": 5, "confidence_threshold": 2.0, "stop_at_eos": False}
+        config = SamplerConfig(max_new_tokens=12, seed=seed, **settings)
+        [request] = make_requests(lm, ["abc"], config)
+        *frames, result = watch(lm, request, config)
+        last = {each.position: each for frame in frames for each in frame.revealed}
+        seen = [last[position] for position in range(request.start, request.length)]
+        assert [each.token for each in seen] == result.tokens[0]
+        assert [each.log_prob for each in seen] == result.log_probs[0]
 
 
 def test_temperatures_must_fall():

@@ -218,7 +218,7 @@ def test_infilling_covers_every_hidden_position_once(attention, block_size, data
         ({"threshold": 0.9, "factor": 1.0}, "factor"),
         ({"threshold": 0.9, "remask_fraction": 0.1}, "remask_fraction"),
         ({"threshold": 0.9, "remasking": "random"}, "threshold"),
-        ({"entropy_bound": 0.9}, "entropy_bound"),
+        ({"entropy_bound": 0.9, "threshold": 0.9}, "entropy_bound"),
         ({"order_temperature": 1.0, "remasking": "random"}, "order_temperature"),
         ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature"),
         ({"filtered_confidence": True, "remasking": "random"}, "filtered_confidence"),

@@ -240,13 +240,10 @@ class SamplerConfig(Config):
             raise ConfigError(what, where="remask_fraction", remedy="Leave one out")
         if self.revise is not None:
             self._check_revise(rules)
-        needed = "entropy" if self.entropy_bound is not None else "low_confidence"
-        if self.parallel and self.remasking != needed and not self.of_canvas:
-            raise ConfigError(
-                f"cannot be combined with remasking {self.remasking!r}",
-                where=rules[0],
-                remedy=f"Use remasking {needed!r}",
-            )
+        # entropy_bound needs remasking 'entropy' only with masks: `unmask.generation.canvas.check_canvas`
+        if self.parallel and self.entropy_bound is None and self.remasking != "low_confidence":
+            what = f"cannot be combined with remasking {self.remasking!r}"
+            raise ConfigError(what, where=rules[0], remedy="Use remasking 'low_confidence'")
         if self.parallel and self.schedule != "even":
             what = (
                 f"{self.schedule!r} cannot be combined with {rules[0]}, which does not fix the number of "
@@ -299,11 +296,6 @@ class SamplerConfig(Config):
         """The settings given that say how many tokens a step reveals."""
         names = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound")
         return [name for name in names if getattr(self, name) is not None]
-
-    @property
-    def of_canvas(self) -> bool:
-        """Whether settings of canvases of random tokens are given."""
-        return any(getattr(self, name) is not None for name in CANVAS_FIELDS)
 
     @property
     def filters(self) -> bool:

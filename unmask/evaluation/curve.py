@@ -23,6 +23,7 @@ SETTINGS = (
     "threshold",
     "factor",
     "entropy_bound",
+    "max_denoising_steps",
     "cache",
     "refresh_interval",
     "early_commit",

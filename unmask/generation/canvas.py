@@ -37,10 +37,11 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 EVERY_TOKEN = "Leave it out: every step may change every token"
 BY_ENTROPY = "Use entropy_bound"
+ORDER = "Leave it out: tokens are kept by their entropies"
 OF_MASKS = {
     **dict.fromkeys(("remask_fraction", "revise"), EVERY_TOKEN),
     **dict.fromkeys(("threshold", "factor", "schedule", "order_temperature"), BY_ENTROPY),
-    **dict.fromkeys(("filtered_confidence", "entropy_rule"), BY_ENTROPY),
+    **dict.fromkeys(("remasking", "filtered_confidence", "entropy_rule"), ORDER),
     **dict.fromkeys(("steps", "tokens_per_step"), "Use max_denoising_steps"),
     "temperature": "Use t_min and t_max",
     "early_commit": "Use confidence_threshold",
@@ -99,6 +100,9 @@ def check_canvas(lm: DiffusionLM, config: SamplerConfig) -> None:
             if name in given:
                 what = f"belongs to canvases of random tokens, and this model's noise is {lm.noise}"
                 raise GenerationError(what, where=name, remedy="Leave it out for this model")
+        if config.entropy_bound is not None and config.remasking != "entropy":
+            what = f"cannot be combined with remasking {config.remasking!r}"
+            raise GenerationError(what, where="entropy_bound", remedy="Use remasking 'entropy'")
         return
     for name, meant in OF_MASKS.items():
         if name in given:
