@@ -26,6 +26,7 @@ from unmask.generation.frames import watch
 from unmask.generation.policies import draw
 from unmask.generation.prompt_log_probs import prompt_log_probs
 from unmask.generation.requests import make_infill_requests, make_requests, without_ends
+from unmask.generation.token_ids import generate_ids
 from unmask.models.export import export
 from unmask.models.load import with_pattern
 
@@ -268,6 +269,15 @@ def test_what_reads_masks_is_refused(tmp_path):
         prompt_log_probs(lm, [4, 5, 6], 1, lambda scored: scored())
     with raises(ModelError, where="layout"):
         export(lm, tmp_path, "llada")
+
+
+def test_the_defaults_of_a_stock_model_are_no_settings_of_a_canvas():
+    lm, given = canvas_lm(), torch.tensor([[4, 5, 6]])
+    lm.model.generation_config.update(do_sample=True, temperature=0.7, repetition_penalty=1.1)
+    for settings in ({}, {"do_sample": True}):
+        assert generate_ids(lm, given, max_new_tokens=8, **settings).shape[1] > 3
+    with raises(GenerationError, where="temperature"):
+        generate_ids(lm, given, max_new_tokens=8, temperature=0.7)
 
 
 def test_a_model_read_as_causal_has_no_noise(tmp_path):

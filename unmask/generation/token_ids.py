@@ -77,6 +77,8 @@ def generate_ids(
     given = {name: value for name, value in configured.items() if value is not None} | settings
     _refuse_unread(given)
     asked = {name: getattr(lm.model.generation_config, name) for name in READ} | given
+    if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
+        asked |= {name: given.get(name) for name in ("temperature", "repetition_penalty")}
     own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}
     if "eos_token_id" in given:
         ends = [*as_ids(given["eos_token_id"])]
@@ -85,7 +87,8 @@ def generate_ids(
             lm.eos_token_ids = tuple(ends)
     if asked["do_sample"]:
         own |= {name: asked[name] for name in ("top_k", "top_p", "min_p") if asked[name] is not None}
-        own["temperature"] = 1.0 if asked["temperature"] is None else asked["temperature"]
+        if asked["temperature"] is not None or lm.noise != "uniform":
+            own["temperature"] = 1.0 if asked["temperature"] is None else asked["temperature"]
         own.setdefault("seed", int(torch.randint(2**31, ())))  # which `set_seed` of transformers decides
     if asked["max_new_tokens"] or asked["max_length"]:
         own["max_new_tokens"] = asked["max_new_tokens"] or asked["max_length"] - input_ids.shape[1]
