@@ -152,3 +152,12 @@ def test_after_the_last_verb_a_task_is_evaluated_as_it_was_posed(tmp_path):
     assert next_commands("grpo", config(tmp_path, task="sudoku", style="chat")) == [
         f"unmask evaluate {tmp_path}/out/model --task sudoku --style chat"
     ]
+
+
+def test_what_comes_next_can_train_the_model():
+    def after(verb, **training):
+        run = RunConfig(model={"path": "m"}, data={"task": "sudoku"}, output_dir="r", training=training)
+        return next_commands(verb, run)[0].split()[1]
+
+    assert after("pretrain") == "convert" and after("pretrain", attention="bidirectional") == "sft"
+    assert after("sft") == "grpo" and after("sft", noise="uniform") == "evaluate"
