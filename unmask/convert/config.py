@@ -8,7 +8,7 @@ from typing import Any
 
 from unmask.config.base import OnResume
 from unmask.config.layers import read_recipe
-from unmask.config.run import AttentionName, NoiseName, RunConfig
+from unmask.config.run import AttentionName, RunConfig
 from unmask.convert.stages import STAGES, ConversionStage
 from unmask.errors import ConfigError
 from unmask.models.attention import DEFAULT_BLOCK, check_pattern
@@ -123,6 +123,12 @@ class ConvertConfig(NoisingConfig, TextConfig):
         if self.complementary:
             self.noising.paired()
 
+    @property
+    def needing_masks(self) -> str | None:
+        return next(
+            (name for name in ("distillation", "alignment", "on_policy") if getattr(self, name)), None
+        )
+
     def shortened(self, steps: int) -> dict[str, Any]:
         even = [stage.model_copy(update={"share": 1.0}).model_dump() for stage in self.stages]
         return super().shortened(steps) | {"stages": even}
@@ -159,13 +165,6 @@ class ConvertConfig(NoisingConfig, TextConfig):
     def excludes_adapters(self) -> str | None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
         return next((name for name in ("time_embedding", "fsdp", "deepspeed") if getattr(args, name)), None)
-
-    def check_kind(self, noise: NoiseName) -> None:
-        super().check_kind(noise)
-        for name in ("distillation", "alignment", "on_policy") if noise != "masked" else ():
-            if getattr(self, name):
-                what = f"needs masks, and the noise is {noise}"
-                raise ConfigError(what, where=name, remedy="Leave it out, or use noise: masked")
 
     def check_run(self, run: RunConfig, *, has_adapters: bool) -> None:
         super().check_run(run, has_adapters=has_adapters)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from unmask.config.run import NoiseName, RunConfig
+from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pack, pair_rows
 from unmask.data.row_store import TOKENS, stored_rows
@@ -117,11 +117,9 @@ class SFTConfig(PairConfig, NoisingConfig):
                 what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
                 raise ConfigError(what, where=f"{name} and max_gap", remedy="Leave one of them out")
 
-    def check_kind(self, noise: NoiseName) -> None:
-        super().check_kind(noise)
-        if noise != "masked" and (name := self.excludes_adapters):
-            what = f"needs masks, and the noise is {noise}"
-            raise ConfigError(what, where=name, remedy="Leave it out, or use noise: masked")
+    @property
+    def needing_masks(self) -> str | None:
+        return self.excludes_adapters  # both objectives know which tokens are hidden
 
     def unread(self) -> set[str]:
         return super().unread() | ({*VIEW_FIELDS} if self.max_gap is not None else set())

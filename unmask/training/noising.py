@@ -102,10 +102,18 @@ class NoisingConfig(TrainingConfig):
     def unread(self) -> set[str]:
         return super().unread() | ({*TIME_FIELDS} if self.exact_count else set())
 
+    @property
+    def needing_masks(self) -> str | None:
+        """A given setting that works with masks only; None: there is none."""
+        return None
+
     def check_kind(self, noise: NoiseName) -> None:
         """Raise ConfigError for settings that this kind of noise does not have."""
         if noise == "masked":
             return
+        if name := self.needing_masks:
+            what = f"needs masks, and the noise is {noise}"
+            raise ConfigError(what, where=name, remedy="Leave it out, or use noise: masked")
         if self.weighting not in ("elbo", "uniform"):
             what = f"{self.weighting} weights hidden tokens, and {noise} noise does not show which they are"
             raise ConfigError(what, where="weighting", remedy="Use elbo, or uniform")
