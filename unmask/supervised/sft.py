@@ -222,7 +222,7 @@ class SFTTrainer(DiffusionTrainer):
         elif args.quality_head != "off":
             self.objective = QualityObjective(args)
         lm = lm.with_noise(args.noise, args.p_uniform)
-        args.check_kind(lm.noise)
+        args.check_trained_noise(lm.noise)
         return lm if self.objective is None else self.objective.prepared(lm)
 
     def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:

@@ -341,7 +341,7 @@ class TrainingConfig(TrainingArguments):
         """The attention patterns that the parts train; None: the model's own."""
         return None
 
-    def check_kind(self, noise: NoiseName) -> None:
+    def check_trained_noise(self, noise: NoiseName) -> None:
         """Raise ConfigError if a model of this noise cannot be trained with these settings."""
         if noise != "masked":
             what = f"its noise is {noise}, and this training hides tokens behind masks"

@@ -91,7 +91,7 @@ class NoisingConfig(TrainingConfig):
             self.p_uniform = P_UNIFORM
         if self.noise is not None:
             check_noise(self.noise, self.p_uniform, "bidirectional")
-            self.check_kind(self.noise)
+            self.check_trained_noise(self.noise)
         _ = self.noising  # raises ConfigError for invalid settings
         if self.exact_count and not self.given.isdisjoint(TIME_FIELDS):
             what = "exact counts have no schedule, band of times or weighting"
@@ -107,7 +107,7 @@ class NoisingConfig(TrainingConfig):
         """A given setting that works with masks only; None: there is none."""
         return None
 
-    def check_kind(self, noise: NoiseName) -> None:
+    def check_trained_noise(self, noise: NoiseName) -> None:
         """Raise ConfigError for settings that this kind of noise does not have."""
         if noise == "masked":
             return

@@ -191,7 +191,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             raise ConfigError("is not given", where="model", remedy="Give it, or model_init")
         lm = as_diffusion_lm(model, processing_class, quantization_config, args.model_init_kwargs)
         lm = self.prepared_model(lm, args)
-        args.check_kind(lm.noise)
+        args.check_trained_noise(lm.noise)
         adapters = peft_config is not None or has_adapters(lm)
         if adapters and (setting := args.excludes_adapters):
             what = "is not trained with lora, which leaves its weights as they are"
