@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,7 +240,8 @@ def test_prompts_are_strings_ids_or_messages(generate):
 def test_no_prompts_and_no_settings(generate):
     assert generate(float64_lm(), []).texts == []
     short = copy.copy(float64_lm("phi", eos_bias=99.0))
-    short.config = SimpleNamespace(vocab_size=short.config.vocab_size)  # does not tell its context length
+    short.config = copy.deepcopy(short.config)
+    del short.config.max_position_embeddings  # it does not tell its context length
     assert generate(short, ["abc"]).forward_passes == [1]
 
 

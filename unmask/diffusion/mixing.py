@@ -80,7 +80,7 @@ class RandomTokens(NamedTuple):
     @classmethod
     def of(cls, lm: DiffusionLM) -> RandomTokens:
         """The tokens that a model predicts."""
-        return cls(lm.config.vocab_size, lm.never_predicted, lm.mask_token_id)
+        return cls(lm.vocab_size, lm.never_predicted, lm.mask_token_id)
 
     @property
     def size(self) -> int:

@@ -194,7 +194,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
         counts, step = request.counts[block] if request.counts else [], 0
         visible = request.length
         if lm.attention != "bidirectional":
-            visible = min(block_start(start, lm.block_size) + (lm.block_size or 1), request.length)
+            visible = min(block_start(lm, start) + (lm.block_size or 1), request.length)
         while any(hidden[start:stop]):
             logits_TV = _logits(lm, request, ids[:visible], hidden[:visible], config)
             decisions = _decide(lm, request, ids, hidden, (start, stop), logits_TV, passes, config)
@@ -242,18 +242,19 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
         position_N = torch.tensor(hidden, device=lm.device)
         key_N, visible = torch.full_like(position_N, request.key), request.length
         if lm.attention != "bidirectional":
-            visible = min(block_start(start, lm.block_size) + (lm.block_size or 1), request.length)
+            visible = min(block_start(lm, start) + (lm.block_size or 1), request.length)
         canvas_N = random_tokens(lm, config.seed, key_N, torch.full_like(key_N, passes), position_N)
-        earlier: list[list[int]] = []
+        earlier, soft_1TD, first_1 = list[list[int]](), None, position_N.new_tensor([start])
         for step in range(settings.max_denoising_steps):
             shown_1T = torch.tensor([ids[:visible]], device=lm.device)
             shown_1T[0, position_N] = canvas_N
             is_hidden_1T = torch.zeros_like(shown_1T, dtype=torch.bool)
             is_hidden_1T[0, position_N] = True
-            logits_NV = lm.logits(shown_1T, hidden_BT=is_hidden_1T)[0, position_N]
+            more = {"first_B": first_1, "soft_BTD": soft_1TD} if lm.canvas else {}
+            logits_NV = lm.logits(shown_1T, hidden_BT=is_hidden_1T, **more)[0, position_N]
             temperature_N = torch.full_like(logits_NV[:, 0], settings.temperature(step))
             step_N = torch.full_like(key_N, passes)
-            found = propose(logits_NV, config, temperature_N, key_N, step_N, position_N)
+            found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, position_N)
             refuse_nan(found.entropy_N)
             best, entropy_1N = found.decision.token_N.tolist(), found.entropy_N[None]
             passes += 1
@@ -268,6 +269,9 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
             renewed_N = random_tokens(lm, config.seed, key_N, step_N + 1, position_N)
             kept_N = accept(entropy_1N, settings.entropy_bound)[0]
             canvas_N = torch.where(kept_N, found.drawn_N, renewed_N)
+            if found.soft_ND is not None:  # of a token that is given, its own embedding
+                soft_1TD = lm.model.get_input_embeddings()(shown_1T)
+                soft_1TD[0, position_N] = found.soft_ND
         for index, position in enumerate(hidden):
             row = (None if each is None else each[index : index + 1] for each in found.decision)
             decided[position] = Decision(*row)  # type: ignore[arg-type]

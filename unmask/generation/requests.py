@@ -6,7 +6,7 @@ Shapes: N hidden tokens of a block, S times of a schedule.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +50,7 @@ class Request:
     gaps: tuple[Gap, ...] = ()  # what has to meet a constraint
     # for each block the most tokens that each step hides again; (): none
     revisions: tuple[list[int], ...] = ()
+    limit: int | None = None  # where the result ends, before the last canvas does; None: at the end
 
     @property
     def length(self) -> int:
@@ -107,11 +108,13 @@ def make_requests(
     _check_blocks(len(_blocks(lm, 0, config.max_new_tokens, attention_block, config)), config, "steps")
     requests = []
     for index, (prompt, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
-        where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
+        where, start = f"prompt {index}", len(prompt)
+        # canvases are whole
+        size = lm.block_size if lm.canvas and lm.block_size else 1
+        stop = start - config.max_new_tokens // -size * size
         if lm.context_length is not None and stop > lm.context_length:
             what = (
-                f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of "
-                f"{lm.context_length}"
+                f"{start} prompt tokens and {stop - start} new ones exceed the context of {lm.context_length}"
             )
             raise GenerationError(what, where=where, remedy="Shorten the prompt or lower max_new_tokens")
         check_ids(lm, prompt, where)
@@ -122,7 +125,8 @@ def make_requests(
         blocks = _blocks(lm, start, stop, attention_block, config)
         ids = [*prompt, *[lm.mask_token_id] * (stop - start)]
         hidden = [False] * start + [True] * (stop - start)
-        requests.append(_request(lm, prompt, ids, hidden, key, blocks, config, where))
+        made = _request(lm, prompt, ids, hidden, key, blocks, config, where)
+        requests.append(replace(made, limit=start + config.max_new_tokens))
     return requests
 
 
@@ -152,7 +156,7 @@ def make_infill_requests(
                 where=where,
                 remedy="Shorten the text",
             )
-        check_ids(lm, ids, where)
+        check_ids(lm, [token for token in ids if token != lm.mask_token_id], where)
         if lm.logit_shift and hidden[0]:
             raise GenerationError(
                 "the first token is hidden, and no token before it predicts it",
@@ -254,7 +258,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(
             "all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden"
         )
-    if len(impossible) >= lm.config.vocab_size:
+    if len(impossible) >= lm.vocab_size:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
     return attention_block
 
@@ -275,7 +279,7 @@ def check_verifier(lm: DiffusionLM, verifier: Any) -> None:
         raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer")
     if here is None:
         return
-    sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, here))
+    sizes, other_sizes = ((each.vocab_size, each.mask_token_id) for each in (lm, here))
     if sizes != other_sizes:
         what = f"has the vocabulary size and mask token {other_sizes}, the drafting model {sizes}"
         raise GenerationError(what, where="verifier", remedy="Give a model with the same of both")
@@ -303,7 +307,7 @@ def check_verified(verifier: Any, length: int, config: SamplerConfig) -> None:
 
 def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
     """Raise GenerationError for an id that the model has no embedding for."""
-    size = lm.config.vocab_size
+    size = lm.vocab_size
     for token in ids:
         if not 0 <= token < size:
             raise GenerationError(
@@ -413,9 +417,10 @@ def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -
     return keys
 
 
-def block_start(position: int, block_size: int | None) -> int:
-    """The start of the attention block of a position (without blocks every position is one)."""
-    return position - position % (block_size or 1)
+def block_start(lm: DiffusionLM, position: int) -> int:
+    """The start of the attention block that a decoding block from this position on is in (without blocks
+    every position is one). A canvas begins where it is decoded."""
+    return position if lm.canvas else position - position % (lm.block_size or 1)
 
 
 def _blocks(
@@ -423,7 +428,8 @@ def _blocks(
 ) -> list[tuple[int, int]]:
     """The decoding blocks of the positions from start to stop: aligned to the attention blocks if there are
     any, else to the start."""
-    first, size = block_start(start, attention_block), attention_block or config.block_size or stop - start
+    size = attention_block or config.block_size or stop - start
+    first = start if attention_block is None else block_start(lm, start)
     inside = (
         {0}
         if config.sub_block_size is None

@@ -11,9 +11,10 @@ Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ CELLS_KEPT = 2**26
 """Elements of all cached masks: 64 MB as booleans, and four times that where SDPA adds them in float32."""
 
 
+LayerKeys = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""The keys and values that a layer reads, given those of its queries and its number."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The documents, positions and noised copies of tokens, on which masks and position embeddings depend."""
@@ -47,17 +52,24 @@ class Layout:
     position_BT: Tensor
     # 0: clean. 1, 2, ...: a noised copy in `[x_t ; ... ; x_0]`, or the current block and its drafts
     copy_BT: Tensor
+    origin_B1: Tensor | None = None  # the position where blocks begin, if that is not 0
 
     @classmethod
-    def of(cls, document_BT: Tensor) -> Layout:
+    def of(cls, document_BT: Tensor, first_B: Tensor | None = None) -> Layout:
         """The layout of rows whose documents are numbered from 1, 0 for padding (an attention mask has one
-        document)."""
+        document). `first_B`: the column of each row where blocks begin; None: at the beginning of
+        documents."""
         document_BT = document_BT.long()
         index_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
         starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
         position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
-        return cls(document_BT, position_BT.where(document_BT > 0, 0), torch.zeros_like(document_BT))
+        position_BT = position_BT.where(document_BT > 0, 0)
+        if first_B is None:
+            return cls(document_BT, position_BT, torch.zeros_like(document_BT))
+        position_BT = position_BT.expand(len(first_B), -1)
+        document_BT, origin_B1 = document_BT.expand_as(position_BT), position_BT.gather(1, first_B[:, None])
+        return cls(document_BT, position_BT, torch.zeros_like(document_BT), origin_B1)
 
     @classmethod
     def full(cls, length: int, device: torch.device) -> Layout:
@@ -71,7 +83,7 @@ class Layout:
         document_BT, position_BT = (
             numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT)
         )
-        return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1))
+        return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1), self.origin_B1)
 
     def recurrence(self, block_size: int | None, copies: int = 0) -> Recurrence:
         """How recurrent layers read rows that have this many noised copies."""
@@ -83,7 +95,8 @@ class AttentionMask:
     """The keys that each query attends to."""
 
     allowed_B1QK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
-    # of queries and keys, if the model's sliding windows apply (causal pattern only)
+    # of queries and keys, if the model's sliding windows apply: in the causal pattern, and in canvas models,
+    # where the window of a whole canvas ends with its first token
     positions: tuple[Tensor, Tensor] | None
     full: bool = False  # everything is known to be visible
     # for FlashAttention: those within which all tokens, or all earlier ones, are visible
@@ -91,6 +104,7 @@ class AttentionMask:
     # for recurrent layers; None: each row is one text from its beginning, perhaps with padding after it
     recurrence: Recurrence | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
+    _parts: dict[tuple[range, ...], AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
@@ -103,6 +117,19 @@ class AttentionMask:
             near_BQK = query_BQ[:, :, None] - key_BK[:, None, :] < window
             self._windowed[window] = AttentionMask(self.allowed_B1QK & near_BQK[:, None], None)
         return self._windowed[window]
+
+    def part(self, queries: range, *keys: range) -> AttentionMask:
+        """The mask of some queries, over some keys in this order (none given: all)."""
+        if (queries, *keys) not in self._parts:
+            rows = slice(queries.start, queries.stop)
+
+            def of_keys(each: Tensor) -> Tensor:
+                return torch.cat([each[..., some.start : some.stop] for some in keys], -1) if keys else each
+
+            positions = self.positions and (self.positions[0][:, rows], of_keys(self.positions[1]))
+            mask = AttentionMask(of_keys(self.allowed_B1QK[:, :, rows]), positions)
+            self._parts[(queries, *keys)] = mask
+        return self._parts[(queries, *keys)]
 
     def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
         """The mask on another device, copied once. Accelerate calls it between layers of a model split over
@@ -161,7 +188,8 @@ def blocks(layout: Layout, pattern: AttentionName, block_size: int | None) -> Te
     """The attention block of every token [B, T]: causal is block size 1, bidirectional one block for all."""
     if pattern == "bidirectional":
         return torch.zeros_like(layout.position_BT)
-    return layout.position_BT // (block_size or 1)
+    origin_B1 = 0 if layout.origin_B1 is None else layout.origin_B1
+    return (layout.position_BT - origin_B1) // (block_size or 1)
 
 
 def segments(layout: Layout, pattern: AttentionName, block_size: int | None) -> Tensor:
@@ -196,13 +224,14 @@ def make_mask(
     keys: Layout,
     *,
     causal_context: bool = False,
+    windows: bool = False,
 ) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
     Clean tokens attend to the clean tokens of the same and earlier blocks (with `causal_context` only to
     earlier tokens); noised tokens to the noised tokens of the same copy and block and the clean ones of
     earlier blocks. No token attends to another document or to padding. Padding attends only to itself, so
-    that no row is empty.
+    that no row is empty. `windows`: whether the model's sliding windows apply in a block-causal pattern.
     """
     query_BQ1, key_B1K = (
         blocks(queries, pattern, block_size)[:, :, None],
@@ -219,9 +248,18 @@ def make_mask(
     count, total = queries.document_BT.shape[1], keys.document_BT.shape[1]
     itself_QK = torch.eye(total, dtype=torch.bool, device=real_BQK.device)[total - count :]
     allowed_BQK = real_BQK & (earlier_clean_BQK | together_BQK) | itself_QK
-    return AttentionMask(
-        allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None
-    )
+    positions = None
+    if windows or pattern == "causal":
+        positions = (window_ends(queries, block_size), keys.position_BT)
+    return AttentionMask(allowed_BQK[:, None], positions)
+
+
+def window_ends(layout: Layout, block_size: int | None) -> Tensor:
+    """The position [B, T] with which the sliding window of each token ends: its own, or that of the first
+    token of its noised block."""
+    origin_B1 = 0 if layout.origin_B1 is None else layout.origin_B1
+    within_BT = (layout.position_BT - origin_B1) % (block_size or 1)
+    return torch.where(layout.copy_BT > 0, layout.position_BT - within_BT, layout.position_BT)
 
 
 _unpadded: MaskCache[AttentionMask] = MaskCache(MASKS_KEPT, CELLS_KEPT)
@@ -311,6 +349,7 @@ def unmask_attention(
     attention_mask: Tensor | None,
     *,
     unmask_mask: AttentionMask | None = None,
+    unmask_keys: LayerKeys | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -339,6 +378,8 @@ def unmask_attention(
             where=type(module).__name__,
             remedy="Use another model",
         )
+    if unmask_keys is not None:
+        key_BHKD, value_BHKD = unmask_keys(key_BHKD, value_BHKD, cast(int, module.layer_idx))
     mask = unmask_mask.within(sliding_window)
     # to a compiler the length of a cache is not constant
     groups = getattr(module, "num_key_value_groups", None)

@@ -46,6 +46,7 @@ from unmask.models.chat_template import (
     turn_end,
 )
 from unmask.models.compiled import compile_model, taken_apart
+from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion, canvas_settings
 from unmask.models.hooks import head
 from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
 from unmask.models.hooks.last_layer import LastLayer
@@ -81,6 +82,10 @@ class ForwardInputs:
     index_N: Tensor | None = None  # flat indices into [B * T] of the rows to compute; None: all
     # of hidden tokens in each document or block; None: nothing is hidden, or no time embedding
     fraction_BT: Tensor | None = None
+    # of a canvas model, the columns of canvases, first or last; None: there are none
+    canvas: range | None = None
+    # the mean embeddings [B, K, D] of what was predicted last in these columns; None: nothing was
+    soft_BKD: Tensor | None = None
     # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits,
     # and in training the ratio of a policy to itself must be 1.
     pruned: bool = False
@@ -127,17 +132,22 @@ class DiffusionLM(ModuleMethods):
         noise: what stands for tokens that are not known yet: masked, uniform (random tokens) or hybrid
             (`unmask.diffusion.mixing`). Text is generated with masks, unless it is uniform.
         p_uniform: of hybrid noise, the greatest probability of a random token; else None.
+        canvas: whether the model is DiffusionGemma, whose blocks are canvases: the first begins where the
+            prompt ends, and each step is conditioned on the last prediction
+            (`unmask.models.diffusion_gemma`). Its mask token only marks hidden tokens in texts.
         first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
         config: of the unwrapped model.
         quality_head: estimates whether visible tokens are right; None: the model has none.
         padding_idx: the token whose embedding is never trained, in released models that have one
             (docs/models.md); else None.
         flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
+        processor: files of the model's folder that say how it reads images, by name.
         recurrent: whether some layers read from left to right (Gated DeltaNet, Mamba, convolutions).
         cuda_graphs: whether the sampler records its passes as CUDA graphs (docs/generation.md).
     """
 
     flash_attention = cuda_graphs = False
+    processor: dict[str, bytes]
 
     def __init__(
         self,
@@ -166,11 +176,12 @@ class DiffusionLM(ModuleMethods):
         self.tokenizer = tokenizer
         self.attention: AttentionName = attention
         self.block_size = block_size
+        self.processor = {}
+        self.canvas = bool(canvas_settings(model.config))
         self.mask_token_id = mask_token_id
         self.expand_token_id, self.delete_token_id, self.max_gap = expand_token_id, delete_token_id, max_gap
-        self.never_predicted = tuple(
-            token for token in (mask_token_id, expand_token_id, delete_token_id) if token is not None
-        )
+        own = (None if self.canvas else mask_token_id, expand_token_id, delete_token_id)
+        self.never_predicted = tuple(token for token in own if token is not None)
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
         self.causal_context = causal_context
@@ -240,8 +251,8 @@ class DiffusionLM(ModuleMethods):
 
     @property
     def stock(self) -> bool:
-        """Whether the model is an ordinary causal one, which any library reads."""
-        return self.autoregressive and not self.has_time_embedding
+        """Whether transformers reads the model as it is: an ordinary causal one, or DiffusionGemma."""
+        return self.canvas or (self.autoregressive and not self.has_time_embedding)
 
     @property
     def has_time_embedding(self) -> bool:
@@ -265,9 +276,14 @@ class DiffusionLM(ModuleMethods):
         return pad if pad is not None else 0
 
     @property
+    def vocab_size(self) -> int:
+        """The rows of the embedding table."""
+        return self.config.get_text_config().vocab_size
+
+    @property
     def context_length(self) -> int | None:
         """The longest row that the model supports; None: its config does not say."""
-        positions = getattr(self.config, "max_position_embeddings", None)
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return positions and positions - self.first_position
 
     @property
@@ -362,6 +378,9 @@ class DiffusionLM(ModuleMethods):
 
     def _check_noise(self) -> None:
         check_noise(self.noise, self.p_uniform, self.attention)
+        if self.canvas and self.noise != "uniform" and self.attention != "causal":
+            what = f"{self.noise} noise in a model of canvases of random tokens"
+            raise ConfigError(what, where="noise", remedy="Leave it out, or use noise: uniform")
         if self.noise != "masked" and (self.has_time_embedding or self.quality_head or self.max_gap):
             raise ConfigError(
                 "a time embedding, a quality head and gaps know which tokens are hidden, which random tokens "
@@ -387,6 +406,8 @@ class DiffusionLM(ModuleMethods):
         attention_mask_BT: Tensor | None = None,
         rows_BT: Tensor | None = None,
         hidden_BT: Tensor | None = None,
+        first_B: Tensor | None = None,
+        soft_BTD: Tensor | None = None,
     ) -> Tensor:
         """Logits aligned so that row i predicts token i.
 
@@ -396,6 +417,9 @@ class DiffusionLM(ModuleMethods):
             rows_BT: boolean; the rows to compute, in row-major order. None: all.
             hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding.
                 None: nowhere.
+            first_B: of a canvas model, the column where the first canvas of each row begins; None: 0.
+            soft_BTD: of a canvas model, the mean embeddings of what was predicted last (`mean_embeddings`);
+                None: nothing was.
 
         Raises:
             ModelError: a row is too long, or hidden_BT is missing for a model that needs it.
@@ -414,14 +438,29 @@ class DiffusionLM(ModuleMethods):
                 where="hidden_BT",
                 remedy="Give hidden_BT (all False where the mask token is part of the text)",
             )
-        inputs = self.noised_inputs(
-            input_ids_BT, attention_mask_BT, None if rows_BT is None else rows_BT.bool(), hidden_BT
-        )
+        target_BT = None if rows_BT is None else rows_BT.bool()
+        if self.canvas and self.attention != "causal":  # every token is one of a canvas after clean ones
+            every_B1T = torch.ones_like(input_ids_BT, dtype=torch.bool)[:, None]
+            target_B1T = every_B1T if target_BT is None else target_BT[:, None]
+            known = self.layout_and_mask(input_ids_BT, attention_mask_BT, 1, first_B)
+            inputs = self.stacked_inputs(
+                *(input_ids_BT, every_B1T, None, target_B1T), known=known, seen_BMT=input_ids_BT[:, None]
+            )
+            inputs = replace(inputs, soft_BKD=soft_BTD)
+        else:
+            inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, target_BT, hidden_BT)
         # a backward pass may run the layer again
         logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)
-        return logits
+        return (
+            logits if inputs.canvas is None or rows_BT is not None else logits.view(*input_ids_BT.shape, -1)
+        )
+
+    def mean_embeddings(self, share_NV: Tensor) -> Tensor:
+        """The mean embeddings [N, D] of tokens with these probabilities, in a canvas model."""
+        [model] = [each for each in self.model.modules() if isinstance(each, DiffusionGemmaForBlockDiffusion)]
+        return model.mean_embeddings(share_NV)
 
     def noised_inputs(
         self,
@@ -493,9 +532,9 @@ class DiffusionLM(ModuleMethods):
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BMT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
             fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
-        return ForwardInputs(
-            torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, fraction_BT
-        )
+        canvas = range(copies * length) if self.canvas else None
+        ids_BT = torch.cat([noisy_BMT.flatten(1), clean_BT], 1)
+        return ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT, canvas)
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         """The logits of one forward pass, before the logit shift is undone: [B, T, V], or [N, V] at the
@@ -520,7 +559,7 @@ class DiffusionLM(ModuleMethods):
         """What is computed from the logits of each selected row, in chunks of rows, so that memory does not
         grow with the vocabulary."""
         assert inputs.index_N is not None
-        if len(inputs.index_N) * self.config.vocab_size <= head.logits_at_once(inputs.index_N.device):
+        if len(inputs.index_N) * self.vocab_size <= head.logits_at_once(inputs.index_N.device):
             return reduction.of(self.forward(inputs))
         with self._passing(inputs, reduction, first_only=True) as rows:
             return rows.result(self.run_model(inputs)[0, 0])
@@ -557,7 +596,11 @@ class DiffusionLM(ModuleMethods):
             self.never_predicted,
         )
         if inputs.pruned and inputs.index_N is not None:
-            self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
+            row_N, column_N = (
+                inputs.index_N // inputs.ids_BT.shape[1],
+                inputs.index_N % inputs.ids_BT.shape[1],
+            )
+            self._last.at = row_N, column_N if inputs.canvas is None else column_N - inputs.canvas.start
         self._fraction.value_BT = inputs.fraction_BT
         try:
             yield rows
@@ -572,6 +615,7 @@ class DiffusionLM(ModuleMethods):
             position_ids=self.first_position + inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
+            **({"unmask_canvas": inputs.canvas, "unmask_soft": inputs.soft_BKD} if self.canvas else {}),
             **{self._cache_name: cache},
         ).logits
 
@@ -704,21 +748,35 @@ class DiffusionLM(ModuleMethods):
                     pathlib.Path(path, name).unlink(missing_ok=True)
             type(self.model).save_pretrained(self.model, path, max_shard_size=max_shard_size)
         self.publish_config(path)
+        self.write_processor(path)
         share(path)
         self.tokenizer.save_pretrained(path)
         write_card(self, path, card)
+
+    def write_processor(self, path: str | pathlib.Path) -> None:
+        """Write the settings with which images were read before the model was loaded."""
+        for name, content in self.processor.items():
+            pathlib.Path(path, name).write_bytes(content)
 
     def clear_mask_cache(self) -> None:
         """Empty the cache of attention masks, which all models share (`unmask.clear_mask_cache`)."""
         clear_mask_cache()
 
     def layout_and_mask(
-        self, like_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0
+        self,
+        like_BT: Tensor,
+        attention_mask_BT: Tensor | None,
+        copies: int = 0,
+        first_B: Tensor | None = None,
     ) -> tuple[Layout, AttentionMask]:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same
-        for all passes over them."""
+        for all passes over them. `first_B`: of a canvas model, the column of each row where canvases begin;
+        None: 0."""
         length, device = like_BT.shape[1], like_BT.device
-        layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
+        document_BT = attention_mask_BT
+        if document_BT is None:
+            document_BT = torch.ones(1, length, dtype=torch.long, device=device)
+        layout = Layout.of(document_BT, first_B)
         context = self.context_length or length
         if length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
             raise ModelError(
@@ -727,7 +785,7 @@ class DiffusionLM(ModuleMethods):
                 remedy="Shorten the prompt or max_new_tokens",
             )
         layout = layout.with_noised_copies(copies) if copies else layout
-        if attention_mask_BT is None:
+        if attention_mask_BT is None and not self.canvas:
             mask = unpadded_mask(
                 self.attention,
                 self.block_size,
@@ -739,7 +797,9 @@ class DiffusionLM(ModuleMethods):
             )
         else:
             mask = make_mask(
-                self.attention, self.block_size, layout, layout, causal_context=self.causal_context
+                *(self.attention, self.block_size, layout, layout),
+                causal_context=self.causal_context,
+                windows=self.canvas,
             )
             if self.recurrent:
                 mask = replace(mask, recurrence=layout.recurrence(self.block_size, copies))

@@ -135,12 +135,14 @@ def _export_stock(lm: DiffusionLM, folder: pathlib.Path, base: str | pathlib.Pat
     finally:
         config.update(removed)
     generation = copy.deepcopy(lm.model.generation_config)
-    generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), lm.mask_token_id})
+    if not lm.canvas:
+        generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), lm.mask_token_id})
     generation._from_model_config = False  # else transformers may rebuild it, without these tokens
     accept_generation_config(generation)
     generation.save_pretrained(folder)
     _complete_config(folder / "config.json", torch.promote_types(model.dtype, lm.model.dtype))
     lm.publish_config(folder)
+    lm.write_processor(folder)
     for file in source.glob("*processor*.json") if source else ():
         shutil.copyfile(file, folder / file.name)
 
@@ -213,7 +215,8 @@ def _check_stock(lm: DiffusionLM, *, whole: bool) -> None:
             remedy="Use the --layout of a released family, or serve it with `unmask serve`",
         )
     kind = type(lm.model)
-    if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
+    known = lm.canvas or kind.__module__.startswith("transformers.")
+    if not isinstance(lm.model, PreTrainedModel) or not known:
         raise ModelError(
             f"{kind.__name__} is not a class of transformers",
             where="layout",

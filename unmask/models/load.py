@@ -34,6 +34,7 @@ from unmask.models.attention import ATTENTION_NAME, attention_layers
 from unmask.models.auto_config import READ_AS, SETTINGS_KEY, UnmaskConfig, stock_config
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
+from unmask.models.diffusion_gemma import canvas_settings, freeze_towers
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.family import Family
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
@@ -273,7 +274,10 @@ def load(
             _load_module(add_time_embedding(model), TIME_EMBEDDING, "time embedding", folder)
         if chosen["quality_head"]:
             _load_module(add_quality_head(model), QUALITY_HEAD, "quality head", folder)
-        return make_diffusion(model, tokenizer, **chosen)
+        lm = make_diffusion(model, tokenizer, **chosen)
+        if lm.canvas:  # which keeps its vision tower
+            lm.processor = {file.name: file.read_bytes() for file in Path(folder).glob("*processor*.json")}
+        return lm
 
 
 def check_patterns(
@@ -372,8 +376,13 @@ def pattern_settings(
 ) -> dict[str, Any]:
     """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock
     model."""
-    saved = STOCK_SETTINGS | (getattr(config, SETTINGS_KEY, None) or {})
+    canvas = canvas_settings(config)
+    saved = STOCK_SETTINGS | canvas | (getattr(config, SETTINGS_KEY, None) or {})
     chosen: dict[str, Any]
+    for name, value in {"attention": attention, "block_size": block_size, "logit_shift": logit_shift}.items():
+        if canvas and value not in (None, canvas[name]):
+            what = f"{value!r}, and that of a DiffusionGemma is {canvas[name]!r}"
+            raise ConfigError(what, where=name, remedy="Leave it out for this model")
     if attention is None or attention == saved["attention"]:
         given = {"block_size": block_size, "logit_shift": logit_shift}
         chosen = {name: value for name, value in given.items() if value is not None}
@@ -498,7 +507,12 @@ def make_diffusion(
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products do not support it
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
-    _add_mask_token(model, tokenizer)
+    if canvas_settings(model.config):
+        if tokenizer.mask_token_id is None:  # it marks hidden tokens in texts, and the model never reads it
+            tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+        freeze_towers(model)
+    else:
+        _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx
     # FSDP looks for all of these, and a language model lacks its vision tower's
     model._no_split_modules = {type(part).__name__ for part in model.modules()} & {
@@ -530,6 +544,8 @@ def check_architecture(model: PreTrainedModel, attention: AttentionName) -> int:
         )
     check_recurrent(model, attention)
     _check_layers(model)
+    if canvas_settings(model.config):
+        return 0
     with _loading_unsharded():
         return first_position(model)
 

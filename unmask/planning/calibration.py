@@ -49,7 +49,7 @@ class Step:
         self.parameters = [weight for weight in lm.model.parameters() if weight.requires_grad]
         # as transformers.Trainer's default
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
-        vocabulary = lm.config.vocab_size
+        vocabulary = lm.vocab_size
         generator = torch.Generator().manual_seed(0)
         self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(
             lm.device

@@ -127,7 +127,7 @@ def beside(lm: DiffusionLM, given: Any) -> DiffusionLM:
         has_settings = isinstance(given, DiffusionLM) or getattr(given.config, SETTINGS_KEY, None) is not None
         other = other if has_settings else with_pattern(other, **pattern)
     tokens, own_tokens = (
-        (each.config.vocab_size, each.mask_token_id, each.tokenizer.get_vocab()) for each in (other, lm)
+        (each.vocab_size, each.mask_token_id, each.tokenizer.get_vocab()) for each in (other, lm)
     )
     if tokens != own_tokens:
         what = f"its vocabulary ({tokens[0]} tokens) is not the policy's ({own_tokens[0]} tokens)"

@@ -23,7 +23,7 @@ class Named:
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoder
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **more)
         self.eos_token_ids, self.mask_token_id = [0], len(names) + 1
-        self.config = type("config", (), {"vocab_size": len(names) + 3})
+        self.vocab_size = len(names) + 3
 
 
 SENTENCEPIECE = [
@@ -61,7 +61,7 @@ def test_the_bytes_together_are_the_text(decoder, names, tokens):
     ).decode() == lm.tokenizer.decode(tokens)
     assert (
         vocabulary.bytes_V[0] is None
-        and len(vocabulary.bytes_V) == lm.config.vocab_size
+        and len(vocabulary.bytes_V) == lm.vocab_size
         and vocabulary.bytes_V[-1] is None
     )
     assert read_vocabulary(lm) is vocabulary and vocabulary.end_token_ids == (0,)

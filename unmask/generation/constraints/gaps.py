@@ -175,8 +175,8 @@ def fitting_lengths(
 
 def _banned(lm: DiffusionLM, config: SamplerConfig) -> list[int]:
     """The tokens that may not be produced."""
-    allowed = set(config.allowed_tokens or range(lm.config.vocab_size)) - set(config.forbidden_tokens or ())
-    return [token for token in range(lm.config.vocab_size) if token not in allowed]
+    allowed = set(config.allowed_tokens or range(lm.vocab_size)) - set(config.forbidden_tokens or ())
+    return [token for token in range(lm.vocab_size) if token not in allowed]
 
 
 def _check_length(gap: Gap, where: str, *, completion: bool) -> None:

@@ -62,7 +62,7 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
     tokenizer = lm.tokenizer
     key = (
         len(tokenizer),
-        lm.config.vocab_size,
+        lm.vocab_size,
         lm.mask_token_id,
         tuple(lm.eos_token_ids),
         tokenizer.pad_token_id,
@@ -75,8 +75,8 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
         special = {*tokenizer.all_special_ids, lm.mask_token_id, *ends, *pad}
         added = tokenizer.added_tokens_decoder
         special |= {number for number, token in added.items() if token.special}
-        names = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), lm.config.vocab_size))))
-        bytes_V: list[bytes | None] = [None] * lm.config.vocab_size
+        names = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), lm.vocab_size))))
+        bytes_V: list[bytes | None] = [None] * lm.vocab_size
         for number, name in enumerate(names):
             if name is not None and number not in special:
                 bytes_V[number] = (added[number].content.encode() if number in added else write(name)) or None

@@ -59,6 +59,7 @@ class Queries:
     recurrence: Recurrence | None = None  # how recurrent layers read them
     # by slot, the tokens that their states have read after the pass
     num_read: Mapping[int, int] = field(default_factory=dict)
+    window_BQ: Tensor | None = None  # the position where each sliding window ends; None: the query's
     num_clean: int = 0  # queries of clean tokens before those of a block
     width: int = 0  # of the block, and of each draft
 
@@ -244,9 +245,11 @@ def make_queries(
             np.where(is_draft_BQ, start_BQ + stop_B1 - base_B1, 0),
         ]
     rows = [np.broadcast_to(slot_B1, position_BQ.shape), position_BQ, real_BQ, copy_BQ, column_BQ, end_BQ]
+    window_BQ = [np.where(copy_BQ > 0, base_B1, position_BQ)] if lm.canvas else []
     slot, position, document, copy, column, end, *draft = moved_together(
-        slots.ids_SC.device, *rows, *draft_BQ
+        slots.ids_SC.device, *rows, *draft_BQ, *window_BQ
     )
+    window = draft.pop() if lm.canvas else None
     return Queries(
         slot,
         position,
@@ -256,6 +259,7 @@ def make_queries(
         end,
         position,
         draft_BQ2=torch.stack(draft, -1) if draft else None,
+        window_BQ=window,
     )
 
 
@@ -299,9 +303,13 @@ def run_pass(
             queries.hidden_BQ & (queries.copy_BQ > 0), layout, lm.attention, lm.block_size
         )
     if queries.mask is None:
-        mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
+        mask = _mask(queries, columns, cache, windows or lm.canvas or lm.attention == "causal")
         queries.mask = replace(mask, recurrence=queries.recurrence)
     inputs = ForwardInputs(queries.ids_BQ, layout, queries.mask, index_N, fraction_BQ, pruned=True)
+    if lm.canvas and queries.width:
+        canvas = range(queries.num_clean, queries.num_clean + queries.width)
+        soft_BWD = slots.soft_SWD[queries.slot_BQ[:, 0], : queries.width]
+        inputs = replace(inputs, canvas=canvas, soft_BKD=soft_BWD)
     logits_NV = forward(
         lm, inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, columns)
     )
@@ -321,7 +329,7 @@ def _mask(queries: Queries, columns: int, cache: SlotCache, windows: bool) -> At
     if windows:  # keys of earlier passes are at the position of their column
         column_BC = torch.arange(cache.shape[1] + 1, device=key_K.device).repeat(len(queries.end_BQ), 1)
         positions = (
-            queries.position_BQ,
+            queries.position_BQ if queries.window_BQ is None else queries.window_BQ,
             column_BC.scatter_(1, queries.column_BQ, queries.position_BQ)[:, : len(key_K)],
         )
     return AttentionMask(allowed_BQK[:, None], positions)

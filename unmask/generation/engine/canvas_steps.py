@@ -24,6 +24,8 @@ def begin_canvases(
     if not chosen:
         return
     member_N, slot_N, position_N = slots.hidden_positions([entries[index] for index in chosen])
+    if lm.canvas:
+        slots.soft_SWD[moved(np.array([entries[index].slot for index in chosen]), slot_N.device)] = 0
     own = [sequences[index] for index in chosen]
     key_B, step_B, seed_B = np.array(
         [(each.request.key, each.steps_done, each.config.seed) for each in own]
@@ -71,7 +73,9 @@ def _denoise(
     key_N, step_N = key_B[row_N], steps_B[row_N]
     heat = np.array([settings.temperature(each.step) for each in sequences])
     temperature_N = moved(heat[member_N], device).to(logits_NV.dtype)
-    found = propose(logits_NV, config, temperature_N, key_N, step_N, at[1])
+    found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, at[1])
+    if found.soft_ND is not None:
+        _keep_soft(lm, slots, sequences, at, row_N, found.soft_ND)
     entropy_BM = padded(found.entropy_N, count_B, torch.inf)
 
     changed_B = torch.zeros_like(step_B).index_add_(
@@ -90,3 +94,22 @@ def _denoise(
     slots.ids_SC[at], slots.hidden_SC[at] = torch.where(done_N, slots.ids_SC[at], canvas_N), ~done_N
     slots.sum_S.index_add_(0, at[0], found.entropy_N)
     return done_B
+
+
+def _keep_soft(
+    lm: DiffusionLM,
+    slots: BatchState,
+    sequences: list[SequenceState],
+    at: tuple[torch.Tensor, torch.Tensor],
+    row_N: torch.Tensor,
+    soft_ND: torch.Tensor,
+) -> None:
+    """Keep the mean embeddings of what was predicted; of a token that is given, its own embedding."""
+    table = lm.model.get_input_embeddings()
+    for sequence in sequences:
+        start, stop = sequence.span
+        if sequence.step == 0 and sequence.block_size < stop - start:
+            [slot] = sequence.slots
+            slots.soft_SWD[slot, : stop - start] = table(slots.ids_SC[slot, start:stop])
+    start_B = moved(np.array([sequence.span[0] for sequence in sequences]), row_N.device)
+    slots.soft_SWD[at[0], at[1] - start_B[row_N]] = soft_ND

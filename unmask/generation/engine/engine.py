@@ -100,6 +100,8 @@ class Engine:
         check_graphs(lm, verifier)
         self.exact_cache, self.canvas = lm.attention != "bidirectional", lm.noise == "uniform"
         self.slots = BatchState(lm.device, lm.mask_token_id, canvas=self.canvas)
+        if lm.canvas and lm.block_size:
+            self.slots.create_soft(lm.block_size, lm.model.get_input_embeddings().weight)
         if self.exact_cache:
             self.slots.create_cache(passes_of(lm).memory if lm.cuda_graphs else None)
         if verifier is not None:
@@ -160,9 +162,9 @@ class Engine:
         if config.cache != "exact":
             self.slots.create_cache()
         if config.top_log_probs:
-            self.slots.create_top("top", min(MOST_TOP, self.lm.config.vocab_size))
+            self.slots.create_top("top", min(MOST_TOP, self.lm.vocab_size))
         if config.top_forbidden:
-            self.slots.create_top("forbidden", min(MOST_TOP, self.lm.config.vocab_size))
+            self.slots.create_top("forbidden", min(MOST_TOP, self.lm.vocab_size))
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -304,7 +306,7 @@ class Engine:
         """The number of tokens whose keys do not depend on what is revealed: those before the first block, or
         before the completion."""
         first = sequence.request.blocks[0][0]
-        return first if sequence.config.self_speculative else block_start(first, self.lm.block_size)
+        return first if sequence.config.self_speculative else block_start(self.lm, first)
 
     @property
     def _alone(self) -> bool:
@@ -353,7 +355,7 @@ class Engine:
         """Advance to the next step or block; finished sequences leave."""
         ended = [sequence for sequence in sequences if sequence.num_hidden == 0]
         for sequence in sequences:
-            sequence.num_cached = max(sequence.num_cached, block_start(sequence.span[0], self.lm.block_size))
+            sequence.num_cached = max(sequence.num_cached, block_start(self.lm, sequence.span[0]))
             sequence.step, sequence.steps_done = sequence.step + 1, sequence.steps_done + 1
         for sequence in ended:
             sequence.begin_block(sequence.block + 1)

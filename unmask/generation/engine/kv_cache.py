@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from unmask.generation.engine.host import slot_index
+from unmask.models.attention import LayerKeys
 from unmask.models.recurrent import States
 
 
@@ -95,16 +97,22 @@ class SlotCache(Cache):
         return self
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_: Any,
+        queries: slice = slice(None),
+        **__: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width,
-        D]."""
+        """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width, D].
+        `queries`: those of the pass that they belong to."""
         place = self.places.setdefault(layer_idx, len(self.places))
         if place == len(self.stored):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
         if (count := key_states.shape[1]) not in self.heads:
             self.heads[count] = torch.arange(count, device=key_states.device)[:, None]
-        at = (self.slot_B1Q, self.heads[count], self.column_B1Q)
+        at = (self.slot_B1Q[..., queries], self.heads[count], self.column_B1Q[..., queries])
         for stored, new in zip(self.stored[place], (key_states, value_states), strict=True):
             stored[at] = new
         if not torch.compiler.is_compiling() and place < len(self._read):
@@ -116,6 +124,10 @@ class SlotCache(Cache):
         )
         keys, values = (stored[:, :, : self.width][index] for stored in self.stored[place])
         return keys, values
+
+    def part(self, queries: range) -> LayerKeys:
+        """`update` for some of the pass's queries."""
+        return partial(self.update, queries=slice(queries.start, queries.stop))
 
     def read_states(self, layer: int, slot_S: Tensor) -> States:
         """The states of a recurrent layer in these slots; empty: no sequence has any."""

@@ -91,7 +91,8 @@ def passes_of(lm: DiffusionLM) -> RecordedPasses:
 def forward(lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None = None) -> Tensor:
     """`lm.forward` [N, V], as a CUDA graph where that is asked for and possible."""
     plain = inputs.mask.full or inputs.ids_BT.shape[1] < LEAST_QUERIES  # FlexAttention is compiled by itself
-    plain = plain and not lm.recurrent  # a graph has one order of slots and steps
+    # a graph has one order of slots and steps, and no mean embeddings of canvases
+    plain = plain and not (lm.recurrent or lm.canvas)
     consecutive = cache is None or (isinstance(cache.index, slice) and bool(cache.stored))
     if (
         not (lm.cuda_graphs and plain and consecutive)
@@ -146,7 +147,7 @@ class RecordedPasses:
         rows, kind = len(recorded.index_N), lm.log_prob_dtype
         if (rows, kind) not in self._logits:
             self._logits[rows, kind] = torch.empty(
-                rows, lm.config.vocab_size, dtype=kind, device=recorded.index_N.device
+                rows, lm.vocab_size, dtype=kind, device=recorded.index_N.device
             )
         recorded.logits_NV = self._logits[rows, kind]
         if self._pool is None and torch.cuda.is_available():

@@ -89,7 +89,7 @@ class BatchEntry(NamedTuple):
 
     def base(self, lm: DiffusionLM) -> int:
         """The start of the current attention block: the tokens before it are clean."""
-        return block_start(self.start, lm.block_size)
+        return block_start(lm, self.start)
 
     def end(self, lm: DiffusionLM) -> int:
         """The end of the current attention block, or of the sequence."""
@@ -167,6 +167,8 @@ class BatchState:
         top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until
             `create_top`.
         noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
+        soft_SWD: on canvases of models that read them, the mean embeddings of what was predicted last at each
+            of a canvas's positions; W is 0 until `create_soft`.
         best_SC, unchanged_S: on canvases of random tokens, the most probable tokens, and for how many steps
             they have been the same.
         sum_S: of the log-probabilities of all tokens that were considered so far; NaN if some predictions
@@ -183,6 +185,7 @@ class BatchState:
     sum_S: Tensor
     best_SC: Tensor
     unchanged_S: Tensor
+    soft_SWD: Tensor
 
     def __init__(self, device: torch.device, mask_token_id: int, *, canvas: bool = False):
         self.mask_token_id = mask_token_id
@@ -223,6 +226,11 @@ class BatchState:
         """Make room for `width` random numbers per slot."""
         if self.noise_SU.shape[1] < width:
             self.noise_SU = F.pad(self.noise_SU, (0, width - self.noise_SU.shape[1]))
+
+    def create_soft(self, width: int, like: Tensor) -> None:
+        """Make room for the mean embeddings of canvases, of the type and width of `like`."""
+        self.tables = self.tables | {"soft_SWD": like.dtype}
+        self.soft_SWD = like.new_zeros(len(self.ids_SC), width, like.shape[-1])
 
     def create_cache(self, memory: CacheMemory | None = None) -> None:
         """Create the key-value cache, unless there is one; `memory` may be that of an earlier one."""

@@ -35,7 +35,7 @@ Verifier = DiffusionLM | RemoteLM
 def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculation:
     """The state before the first round, which has no drafts."""
     none = torch.zeros(0, dtype=torch.long, device=lm.device)
-    shape = (0, tree_of(lm, config).width, lm.config.vocab_size)
+    shape = (0, tree_of(lm, config).width, lm.vocab_size)
     return Speculation(
         request.start, request.start, none, torch.zeros(shape, dtype=lm.log_prob_dtype, device=lm.device)
     )

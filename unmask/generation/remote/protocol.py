@@ -24,7 +24,7 @@ def model_facts(lm: DiffusionLM) -> dict[str, Any]:
     return {
         "model_type": lm.config.model_type,
         **lm.settings,
-        "vocab_size": lm.config.vocab_size,
+        "vocab_size": lm.vocab_size,
         "context_length": lm.context_length,
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
     }

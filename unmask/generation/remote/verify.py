@@ -62,7 +62,7 @@ def server_logits(
             pool.map(lambda text: server.prompt_log_probs(text, 1 + banned if greedy else -1), texts)
         )
     widest = 1 + max(len(entry.draft_G) for entry in entries)
-    out_BJV = torch.zeros(len(entries), widest, lm.config.vocab_size, dtype=lm.log_prob_dtype)
+    out_BJV = torch.zeros(len(entries), widest, lm.vocab_size, dtype=lm.log_prob_dtype)
     for answer, place in zip(answers, places, strict=True):
         for member, node, position in place:
             out_BJV[member, node] = distribution(answer[position], out_BJV.shape[2], lm.never_predicted).to(

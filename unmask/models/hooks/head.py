@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from unmask.errors import ModelError
 from unmask.models.hooks.last_layer import hook_owner
 from unmask.models.kernels import fused_linear
-from unmask.models.kernels.log_softmax import LogSoftmaxAt
+from unmask.models.kernels.log_softmax import LogSoftmaxAt, at_least_float32
 
 LOGITS_AT_ONCE = 2**24
 """Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed
@@ -227,7 +227,10 @@ class AfterHead:
     """A model's changes of its head's logits: a soft cap (Gemma 2) or a scale (Granite, Cohere)."""
 
     def __init__(self, config: PretrainedConfig):
-        self.cap = getattr(config, "final_logit_softcapping", None)
+        text = config.get_text_config()
+        # DiffusionGemma's is in float32
+        self.exact = text.model_type == "diffusion_gemma_text"
+        self.cap = getattr(text, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (
             getattr(config, "logits_scaling", None) or 1.0
         )
@@ -238,6 +241,7 @@ class AfterHead:
         return self.scale != 1.0 or self.cap is not None
 
     def __call__(self, logits: Tensor) -> Tensor:
+        logits = at_least_float32(logits) if self.exact else logits
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)

@@ -1,0 +1,134 @@
+"""DiffusionGemma is read as transformers reads it, and written so that transformers reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from tests.diffusion_gemma import CANVAS, generated, loaded, save_published
+from tests.errors import raises
+from unmask.config.sampler import SamplerConfig
+from unmask.errors import ConfigError
+from unmask.generation.requests import make_requests
+from unmask.generation.sampler import generate
+from unmask.models.export import export
+from unmask.models.load import load
+
+PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    model = save_published(folder)
+    (folder / "processor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder, model
+
+
+def random_ids(lm, *shape):
+    return torch.randint(lm.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("start", [1, 5, 8, 13])
+@pytest.mark.parametrize("conditioned", [False, True])
+@torch.no_grad()
+def test_logits_of_a_canvas_are_those_of_transformers(start, conditioned, base):
+    """Also with padding, where windows cut the text off, and for prompts of different lengths."""
+    lm, model = load(base[0]), base[1]
+    ids_BT = random_ids(lm, 3, start + CANVAS)
+    earlier_BKV = torch.randn(3, CANVAS, lm.vocab_size) if conditioned else None
+    found = model(
+        input_ids=ids_BT[:, :start],
+        decoder_input_ids=ids_BT[:, start:],
+        self_conditioning_logits=earlier_BKV,
+    )
+    padded_BT = torch.cat([torch.zeros(3, 2, dtype=torch.long), ids_BT], 1)
+    real_BT = torch.ones_like(padded_BT)
+    real_BT[:, :2] = 0
+    for row_BT, mask_BT, first in ((ids_BT, None, start), (padded_BT, real_BT, start + 2)):
+        soft_BTD = None
+        if earlier_BKV is not None:
+            soft_BTD = torch.zeros(*row_BT.shape, lm.config.text_config.hidden_size)
+            soft_BTD[:, first:] = lm.mean_embeddings(earlier_BKV.softmax(-1))
+        logits_BTV = lm.logits(
+            row_BT, mask_BT, hidden_BT=row_BT < 0, first_B=torch.full((3,), first), soft_BTD=soft_BTD
+        )
+        torch.testing.assert_close(logits_BTV[:, first:], found.logits, rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def test_the_causal_reading_is_the_encoder(base):
+    lm, model = load(base[0]), base[1]
+    ids_BT, cap = random_ids(lm, 2, 19), lm.config.text_config.final_logit_softcapping
+    hidden_BTD = model.model.encoder(input_ids=ids_BT).last_hidden_state
+    expected_BTV = torch.tanh(model.lm_head(hidden_BTD) / cap) * cap
+    found_BTV = lm.as_causal().logits(ids_BT)[:, 1:]
+    torch.testing.assert_close(found_BTV, expected_BTV[:, :-1], rtol=0, atol=5e-5)
+
+
+def changed(lm):
+    """The model with other weights, where it can be trained."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in lm.model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.05)
+    return lm
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("write", ["save", "save_pretrained", "export"])
+def test_transformers_reads_what_was_trained(write, base, tmp_path):
+    lm = changed(load(base[0]))
+    if write == "export":
+        export(lm, tmp_path / "out", "hf")
+    else:
+        getattr(lm, write)(tmp_path / "out")
+    model, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    own = lm.model.state_dict()
+    assert all(torch.equal(weight, own[name]) for name, weight in model.state_dict().items())
+    towers = {name: weight for name, weight in base[1].state_dict().items() if "vision" in name}
+    assert towers and all(torch.equal(weight, model.state_dict()[name]) for name, weight in towers.items())
+    assert json.loads((tmp_path / "out/processor_config.json").read_text()) == PROCESSOR
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["DiffusionGemmaForBlockDiffusion"]
+    assert config["model_type"] == "diffusion_gemma"
+
+    settings = SamplerConfig(max_new_tokens=16, max_denoising_steps=8, stop_at_eos=False, seed=1)
+    [request] = make_requests(lm, ["hello, world"], settings)
+    expected = generate(load(tmp_path / "out"), ["hello, world"], settings).tokens
+    assert (
+        generated(model, lm, [request], settings)
+        == expected
+        == generate(lm, ["hello, world"], settings).tokens
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"attention": "bidirectional"}, {"block_size": 4}, {"logit_shift": True}], ids=str
+)
+def test_its_pattern_is_its_own(arguments, base):
+    with raises(ConfigError, where=next(iter(arguments))):
+        load(base[0], **arguments)
+
+
+def test_it_has_no_masks(base):
+    lm = load(base[0])
+    assert lm.canvas and lm.noise == "uniform" and lm.never_predicted == ()
+    assert len(lm.model.get_input_embeddings().weight) == lm.vocab_size == lm.mask_token_id
+    with raises(ConfigError, where="noise"):
+        lm.with_noise("masked")
+
+
+def test_images_are_not_trained(base):
+    names = {name for name, weight in load(base[0]).model.named_parameters() if not weight.requires_grad}
+    assert names and all("vision" in name for name in names)
+
+
+def test_loaded_from_a_name_in_memory(tmp_path):
+    lm = loaded(tmp_path / "model")
+    assert repr(lm).startswith("DiffusionLM(DiffusionGemmaForBlockDiffusion")

@@ -1,0 +1,143 @@
+"""DiffusionGemma of transformers as a DiffusionLM reads it: committed text and canvases in one pass.
+
+A causal encoder reads the committed text, and a bidirectional decoder the canvases, with the encoder's keys.
+Their weights are tied, and adapters on them are apart. The decoder also reads the mean embedding of what the
+last denoising step has predicted (self-conditioning).
+
+Shapes: B batch, T tokens of a row, C committed ones, K those of canvases, D hidden width, N rows of logits, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DiffusionGemmaConfig, PretrainedConfig, PreTrainedModel
+from transformers import DiffusionGemmaForBlockDiffusion as Published
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutput
+
+from unmask.models.attention import AttentionMask, LayerKeys
+from unmask.models.kernels.log_softmax import at_least_float32
+
+
+class DiffusionGemmaForBlockDiffusion(Published):
+    """The model under the name that config.json has, with the forward pass of `DiffusionLM.run_model`.
+
+    Its vision tower is not read, and is saved as it was loaded.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        *,
+        unmask_mask: AttentionMask | None = None,
+        unmask_canvas: range | None = None,
+        unmask_soft: Tensor | None = None,
+        **published: Any,
+    ) -> Any:
+        """Logits [B, T, V], with a soft cap, in float32.
+
+        Args:
+            past_key_values: Unmask's cache; None: no key is kept.
+            unmask_mask: the keys of each query, all columns of the cache or all tokens of the pass; None: the
+                forward pass of transformers.
+            unmask_canvas: the columns of canvases, the first or the last ones; None: there are none.
+            unmask_soft: the mean embeddings [B, K, D] of what was predicted last; None: nothing was.
+        """
+        if unmask_mask is None:
+            return super().forward(input_ids, position_ids=position_ids, **published)
+        assert position_ids is not None
+        columns, canvas = range(input_ids.shape[1]), unmask_canvas or range(0)
+        first = bool(canvas) and canvas.start == 0
+        clean = columns[len(canvas) :] if first else columns[: len(columns) - len(canvas)]
+        kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def keep(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            kept[layer] = keys, values
+            return keys, values
+
+        def after(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            if not clean:
+                return keys, values
+            return torch.cat([kept[layer][0], keys], 2), torch.cat([kept[layer][1], values], 2)
+
+        parts: list[Tensor] = []
+        for own, own_keys in ((clean, keep), (canvas, after)):
+            if not own:
+                continue
+            keys: LayerKeys = own_keys
+            if past_key_values is not None:
+                keys, mask = past_key_values.part(own), unmask_mask.part(own)
+            else:
+                mask = unmask_mask.part(
+                    own, *([clean] if clean else []), *([canvas] if own is canvas else [])
+                )
+            rows = slice(own.start, own.stop)
+            parts.append(
+                self._read(input_ids[:, rows], position_ids[:, rows], mask, keys, unmask_soft, own is canvas)
+            )
+        hidden_BTD = torch.cat(parts[::-1] if first else parts, 1)
+        logits = at_least_float32(self.lm_head(hidden_BTD))
+        cap = self.final_logit_softcapping
+        return CausalLMOutput(logits=torch.tanh(logits / cap) * cap)
+
+    def _read(
+        self,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        mask: AttentionMask,
+        keys: LayerKeys,
+        soft_BKD: Tensor | None,
+        is_canvas: bool,
+    ) -> Tensor:
+        """The last hidden states [B, T, D] of committed text, or of canvases."""
+        stack: Any = self.model.decoder if is_canvas else self.model.encoder.language_model
+        hidden_BTD = stack.embed_tokens(ids_BT)
+        if is_canvas:
+            soft_BKD = torch.zeros_like(hidden_BTD) if soft_BKD is None else soft_BKD.to(hidden_BTD.dtype)
+            hidden_BTD = stack.self_conditioning(hidden_BTD, soft_BKD)
+        rotary = {kind: stack.rotary_emb(hidden_BTD, position_BT, kind) for kind in stack.unique_layer_types}
+        for layer, kind in zip(stack.layers, self.config.text_config.layer_types, strict=True):
+            hidden_BTD = layer(
+                hidden_BTD,
+                position_embeddings=rotary[kind],
+                attention_mask=None,
+                unmask_mask=mask,
+                unmask_keys=keys,
+            )
+        return stack.norm(hidden_BTD)
+
+    def mean_embeddings(self, share_NV: Tensor) -> Tensor:
+        """The mean embeddings [N, D] of tokens with these probabilities."""
+        table = self.model.decoder.embed_tokens
+        return share_NV.to(table.weight.dtype) @ table.weight * table.embed_scale.to(table.weight.dtype)
+
+
+def canvas_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """The settings of a DiffusionLM that a DiffusionGemma has; {}: the config is another model's."""
+    if not isinstance(config, DiffusionGemmaConfig):
+        return {}
+    return {
+        "attention": "block_causal",
+        "block_size": config.canvas_length,
+        "logit_shift": False,
+        "causal_context": True,
+        "noise": "uniform",
+        "padding_idx": config.text_config.pad_token_id,
+    }
+
+
+def freeze_towers(model: PreTrainedModel) -> None:
+    """Leave what is not of the text as it is."""
+    encoder: Any = model.model.encoder
+    for name, part in encoder.named_children():
+        if name != "language_model":
+            part.requires_grad_(False)
+
+
+AutoModelForCausalLM.register(DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, exist_ok=True)
