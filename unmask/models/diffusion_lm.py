@@ -86,6 +86,8 @@ class ForwardInputs:
     canvas: range | None = None
     # the mean embeddings [B, K, D] of what was predicted last in these columns; None: nothing was
     soft_BKD: Tensor | None = None
+    # in their place the last hidden states [B, K, D] of an earlier pass, and the rows [B] that read them
+    earlier: tuple[Tensor, Tensor] | None = None
     # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits,
     # and in training the ratio of a policy to itself must be 1.
     pruned: bool = False
@@ -107,6 +109,15 @@ def check_noise(noise: str, p_uniform: float | None, attention: str) -> None:
     if p_uniform is not None and not 0 < p_uniform < 1:
         remedy = "Use a number between 0 and 1, such as 0.1"
         raise ConfigError(f"{p_uniform} is not between 0 and 1", where="p_uniform", remedy=remedy)
+
+
+def _of_canvases(inputs: ForwardInputs) -> dict[str, Any]:
+    """The arguments of a canvas model."""
+    return {
+        "unmask_canvas": inputs.canvas,
+        "unmask_soft": inputs.soft_BKD,
+        "unmask_earlier": inputs.earlier,
+    }
 
 
 class DiffusionLM(ModuleMethods):
@@ -615,7 +626,7 @@ class DiffusionLM(ModuleMethods):
             position_ids=self.first_position + inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
-            **({"unmask_canvas": inputs.canvas, "unmask_soft": inputs.soft_BKD} if self.canvas else {}),
+            **(_of_canvases(inputs) if self.canvas else {}),
             **{self._cache_name: cache},
         ).logits
 
@@ -776,7 +787,12 @@ class DiffusionLM(ModuleMethods):
         document_BT = attention_mask_BT
         if document_BT is None:
             document_BT = torch.ones(1, length, dtype=torch.long, device=device)
-        layout = Layout.of(document_BT, first_B)
+        layout = Layout.of(document_BT)
+        if self.canvas and self.block_size:
+            first_B = (
+                torch.zeros(len(like_BT), dtype=torch.long, device=device) if first_B is None else first_B
+            )
+            layout = layout.with_canvases(first_B, self.block_size)
         context = self.context_length or length
         if length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
             raise ModelError(

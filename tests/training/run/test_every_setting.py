@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.diffusion_gemma import loaded
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, weights
 from unmask.artifacts import MetricsLog
@@ -22,6 +23,7 @@ from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, TrainingError
 from unmask.preference.config import DPOConfig
 from unmask.rl.config import GRPOConfig
+from unmask.supervised.canvas import ONLY_HERE
 from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
@@ -103,6 +105,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "stale_reference": {},
     "quality_tokens": {"quality_head": "joint"},
     "p_uniform": {"noise": "hybrid"},
+    **{name: {"of_canvases": True} for name in ONLY_HERE},
 }
 """The settings without which a setting has no effect, or another first value."""
 
@@ -272,7 +275,8 @@ def started(verb: str, folder: Path, **more: Any) -> Any:
     if verb != "convert":
         held_out = {"pretrain": TEXTS, "dpo": PREFERENCES}.get(verb, PAIRS)[:2]
         reward = {"reward": ranks} if verb == "grpo" else {}
-        return make(verb, folder, **{**BASE, **reward, "eval_dataset": held_out, **more})
+        lm = [loaded(folder / "base")] if more.pop("of_canvases", False) else []
+        return make(verb, folder, *lm, **{**BASE, **reward, "eval_dataset": held_out, **more})
     args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
     return ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
 
