@@ -66,12 +66,16 @@ class Layout:
         position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
         return cls(document_BT, position_BT.where(document_BT > 0, 0), torch.zeros_like(document_BT))
 
-    def with_canvases(self, first_B: Tensor, size: int) -> Layout:
-        """The layout of rows in which canvases of this size begin at these columns."""
-        position_BT = self.position_BT.expand(len(first_B), -1)
-        origin_B1 = position_BT.gather(1, first_B[:, None])
-        start_BT = position_BT - (position_BT - origin_B1) % size
-        document_BT, copy_BT = (each.expand_as(position_BT) for each in (self.document_BT, self.copy_BT))
+    def with_canvases(self, hidden_BT: Tensor, size: int) -> Layout:
+        """The layout of rows in which canvases of this size begin at the first token of each document that
+        may be hidden."""
+        document_BT, position_BT, copy_BT = (
+            each.expand_as(hidden_BT) for each in (self.document_BT, self.position_BT, self.copy_BT)
+        )
+        length = hidden_BT.shape[1]
+        origin_BD = torch.full_like(position_BT, length)[:, :1].repeat(1, length + 1)
+        origin_BD = origin_BD.scatter_reduce(1, document_BT, position_BT.where(hidden_BT, length), "amin")
+        start_BT = position_BT - (position_BT - origin_BD.gather(1, document_BT)) % size
         return Layout(document_BT, position_BT, copy_BT, start_BT)
 
     @classmethod
