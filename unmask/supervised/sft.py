@@ -101,22 +101,22 @@ class SFTConfig(PairConfig, NoisingConfig):
     )
     canvases: str = setting(
         "one",
-        "Of DiffusionGemma: one random canvas of each row in a step, or all of them",
+        "For DiffusionGemma: one random canvas of each row in a step, or all of them",
         choices=("one", "all"),
     )
     self_conditioning_p: float = setting(
         0.5,
-        "Of DiffusionGemma: the probability that a row's canvases are conditioned on what the model predicts "
-        "in a first pass",
+        "For DiffusionGemma: the probability that a row's canvases are conditioned on what the model "
+        "predicts in a first pass",
         low=0.0,
         high=1.0,
     )
     encoder_loss_weight: float = setting(
-        1.0, "Of DiffusionGemma: the weight of the encoder's next-token loss", low=0.0
+        1.0, "For DiffusionGemma: the weight of the encoder's next-token loss", low=0.0
     )
     model_prediction_type: str = setting(
         "mean",
-        "Of DiffusionGemma: what the logits predict. mean: each token; mean_loo: each token as if its own "
+        "For DiffusionGemma: what the logits predict. mean: each token; mean_loo: each token as if its own "
         "noised value were not seen",
         choices=("mean", "mean_loo"),
     )
