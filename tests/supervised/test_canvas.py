@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from unittest import mock
 
 import pytest
@@ -280,3 +281,14 @@ def test_settings_of_canvases_are_refused_for_other_models(tmp_path):
     for name, value in {"canvases": "all", "self_conditioning_p": 0.2, "encoder_loss_weight": 0.5}.items():
         with raises(ConfigError, where=name):
             trained(tiny.float64_lm(), tmp_path / "run", **{name: value})
+
+
+def test_a_run_is_resumed_bit_for_bit(tmp_path):
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trained(loaded(tmp_path / "base"), tmp_path / "whole", **saving)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut", ignore=shutil.ignore_patterns("*-4", "model"))
+    args = SFTConfig(**whole.args.to_dict() | {"output_dir": str(tmp_path / "cut")})
+    again = SFTTrainer(loaded(tmp_path / "base"), args, train_dataset=words(24))
+    again.train(resume_from_checkpoint=True)
+    ours, theirs = weights_of(again), weights_of(whole)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
