@@ -97,7 +97,7 @@ def generate_ids(
             own["temperature"] = 1.0 if asked["temperature"] is None else asked["temperature"]
         own.setdefault("seed", int(torch.randint(2**31, ())))  # which `set_seed` of transformers decides
     if asked["max_new_tokens"] or asked["max_length"]:
-        own["max_new_tokens"] = asked["max_new_tokens"] or asked["max_length"] - input_ids.shape[1]
+        own["max_new_tokens"] = asked["max_new_tokens"] or int(asked["max_length"] or 0) - input_ids.shape[1]
     if asked["repetition_penalty"]:
         own["repetition_penalty"] = asked["repetition_penalty"]
     if asked["suppress_tokens"]:
