@@ -4,7 +4,8 @@ Every step predicts all positions of the block. Each draws a token; those of low
 long as their entropies without the largest stay within `entropy_bound` (Ben-Hamu et al. 2025), and the others
 become new random tokens. The block ends, with the most probable token of each position, when these have not
 changed for `stability_threshold` steps and the mean entropy is below `confidence_threshold`, or after the
-last step. It is the sampler of DiffusionGemma.
+last step. It is the sampler of DiffusionGemma. Log-probabilities are those of its tokens in the block's last
+pass.
 
 With a constraint the tokens of a step are drawn together, given that their text is accepted. So whichever are
 kept, some text that is accepted has them. Entropies and mean embeddings are given the constraint, too, and
@@ -162,9 +163,8 @@ def propose(
         inside_J = torch.cat([window.row_N for window in windows])
         row_N = torch.arange(len(position_N), device=position_N.device)
         outside_J = row_N[~torch.isin(row_N, inside_J)]
-        parts = [part(window.row_N, window) for window in windows] + (
-            [part(outside_J)] if len(outside_J) else []
-        )
+        parts = [part(window.row_N, window) for window in windows]
+        parts += [part(outside_J)] if len(outside_J) else []
         order_N = torch.cat([inside_J, outside_J]).argsort()
     else:
         at_once = CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE
