@@ -84,7 +84,7 @@ def generate_ids(
             name: saved[name] for name in (*CANVAS_FIELDS, "entropy_bound") if saved.get(name) is not None
         } | given
     if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
-        asked |= {name: given.get(name) for name in ("temperature", "repetition_penalty")}
+        asked["temperature"] = given.get("temperature")
     own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}
     if "eos_token_id" in given:
         ends = [*as_ids(given["eos_token_id"])]

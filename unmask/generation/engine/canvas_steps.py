@@ -1,16 +1,20 @@
 """Denoising steps on canvases of random tokens (`unmask.generation.canvas`). The host reads one thing: which
-blocks are done.
+blocks are done. With a constraint it also reads the tokens that are known and the chances of texts.
 
 Shapes: B sequences, N positions of their blocks, J those of some sequences, M the most of one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.canvas import CanvasSettings, accept, is_confident, propose, random_tokens
-from unmask.generation.engine.host import moved, moved_together, padded, ranks
+from unmask.generation.constraints.decide import Window, windows_of
+from unmask.generation.engine.host import moved, moved_together, padded, ranks, starts
 from unmask.generation.engine.sequence import SequenceState, by_settings
 from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
 from unmask.models.diffusion_lm import DiffusionLM
@@ -73,7 +77,11 @@ def _denoise(
     key_N, step_N = key_B[row_N], steps_B[row_N]
     heat = np.array([settings.temperature(each.step) for each in sequences])
     temperature_N = moved(heat[member_N], device).to(logits_NV.dtype)
-    found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, at[1])
+    form = (
+        _known(slots, slot_B, row_N, config, logits_NV.shape[1]),
+        _windows(slots, sequences, count_B, device),
+    )
+    found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, at[1], *form)
     if found.soft_ND is not None:
         _keep_soft(lm, slots, sequences, at, row_N, found.soft_ND)
     entropy_BM = padded(found.entropy_N, count_B, torch.inf)
@@ -94,6 +102,28 @@ def _denoise(
     slots.ids_SC[at], slots.hidden_SC[at] = torch.where(done_N, slots.ids_SC[at], canvas_N), ~done_N
     slots.sum_S.index_add_(0, at[0], found.entropy_N)
     return done_B
+
+
+def _known(
+    slots: BatchState, slot_B: torch.Tensor, row_N: torch.Tensor, config: SamplerConfig, vocabulary: int
+) -> torch.Tensor | None:
+    """The tokens [N, V] that each sequence knows, for a repetition penalty."""
+    return slots.present(slot_B, vocabulary)[row_N] if config.repetition_penalty != 1 else None
+
+
+def _windows(
+    slots: BatchState, sequences: list[SequenceState], count_B: np.ndarray, device: torch.device
+) -> list[Window]:
+    """The windows of all sequences. The host reads the blocks that are finished."""
+    windows: list[Window] = []
+    for sequence, first in zip(sequences, starts(count_B).tolist(), strict=True):
+        if sequence.config.constraint is None:
+            continue
+        request = sequence.request
+        ids = slots.ids_SC[sequence.slots[0], : request.length].tolist()
+        own = windows_of(request.gaps, sequence.span, ids, request.hidden, device)
+        windows += [replace(window, row_N=window.row_N + first) for window in own]
+    return windows
 
 
 def _keep_soft(
