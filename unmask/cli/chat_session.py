@@ -25,7 +25,7 @@ from unmask.console import for_stdout
 from unmask.data.encoding import encode_prompt
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError, did_you_mean
 from unmask.generation.output import Generation
-from unmask.generation.requests import check_settings, make_requests
+from unmask.generation.requests import check_settings, completion_length, make_requests
 from unmask.models.chat_template import SIMPLE, render_template, without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import shown
@@ -112,10 +112,10 @@ class Chat:
         asked = {"role": "user", "content": text}
         prompt = text if self.raw else without_start(self.lm.tokenizer, self._all_messages(asked))
         ids, context = encode_prompt(self.lm.tokenizer, prompt), self.lm.context_length
-        if context is not None and len(ids) + self.config.max_new_tokens > context:
+        new = completion_length(self.lm, self.config.max_new_tokens)
+        if context is not None and len(ids) + new > context:
             what = (
-                f"{len(ids)} tokens with this message, and {self.config.max_new_tokens} new ones, exceed "
-                f"the context of {context}"
+                f"{len(ids)} tokens with this message, and {new} new ones, exceed the context of {context}"
             )
             remedy = "Begin a new one with /reset, or shorten answers with /settings max_new_tokens=N"
             raise GenerationError(what, where="message" if self.raw else "conversation", remedy=remedy)
