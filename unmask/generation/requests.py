@@ -183,7 +183,7 @@ def make_infill_requests(
 
 
 def completion_length(lm: DiffusionLM, tokens: int) -> int:
-    """The tokens that are computed for a completion of so many: DiffusionGemma's canvases are whole."""
+    """The tokens that are computed for a completion of `tokens`: DiffusionGemma's canvases are whole."""
     size = lm.block_size if lm.canvas and lm.block_size else 1
     return -(-tokens // size) * size
 
