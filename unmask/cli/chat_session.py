@@ -114,9 +114,7 @@ class Chat:
         ids, context = encode_prompt(self.lm.tokenizer, prompt), self.lm.context_length
         new = completion_length(self.lm, self.config.max_new_tokens)
         if context is not None and len(ids) + new > context:
-            what = (
-                f"{len(ids)} tokens with this message, and {new} new ones, exceed the context of {context}"
-            )
+            what = f"{len(ids)} tokens with this message, and {new} new ones, exceed the context of {context}"
             remedy = "Begin a new one with /reset, or shorten answers with /settings max_new_tokens=N"
             raise GenerationError(what, where="message" if self.raw else "conversation", remedy=remedy)
         [request] = make_requests(self.lm, [ids], self.config)

@@ -295,11 +295,7 @@ class ServerBackend(RemoteBackend):
         body = {
             "model": self.model,
             "prompt": [request.prompt for request in requests],
-            **{
-                theirs: getattr(config, ours)
-                for ours, theirs in OPENAI_NAMES.items()
-                if ours not in apart
-            },
+            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items() if ours not in apart},
             "logprobs": config.top_log_probs or None,  # as completions name it
             "diffusion": {**settings, "keys": keys, "trace": True, "version": self.version},
         }
