@@ -157,8 +157,9 @@ class Chat:
         if pair:
             key, equals, value = pair.partition("=")
             if not equals:
+                key = "t_max" if self.lm.noise == "uniform" else "temperature"
                 raise ConfigError(
-                    "is not KEY=VALUE", where=pair, remedy="Write for example /settings temperature=0.7"
+                    "is not KEY=VALUE", where=pair, remedy=f"Write for example /settings {key}=0.7"
                 )
             new = nested(key.strip().split("."), parse_yaml(value, key))
             config = SamplerConfig(**Layers([Layer("", given), Layer("", new)]).merged())
