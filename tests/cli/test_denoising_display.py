@@ -154,6 +154,20 @@ def test_a_canvas_of_random_tokens_is_seen_to_change(canvas_lm):
     assert changed and any(ends)
 
 
+def test_the_steps_of_several_prompts_on_canvases(canvas_lm):
+    """What is counted is what is asked for, and not the canvas."""
+    config, stream = SamplerConfig(max_new_tokens=13, max_denoising_steps=3, t_max=2.0), io.StringIO()
+    results = list(generate_visibly(canvas_lm, ["abc", "f"], config, infill=False, stream=stream))
+    expected = sampler.generate(canvas_lm, ["abc", "f"], config)
+    assert [result.texts[0] for result in results] == expected.texts
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("prompt")]
+    counts = zip(map(len, expected.tokens), expected.forward_passes, strict=True)
+    assert [line.split(" · ")[:2] for line in lines] == [
+        [f"prompt {number}: {tokens} tokens", f"{passes} passes"]
+        for number, (tokens, passes) in enumerate(counts)
+    ]
+
+
 def test_it_can_be_stopped_between_steps():
     lm = float64_lm("phi", "bidirectional", None)
     config = SamplerConfig(max_new_tokens=6, stop_at_eos=False)

@@ -289,8 +289,9 @@ def test_the_log_probabilities_of_a_prompt(ask):
     asked = {"model": "tiny", "prompt": ids, "echo": True, "logprobs": 2, **extra(**STEPS)}
     found = prompt_log_probs(lm, ids, 2, lambda part: part())
     for tokens in (0, 3):
-        [choice] = client.completions.create(**asked, max_tokens=tokens).choices
-        listed = choice.logprobs.token_logprobs
+        answer = client.completions.create(**asked, max_tokens=tokens)
+        assert (answer.usage.diffusion["forward_passes"] == 1) == (tokens == 0)
+        listed = answer.choices[0].logprobs.token_logprobs
         assert listed[0] is None and listed[1 : len(ids)] == pytest.approx(found.log_probs[1:], abs=1e-9)
         assert len(listed) <= len(ids) + tokens
     client, _ = ask("bidirectional")

@@ -464,6 +464,8 @@ def sampler_config(
         "top_p": request.top_p,
         "top_log_probs": top_log_probs,
     }
+    if lm.noise == "uniform" and wanted == 0:
+        given["max_denoising_steps"] = 1  # of what is not returned
     if lm.noise == "uniform" and request.temperature is not None:
         openai |= {"temperature": None, **_canvas_temperatures(request.temperature, given)}
     given |= {name: value for name, value in openai.items() if value is not None}
