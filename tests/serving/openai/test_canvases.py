@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -25,7 +26,7 @@ from unmask.generation.requests import completion_length, make_requests
 from unmask.models.load import load
 
 CANVAS = 16
-CONTEXT = 512
+CONTEXT = 1024
 STEPS = {"max_denoising_steps": 4}
 SETTINGS = STEPS | {"t_max": 2.0, "entropy_bound": 2.0}
 KINDS = ["bidirectional", "blocks", "whole canvases"]
@@ -203,6 +204,29 @@ def test_a_stream_has_only_final_text(kind, ask):
         for piece in pieces:
             final += piece
             assert text.startswith(final)
+
+
+@every_kind
+def test_frames_in_company_replay_to_the_answers(kind, ask):
+    """They end at different steps, and slots move."""
+    client, lm = ask(kind)
+    asked = {"model": "tiny", "prompt": ["abc", "f"], "max_tokens": 2 * CANVAS - 3, "n": 3, "seed": 6}
+    stream = client.completions.create(
+        **asked, **extra(**SETTINGS, confidence_threshold=1.0, stream="frames"), stream=True
+    )
+    chunks = [chunk.model_dump() for chunk in stream]
+    config = SamplerConfig(max_new_tokens=2 * CANVAS - 3, seed=6, confidence_threshold=1.0, **SETTINGS)
+    expected = unmask.generate(lm, ["abc"] * 3 + ["f"] * 3, config)
+    steps = set()
+    for index, tokens in enumerate(expected.tokens):
+        canvas, text, last, frames = replayed(chunks, index)
+        assert text == last["text"] == expected.texts[index]
+        assert canvas[: len(tokens)] == [lm.tokenizer.decode([token]) for token in tokens]
+        found = {each["position"]: each for frame in frames for each in frame["revealed"]}
+        probabilities = [found[place]["probability"] for place in range(len(tokens))]
+        assert probabilities == pytest.approx([*map(math.exp, expected.log_probs[index])], abs=1e-9)
+        steps.add(len(frames))
+    assert kind == "bidirectional" or len(steps) > 1
 
 
 @every_kind
