@@ -290,14 +290,12 @@ class ServerBackend(RemoteBackend):
             mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *SERVER_SETTINGS, "trace"}
         )
         keys = [request.key for request in requests]
+        # with uniform noise the temperatures are settings of `diffusion`, which the other one would scale
+        apart = {"top_log_probs", *(["temperature"] if self.lm.noise == "uniform" else [])}
         body = {
             "model": self.model,
             "prompt": [request.prompt for request in requests],
-            **{
-                theirs: getattr(config, ours)
-                for ours, theirs in OPENAI_NAMES.items()
-                if ours != "top_log_probs"
-            },
+            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items() if ours not in apart},
             "logprobs": config.top_log_probs or None,  # as completions name it
             "diffusion": {**settings, "keys": keys, "trace": True, "version": self.version},
         }
