@@ -20,7 +20,7 @@ from tests.serving.servers import served
 from tests.tiny import HERMES, PRINTABLE, chat_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import SPECIAL
-from unmask.generation.canvas import OF_MASKS, CanvasSettings
+from unmask.generation.canvas import CanvasSettings
 from unmask.generation.prompt_log_probs import prompt_log_probs
 from unmask.generation.requests import completion_length, make_requests
 from unmask.models.load import load
@@ -30,7 +30,6 @@ CONTEXT = 1024
 STEPS = {"max_denoising_steps": 4}
 SETTINGS = STEPS | {"t_max": 2.0, "entropy_bound": 2.0}
 KINDS = ["bidirectional", "blocks", "whole canvases"]
-held = pytest.mark.skipif("constraint" in OF_MASKS, reason="canvases take no constraint")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -324,7 +323,6 @@ def test_the_log_probabilities_of_a_prompt(ask):
     assert error.value.param == "prompt"
 
 
-@held
 @every_kind
 def test_json_that_fits_a_schema(kind, ask):
     client, _ = ask(kind)
@@ -338,7 +336,6 @@ def test_json_that_fits_a_schema(kind, ask):
     assert isinstance(json.loads(free.choices[0].message.content), dict)
 
 
-@held
 @pytest.mark.parametrize("stream", [False, True])
 @every_kind
 def test_a_tool_is_called(kind, stream, ask):
