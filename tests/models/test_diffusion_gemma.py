@@ -11,11 +11,11 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from tests.diffusion_gemma import CANVAS, generated, loaded, save_published
 from tests.errors import raises
 from unmask.config.sampler import SamplerConfig
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, ModelError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.export import export
-from unmask.models.load import load
+from unmask.models.load import as_diffusion_lm, load
 
 PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor"}
 
@@ -127,6 +127,25 @@ def test_it_has_no_masks(base):
 def test_images_are_not_trained(base):
     names = {name for name, weight in load(base[0]).model.named_parameters() if not weight.requires_grad}
     assert names and all("vision" in name for name in names)
+
+
+@torch.no_grad()
+def test_a_model_of_transformers_in_memory_is_read_alike(base):
+    lm = load(base[0])
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(base[0])
+    ids_BT = random_ids(lm, 2, CANVAS)
+    expected = model(input_ids=ids_BT, decoder_input_ids=ids_BT).logits
+    made = as_diffusion_lm(model, lm.tokenizer)
+    assert torch.equal(made.logits(ids_BT, hidden_BT=ids_BT < 0), lm.logits(ids_BT, hidden_BT=ids_BT < 0))
+    model.set_attn_implementation("eager")
+    found = model(input_ids=ids_BT, decoder_input_ids=ids_BT).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("how", [{"quantization": "4bit"}, {"quantization": "8bit"}], ids=str)
+def test_quantization_would_leave_out_almost_all_of_it(how, base):
+    with raises(ModelError, where="quantization"):
+        load(base[0], **how)
 
 
 def test_loaded_from_a_name_in_memory(tmp_path):

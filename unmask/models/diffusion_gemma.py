@@ -22,6 +22,14 @@ from transformers.modeling_outputs import CausalLMOutput
 from unmask.models.attention import AttentionMask, LayerKeys
 from unmask.models.kernels.log_softmax import at_least_float32
 
+ADAPTED = (
+    r"model\.(encoder\.language_model|decoder)\.layers\.\d+\."
+    r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+)
+"""The linear layers that get adapters, as in TRL: attention and the dense MLP of both stacks."""
+TOWERS = r"model\.encoder\.(?!language_model\b).*"
+"""The modules that are not of the text."""
+
 
 class DiffusionGemmaForBlockDiffusion(Published):
     """The model under the name that config.json has, with the forward pass of `DiffusionLM.run_model`.
@@ -132,8 +140,11 @@ def canvas_settings(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def freeze_towers(model: PreTrainedModel) -> None:
-    """Leave what is not of the text as it is."""
+def prepare(model: PreTrainedModel) -> None:
+    """Let a DiffusionGemma, also one that transformers loaded, take the arguments of `DiffusionLM.run_model`,
+    and leave what is not of the text as it is."""
+    if type(model) is Published:
+        model.__class__ = DiffusionGemmaForBlockDiffusion
     encoder: Any = model.model.encoder
     for name, part in encoder.named_children():
         if name != "language_model":
