@@ -33,6 +33,7 @@ from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, atten
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import (
+    NO_NOISE,
     Quantization,
     check_recurrent,
     check_vocabulary,
@@ -184,11 +185,13 @@ class ModelSpec:
         )
 
     def settings_for(self, attention: AttentionName) -> dict[str, Any]:
-        """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to
+        """Attention pattern, block size, logit shift and noise: the saved ones, or those of a conversion to
         `attention`."""
         if attention == self.settings["attention"]:
             return self.settings
+        noise = {name: self.settings[name] for name in NO_NOISE if name in self.settings}
         return {
+            **(noise if attention != "causal" else {}),
             "attention": attention,
             "block_size": DEFAULT_BLOCK if attention == "block_causal" else None,
             "logit_shift": None,

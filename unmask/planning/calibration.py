@@ -33,6 +33,7 @@ CALIBRATION_FLOPS = 5e10
 """Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
 CALIBRATION_PARAMETERS = 6e7
 """Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
+P_UNIFORM = 0.1  # of hybrid noise, whose cost does not depend on it
 MEASURED_SECONDS = 3.0
 CALIBRATION_SECONDS = 1.0
 """Time for each of the two models after a warm-up; at least three steps."""
@@ -189,4 +190,6 @@ def build_model(
     config = blueprint.config if layers is None else with_layers(blueprint.config, layers)
     model = architecture(config, WEIGHTS[work.precision]).to(device)
     lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.settings_for(work.attention))
+    if lm.noise != work.noise:
+        lm = lm.with_noise(work.noise, P_UNIFORM if work.noise == "hybrid" else None)
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm
