@@ -10,6 +10,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests.diffusion_gemma import CANVAS, generated, loaded, save_published
 from tests.errors import raises
+from tests.training.tiny_runs import prepared
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, ModelError
 from unmask.generation.requests import make_requests
@@ -146,6 +147,34 @@ def test_a_model_of_transformers_in_memory_is_read_alike(base):
 def test_quantization_would_leave_out_almost_all_of_it(how, base):
     with raises(ModelError, where="quantization"):
         load(base[0], **how)
+
+
+def test_checkpoints_of_both_stacks_save_memory_and_change_no_gradient(base):
+    found = []
+    for checkpointing in (False, True):
+        lm, saved = load(base[0]), [0]
+        lm.model.train()
+        if checkpointing:
+            lm.model.activation_checkpointing_enable()
+
+        def keep(tensor, saved=saved):
+            saved[0] += tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids_BT = random_ids(lm, 2, 20)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits_BTV = lm.logits(ids_BT, hidden_BT=ids_BT < 0)
+        logits_BTV.square().mean().backward()
+        gradients = [weight.grad for weight in lm.model.parameters() if weight.grad is not None]
+        found.append((saved[0], gradients))
+    assert found[1][0] < found[0][0] / 10
+    assert len(found[0][1]) > 50 and all(map(torch.equal, found[0][1], found[1][1]))
+
+
+def test_checkpoints_that_would_lose_gradients_are_refused(base, tmp_path):
+    how = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    with raises(ConfigError, where="activation_checkpointing_kwargs"):
+        prepared("sft", tmp_path, str(base[0]), **how)
 
 
 def test_loaded_from_a_name_in_memory(tmp_path):

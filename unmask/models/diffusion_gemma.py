@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,14 +111,19 @@ class DiffusionGemmaForBlockDiffusion(Published):
             soft_BKD = torch.zeros_like(hidden_BTD) if soft_BKD is None else soft_BKD.to(hidden_BTD.dtype)
             hidden_BTD = stack.self_conditioning(hidden_BTD, soft_BKD)
         rotary = {kind: stack.rotary_emb(hidden_BTD, position_BT, kind) for kind in stack.unique_layer_types}
-        for layer, kind in zip(stack.layers, self.config.text_config.layer_types, strict=True):
-            hidden_BTD = layer(
-                hidden_BTD,
+        kinds = self.config.text_config.layer_types
+        for layer, twin, kind in zip(stack.layers, self.model.decoder.layers, kinds, strict=True):
+            read = partial(
+                layer,
                 position_embeddings=rotary[kind],
                 attention_mask=None,
                 unmask_mask=mask,
                 unmask_keys=keys,
             )
+            if twin.gradient_checkpointing and twin.training and not is_canvas:
+                # transformers checkpoints the layers of the decoder alone
+                read = partial(twin._gradient_checkpointing_func, read)
+            hidden_BTD = read(hidden_BTD)
         return stack.norm(hidden_BTD)
 
     def mean_embeddings(self, share_NV: Tensor) -> Tensor:
