@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from tests.diffusion_gemma import save_published
 from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import llama_lm
@@ -220,6 +222,18 @@ def test_a_step_predicts_what_its_noise_leaves_to_predict(noise, attention, tmp_
     )
     assert planned == (of_none if noise == "masked" else of_all)
     assert planned == pytest.approx(made.flops[-1], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.:FutureWarning")
+def test_adapters_of_diffusion_gemma_rehearse_too(tmp_path):
+    save_published(tmp_path / "model")
+    rows = [json.dumps({"prompt": "ab", "completion": "cdefgh" * 4})] * 8
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    config = run_config(tmp_path / "model", tmp_path / "pairs.jsonl", tmp_path)
+    training = {"use_cpu": True, "max_length": 32, "per_device_train_batch_size": 2, "max_steps": 4}
+    (line,) = dry_run("sft", config.model_copy(update={"training": training, "lora": LoraSettings(r=4)}))
+    assert float(line["predicted seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
 
 
 class Products(TrainerCallback):

@@ -16,7 +16,7 @@ from unmask.errors import ConfigError, ModelError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.export import export
-from unmask.models.load import as_diffusion_lm, load
+from unmask.models.load import as_diffusion_lm, check_patterns, load
 
 PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor"}
 
@@ -115,6 +115,10 @@ def test_transformers_reads_what_was_trained(write, base, tmp_path):
 def test_its_pattern_is_its_own(arguments, base):
     with raises(ConfigError, where=next(iter(arguments))):
         load(base[0], **arguments)
+
+
+def test_a_run_with_its_own_pattern_is_checked_without_its_weights(base):
+    check_patterns(base[0], [None, "block_causal"], {})
 
 
 def test_it_has_no_masks(base):

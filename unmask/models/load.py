@@ -290,7 +290,7 @@ def check_patterns(
     how = {name: value for name, value in arguments.items() if name in DOWNLOADING}
     folder = fetched(path_or_id, weights=False, **how)
     config, _ = read_config(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
-    refuse_unsupported(config, [pattern_settings(config, each, 1, None)["attention"] for each in patterns])
+    refuse_unsupported(config, [pattern_settings(config, each, None, None)["attention"] for each in patterns])
 
 
 def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionName]) -> None:

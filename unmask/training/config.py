@@ -411,7 +411,7 @@ class TrainingConfig(TrainingArguments):
 
     @property
     def noised_canvases(self) -> int:
-        """Of DiffusionGemma, canvases of each row in a step; 0: it has views in their place."""
+        """Canvases of each row in a step of DiffusionGemma; 0: it has views in their place."""
         return 0
 
     def choose_precision(self, *, in_float32: bool) -> None:
