@@ -258,6 +258,17 @@ def test_a_run_saves_adapters_that_are_loaded_on_their_base(base, tmp_path):
         )
 
 
+def test_a_resumed_run_ends_with_the_same_adapters(base, tmp_path):
+    def trainer() -> Any:
+        return run(base[0], tmp_path, peft_config=lora(), max_steps=2, save_strategy="steps", save_steps=1)
+
+    straight, resumed = trainer(), trainer()
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    own = straight.lm.model.state_dict()
+    assert all(torch.equal(weight, own[name]) for name, weight in resumed.lm.model.state_dict().items())
+
+
 def test_a_run_of_all_weights_keeps_the_settings_of_images(base, tmp_path):
     trainer = run(base[0], tmp_path / "run")
     trainer.save_model(str(tmp_path / "model"))

@@ -209,7 +209,7 @@ def _of_text(peft_config: peft.PeftConfig) -> peft.PeftConfig:
     changes: dict[str, Any] = {"task_type": None}  # the class lacks methods that PEFT asks of causal models
     if named == "all-linear" or unnamed:
         changes["target_modules"] = ADAPTED
-    elif named:
+    elif named and hasattr(peft_config, "exclude_modules"):
         changes["exclude_modules"] = peft_config.exclude_modules or TOWERS
     return replace(peft_config, **changes)
 
