@@ -39,6 +39,7 @@ from unmask.generation.remote.protocol import (
 from unmask.generation.remote.vllm_client import RemoteLM, check_nccl
 from unmask.generation.requests import Request, longest_first, make_requests
 from unmask.generation.sampler import generate
+from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.variables import ADMIN_KEY, API_KEY
 
@@ -215,6 +216,11 @@ class ServerBackend(RemoteBackend):
     with `--weights-from`, by the key in UNMASK_ADMIN_KEY."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
+        if lm.canvas and has_adapters(lm):
+            what = (
+                "a server gets whole weights, and the adapters of DiffusionGemma cannot be merged into them"
+            )
+            raise GenerationError(what, where="backend", remedy="Use backend 'local'")
         super().__init__(config, lm, folder)
         url = str(config.url)
         self.http = HttpClient(
