@@ -90,6 +90,7 @@ class Proposal(NamedTuple):
     decision: Decision  # of the most probable token
     drawn_N: Tensor
     entropy_N: Tensor  # float64, of the distribution that tokens are drawn from, in nats
+    drawn_log_prob_N: Tensor | None  # float64, of the drawn tokens under that distribution; with a trace
     soft_ND: Tensor | None  # its mean embeddings, of models that read them
 
 
@@ -143,14 +144,14 @@ def propose(
     parts = zip(logits_NV.split(rows), temperature_N.split(rows), uniform_N.split(rows), strict=True)
     columns = zip(*(_proposed(lm, *part, config) for part in parts), strict=True)
     joined: list[Any] = [None if values[0] is None else torch.cat(values) for values in columns]
-    *decided, drawn_N, entropy_N, soft_ND = joined
-    return Proposal(Decision(*decided), drawn_N, entropy_N, soft_ND)
+    *decided, drawn_N, entropy_N, drawn_log_prob_N, soft_ND = joined
+    return Proposal(Decision(*decided), drawn_N, entropy_N, drawn_log_prob_N, soft_ND)
 
 
 def _proposed(
     lm: DiffusionLM, logits_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor, config: SamplerConfig
 ) -> tuple[Any, ...]:
-    """The fields of the decision, the drawn tokens, the entropies, and the mean embeddings."""
+    """The fields of the decision, and of the proposal after it."""
     own_NV = penalize_and_ban(logits_NV / temperature_N[:, None], config)
     weight_NV = weights(own_NV, own_NV.amax(-1, keepdim=True))
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
@@ -161,8 +162,11 @@ def _proposed(
     sampled_N = share_NV.gather(1, token_N[:, None]).squeeze(1).log() if config.trace else None
     top = most_probable(logits_NV, normalizer_N[:, None]) if config.top_log_probs else (None, None)
     decision = Decision(token_N, at_token, -entropy_N.float(), sampled_N, entropy_N, *top)
+    drawn_N, drawn_log_prob_N = draw(weight_NV, uniform_N), None
+    if config.trace:
+        drawn_log_prob_N = share_NV.gather(1, drawn_N[:, None]).squeeze(1).log().double()
     soft_ND = lm.mean_embeddings(share_NV) if lm.canvas else None
-    return (*decision, draw(weight_NV, uniform_N), entropy_N, soft_ND)
+    return (*decision, drawn_N, entropy_N, drawn_log_prob_N, soft_ND)
 
 
 def accept(entropy_BM: Tensor, bound: float) -> Tensor:
