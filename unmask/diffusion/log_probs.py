@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.diffusion.mixing import negative_divergence
-from unmask.diffusion.views import Views
+from unmask.diffusion.mixing import Replaced, negative_divergence
+from unmask.diffusion.views import Drawn, Views
 from unmask.errors import ConfigError
 from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
-from unmask.models.hooks.head import Reduction
-from unmask.models.kernels.log_softmax import at_least_float32
+from unmask.models.hooks.head import Reduction, tempered
 from unmask.tensor_checks import check_tensors
 
 Pattern = tuple[Layout, AttentionMask]
-TargetValue = Callable[[DiffusionLM, ForwardInputs, Tensor, float], Tensor]
+TargetValue = Callable[[DiffusionLM, ForwardInputs, Tensor, float | Tensor], Tensor]
 COPIES_AT_ONCE = 3
 """Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows
 with their square."""
@@ -49,7 +48,7 @@ def view_log_probs(
         attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
         views: the hidden tokens and the targets. A causal view needs a separate pass, unless the model's
             clean half is causal.
-        temperature: the logits are divided by it.
+        temperature: the logits are divided by it (and by that of draws).
         chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
         measure: what is computed at each target in place of its log-probability, such as `entropies`.
     """
@@ -65,13 +64,18 @@ def view_log_probs(
     return passes.all_log_probs(chunk)
 
 
-def entropies(lm: DiffusionLM, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+def entropies(
+    lm: DiffusionLM, inputs: ForwardInputs, target_N: Tensor, temperature: float | Tensor = 1.0
+) -> Tensor:
     """The entropy [N] of each prediction, in nats, whichever its target."""
-    return lm.reduced(inputs, Reduction(_entropies_at, (), temperature))[0]
+    temperature_N = torch.as_tensor(temperature, device=target_N.device, dtype=torch.float64).expand_as(
+        target_N
+    )
+    return lm.reduced(inputs, Reduction(_entropies_at, (temperature_N,)))[0]
 
 
-def _entropies_at(logits_NV: Tensor, temperature: float) -> tuple[Tensor]:
-    return (torch.special.entr((at_least_float32(logits_NV) / temperature).softmax(-1)).sum(-1),)
+def _entropies_at(logits_NV: Tensor, temperature_N: Tensor, _: None) -> tuple[Tensor]:
+    return (torch.special.entr(tempered(logits_NV, temperature_N).softmax(-1)).sum(-1),)
 
 
 class Targets(NamedTuple):
@@ -141,9 +145,12 @@ class ViewPasses:
             pattern=self._patterns[key],
             seen_BMT=seen_BMT,
         )
+        if isinstance(views.replaced, Drawn):
+            token_N, temperature_N = (plane_BMT.take(targets.place_N) for plane_BMT in views.replaced[1:])
+            return self.measure(self.lm, inputs, token_N, self.temperature * temperature_N)
         target_N = ids_BT.take(targets.token_N)
         if views.divergence:
-            assert views.replaced is not None
+            assert isinstance(views.replaced, Replaced)
             planes_N = (plane_BMT.take(targets.place_N) for plane_BMT in views.replaced)
             setting = (self.temperature, self.lm.mask_token_id)
             reduction = Reduction(negative_divergence, (target_N, *planes_N), setting)

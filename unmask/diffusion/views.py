@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,16 @@ CART_CUT = 1e-6  # the tail of a geometric distribution
 MAX_LEVEL = 1 - 1e-6  # of random tokens, whose weights divide by what is kept
 
 
+class Drawn(NamedTuple):
+    """What the model saw of a canvas of random tokens, and what was drawn from its predictions."""
+
+    ids_BMT: Tensor
+    token_BMT: Tensor
+    """The drawn tokens, whose log-probabilities are computed in place of the clean tokens'."""
+    temperature_BMT: Tensor
+    """Of the distributions that they were drawn from; float64."""
+
+
 @dataclass(frozen=True)
 class Views:
     """Noised copies of a batch."""
@@ -47,7 +57,7 @@ class Views:
     # whether the last view hides nothing, and each of its tokens is predicted from those before it
     causal: bool = False
     # what the model sees, if that is not masks alone
-    replaced: Replaced | None = None
+    replaced: Replaced | Drawn | None = None
     # whether targets are measured by the bound of `unmask.diffusion.mixing`, not by their log-probability
     divergence: bool = False
 
@@ -89,7 +99,7 @@ class Views:
 
     def of_planes(self, change: Callable[[Tensor], Tensor]) -> Views:
         """These views with each of their tensors changed in the same way, all marked as noised."""
-        other = None if self.replaced is None else Replaced(*map(change, self.replaced))
+        other = None if self.replaced is None else type(self.replaced)(*map(change, self.replaced))
         return Views(
             change(self.hidden_BMT),
             change(self.target_BMT),

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from unmask.diffusion.log_probs import entropies, view_log_probs
-from unmask.diffusion.views import MaskRNG, Views
+from unmask.diffusion.mixing import RandomTokens, Replaced
+from unmask.diffusion.views import Drawn, MaskRNG, Views
 from unmask.errors import TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
@@ -44,7 +45,16 @@ from unmask.rl.prompts import (
     prompts_per_step,
 )
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
-from unmask.rl.rollout import Rollout, Update, check_views, cut_at_end, learnable, make_rollout, plan_views
+from unmask.rl.rollout import (
+    CanvasSteps,
+    Rollout,
+    Update,
+    check_views,
+    cut_at_end,
+    learnable,
+    make_rollout,
+    plan_views,
+)
 from unmask.rl.rollout_source import RolloutSource, weights_in_use
 from unmask.rl.weighted_rewards import (
     RewardFunctions,
@@ -160,7 +170,7 @@ class GRPOTrainer(DiffusionTrainer):
         if self.shards_weights:
             args.refuse_sharded_weights()
         disable_dropout(self.lm.model)
-        self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
+        self.masking = find_masking(args, masking, exact=self.lm.autoregressive, noise=self.lm.noise)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
         self.method = args.build_method(self.lm.attention)
         self.per_view = PerViewBackward(
@@ -227,7 +237,9 @@ class GRPOTrainer(DiffusionTrainer):
                 value_BMT = view_log_probs(self.lm, *self.tokens_of(batch), batch.views, chunk=rows, **how)
                 entropy_BTs.append(value_BMT.sum(1) / batch.views.target_BMT.sum(1).clamp_min(1))
         pairs = [*zip(entropy_BTs, batches, strict=True)]
-        mine = [value for entropy_BT, batch in pairs for value in entropy_BT[batch.loss_mask_BT].tolist()]
+        mine: list[float] = []
+        for entropy_BT, batch in pairs:
+            mine += entropy_BT[batch.loss_mask_BT & batch.views.target_BMT.any(1)].tolist()
         if not (every := gather_object(mine)):
             return batches
         lowest = torch.tensor(every, dtype=torch.float64).quantile(1 - self.args.top_entropy_quantile).item()
@@ -545,7 +557,9 @@ class GRPOTrainer(DiffusionTrainer):
                 where=str(folder),
                 remedy="Resume with as many processes as before, or delete this checkpoint",
             )
-        with torch.serialization.safe_globals([Update, Rollout, Views]):
+        with torch.serialization.safe_globals(
+            [Update, Rollout, Views, Replaced, Drawn, CanvasSteps, RandomTokens]
+        ):
             path = folder / UPDATES_FILE.format(rank=self.args.process_index)
             self.buffer = torch.load(path, map_location=self.lm.device)
         held = [len(updates[0].loss_mask_BT) for updates in self.buffer]

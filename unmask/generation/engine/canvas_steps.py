@@ -67,11 +67,9 @@ def read_canvas_steps(sequence: SequenceState) -> list[CanvasStep]:
         return []
     starts, tokens, log_probs, temperatures = zip(*sequence.canvas_steps, strict=True)
     sizes = [part_2N.shape[1] for part_2N in tokens]
-    on_host = torch.cat(tokens, 1).cpu().split(sizes, 1), torch.cat(log_probs).cpu().split(sizes)
-    return [
-        CanvasStep(start, *tokens_2N.tolist(), log_prob_N.tolist(), temperature)
-        for start, tokens_2N, log_prob_N, temperature in zip(starts, *on_host, temperatures, strict=True)
-    ]
+    planes = (*torch.cat(tokens, 1).cpu(), torch.cat(log_probs).cpu())
+    columns = ([part_N.tolist() for part_N in plane.split(sizes)] for plane in planes)
+    return [CanvasStep(*step) for step in zip(starts, *columns, temperatures, strict=True)]
 
 
 def _denoise(
