@@ -62,8 +62,11 @@ VISION: dict[str, Any] = {
 
 
 @torch.no_grad()
-def published_model(alphabet: str = ALPHABET, *, canvas: int = CANVAS, **text: Any) -> PreTrainedModel:
-    """The model of transformers, whose encoder and decoder differ in the scale of their layers."""
+def published_model(
+    alphabet: str = ALPHABET, *, canvas: int = CANVAS, gain: float = GAIN, **text: Any
+) -> PreTrainedModel:
+    """The model of transformers, whose encoder and decoder differ in the scale of their layers. `gain`: of
+    self-conditioning; with much of it, rounding grows from step to step until it changes tokens."""
     tokenizer = character_tokenizer(alphabet)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     settings = TEXT | {"vocab_size": len(tokenizer)} | ids | text
@@ -73,7 +76,7 @@ def published_model(alphabet: str = ALPHABET, *, canvas: int = CANVAS, **text: A
     for name, weight in model.named_parameters():
         weight.normal_(*((0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else (1, 0.2)))
         if "self_conditioning" in name and weight.dim() > 1:
-            weight *= GAIN  # else rounding grows from step to step until it changes tokens
+            weight *= gain
     for name, scale in model.named_buffers():
         if "layer_scalar" in name:
             scale.uniform_(0.6, 1.1)

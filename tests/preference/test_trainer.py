@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 
+from tests.diffusion_gemma import CANVAS, loaded
 from tests.enumeration import any_order, conditionals, groups, lower_bound
 from tests.errors import raises
 from tests.helpers import partly_slow
@@ -56,15 +57,19 @@ def first_line(folder: Path, **more: Any) -> dict[str, float]:
         {"lm": ("block_causal", 4), "bound": "elbo"},
         {"lm": ("block_causal", 8)},
         {"lm": ("causal",)},
+        {"noise": "uniform"},
+        {"noise": "uniform", "complementary": True, "samples": 4},
+        {"noise": "hybrid"},
+        {"noise": "uniform", "lm": ("block_causal", 4)},
     ],
     ids=lambda config: "-".join(map(str, config.values())) or "plain",
 )
 @pytest.mark.parametrize("reference", ["stored", "frozen"])
 def test_the_first_loss_is_log_2(config, reference, tmp_path):
-    pattern = config.get("lm", ("bidirectional",))
-    line = first_line(
-        tmp_path, **config | {"lm": llama_lm(*pattern, attention_dropout=0.3), "reference": reference}
-    )
+    config = dict(config)
+    pattern, noise = config.pop("lm", ("bidirectional",)), config.pop("noise", "masked")
+    lm = llama_lm(*pattern, attention_dropout=0.3).with_noise(noise, 0.2 if noise == "hybrid" else None)
+    line = first_line(tmp_path, **config | {"lm": lm, "reference": reference})
     assert line["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert line["margin"] == pytest.approx(0, abs=1e-4)
 
@@ -494,6 +499,32 @@ def test_training_raises_the_margin_and_the_accuracy(tmp_path):
     line = trainer.state.log_history[-1]
     assert line["eval_margin"] > 2 and line["eval_accuracy"] == 1.0
     assert line["eval_chosen"] > line["eval_rejected"] and line["eval_loss"] < 0.5
+
+
+@pytest.mark.parametrize("kind", ["uniform", "canvas"])
+def test_models_of_random_tokens_learn_preferences(kind, tmp_path):
+    """A policy and its reference share times and noise, on the canvases of each answer."""
+    lm = loaded(tmp_path / "model") if kind == "canvas" else llama_lm().with_noise("uniform")
+    more = {"max_steps": 20, "learning_rate": 3e-3, "beta": 0.2, "samples": 4, "complementary": True}
+    trainer = make("dpo", tmp_path / "run", lm, eval_dataset=PREFERENCES, max_length=64, **more)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    if kind == "canvas":
+        row = trainer.train_dataset[0]
+        learned = [
+            sum(row["maskable"][at] for at, each in enumerate(row["documents"]) if each == n) for n in (1, 2)
+        ]
+        assert [length % CANVAS for length in learned] == [0, 0] and min(learned) > 0
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.state.log_history[-1]["eval_margin"] > 1
+
+
+def test_random_tokens_have_no_exact_likelihood(tmp_path):
+    lm = llama_lm("block_causal", 4).with_noise("uniform")
+    with raises(ConfigError, where="bound"):
+        make("dpo", tmp_path, lm, bound="exact")
+    with raises(ConfigError, where="samples"):
+        make("dpo", tmp_path, lm, complementary=True, samples=3)
 
 
 def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):

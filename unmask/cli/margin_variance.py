@@ -5,9 +5,8 @@ Shapes: B rows (pairs), N responses, P pairs, R redraws, M views, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch import Tensor
 from unmask.cli.dry_run import short_trainer
 from unmask.cli.run import training_arguments
 from unmask.config.run import RunConfig
+from unmask.diffusion.likelihood import bound_views
 from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.mixing import Mixing, RandomTokens
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.views import MaskRNG, Views, elbo_views, exact_count_views, random_views
+from unmask.diffusion.views import MaskRNG, Views, joined, mixed_views, random_views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -30,21 +31,6 @@ BUDGETS = (1, 2, 4, 8, 16)
 """Passes for each response."""
 TABLE_REDRAWS = 16
 LOSSES = ("sigmoid", "ipo", "hinge")
-DrawViews = Callable[..., Views]
-"""Draws `num_views` views from groups and a source of randomness."""
-
-
-def one_by_one(
-    draw_view: Callable[[Tensor, MaskRNG], Views], group_BT: Tensor, draw: MaskRNG, num_views: int
-) -> Views:
-    """`num_views` independent draws of one view each, joined."""
-    each = [
-        draw_view(group_BT, replace(draw, iteration=draw.iteration * num_views + number))
-        for number in range(num_views)
-    ]
-    hidden_BMT = torch.cat([one.hidden_BMT for one in each], 1)
-    weight_BMT = torch.cat([one.weight_BMT for one in each], 1)
-    return Views(hidden_BMT, hidden_BMT, weight_BMT / num_views)
 
 
 @dataclass(frozen=True)
@@ -52,25 +38,48 @@ class Estimator:
     """An estimator of the bounds of a response under two models.
 
     Attributes:
-        draw_views: draws the hidden tokens.
-        shared: whether both models see the same masks.
+        counts: whether views hide exact counts of tokens, not each token with the probability of a time.
+        stratified: whether the counts of several views are spread evenly; else each is drawn by itself.
+        complementary: whether they are pairs, of which one hides what the other shows.
+        shared: whether both models see the same noise.
     """
 
-    draw_views: DrawViews
+    counts: bool = True
+    stratified: bool = False
+    complementary: bool = False
     shared: bool = True
 
+    def draw_views(
+        self, lm: DiffusionLM, ids_BT: Tensor, group_BT: Tensor, draw: MaskRNG, num_views: int
+    ) -> Views:
+        """Views with the noise of a model."""
+        if self.stratified or self.complementary:
+            pairs = self.complementary and (lm.noise == "masked" or num_views % 2 == 0)
+            return bound_views(lm, ids_BT, group_BT, draw, num_views=num_views, complementary=pairs)
+        each = [
+            self._one(lm, ids_BT, group_BT, replace(draw, iteration=draw.iteration * num_views + number))
+            for number in range(num_views)
+        ]
+        return joined(each)
 
-_times = partial(one_by_one, partial(random_views, noise=Noise(get_schedule("linear"))))
-_counts = partial(one_by_one, partial(exact_count_views, num_views=1))
+    def _one(self, lm: DiffusionLM, ids_BT: Tensor, group_BT: Tensor, draw: MaskRNG) -> Views:
+        if self.counts:
+            return bound_views(lm, ids_BT, group_BT, draw, num_views=1)
+        noise = Noise(get_schedule("linear"))
+        if lm.noise == "masked":
+            return random_views(group_BT, draw, noise)
+        return mixed_views(ids_BT, group_BT, draw, noise, Mixing.of(lm), RandomTokens.of(lm))
+
+
 INDEPENDENT = "independent times, independent masks"
 DEFAULT = "stratified exact counts, shared masks (default)"
 COMPLEMENTARY = "the same in complementary pairs (complementary: true)"
 ESTIMATORS = {
-    INDEPENDENT: Estimator(_times, shared=False),
-    "independent exact counts, independent masks": Estimator(_counts, shared=False),
-    "independent times, shared masks": Estimator(_times),
-    DEFAULT: Estimator(exact_count_views),
-    COMPLEMENTARY: Estimator(elbo_views),
+    INDEPENDENT: Estimator(counts=False, shared=False),
+    "independent exact counts, independent masks": Estimator(shared=False),
+    "independent times, shared masks": Estimator(counts=False),
+    DEFAULT: Estimator(stratified=True),
+    COMPLEMENTARY: Estimator(complementary=True),
 }
 
 
@@ -82,7 +91,7 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
     group_BT = noise_groups(trainer.lm, batch["maskable"], batch["documents"])
 
     def bounds(lm: DiffusionLM, draw: MaskRNG) -> Tensor:
-        drawn = estimator.draw_views(group_BT, draw, num_views=views)
+        drawn = estimator.draw_views(trainer.lm, batch["input_ids"], group_BT, draw, views)
         with evaluating(lm), trainer.accelerator.autocast():
             log_prob_BMT = trainer.per_view.log_probs(lm, PreferenceBatch(batch, drawn))
             return trainer.sum_by_response(batch, (drawn.weight_BMT * log_prob_BMT).sum(1))

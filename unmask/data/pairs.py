@@ -45,6 +45,7 @@ class RowLimits:
     # tokens to which each completion is filled with EOS; None: to the end of its last block
     canvas_length: int | None = None
     block_size: int = 1  # of block-causal attention; 1: no blocks
+    from_prompt: bool = False  # blocks begin where the prompt ends, not at the beginning of a row
     # if the completion does not fit, cut the beginning of the prompt (after BOS)
     truncate_prompt: bool = False
     truncate_completion: bool = False  # cut a completion that is too long, to whole blocks
@@ -68,7 +69,8 @@ class RowLimits:
             return prompt, [*completions]
         if self.truncate_prompt and excess + bos < len(prompt):
             return [*prompt[:bos], *prompt[bos + excess :]], [*completions]
-        kept = self.max_length - self.max_length % self.block_size - len(prompt)
+        kept = self.max_length - len(prompt)
+        kept -= (kept if self.from_prompt else self.max_length) % self.block_size
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
         what, remedy = (
@@ -85,7 +87,8 @@ class RowLimits:
         """The number of EOS tokens that fill a row after a prompt and a completion of these lengths."""
         if self.canvas_length is not None:
             return self.canvas_length - completion
-        return min(-(prompt + completion) % self.block_size, self.max_length - prompt - completion)
+        row = completion if self.from_prompt else prompt + completion
+        return min(-row % self.block_size, self.max_length - prompt - completion)
 
 
 def pair_rows(

@@ -23,6 +23,7 @@ from unmask.diffusion.views import (
     all_masked_views,
     columns,
     elbo_views,
+    exact_count_views,
     exact_views,
     group_sizes,
     mixed_views,
@@ -84,16 +85,9 @@ def elbo(
     samples -= samples > 1 + first and (samples - first) % 2
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
     relative_BT, number_BT = _common_numbers(group_BT, shared)
-    if lm.noise == "masked":
-        views = elbo_views(relative_BT, draw, num_views=samples, number_BT=number_BT)
-    else:
-        views = mixed_views(
-            *(ids_BT, relative_BT, draw, Noise(), Mixing.of(lm), RandomTokens.of(lm)),
-            num_views=samples,
-            complementary=samples > 1,
-            exact_count=True,
-            number_BT=number_BT,
-        )
+    views = bound_views(
+        *(lm, ids_BT, relative_BT, draw), num_views=samples, complementary=samples > 1, number_BT=number_BT
+    )
     part_BM = (views.weight_BMT * _log_probs(lm, ids_BT, attention_mask_BT, views, chunk)).sum(2)
     pairs = (samples - first) // 2
     part_BP = part_BM[:, first : first + pairs] + part_BM[:, first + pairs : first + 2 * pairs]
@@ -104,6 +98,30 @@ def elbo(
         known_B1 = (group_sizes(group_BT).amax(1, keepdim=True) == 1) & (samples > 1) & (first == 1)
         difference_BP = torch.where(known_B1, 0.0, math.nan).to(part_BM)
     return Bound(part_BM.sum(1), difference_BP)
+
+
+def bound_views(
+    lm: DiffusionLM,
+    ids_BT: Tensor,
+    group_BT: Tensor,
+    draw: MaskRNG,
+    *,
+    num_views: int,
+    complementary: bool = False,
+    number_BT: Tensor | None = None,
+) -> Views:
+    """Views of exact counts that estimate the bound of a model, whatever its noise; with `complementary` in
+    pairs, with masks besides one view that hides all. `number_BT` as of `unmask.diffusion.views.hide`."""
+    if lm.noise != "masked":
+        return mixed_views(
+            *(ids_BT, group_BT, draw, Noise(), Mixing.of(lm), RandomTokens.of(lm)),
+            num_views=num_views,
+            complementary=complementary,
+            exact_count=True,
+            number_BT=number_BT,
+        )
+    plan = elbo_views if complementary else exact_count_views
+    return plan(group_BT, draw, num_views=num_views, number_BT=number_BT)
 
 
 def _common_numbers(group_BT: Tensor, shared: int | None) -> tuple[Tensor, Tensor]:

@@ -135,7 +135,9 @@ class ViewPasses:
         causal_N = targets.token_N[len(targets.noised_N) :]
         key = (rows.start, rows.stop, hidden_BMT.shape[1])
         if key not in self._patterns:
-            self._patterns[key] = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1])
+            target_BT = self._part(views.target_BMT, rows).any(1)
+            pattern = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1], target_BT)
+            self._patterns[key] = pattern
         causal_target_N = causal_N if len(causal_N) else None
         seen_BMT = None
         if views.replaced is not None:
@@ -152,7 +154,8 @@ class ViewPasses:
         if views.divergence:
             assert isinstance(views.replaced, Replaced)
             planes_N = (plane_BMT.take(targets.place_N) for plane_BMT in views.replaced)
-            setting = (self.temperature, self.lm.mask_token_id)
+            mask_token_id = -1 if self.lm.noise == "uniform" else self.lm.mask_token_id
+            setting = (self.temperature, mask_token_id)
             reduction = Reduction(negative_divergence, (target_N, *planes_N), setting)
             return self.lm.reduced(inputs, reduction)[0]
         return self.measure(self.lm, inputs, target_N, self.temperature)
@@ -216,11 +219,16 @@ def forward_inputs(
 
 
 def attention_pattern(
-    lm: DiffusionLM, clean_BT: Tensor, attention_mask_BT: Tensor | None, copies: int
+    lm: DiffusionLM,
+    clean_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    copies: int,
+    canvas_BT: Tensor | None = None,
 ) -> Pattern:
-    """The layout and mask of a pass over this number of copies of each row."""
+    """The layout and mask of a pass over this number of copies of each row. `canvas_BT` as of
+    `DiffusionLM.layout_and_mask`."""
     if _stacks_copies(lm):
-        return lm.layout_and_mask(clean_BT, attention_mask_BT, copies)
+        return lm.layout_and_mask(clean_BT, attention_mask_BT, copies, canvas_BT)
     return lm.layout_and_mask(
         _repeated(clean_BT, copies),
         None if attention_mask_BT is None else _repeated(attention_mask_BT, copies),
@@ -252,7 +260,7 @@ def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor
 
     Args:
         lm: its attention decides: a bidirectional model has one segment for each document, a block-causal one
-            for each block.
+            for each block; those of a canvas model begin at the first maskable token.
         maskable_BT: boolean; the tokens that may be hidden.
         attention_mask_BT: 1 is real, 0 padding; packed documents are numbered. None: every row is one
             document.
@@ -261,7 +269,10 @@ def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor
     document_BT = (
         torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
     )
-    return torch.where(maskable_BT, segments(Layout.of(document_BT), lm.attention, lm.block_size), -1)
+    layout = Layout.of(document_BT)
+    if lm.canvas and lm.block_size:
+        layout = layout.with_canvases(maskable_BT, lm.block_size)
+    return torch.where(maskable_BT, segments(layout, lm.attention, lm.block_size), -1)
 
 
 def sum_over_views(log_prob_BMT: Tensor, views: Views) -> Tensor:

@@ -40,6 +40,8 @@ class RngStream(IntEnum):
     KIND = 12
     NOISE = 13
     LEVEL = 14
+    CANVAS = 15
+    CONDITION = 16
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

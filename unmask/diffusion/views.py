@@ -17,7 +17,7 @@ hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -125,6 +125,20 @@ class Views:
         every = slice(None)
         causal = replace(self.select(every, slice(-1, None)), causal=True, replaced=None, divergence=False)
         return self.select(every, slice(-1)), causal
+
+
+def joined(each: Sequence[Views]) -> Views:
+    """The mean of independent draws of views of the same rows."""
+    planes: Any = zip(*(views.tensors.values() for views in each), strict=True)
+    hidden_BMT, target_BMT, weight_BMT, *others = (torch.cat(parts, 1) for parts in planes)
+    other = Replaced(*others) if others else None
+    return replace(
+        each[0],
+        hidden_BMT=hidden_BMT,
+        target_BMT=target_BMT,
+        weight_BMT=weight_BMT / len(each),
+        replaced=other,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from unmask.config.sampler import SamplerConfig
+from unmask.config.sampler import CANVAS_FIELDS, SamplerConfig
 from unmask.errors import ConfigError, GenerationError, require_known
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import as_ids
@@ -73,10 +73,16 @@ def generate_ids(
             where="generation_config",
             remedy="Give its settings as arguments",
         )
-    configured = {} if generation_config is None else generation_config.to_dict()
+    configured = {} if generation_config is None else _as_fields(generation_config)
     given = {name: value for name, value in configured.items() if value is not None} | settings
     _refuse_unread(given)
-    asked = {name: getattr(lm.model.generation_config, name) for name in READ} | given
+    saved = _as_fields(lm.model.generation_config)
+    asked = {name: saved.get(name) for name in READ} | given
+    if lm.canvas:  # of which every step draws
+        asked["do_sample"] = True
+        given = {
+            name: saved[name] for name in (*CANVAS_FIELDS, "entropy_bound") if saved.get(name) is not None
+        } | given
     if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
         asked |= {name: given.get(name) for name in ("temperature", "repetition_penalty")}
     own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}
@@ -108,6 +114,13 @@ def generate_ids(
     completions = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in done.tokens])
     texts = torch.cat([input_ids.repeat_interleave(copies, 0), completions.to(input_ids)], 1)
     return GenerateDecoderOnlyOutput(sequences=texts) if asked["return_dict_in_generate"] else texts
+
+
+def _as_fields(config: GenerationConfig) -> dict[str, Any]:
+    """The fields of a config of transformers; DiffusionGemma's has that of a sampler within."""
+    fields = config.to_dict()
+    sampler = fields.pop("sampler_config", None)
+    return fields | ({"entropy_bound": sampler["entropy_bound"]} if sampler else {})
 
 
 def _refuse_unread(given: Mapping[str, Any]) -> None:

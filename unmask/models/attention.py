@@ -52,24 +52,31 @@ class Layout:
     position_BT: Tensor
     # 0: clean. 1, 2, ...: a noised copy in `[x_t ; ... ; x_0]`, or the current block and its drafts
     copy_BT: Tensor
-    origin_B1: Tensor | None = None  # the position where blocks begin, if that is not 0
+    # of canvas models, the position where the block of each token begins; None: all blocks are of one size
+    start_BT: Tensor | None = None
 
     @classmethod
-    def of(cls, document_BT: Tensor, first_B: Tensor | None = None) -> Layout:
+    def of(cls, document_BT: Tensor) -> Layout:
         """The layout of rows whose documents are numbered from 1, 0 for padding (an attention mask has one
-        document). `first_B`: the column of each row where blocks begin; None: at the beginning of
-        documents."""
+        document)."""
         document_BT = document_BT.long()
         index_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
         starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
         position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
-        position_BT = position_BT.where(document_BT > 0, 0)
-        if first_B is None:
-            return cls(document_BT, position_BT, torch.zeros_like(document_BT))
-        position_BT = position_BT.expand(len(first_B), -1)
-        document_BT, origin_B1 = document_BT.expand_as(position_BT), position_BT.gather(1, first_B[:, None])
-        return cls(document_BT, position_BT, torch.zeros_like(document_BT), origin_B1)
+        return cls(document_BT, position_BT.where(document_BT > 0, 0), torch.zeros_like(document_BT))
+
+    def with_canvases(self, hidden_BT: Tensor, size: int) -> Layout:
+        """The layout of rows in which canvases of this size begin at the first token of each document that
+        may be hidden."""
+        document_BT, position_BT, copy_BT = (
+            each.expand_as(hidden_BT) for each in (self.document_BT, self.position_BT, self.copy_BT)
+        )
+        length = hidden_BT.shape[1]
+        origin_BD = torch.full_like(position_BT, length)[:, :1].repeat(1, length + 1)
+        origin_BD = origin_BD.scatter_reduce(1, document_BT, position_BT.where(hidden_BT, length), "amin")
+        start_BT = position_BT - (position_BT - origin_BD.gather(1, document_BT)) % size
+        return Layout(document_BT, position_BT, copy_BT, start_BT)
 
     @classmethod
     def full(cls, length: int, device: torch.device) -> Layout:
@@ -83,7 +90,8 @@ class Layout:
         document_BT, position_BT = (
             numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT)
         )
-        return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1), self.origin_B1)
+        start_BT = None if self.start_BT is None else self.start_BT.repeat(1, count + 1)
+        return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1), start_BT)
 
     def recurrence(self, block_size: int | None, copies: int = 0) -> Recurrence:
         """How recurrent layers read rows that have this many noised copies."""
@@ -95,8 +103,7 @@ class AttentionMask:
     """The keys that each query attends to."""
 
     allowed_B1QK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
-    # of queries and keys, if the model's sliding windows apply: in the causal pattern, and in canvas models,
-    # where the window of a whole canvas ends with its first token
+    # of queries and keys, if the model's sliding windows apply (causal pattern and canvas models only)
     positions: tuple[Tensor, Tensor] | None
     full: bool = False  # everything is known to be visible
     # for FlashAttention: those within which all tokens, or all earlier ones, are visible
@@ -188,8 +195,7 @@ def blocks(layout: Layout, pattern: AttentionName, block_size: int | None) -> Te
     """The attention block of every token [B, T]: causal is block size 1, bidirectional one block for all."""
     if pattern == "bidirectional":
         return torch.zeros_like(layout.position_BT)
-    origin_B1 = 0 if layout.origin_B1 is None else layout.origin_B1
-    return (layout.position_BT - origin_B1) // (block_size or 1)
+    return layout.position_BT // (block_size or 1) if layout.start_BT is None else layout.start_BT
 
 
 def segments(layout: Layout, pattern: AttentionName, block_size: int | None) -> Tensor:
@@ -250,16 +256,11 @@ def make_mask(
     allowed_BQK = real_BQK & (earlier_clean_BQK | together_BQK) | itself_QK
     positions = None
     if windows or pattern == "causal":
-        positions = (window_ends(queries, block_size), keys.position_BT)
+        ends_BT = queries.position_BT
+        if queries.start_BT is not None:  # the window of a whole canvas ends with its first token
+            ends_BT = torch.where(queries.copy_BT > 0, queries.start_BT, ends_BT)
+        positions = (ends_BT, keys.position_BT)
     return AttentionMask(allowed_BQK[:, None], positions)
-
-
-def window_ends(layout: Layout, block_size: int | None) -> Tensor:
-    """The position [B, T] with which the sliding window of each token ends: its own, or that of the first
-    token of its noised block."""
-    origin_B1 = 0 if layout.origin_B1 is None else layout.origin_B1
-    within_BT = (layout.position_BT - origin_B1) % (block_size or 1)
-    return torch.where(layout.copy_BT > 0, layout.position_BT - within_BT, layout.position_BT)
 
 
 _unpadded: MaskCache[AttentionMask] = MaskCache(MASKS_KEPT, CELLS_KEPT)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DiffusionGemmaConfig, PretrainedConfig, PreTrainedModel
 from transformers import DiffusionGemmaForBlockDiffusion as Published
 from transformers.cache_utils import Cache
@@ -38,6 +39,7 @@ class DiffusionGemmaForBlockDiffusion(Published):
         unmask_mask: AttentionMask | None = None,
         unmask_canvas: range | None = None,
         unmask_soft: Tensor | None = None,
+        unmask_earlier: tuple[Tensor, Tensor] | None = None,
         **published: Any,
     ) -> Any:
         """Logits [B, T, V], with a soft cap, in float32.
@@ -48,6 +50,8 @@ class DiffusionGemmaForBlockDiffusion(Published):
                 forward pass of transformers.
             unmask_canvas: the columns of canvases, the first or the last ones; None: there are none.
             unmask_soft: the mean embeddings [B, K, D] of what was predicted last; None: nothing was.
+            unmask_earlier: in its place the last hidden states [B, K, D] of an earlier pass, and which rows
+                are conditioned on what they predict [B]. The gradient stops there, but not at the embeddings.
         """
         if unmask_mask is None:
             return super().forward(input_ids, position_ids=position_ids, **published)
@@ -55,6 +59,8 @@ class DiffusionGemmaForBlockDiffusion(Published):
         columns, canvas = range(input_ids.shape[1]), unmask_canvas or range(0)
         first = bool(canvas) and canvas.start == 0
         clean = columns[len(canvas) :] if first else columns[: len(columns) - len(canvas)]
+        if unmask_earlier is not None:
+            unmask_soft = self._predicted(*unmask_earlier)
         kept: dict[int, tuple[Tensor, Tensor]] = {}
 
         def keep(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -82,9 +88,27 @@ class DiffusionGemmaForBlockDiffusion(Published):
                 self._read(input_ids[:, rows], position_ids[:, rows], mask, keys, unmask_soft, own is canvas)
             )
         hidden_BTD = torch.cat(parts[::-1] if first else parts, 1)
-        logits = at_least_float32(self.lm_head(hidden_BTD))
+        return CausalLMOutput(logits=self._capped(self.lm_head(hidden_BTD)))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.final_logit_softcapping
-        return CausalLMOutput(logits=torch.tanh(logits / cap) * cap)
+        return torch.tanh(at_least_float32(logits) / cap) * cap
+
+    def _predicted(self, hidden_BKD: Tensor, is_on_B: Tensor) -> Tensor:
+        """The mean embeddings [B, K, D] of what hidden states predict, 0 in rows that are not on. They are
+        computed row by row, and again for the gradient."""
+
+        def of_row(hidden_1KD: Tensor) -> Tensor:
+            with torch.no_grad():
+                # without the hooks of the head, which select rows of the present pass
+                share_KV = self._capped(self.lm_head.forward(hidden_1KD[0])).softmax(-1)
+            return self.mean_embeddings(share_KV)
+
+        rows = [
+            checkpoint(of_row, hidden_1KD, use_reentrant=False, preserve_rng_state=False)
+            for hidden_1KD in hidden_BKD.split(1)
+        ]
+        return torch.stack(rows) * is_on_B[:, None, None]
 
     def _read(
         self,

@@ -86,6 +86,8 @@ class ForwardInputs:
     canvas: range | None = None
     # the mean embeddings [B, K, D] of what was predicted last in these columns; None: nothing was
     soft_BKD: Tensor | None = None
+    # in their place the last hidden states [B, K, D] of an earlier pass, and the rows [B] that read them
+    earlier: tuple[Tensor, Tensor] | None = None
     # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits,
     # and in training the ratio of a policy to itself must be 1.
     pruned: bool = False
@@ -107,6 +109,15 @@ def check_noise(noise: str, p_uniform: float | None, attention: str) -> None:
     if p_uniform is not None and not 0 < p_uniform < 1:
         remedy = "Use a number between 0 and 1, such as 0.1"
         raise ConfigError(f"{p_uniform} is not between 0 and 1", where="p_uniform", remedy=remedy)
+
+
+def _of_canvases(inputs: ForwardInputs) -> dict[str, Any]:
+    """The arguments of a canvas model."""
+    return {
+        "unmask_canvas": inputs.canvas,
+        "unmask_soft": inputs.soft_BKD,
+        "unmask_earlier": inputs.earlier,
+    }
 
 
 class DiffusionLM(ModuleMethods):
@@ -417,7 +428,7 @@ class DiffusionLM(ModuleMethods):
             rows_BT: boolean; the rows to compute, in row-major order. None: all.
             hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding.
                 None: nowhere.
-            first_B: of a canvas model, the column where the first canvas of each row begins; None: 0.
+            first_B: of a canvas model, the column where the canvases of each row begin; None: 0.
             soft_BTD: of a canvas model, the mean embeddings of what was predicted last (`mean_embeddings`);
                 None: nothing was.
 
@@ -442,7 +453,11 @@ class DiffusionLM(ModuleMethods):
         if self.canvas and self.attention != "causal":  # every token is one of a canvas after clean ones
             every_B1T = torch.ones_like(input_ids_BT, dtype=torch.bool)[:, None]
             target_B1T = every_B1T if target_BT is None else target_BT[:, None]
-            known = self.layout_and_mask(input_ids_BT, attention_mask_BT, 1, first_B)
+            column_BT = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device).expand_as(
+                input_ids_BT
+            )
+            later_BT = None if first_B is None else column_BT >= first_B[:, None]
+            known = self.layout_and_mask(input_ids_BT, attention_mask_BT, 1, later_BT)
             inputs = self.stacked_inputs(
                 *(input_ids_BT, every_B1T, None, target_B1T), known=known, seen_BMT=input_ids_BT[:, None]
             )
@@ -617,7 +632,7 @@ class DiffusionLM(ModuleMethods):
             position_ids=self.first_position + inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
-            **({"unmask_canvas": inputs.canvas, "unmask_soft": inputs.soft_BKD} if self.canvas else {}),
+            **(_of_canvases(inputs) if self.canvas else {}),
             **{self._cache_name: cache},
         ).logits
 
@@ -769,16 +784,19 @@ class DiffusionLM(ModuleMethods):
         like_BT: Tensor,
         attention_mask_BT: Tensor | None,
         copies: int = 0,
-        first_B: Tensor | None = None,
+        canvas_BT: Tensor | None = None,
     ) -> tuple[Layout, AttentionMask]:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same
-        for all passes over them. `first_B`: of a canvas model, the column of each row where canvases begin;
-        None: 0."""
+        for all passes over them. `canvas_BT`: of a canvas model, the tokens that may be hidden, with the
+        first of which canvases begin; None: all."""
         length, device = like_BT.shape[1], like_BT.device
         document_BT = attention_mask_BT
         if document_BT is None:
             document_BT = torch.ones(1, length, dtype=torch.long, device=device)
-        layout = Layout.of(document_BT, first_B)
+        layout = Layout.of(document_BT)
+        if self.canvas and self.block_size:
+            canvas_BT = torch.ones_like(like_BT, dtype=torch.bool) if canvas_BT is None else canvas_BT
+            layout = layout.with_canvases(canvas_BT, self.block_size)
         context = self.context_length or length
         if length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
             raise ModelError(

@@ -445,7 +445,7 @@ def initialize(
     torch.manual_seed(seed)
     with reading("cannot build the model", str(path), "Check config.json"):
         model = random_model(config, _dtype(dtype)).to(resolve_device(device))
-    return make_diffusion(model, tokenizer, eos_token_ids=eos_token_ids)
+    return make_diffusion(model, tokenizer, eos_token_ids=eos_token_ids, **canvas_settings(config))
 
 
 def of_config(
@@ -699,6 +699,10 @@ def with_pattern(
         )
         return of_adapted(changed, lm.model)
     check_recurrent(lm.model, attention)
+    if lm.canvas:
+        what = "its canvases are a pattern of its own"
+        remedy = "Fine-tune it (`unmask sft`), or convert another model"
+        raise ModelError(what, where=type(lm.model).__name__, remedy=remedy)
     lm.model.get_input_embeddings().padding_idx = lm.padding_idx  # also of a table that PEFT has wrapped
     kept = {name: lm.settings[name] for name in STOCK_SETTINGS if name != "padding_idx"}
     kept |= NO_NOISE if attention == "causal" else {}

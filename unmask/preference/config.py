@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from unmask.config.base import OnResume
-from unmask.config.run import RunConfig
+from unmask.config.run import NoiseName, RunConfig
 from unmask.diffusion.log_probs import passes
 from unmask.errors import ConfigError
 from unmask.planning.blueprint import ModelSpec
@@ -224,6 +224,14 @@ class DPOConfig(PairConfig):
                 remedy="Leave it out, or train without FSDP and ZeRO 3",
             )
 
+    def check_trained_noise(self, noise: NoiseName) -> None:
+        if noise != "masked" and self.bound == "exact":
+            what = f"no exact likelihood is known with {noise} noise"
+            raise ConfigError(what, where="bound", remedy="Use elbo")
+        if noise != "masked" and self.complementary and self.samples % 2:
+            what = f"{self.samples} views are no pairs"
+            raise ConfigError(what, where="samples", remedy="Use an even number, or leave complementary out")
+
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         model = read_attention()
         autoregressive = model["attention"] == "causal" and model["logit_shift"] is not False
@@ -295,6 +303,8 @@ class DPOConfig(PairConfig):
         """
         width = exact_block_size(lm)
         exact = self._wants_exact(width)
+        if getattr(lm, "noise", "masked") != "masked":
+            return False
         if exact and width > MAX_EXACT_BLOCK:
             what = (
                 f"{lm.attention} attention{f' with blocks of {width} tokens' if lm.block_size else ''} "

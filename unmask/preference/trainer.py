@@ -31,14 +31,12 @@ from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined_preferences, pair_rows, preference_rows
 from unmask.data.row_store import TOKENS, first, stored_rows
 from unmask.data.rows import Collator, TokenRow, separate_documents
-from unmask.diffusion.likelihood import any_order
+from unmask.diffusion.likelihood import any_order, bound_views
 from unmask.diffusion.log_probs import noise_groups, sum_over_views
 from unmask.diffusion.views import (
     MaskRNG,
     Views,
     all_masked_views,
-    elbo_views,
-    exact_count_views,
     exact_views,
 )
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
@@ -328,9 +326,8 @@ class DPOTrainer(DiffusionTrainer):
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         if self.exact:
             return exact_views(group_BT, self.lm.block_size or 1)
-        return (elbo_views if self.args.complementary else exact_count_views)(
-            group_BT, draw, num_views=self.args.samples
-        )
+        given = (self.lm, batch["input_ids"], group_BT, draw)
+        return bound_views(*given, num_views=self.args.samples, complementary=self.args.complementary)
 
     def draw(self, batch: Batch) -> MaskRNG:
         draw = super().draw(batch)

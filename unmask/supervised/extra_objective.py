@@ -51,6 +51,10 @@ class Objective:
         """A context in which the weights that it trains have gradients."""
         return nullcontext()
 
+    def items(self, lm: DiffusionLM, batch: dict[str, Any], draw: MaskRNG) -> Tensor | None:
+        """The divisor of the loss; None: that of the masked loss."""
+        return None
+
     def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: MaskRNG, plan: Plan) -> ObjectiveLoss:
         """The loss of a micro-batch."""
         raise NotImplementedError

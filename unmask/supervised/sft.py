@@ -25,6 +25,7 @@ from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.supervised.canvas import NOT_HERE, ONLY_HERE, CanvasObjective, next_tokens
 from unmask.supervised.extra_objective import Objective
 from unmask.supervised.quality import QualityObjective
 from unmask.supervised.variable_length import GapObjective
@@ -97,6 +98,27 @@ class SFTConfig(PairConfig, NoisingConfig):
         "Hidden tokens of each row that the model fills in, in one step, to train the head",
         low=1,
         needs=("quality_head=alone|joint",),
+    )
+    canvases: str = setting(
+        "one",
+        "For DiffusionGemma: one random canvas of each row in a step, or all of them",
+        choices=("one", "all"),
+    )
+    self_conditioning_p: float = setting(
+        0.5,
+        "For DiffusionGemma: the probability that a row's canvases are conditioned on what the model "
+        "predicts in a first pass",
+        low=0.0,
+        high=1.0,
+    )
+    encoder_loss_weight: float = setting(
+        1.0, "For DiffusionGemma: the weight of the encoder's next-token loss", low=0.0
+    )
+    model_prediction_type: str = setting(
+        "mean",
+        "For DiffusionGemma: what the logits predict. mean: each token; mean_loo: each token as if its own "
+        "noised value were not seen",
+        choices=("mean", "mean_loo"),
     )
     max_gap: int | None = setting(
         None,
@@ -223,6 +245,12 @@ class SFTTrainer(DiffusionTrainer):
             self.objective = QualityObjective(args)
         lm = lm.with_noise(args.noise, args.p_uniform)
         args.check_trained_noise(lm.noise)
+        for name in NOT_HERE if lm.canvas else ONLY_HERE:
+            if name in args.given:
+                what = f"has no effect on {'a' if lm.canvas else 'another model than'} DiffusionGemma"
+                raise ConfigError(what, where=name, remedy="Leave it out for this model")
+        if lm.canvas:
+            self.objective = CanvasObjective(args)
         return lm if self.objective is None else self.objective.prepared(lm)
 
     def _checked_rows(self, lm: DiffusionLM, args: SFTConfig, dataset: Any, where: str) -> Any:
@@ -236,6 +264,8 @@ class SFTTrainer(DiffusionTrainer):
         cls, lm: DiffusionLM, args: SFTConfig, dataset: Iterable[Mapping[str, Any]], where: str
     ) -> Dataset | StreamedRows:
         fits = limits(lm, args)
+        if lm.canvas:  # which are filled when they are drawn
+            fits = replace(fits, block_size=1)
         how: dict[str, Any] = {"ends": lm.eos_token_ids, "learn": args.learn}
 
         def rows_of_stream(examples: Iterable[Any]) -> Iterator[TokenRow]:
@@ -269,6 +299,17 @@ class SFTTrainer(DiffusionTrainer):
             return views
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
+    def prepared(self, batches: list[Batch]) -> list[Batch]:
+        """With the number of a step's canvas tokens divided by that of its next tokens, where both are
+        learned."""
+        if not isinstance(self.objective, CanvasObjective) or not batches:
+            return super().prepared(batches)
+        counts = [torch.stack([self.count_items(batch), next_tokens(batch).sum()]) for batch in batches]
+        of_ranks = self.accelerator.gather(torch.stack(counts).sum(0)[None].to(self.args.device))
+        canvas, causal = of_ranks.view(-1, 2).sum(0).double()
+        ratio = canvas / causal.clamp_min(1)
+        return [each | {"encoder_weight": ratio.expand(len(each["input_ids"]))} for each in batches]
+
     def held_out_metrics(self) -> Sequence[str]:
         more = ("quality_loss", "filled_in_right") if self.args.quality_head != "off" else ()
         return *super().held_out_metrics(), *more
@@ -286,7 +327,13 @@ class SFTTrainer(DiffusionTrainer):
             return super()._inner_training_loop(*arguments, **named)
 
     def count_items(self, batch: Batch) -> Tensor:
-        """The number of learned tokens, or with `loss_type: sequence_nll` of answers."""
+        """The number of learned tokens, of tokens of canvases, or with `loss_type: sequence_nll` of
+        answers."""
+        if (
+            self.objective
+            and (items := self.objective.items(self.lm, batch, self.training_draw(batch))) is not None
+        ):
+            return items
         if self.args.loss_type == "nll":
             return super().count_items(batch)
         return (batch["maskable"] / _answer_sizes(batch)).sum().round().long()

@@ -59,6 +59,7 @@ def limits(lm: DiffusionLM, args: PairConfig) -> RowLimits:
         max_length=row_length(lm, args),
         canvas_length=canvas_length(lm, args),
         block_size=lm.block_size or 1,
+        from_prompt=lm.canvas,
         truncate_prompt=args.truncation_mode == "keep_end",
         truncate_completion=args.truncation_mode == "keep_start",
         context=lm.context_length,

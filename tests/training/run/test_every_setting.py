@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.diffusion_gemma import loaded
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, weights
 from unmask.artifacts import MetricsLog
@@ -22,6 +23,7 @@ from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, TrainingError
 from unmask.preference.config import DPOConfig
 from unmask.rl.config import GRPOConfig
+from unmask.supervised.canvas import ONLY_HERE
 from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
@@ -103,6 +105,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "stale_reference": {},
     "quality_tokens": {"quality_head": "joint"},
     "p_uniform": {"noise": "hybrid"},
+    **{name: {"of_canvases": True} for name in ONLY_HERE},
 }
 """The settings without which a setting has no effect, or another first value."""
 
@@ -272,7 +275,8 @@ def started(verb: str, folder: Path, **more: Any) -> Any:
     if verb != "convert":
         held_out = {"pretrain": TEXTS, "dpo": PREFERENCES}.get(verb, PAIRS)[:2]
         reward = {"reward": ranks} if verb == "grpo" else {}
-        return make(verb, folder, **{**BASE, **reward, "eval_dataset": held_out, **more})
+        lm = [loaded(folder / "base")] if more.pop("of_canvases", False) else []
+        return make(verb, folder, *lm, **{**BASE, **reward, "eval_dataset": held_out, **more})
     args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
     return ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
 
@@ -558,6 +562,7 @@ def test_every_field_of_the_installed_transformers_has_a_kind():
 
 
 WITHOUT_A_DECLARATION = {
+    *ONLY_HERE,
     *("chat_template_kwargs", "f_divergence_type", "f_alpha_divergence_coef", "generation_kwargs"),
     *("loss_weights", "min_p", "repetition_penalty", "top_entropy_quantile", "top_k", "top_p"),
     # Settings of Unmask's own: losses, methods, masks, lengths and data.
@@ -704,6 +709,7 @@ def test_every_setting_that_tests_change_has_another_value(verb, tmp_path):
         first = FIRST_OF.get((verb, name), FIRST.get(name, {}))
         if (key := str(first)) not in made:
             given = settings(tmp_path, **BASE) | (ROLLOUT if verb == "grpo" else {}) | first
+            given.pop("of_canvases", None)
             made[key] = CONFIGS[verb](**given).to_dict()
         assert another(verb, names[name], made[key][name]) != made[key][name], name
 
