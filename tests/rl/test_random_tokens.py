@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.diffusion_gemma import loaded
 from tests.errors import raises
 from tests.rl.methods.rollouts import held
 from tests.rl.test_updates import watched
@@ -44,12 +45,15 @@ def inner_updates(method: str) -> dict[str, Any]:
     return shape | {"epsilon": None} if method == "bgpo" else shape
 
 
-@every_pattern
+@pytest.mark.parametrize("attention", [*PATTERNS, "DiffusionGemma"])
 @pytest.mark.parametrize("method", [name for name in FITTING if METHODS[name].has_ratio])
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
     shape = {**inner_updates(method), **held(method), "difficulty": [-99.0, 99.0]}
     shape |= {"kl_to": "reference"} if "beta" in shape else {}
-    lm = canvas_lm(attention, attention_dropout=0.3)
+    if attention == "DiffusionGemma":
+        lm = loaded(tmp_path / "gemma", canvas=2)
+    else:
+        lm = canvas_lm(attention, attention_dropout=0.3)
     trainer = made(tmp_path, method, lm, reward=ranks, **shape)
     calls = watched(trainer)
     trainer.model.train()
@@ -60,7 +64,8 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
             trainer.training_step(trainer.model, updates[iteration], trainer.count_items(updates[iteration]))
         with torch.no_grad():
             for weight in trainer.model.parameters():
-                weight -= 0.1 * weight.grad
+                if weight.grad is not None:
+                    weight -= 0.1 * weight.grad
     ratios, kls = zip(*calls, strict=True)
     assert len(calls) == 4 and ratios[:2] == (0, 0) and min(ratios[2:]) > 0
     if method != "bgpo":  # whose loss has no reference
@@ -98,6 +103,23 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(method, tmp_pat
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert equal(weights(whole.lm), weights(again.lm))
     assert not equal(weights(whole.lm), weights(canvas_lm()))
+
+
+@pytest.mark.parametrize("method", ["cj-grpo", "bgpo"])
+def test_a_run_of_diffusion_gemma_resumes_bit_for_bit(method, tmp_path):
+    shape = {
+        "reward": ranks,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        **inner_updates(method),
+    }
+    whole, again = (
+        made(tmp_path / "whole", method, loaded(tmp_path / "gemma", canvas=2), **shape) for _ in range(2)
+    )
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert equal(weights(whole.lm), weights(again.lm))
 
 
 @pytest.mark.parametrize("method", ["agrpo", "espo"])

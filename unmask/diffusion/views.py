@@ -10,8 +10,8 @@ Plans read `group_BT`, the group of each maskable token and -1 elsewhere
 (`unmask.diffusion.log_probs.noise_groups`), and a `MaskRNG` with a key for each row. They raise ConfigError
 if these differ in their numbers of rows, or no view is asked for.
 
-Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are
-hidden.
+Shapes: B batch, M views, T tokens, S steps. L is the number of maskable tokens in a group, k how many of
+them are hidden.
 """
 
 from __future__ import annotations
@@ -37,6 +37,19 @@ CART_CUT = 1e-6  # the tail of a geometric distribution
 MAX_LEVEL = 1 - 1e-6  # of random tokens, whose weights divide by what is kept
 
 
+class CanvasSteps(NamedTuple):
+    """The denoising steps of canvases of random tokens, counted from the first of each canvas."""
+
+    shown_BST: Tensor  # what each step saw
+    kept_BST: Tensor  # the drawn tokens that it kept, of the last step the result; -1 elsewhere
+    temperature_BS: Tensor  # of their distributions; float64
+    count_BT: Tensor  # the number of steps of the canvas of each position
+
+    def select(self, rows: slice) -> CanvasSteps:
+        """Those of some rows."""
+        return CanvasSteps(*(part[rows] for part in self))
+
+
 class Drawn(NamedTuple):
     """What the model saw of a canvas of random tokens, and what was drawn from its predictions."""
 
@@ -45,6 +58,8 @@ class Drawn(NamedTuple):
     """The drawn tokens, whose log-probabilities are computed in place of the clean tokens'."""
     temperature_BMT: Tensor
     """Of the distributions that they were drawn from; float64."""
+    step_BMT: Tensor
+    """The step that saw this, counted from the first of the canvas."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,8 @@ class Views:
     replaced: Replaced | Drawn | None = None
     # whether targets are measured by the bound of `unmask.diffusion.mixing`, not by their log-probability
     divergence: bool = False
+    # with draws, all steps of their canvases, for models that are conditioned on what they predicted last
+    canvas_steps: CanvasSteps | None = None
 
     @property
     def count(self) -> int:
@@ -98,7 +115,8 @@ class Views:
         return self.of_planes(lambda plane_BMT: plane_BMT[rows, views])
 
     def of_planes(self, change: Callable[[Tensor], Tensor]) -> Views:
-        """These views with each of their tensors changed in the same way, all marked as noised."""
+        """These views with each of their tensors changed in the same way, all marked as noised, and without
+        the steps of canvases."""
         other = None if self.replaced is None else type(self.replaced)(*map(change, self.replaced))
         return Views(
             change(self.hidden_BMT),

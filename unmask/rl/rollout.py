@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,11 @@ from unmask.data.decoding import text_after
 from unmask.data.rows import pad_rows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.mixing import RandomTokens
-from unmask.diffusion.views import Views, columns
+from unmask.diffusion.views import CanvasSteps, Views, columns
 from unmask.errors import GenerationError, TrainingError
 from unmask.generation.output import Generation, Trace, end_of
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tensor_checks import check_tensors
-
-
-class CanvasSteps(NamedTuple):
-    """The denoising steps of canvases of random tokens, counted from the first of each canvas."""
-
-    shown_BST: Tensor  # what each step saw
-    kept_BST: Tensor  # the drawn tokens that it kept, of the last step the result; -1 elsewhere
-    temperature_BS: Tensor  # of their distributions; float64
-    count_BT: Tensor  # the number of steps of the canvas of each position
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,8 @@ class Rollout:
     """Completions as they were sampled.
 
     Attributes:
-        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
+        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed (in models
+            without masks the padding token).
         document_BT: 1 on the canvas, 0 on padding.
         prompt_BT: True on the prompt.
         completion_BT: True on the completion, up to and including its first EOS.
@@ -84,7 +76,7 @@ class Rollout:
             name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)
         }
         if self.canvas_steps is not None:
-            tensors["canvas_steps"] = CanvasSteps(*(part[index] for part in self.canvas_steps))
+            tensors["canvas_steps"] = self.canvas_steps.select(index)
         return replace(self, **tensors)
 
     def whole(self) -> Rollout:
@@ -235,6 +227,8 @@ def make_rollout(
 
     ids = [prompt + trace.canvas for prompt, trace in zip(prompts, traces, strict=True)]
     ids_BT = pad_rows(ids, lm.pad_token_id).to(lm.device, non_blocking=True)
+    if lm.noise == "uniform":
+        ids_BT = ids_BT.masked_fill(ids_BT == lm.mask_token_id, lm.pad_token_id)
     lengths = [[len(row) for row in rows] for rows in (prompts, generation.tokens[at], ids)]
     prompt_B1, tokens_B1, whole_B1 = torch.tensor(lengths)[:, :, None].to(lm.device, non_blocking=True)
     position_BT = columns(ids_BT)

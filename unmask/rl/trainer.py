@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from unmask.diffusion.log_probs import entropies, view_log_probs
 from unmask.diffusion.mixing import RandomTokens, Replaced
-from unmask.diffusion.views import Drawn, MaskRNG, Views
+from unmask.diffusion.views import CanvasSteps, Drawn, MaskRNG, Views
 from unmask.errors import TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
@@ -46,7 +46,6 @@ from unmask.rl.prompts import (
 )
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
 from unmask.rl.rollout import (
-    CanvasSteps,
     Rollout,
     Update,
     check_views,

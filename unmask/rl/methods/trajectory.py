@@ -11,7 +11,8 @@ On a canvas of random tokens a view shows what a step saw, and its targets are t
 kept. Which are kept depends on entropies, not on draws. A position may be kept in many steps; each draw has
 a loss of its own. The last step keeps the most probable tokens, which count as its draws. This would be the
 gradient of the expected reward if they were, and if the weights did not change which tokens are kept
-(tests/rl/methods/test_canvases.py measures the bias).
+(tests/rl/methods/test_canvases.py measures the bias). In a canvas model each step is conditioned on the last
+prediction, which has no gradient here.
 
 In a block-causal model every block attends to its clean past: its steps are counted from its first, and one
 view holds the same step of every block.
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from unmask.diffusion.rng import RngStream
-from unmask.diffusion.views import Drawn, MaskRNG, Views, columns
+from unmask.diffusion.views import CanvasSteps, Drawn, MaskRNG, Views, columns
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import LossType
 from unmask.rl.methods.base import (
@@ -41,7 +42,7 @@ from unmask.rl.methods.base import (
     register,
 )
 from unmask.rl.methods.diffu_grpo import completion_hidden
-from unmask.rl.rollout import CanvasSteps, Rollout
+from unmask.rl.rollout import Rollout
 
 
 def steps_within(rollout: Rollout) -> Tensor:
@@ -82,8 +83,9 @@ def replay_canvases(rollout: Rollout, canvases: CanvasSteps, begin_BM: Tensor, s
         shown_BST.gather(1, begin_BMT.clamp_max(most)),
         token_BMT.clamp_min(0),
         temperature_BS[:, :, None].expand_as(kept_BST).gather(1, at_BMT),
+        begin_BMT,
     )
-    return Views(hidden_BMT, target_BMT, target_BMT.float(), replaced=drawn)
+    return Views(hidden_BMT, target_BMT, target_BMT.float(), replaced=drawn, canvas_steps=canvases)
 
 
 def replay_stretches(rollout: Rollout, length: int = 1) -> Views:
@@ -122,8 +124,8 @@ def sampled_steps(rollout: Rollout, draw: MaskRNG, samples: int) -> Views:
     chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
     num_steps_B1 = has_targets_BM.sum(1, keepdim=True)
     weight_B11 = (num_steps_B1 / num_steps_B1.clamp(1, samples))[:, :, None]
-    views = views.of_planes(lambda plane_BMT: plane_BMT.gather(1, chosen_BMT))
-    return replace(views, weight_BMT=views.target_BMT * weight_B11)
+    some = views.of_planes(lambda plane_BMT: plane_BMT.gather(1, chosen_BMT))
+    return replace(some, weight_BMT=some.target_BMT * weight_B11, canvas_steps=views.canvas_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
