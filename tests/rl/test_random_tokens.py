@@ -150,6 +150,21 @@ def test_only_uncertain_draws_are_trained_on(tmp_path):
     assert not equal(weights(trainer.lm), weights(canvas_lm()))
 
 
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"top_p": 0.9}, "top_p"),
+        ({"generation_kwargs": {"forbidden_tokens": [4]}}, "generation_kwargs.forbidden_tokens"),
+    ],
+    ids=str,
+)
+def test_what_changes_the_predictions_of_diffusion_gemma_is_refused(given, where, tmp_path):
+    lm = loaded(tmp_path / "gemma", canvas=2)
+    made(tmp_path, "bgpo", lm, epsilon=None, **given)
+    with raises(ConfigError, where=where):
+        made(tmp_path, "cj-grpo", lm, **given)
+
+
 def test_a_masking_strategy_is_refused(tmp_path):
     with raises(ConfigError, where="masking"):
         make("grpo", tmp_path, canvas_lm(), method="espo", masking="diffusion")

@@ -46,7 +46,7 @@ class CanvasSteps(NamedTuple):
     count_BT: Tensor  # the number of steps of the canvas of each position
 
     def select(self, rows: slice) -> CanvasSteps:
-        """Those of some rows."""
+        """The steps of some rows."""
         return CanvasSteps(*(part[rows] for part in self))
 
 
@@ -57,7 +57,7 @@ class Drawn(NamedTuple):
     token_BMT: Tensor
     """The drawn tokens, whose log-probabilities are computed in place of the clean tokens'."""
     temperature_BMT: Tensor
-    """Of the distributions that they were drawn from; float64."""
+    """The temperatures of the distributions that they were drawn from; float64."""
     step_BMT: Tensor
     """The step that saw this, counted from the first of the canvas."""
 

@@ -670,6 +670,18 @@ class GRPOConfig(TrainingConfig):
                 raise error.moved(f"generation_kwargs.{error.where}") from error
             raise
 
+    def refuse_for_canvas_models(self) -> None:
+        """Raise ConfigError for settings that change what a canvas model's steps are conditioned on: draws
+        are replayed given whole predictions."""
+        if get_method(self.method).estimator != "token":
+            return
+        sampler = self.sampler(self.temperature, "uniform")
+        for name in ("top_p", "top_k", "min_p", "allowed_tokens", "forbidden_tokens"):
+            if name in sampler.of_texts:
+                what = "changes the last prediction, on which each step of this model is conditioned"
+                where = SAMPLED_BY.get(name, f"generation_kwargs.{name}")
+                raise ConfigError(what, where=where, remedy="Leave it out, or use espo, gdpo or bgpo")
+
     @classmethod
     def for_task(cls, task: str, **settings: Any) -> Self:
         """The settings of the recipe `grpo-TASK` (d1's, where published), overridden by `settings`.

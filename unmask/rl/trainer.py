@@ -171,6 +171,8 @@ class GRPOTrainer(DiffusionTrainer):
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive, noise=self.lm.noise)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
+        if self.lm.canvas:
+            args.refuse_for_canvas_models()
         self.method = args.build_method(self.lm.attention)
         self.per_view = PerViewBackward(
             self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature
@@ -595,9 +597,9 @@ class GRPOTrainer(DiffusionTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The mean reward of one greedy completion per prompt, or of `num_generations_eval` drawn ones:
-        `eval_reward`, and `eval_rewards/NAME` of
-        each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
-        fraction without a score. The prompts are divided among the processes.
+        `eval_reward`, and `eval_rewards/NAME` of each function. Canvases of random tokens are always drawn,
+        with the same random numbers at all steps. Means are over scored completions, NaN if there are none;
+        `eval_unscored` is the fraction without a score. The prompts are divided among the processes.
 
         Raises:
             ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
