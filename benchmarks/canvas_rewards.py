@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["agrpo", "espo"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--demonstrated", type=int, default=200, help="steps of fine-tuning")
-    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--updates", type=int, default=250)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -205,13 +205,20 @@ def make_rollout(
         sampled: keep the server's log-probabilities of the drawn tokens.
 
     Raises:
-        GenerationError: there is no trace, or the server did not return them.
+        GenerationError: there is no trace, or it has no steps of canvases of random tokens, or the server did
+            not return the log-probabilities.
     """
     if generation.trace is None:
         raise GenerationError(
             "has no canvases", where="generation", remedy="Sample with SamplerConfig(trace=True)"
         )
     traces, prompts = generation.trace[at], generation.prompts[at]
+    if lm.noise == "uniform" and not all(trace.canvas_steps for trace in traces):
+        what, remedy = (
+            "has no steps of its canvases",
+            "Sample it from this model, with SamplerConfig(trace=True)",
+        )
+        raise GenerationError(what, where="generation", remedy=remedy)
     if sampled and not all(trace.sampled_log_probs for trace in traces):
         raise GenerationError(
             "the server does not return the log-probabilities of its tokens",

@@ -26,7 +26,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.mixing import RandomTokens
 from unmask.diffusion.views import MaskRNG
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, GenerationError
 from unmask.generation import sampler
 from unmask.generation.canvas import CanvasSettings, accept
 from unmask.generation.output import CanvasStep, Generation, Trace
@@ -116,7 +116,7 @@ def test_a_view_of_a_stretch_shows_its_first_canvas_and_has_the_draws_of_its_las
                 for place, token in enumerate(kept):
                     if token >= 0:
                         at = start + last.start + place
-                        expected[at] = token, last.temperature
+                        expected[at] = token, last.temperature, begin
                         assert views.replaced.ids_BMT[row, view, at] == steps[begin].shown[place]
             found = views.target_BMT[row, view].nonzero().flatten().tolist()
             assert found == sorted(expected)
@@ -449,6 +449,13 @@ def test_settings_that_need_masks_are_refused(given, where):
         config(**{"name": given.get("method", "cj-grpo")} | without(given, "method")).check_trained_noise(
             "uniform"
         )
+
+
+def test_rollouts_need_the_steps_of_canvases():
+    lm, generation, _ = sampled()
+    bare = [replace(trace, canvas_steps=[]) for trace in generation.trace]
+    with raises(GenerationError, where="generation"):
+        make_rollout(lm, replace(generation, trace=bare))
 
 
 def without(given: dict, name: str) -> dict:
